@@ -1,10 +1,44 @@
-"""Ends a run that skipped tests with a list of what was missing and how to get it."""
+"""Shares tests out among workers; ends a run that skipped some with what was missing and how to get it."""
 
+import gc
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 from _pytest.terminal import TerminalReporter
+from xdist.remote import Producer
+from xdist.scheduler import LoadGroupScheduling
+
+
+class FilesAndGroups(LoadGroupScheduling):
+    """The tests of a file run on one worker, and so do those of an `xdist_group`, of whichever file."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return str(super()._split_scope(nodeid)).split("::", 1)[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadGroupScheduling | None:
+    """For `--dist loadgroup`."""
+    return FilesAndGroups(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the groups first, then the folder with the longest files, so that short files fill the workers at
+    the end."""
+
+    def rank(item: pytest.Item) -> int:
+        if item.get_closest_marker("xdist_group"):
+            return 0
+        return 1 if "integration" in item.path.parts else 2
+
+    items.sort(key=rank)
+
+
+def pytest_collection_finish() -> None:
+    """Keeps the garbage collector from looking at thousands of collected tests again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -120,7 +120,7 @@ class Gateway:
                 await stop.wait()
                 for pool in self.pools:
                     pool.draining = True
-                log.info("draining in_flight=%d", sum(pool.state.fleet.in_flight for pool in self.pools))
+                log.info("draining in_flight=%d", sum(pool.state.in_flight.count for pool in self.pools))
                 await self.server.set_ready(False)
                 await asyncio.sleep(drain_s)
                 for pool in self.pools:

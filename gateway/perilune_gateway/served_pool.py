@@ -27,13 +27,18 @@ from perilune_gateway.feeds import (
     drained,
     engine_metrics,
     handoff_legs,
+    peer_ports,
     prefill_legs,
+    pull_legs,
+    store_keys,
     store_segments,
 )
 from perilune_gateway.feeds.kubernetes import KubernetesPool
+from perilune_gateway.feeds.leaving import Use
 from perilune_gateway.feeds.pool_events import EventFeeds, EventSink
 from perilune_gateway.feeds.shared_state import Server, SharedState
 from perilune_gateway.model import EngineMetrics
+from perilune_gateway.model.kv_reach import kv_reach
 from perilune_gateway.model.shared import Names, SharedStats
 from perilune_gateway.model.tracing import Trace, begin
 from perilune_gateway.observe.admin import AdminData
@@ -46,10 +51,12 @@ from perilune_gateway.observe.spans import Spans
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.request.tokens import Tokenizer
 from perilune_gateway.request.tokens.metrics import TokenMetrics
-from perilune_gateway.routing.router import new_router
+from perilune_gateway.routing.new_router import new_router
 from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.pool_state import PoolState, index_blocks
+from perilune_gateway.state.prompt_names import PromptNames
 from perilune_gateway.state.replicas import Replicas
+from perilune_gateway.state.sharing import Sharing
 
 if TYPE_CHECKING:
     from perilune_gateway.observe.otlp import Collector
@@ -67,8 +74,9 @@ class PoolSource(Protocol):
     last_error: str
     """Why the newest document is not in force; empty when it is."""
 
-    def run(self, on_pool: Callable[[Pool], None]) -> Coroutine[None, None, None]:
-        """Passes every new pool to `on_pool` until cancelled. `on_pool` raises SpecError to refuse one."""
+    def run(self, on_pool: Callable[[Pool], None], use: Callable[[str], Use]) -> Coroutine[None, None, None]:
+        """Passes every new pool to `on_pool` until cancelled. `on_pool` raises SpecError to refuse one.
+        `use`: how this gateway uses the endpoint with that address."""
 
 
 class ServedPool:
@@ -106,7 +114,12 @@ class ServedPool:
         self.decision_log = DecisionLog(log_file, pool, version("perilune"), time.time) if log_file else None
         decisions = Decisions()
         self.collector = _collector(traces, pool, self.metrics) if traces else None
-        self.state = PoolState.of(pool)
+        sharing, changed = None, asyncio.Event()
+        shared_as = f"{pool.metadata.namespace}/{pool.metadata.name}"
+        if state_server:
+            key = state_key or state_server.password or shared_as
+            sharing = Sharing(token_hex(8), Names(key.encode()), clock, time.time, changed.set)
+        self.state = PoolState.of(pool, sharing=sharing)
         self.tokenizer = Tokenizer(
             spec.model,
             self._least_busy,
@@ -114,6 +127,18 @@ class ServedPool:
             headers=self._key,
         )
         registry.register(TokenMetrics(self.tokenizer))
+        self.blocks = EngineBlocks(
+            self.state.index,
+            spec.engine.block_size,
+            store=kv_reach(spec).stores,
+            max_names=2 * index_blocks(pool),
+            prompt_names=PromptNames(
+                spec.engine.hashing,
+                spec.engine.block_size,
+                {lora.name: lora.path for lora in spec.model.loras},
+            ),
+        )
+        self._legs_due = asyncio.Event()
         self.router = new_router(
             pool,
             self.state,
@@ -128,24 +153,19 @@ class ServedPool:
             rng=self._rng,
             conformance=conformance,
             secret=secret.encode() or token_bytes(),
-        )
-        self.blocks = EngineBlocks(
-            self.state.index,
-            spec.engine.block_size,
-            store=spec.engine.store,
-            max_names=2 * index_blocks(pool),
+            engine_secret=secret,
+            prompt_seen=self.blocks.prompt,
+            on_legs_due=self._legs_due.set,
         )
         state = self.state
-        sink = EventSink(self.blocks, state.parity, self.router.lifecycle, clock, state.block_tokens)
+        sink = EventSink(self.blocks, state.parity, self.router, clock, state.block_tokens)
         self.events = EventFeeds(sink, time.time, self._rng)
         self.prefill_legs = prefill_legs.PrefillLegs(self.router.remote_prefills, state.connectors, secret)
+        self.pull_legs = pull_legs.PullLegs(self.router.pulling, state.connectors)
         self.shared: SharedState | None = None
-        if state_server:
-            name = f"{pool.metadata.namespace}/{pool.metadata.name}"
-            hashes = Names((state_key or state_server.password or name).encode())
-            self.replicas = Replicas(state, self.router.new_sessions, hashes, token_hex(8), clock, time.time)
-            self.router.lifecycle.on_claimed = self.replicas.claimed
-            self.shared = SharedState(state_server, name, self.replicas, clock, Random())
+        if state_server and sharing:
+            self.replicas = Replicas(state, sharing, self.router.new_sessions, self.router.handing_over)
+            self.shared = SharedState(state_server, shared_as, self.replicas, changed, clock, Random())
         self.service = Service(
             self.router,
             self.tokenizer,
@@ -153,6 +173,7 @@ class ServedPool:
             bytes_per_token=spec.model.bytes_per_token,
             conformance=conformance,
             giver=self.prefill_legs,
+            fetcher=self.pull_legs,
             trace=_tracer(traces_share, Random()) if traces else None,
             authorization=authorization,
         )
@@ -180,6 +201,7 @@ class ServedPool:
             lambda: not self.draining and snapshots.serves(),
             snapshots.about,
             snapshots.new_sessions,
+            snapshots.handoffs,
             time.time,
         )
 
@@ -211,7 +233,7 @@ class ServedPool:
             await asyncio.to_thread(self.collector.close)
 
     def _feeds(self) -> Iterator[Coroutine[None, None, None]]:
-        yield self.source.run(self.on_pool)
+        yield self.source.run(self.on_pool, lambda address: Use(*self.state.fleet.use(address)))
         yield engine_metrics.run(
             self.state.fleet.addresses,
             self.on_metrics,
@@ -221,6 +243,7 @@ class ServedPool:
         )
         if master := self.router.pool.spec.engine.store_master:
             yield store_segments.run(master, self.blocks.segments)
+            yield store_keys.run(master, self.blocks.listed, self.blocks.knows, self._clock)
         if self.shared:
             yield self.shared.run()
         yield self._plan_moves()
@@ -237,8 +260,10 @@ class ServedPool:
         ) as http:
             await asyncio.gather(
                 bootstrap_pages.run(self.state.fleet.endpoints, connectors, http),
-                handoff_legs.run(self.router.handing_over, connectors, http),
+                handoff_legs.run(self.router.handing_over, self._legs_due, connectors, http),
                 self.prefill_legs.run(http),
+                self.pull_legs.run(http),
+                peer_ports.run(self.state.fleet.endpoints, self.state.host_tiers),
             )
 
     async def _plan_moves(self) -> None:
@@ -288,7 +313,7 @@ class ServedPool:
         if restarted and self.blocks.emptied_at.get(address, -inf) < at:  # else its events were faster
             log.warning("kv blocks forgotten endpoint=%s cause=restarted, by its metrics", address)
             self.state.parity.forget(address)
-            self.router.lifecycle.on_applied(self.blocks.reset(address, now))
+            self.router.on_applied(self.blocks.reset(address, now))
         self.state.fleet.metrics(address, metrics, now)
         if metrics is None and self.state.fleet.get(address):  # unless it has just left
             self.metrics.scrape_failed(address)

@@ -2,11 +2,16 @@
 
 import os
 from argparse import ArgumentTypeError
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from math import inf
 from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
 
 from perilune_api.pool import SpecError
+
+E = TypeVar("E", bound=StrEnum)
 
 DRAWN = (".png", ".svg", ".pdf")
 
@@ -40,10 +45,29 @@ def _number(text: str) -> float | None:
         return None
 
 
+def one_of(kind: type[E]) -> Callable[[str], E]:
+    """A parser of the values of an enum."""
+
+    def convert(text: str) -> E:
+        try:
+            return kind(text)
+        except ValueError:
+            raise ArgumentTypeError(f"must be one of {', '.join(kind)}, got {text}") from None
+
+    return convert
+
+
 def url(text: str) -> str:
     """A URL, without a slash or `/v1` at its end."""
     if not text.startswith(("http://", "https://")):
         raise ArgumentTypeError(f"must begin with http:// or https://, got {text}")
+    try:
+        parts = urlsplit(text)
+        named = parts.hostname and parts.port != 0  # reading the port raises ValueError for 99999
+    except ValueError:
+        named = False
+    if not named:
+        raise ArgumentTypeError(f"must name a host and a port of 1 to 65535: http://HOST:PORT, got {text}")
     return text.rstrip("/").removesuffix("/v1")
 
 

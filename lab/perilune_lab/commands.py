@@ -3,6 +3,9 @@
 The module of a command has `main(argv: Sequence[str]) -> int` and an argparse parser of its own. Only the
 module of the command that runs is imported, so help is quick. Exit status: the command's own; 2 for a wrong
 call or a wrong document, 74 when a disk is full, 130 after Ctrl-C, 141 when the reader of a pipe has left.
+
+Ctrl-C is told in one sentence. A command whose work so far is kept, or shown, raises KeyboardInterrupt with
+that sentence.
 """
 
 import argparse
@@ -52,7 +55,8 @@ def run(program: Program, argv: Sequence[str]) -> int:
             return _dispatch(program, argv)
         finally:
             sys.stdout.flush()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        _say_interrupted(" ".join([program.name, *argv[:1]]), str(interrupt) or "nothing is kept")
         return INTERRUPTED
     except BrokenPipeError:
         _discard_stdout()
@@ -107,6 +111,11 @@ def _parser(program: Program) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
     return parser
+
+
+def _say_interrupted(command: str, work_so_far: str) -> None:
+    own_line = "\n" if sys.stderr.isatty() else ""  # after the terminal's ^C
+    print(f"{own_line}{command}: interrupted: {work_so_far}", file=sys.stderr)
 
 
 def _replace_closed_streams() -> None:

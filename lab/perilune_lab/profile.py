@@ -9,28 +9,36 @@
    overhead and prefill. The error that is left at each prompt is shown.
 3. One longer answer shows the seconds per output token. Nothing in the pool depends on it; it is shown.
 
-Not done: transfers between engines, since an OpenAI URL does not reach them; load by others during the
-measurement, which makes the engine look slower.
+4. With `--peer`, KV is handed over from another engine (`profile_transfer.py`): fixed seconds and speed, and
+   the speed of network cards (`nicGbits`) by which the pool's cost model predicts the same.
 
-Exit status: 0; 1 when the target cannot be reached or answers without counts; 2 for a wrong call.
+Not done: load by others during the measurement, which makes the engine look slower.
+
+Exit status: 0; 1 when the target cannot be reached or answers without counts; 2 for a wrong call; 130 after
+Ctrl-C, with the lines of what was measured until then.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import uvloop
 from rich.table import Table
 
+from perilune_api import names
 from perilune_gateway.model import H20_30B
+from perilune_lab import profile_transfer
 from perilune_lab.arguments import count, output, positive, url
 from perilune_lab.client import Load, TargetError, models, run_load
 from perilune_lab.console import Console
+from perilune_lab.profile_transfer import Peer, Transfer
 from perilune_lab.result import Result
 from perilune_lab.traces.model import Segment, Session, Style, Turn
 from perilune_lab.vocabulary import Vocabulary
@@ -44,9 +52,11 @@ _EPILOG = """\
 examples:
   perilune profile --target http://10.0.0.1:8000
   perilune profile --target http://10.0.0.1:8000 --max-tokens 65536 --repeat 5 --yaml cost.yaml
+  perilune profile --target http://10.0.0.1:8000 --peer http://10.0.0.2:8000 --bootstrap 10.0.0.2:8998
 
 Name one engine itself, not a gateway, and send it no other traffic meanwhile. The engine has to report cached
 tokens (vLLM: --enable-prompt-tokens-details). Put the lines that it writes under spec.engine of the pool.
+With --peer, PERILUNE_ENGINE_SECRET has the pool's secret, where the operator's door guards the engines.
 """
 
 
@@ -93,10 +103,28 @@ def lengths(max_tokens: int) -> list[int]:
     return found
 
 
+def expected_s(max_tokens: int, repeat: int) -> float:
+    """Seconds that one H20 takes for all prompts."""
+    halves = [(length // 2, length - length // 2) for length in lengths(max_tokens)]
+    rows = [
+        Measured(tokens, cached, 0.0)
+        for half, rest in halves
+        for tokens, cached in ((half, 0), (half + rest, half))
+    ]
+    return repeat * sum(row.predicted_s for row in rows)
+
+
 async def measure(
-    target: str, *, model: str = "", max_tokens: int = 16_384, repeat: int = 3, time_scale: float = 1.0
+    target: str,
+    *,
+    model: str = "",
+    max_tokens: int = 16_384,
+    repeat: int = 3,
+    time_scale: float = 1.0,
+    measured: Callable[[Measured], None] = lambda row: None,
 ) -> Profile:
-    """Raises TargetError if the target cannot be reached, refuses a prompt, or reports no counts."""
+    """Calls `measured` with every kind of prompt as soon as it is measured. Raises TargetError if the target
+    cannot be reached, refuses a prompt, or reports no counts."""
     model = model or (await models(target) or [""])[0]
     load = Load(target, model, Style.TEXT, concurrency=1, time_scale=time_scale, send_session=False)
     words = Vocabulary().words_for
@@ -125,6 +153,7 @@ async def measure(
             tokens, cached = results[0].prompt_tokens, min(r.cached_tokens or 0 for r in results)
             ttft_s = median(r.finished_at_s - r.submitted_at_s for r in results) * time_scale
             prompts.append(Measured(tokens, cached, ttft_s))
+            measured(prompts[-1])
     (answer,) = await played(Turn("d", 0, (Segment(uuid4().hex, SHORTEST),), DECODED))
     return Profile(prompts, None if answer.tpot_s is None else answer.tpot_s * time_scale)
 
@@ -144,28 +173,45 @@ def table(profile: Profile, title: str) -> Table:
     return grid
 
 
-def as_yaml(profile: Profile) -> str:
-    """The pool's cost model: fields of `spec.engine`."""
+def transfer_table(transfer: Transfer, peer: str) -> Table:
+    fixed_s, tokens_per_s = transfer.fit()
+    title = f"from {peer}: {fixed_s * 1e3:,.1f} ms and {tokens_per_s:,.0f} tokens per second"
+    grid = Table(title=title, title_justify="left")
+    for name in ("tokens", "transfer", "by these"):
+        grid.add_column(name, justify="right")
+    for row in transfer.rows:
+        times = row.seconds, fixed_s + row.tokens / tokens_per_s
+        grid.add_row(f"{row.tokens:,}", *(f"{seconds * 1e3:,.1f} ms" for seconds in times))
+    return grid
+
+
+def as_yaml(profile: Profile, transfer: Transfer | None = None, kv_bytes_per_token: int = 0) -> str:
+    """The pool's cost model: fields of `spec.engine`, and what the nodes' topology should say."""
     longest = max(row.tokens for row in profile.prompts)
     return (
         f"# By perilune profile, with prompts of up to {longest} tokens;"
         f" largest error {profile.largest_error:.0%}\n"
         f"prefillScale: {profile.scale:.3g}\n"
+    ) + (
+        f"# KV came as from nodes with nicGbits: {transfer.nic_gbits(kv_bytes_per_token):.3g}"
+        f" (topology.nodes, or the nodes' label {names.NIC_GBITS})\n"
+        if transfer
+        else ""
     )
 
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
+    all_lengths = ", ".join(f"{length:,}" for length in lengths(args.max_tokens))
+    expected = expected_s(args.max_tokens, args.repeat) / args.time_scale
+    print(
+        f"prompts of up to {all_lengths} tokens, {args.repeat} of each, one at a time, to {args.target};"
+        f" about {expected:.0f} s on one H20, longer on a slower engine",
+        file=sys.stderr,
+        flush=True,
+    )
     try:
-        profile = uvloop.run(
-            measure(
-                args.target,
-                model=args.model,
-                max_tokens=args.max_tokens,
-                repeat=args.repeat,
-                time_scale=args.time_scale,
-            )
-        )
+        profile, transfer = uvloop.run(_measure(args))
     except TargetError as error:
         print(f"perilune profile: {error}", file=sys.stderr)
         return DOWN
@@ -173,13 +219,42 @@ def main(argv: Sequence[str]) -> int:
     console.print(table(profile, f"{args.target}: {profile.scale:.3g} × the time of one H20"))
     if profile.tpot_s is not None:
         console.print(f"{profile.tpot_s * 1e3:,.1f} ms per output token, alone")
-    text = as_yaml(profile)
+    if transfer:
+        console.print(transfer_table(transfer, args.peer))
+    text = as_yaml(profile, transfer, args.kv_bytes_per_token)
     if args.yaml:
         args.yaml.write_text(text, encoding="utf-8")
         print(f"cost model: {args.yaml}", file=sys.stderr)
     else:
         print(text, end="")
     return 0
+
+
+def _tell(row: Measured) -> None:
+    print(
+        f"{row.tokens:,} tokens, {row.cached:,} of them cached: TTFT {row.ttft_s * 1e3:,.1f} ms",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+async def _measure(args: argparse.Namespace) -> tuple[Profile, Transfer | None]:
+    model = args.model or (await models(args.target) or [""])[0]
+    profile = await measure(
+        args.target,
+        model=model,
+        max_tokens=args.max_tokens,
+        repeat=args.repeat,
+        time_scale=args.time_scale,
+        measured=_tell,
+    )
+    if not args.peer:
+        return profile, None
+    peer = Peer(args.peer, args.bootstrap, os.environ.get("PERILUNE_ENGINE_SECRET", ""))
+    found = lengths(args.max_tokens)
+    return profile, await profile_transfer.measure(
+        args.target, peer, model, found, args.repeat, args.time_scale
+    )
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -197,7 +272,21 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--repeat", type=count, default=3, metavar="N", help="times that each prompt is sent [%(default)s]")
     add("--time-scale", type=positive, default=1.0, metavar="X", help="of a simulated engine [%(default)s]")
     add("--yaml", type=output, metavar="FILE", help="where the cost model goes [standard output]")
-    return parser.parse_args(argv)
+    add("--peer", type=url, metavar="URL", help="another engine, from which KV is handed over")
+    add("--bootstrap", default="", metavar="IP:PORT", help="the peer's bootstrap page [its host, port 8998]")
+    add(
+        "--kv-bytes-per-token",
+        type=count,
+        default=H20_30B.kv_bytes_per_token,
+        metavar="N",
+        help="spec.model.kvBytesPerToken [%(default)s]",
+    )
+    args = parser.parse_args(argv)
+    if args.peer and not args.bootstrap:
+        args.bootstrap = f"{urlsplit(args.peer).hostname}:8998"
+    if args.bootstrap and not args.peer:
+        parser.error("--bootstrap is the peer's: name it with --peer")
+    return args
 
 
 def _length(text: str) -> int:

@@ -31,7 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from perilune_api.pool import SpecError
 from perilune_gateway.model import H20_30B
 from perilune_lab import admin_pages, report
-from perilune_lab.arguments import count, figure, output, positive, url
+from perilune_lab.arguments import count, figure, one_of, output, positive, url
 from perilune_lab.bodies import Words
 from perilune_lab.client import Load, TargetError, models, run_load
 from perilune_lab.console import Console
@@ -116,11 +116,6 @@ class Replay:
         model = o.model or (await models(o.target) or [""])[0]
         if not model:
             raise TargetError("it serves no model; name one with --model")
-        self.err.print(
-            f"{self.trace.name}: {self.trace.requests} requests, {len(self.trace.sessions)} sessions; "
-            f"mode {o.mode}, speed {o.speed:g}, time scale {o.time_scale:g}; {o.target}, model {model}",
-            highlight=False,
-        )
         load = Load(
             target=o.target,
             model=model,
@@ -134,6 +129,11 @@ class Replay:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, stop.set)
         try:
+            self.err.print(
+                f"{self.trace.name}: {self.trace.requests} requests, {len(self.trace.sessions)} sessions; "
+                f"mode {o.mode}, speed {o.speed:g}, time scale {o.time_scale:g}; {o.target}, model {model}",
+                highlight=False,
+            )
             await self._play(load, stop)
         finally:
             loop.remove_signal_handler(signal.SIGINT)
@@ -305,7 +305,7 @@ def parse(argv: Sequence[str]) -> Options:
     add("--seed", type=int, default=0, metavar="N", help="agentic: seed of the traffic [%(default)s]")
     add(
         "--mode",
-        type=Mode,
+        type=one_of(Mode),
         choices=list(Mode),
         default=Mode.THINKTIME,
         help="when turns are submitted, see below [%(default)s]",

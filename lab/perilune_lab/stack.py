@@ -67,6 +67,8 @@ class EngineOptions:
     """Every engine writes a JSON line per ended request to `engine-N.requests.jsonl` in the run folder."""
     handoff: bool = False
     """Engines hand KV over to each other."""
+    host_tokens: int = 0
+    """Tokens that one engine keeps in host memory, where the others read them; 0: none."""
     prefill: int = 0
     """Number of engines, from the first, that only prefill. They need `handoff`."""
     arguments: tuple[str, ...] = ()
@@ -130,6 +132,7 @@ def engine_arguments(options: EngineOptions, i: int, folder: Path) -> list[str]:
             else ()
         ),
         *(("--bootstrap", "127.0.0.1:0") if o.handoff else ()),
+        *(("--host-tokens", str(o.host_tokens), "--peer", "127.0.0.1:0") if o.host_tokens else ()),
         *(("--request-log", str(folder / f"engine-{i}.requests.jsonl")) if o.request_log else ()),
         *o.arguments,
         *(o.each[i] if i < len(o.each) else ()),
@@ -190,6 +193,7 @@ def pool_of(options: EngineOptions, routing: spec.Routing, engines: Sequence[dic
                     replay=tuple(filter(None, facts.get("replay", "").split(","))),
                     bootstrap=facts.get("bootstrap", ""),
                     role=spec.Role.PREFILL if i < options.prefill else spec.Role.BOTH,
+                    peer=facts.get("peer", ""),
                 )
                 for i, facts in enumerate(engines)
             ),
@@ -276,6 +280,17 @@ class Stack:
         """Raises StackError when a vital part has died (for fixtures, whose body is another task)."""
         if self._failure is not None:
             raise self._located(self._failure)
+
+    async def restart_gateway(self) -> None:
+        """Ends the gateway in order and starts it again at the same addresses, without its memory."""
+        gateway = self.children["gateway"]
+        gateway.stopping = True
+        await gateway.stop(self.grace_s)
+        admin = self.admin_url.removeprefix("http://")
+        arguments = (*self._gateway_arguments(), "--listen", self.ext_proc, "--admin", admin)
+        child = await self._run("gateway", [*self.programs.gateway, *arguments])
+        child.ended.add_done_callback(partial(self._noticed, child))
+        await child.until_ready(self.ready_timeout_s)
 
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds that each running child has used; empty where /proc does not exist."""

@@ -29,12 +29,22 @@ from perilune_operator.metrics import Metrics
 from perilune_operator.reconcile import POOLS_AT_ONCE, Reconciler
 from perilune_operator.render.objects import Defaults
 
+_EXAMPLES = """\
+examples:
+  KUBECONFIG=~/.kube/config perilune-operator --namespace llm --log-level debug
+      works from here on the pools of one namespace, with the rights of that file
+  perilune-operator --listen :8080
+      as the chart runs it in a cluster, for all namespaces
+"""
+
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     known = Defaults()
     parser = argparse.ArgumentParser(
         prog="perilune-operator",
         description="Creates engines, KV store, gateway and routes for every InferencePool.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--namespace", default="", metavar="NAME", help="look after pools of this namespace only [all]")
@@ -67,6 +77,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--state-image",
         default=known.state_image,
         help="image of Valkey (or Redis), through which several gateways of a pool share state [%(default)s]",
+    )
+    add(
+        "--gateway-replicas",
+        type=_number,
+        default=known.gateways,
+        metavar="N",
+        help="gateways of a pool that does not say how many [%(default)s]",
     )
     add(
         "--pull-secret",
@@ -153,6 +170,7 @@ async def serve(args: argparse.Namespace) -> None:
             args.ip_family == "ipv6",
             args.pull_secret,
             args.state_image,
+            args.gateway_replicas,
         ),
         Metrics(prometheus, lease.remaining_s),
         namespace=args.namespace,

@@ -14,7 +14,7 @@ from perilune_api import names
 from perilune_api.inference_pool.spec import InferencePoolSpec, Signal
 from perilune_api.inference_pool.status import InferencePoolStatus
 from perilune_api.pool import SpecError
-from perilune_operator import revision, scaling, status
+from perilune_operator import revision, roles, scaling, status
 from perilune_operator.observe import topology
 from perilune_operator.observe.facts import Key, Object, Observed, PodFacts, key
 from perilune_operator.observe.timestamps import seconds
@@ -30,6 +30,7 @@ from perilune_operator.render import (
 )
 from perilune_operator.render.objects import Context, Defaults
 from perilune_operator.revision import Revised
+from perilune_operator.roles import Switch
 from perilune_operator.rollout import Drain, Mark, Replaced, drain
 
 LOOK_S = 30.0
@@ -52,9 +53,11 @@ class Plan:
     again_in: float
     """Seconds until the next round, if nothing happens before."""
     marks: tuple[Mark, ...] = ()
-    """Annotations of pods that are to be removed or emptied."""
+    """Annotations and labels of pods that are to be removed or emptied, or that change their role."""
     scale_to: int | None = None
     """Replicas to write into the pool's own spec first."""
+    prefill: tuple[int, int] = (0, 0)
+    """Number of endpoints that only prefill, before and after this plan."""
     kept: frozenset[Key] = frozenset()
     """Workloads of an earlier spec, which go on serving for now."""
     upgrades: bool = False
@@ -63,6 +66,8 @@ class Plan:
     """They are asked to, and wait for their turn."""
     drains: bool = False
     """Some engines wait for their sessions to leave."""
+    switch: Switch = Switch()
+    """What happens to the roles of endpoints."""
 
 
 def plan(
@@ -76,13 +81,17 @@ def plan(
     """Plan a pool. A SpecError in place of the spec yields a refusal. `now`: seconds since the epoch."""
     if isinstance(spec, SpecError):
         return Plan(None, refused(name, namespace, str(spec), observed, now, defaults), LOOK_S)
+    spec = _completed(spec, defaults)
     scale_to = _scaled(name, namespace, spec, observed, now)
     if scale_to is not None:
         spec = msgspec.structs.replace(spec, replicas=scale_to)
+    prefill = _prefill(name, namespace, spec, observed, now)
+    spec = msgspec.structs.replace(spec, prefill_replicas=prefill[1])
     fabric = topology.resolve(spec.topology, observed.nodes, observed.pods)
     pool = Context(name, namespace, observed.uid, spec, fabric, observed.kinds, defaults)
     present, earlier = _without_replaced(pool, observed)
     leave = _drain(pool, present, now)
+    switch = _switch(pool, present, leave, now)
     pool = replace(
         _with_replicas(pool, leave, observed),
         client_policies=_client_policies(pool, observed),
@@ -93,18 +102,33 @@ def plan(
     except SpecError as error:  # a podTemplate that cannot be laid over the operator's
         return Plan(None, refused(name, namespace, str(error), observed, now, defaults), LOOK_S)
     replaced = _replaced(pool, earlier, {key(obj) for obj in made.objects}, present, now)
-    each = (leave, replaced.drain)
+    each = (leave, replaced.drain, switch)
+    switching = {*switch.waiting, switch.switched}
     return Plan(
         made.objects,
-        status.of_pool(pool, present, leave, now, replaced, made),
+        status.of_pool(pool, present, leave, now, replaced, made, switch),
         again_in=min(LOOK_S, *(drained.again_in for drained in each)),
-        marks=tuple(mark for drained in each for mark in drained.marks),
+        marks=(
+            *(mark for mark in leave.marks if mark.pod not in switching),
+            *replaced.drain.marks,
+            *switch.marks,
+        ),
         scale_to=scale_to,
+        prefill=prefill,
         kept=replaced.workloads,
         upgrades=made.upgrades,
         waits=made.waits,
         drains=any(drained.again_in < inf for drained in each),
+        switch=switch,
     )
+
+
+def _completed(spec: InferencePoolSpec, defaults: Defaults) -> InferencePoolSpec:
+    """The spec with the operator's number of gateways, if it has none of its own."""
+    if spec.gateway.replicas is not None:
+        return spec
+    gateways = msgspec.structs.replace(spec.gateway, replicas=defaults.gateways)
+    return msgspec.structs.replace(spec, gateway=gateways)
 
 
 def refused(
@@ -171,7 +195,7 @@ def _revised(pool: Context, observed: Observed) -> Revised:
     spec, earlier = revision.accepted(memory), tuple[Object, ...]()
     if spec is not None:
         try:
-            earlier = _objects(replace(pool, spec=spec))
+            earlier = _objects(replace(pool, spec=_completed(spec, pool.defaults)))
         except SpecError:  # a newer operator may refuse what an older one took
             pass
     return revision.revised(pool, _objects(pool), earlier, memory, is_turn=observed.is_turn)
@@ -181,8 +205,21 @@ def _scaled(name: str, namespace: str, spec: InferencePoolSpec, observed: Observ
     """The number of replicas that the spec should have from now on; None: it stays."""
     if spec.scaling is None or spec.scaling.signal is Signal.METRIC:
         return _handed_over(name, namespace, spec, observed)
-    wanted = scaling.replicas(spec.scaling, spec.replicas, observed.demands, now)
+    wanted = scaling.replicas(spec.scaling, spec.replicas, observed.demands.get("serve", ()), now)
     return wanted if wanted != spec.replicas else None
+
+
+def _prefill(
+    name: str, namespace: str, spec: InferencePoolSpec, observed: Observed, now: float
+) -> tuple[int, int]:
+    """The number of endpoints that only prefill, before and after this plan. Where the load sets it, the
+    Deployment remembers it, because a pool's scale subresource has one number, which is `replicas`."""
+    if spec.prefill_scaling is None:
+        return spec.prefill_replicas, spec.prefill_replicas
+    live = observed.children.get(endpoints.prefill_workload(namespace, name), {}).get("spec", {})
+    before = live.get("replicas") or spec.prefill_replicas
+    demands = observed.demands.get("prefill", ())
+    return before, scaling.replicas(spec.prefill_scaling, before, demands, now)
 
 
 def _handed_over(name: str, namespace: str, spec: InferencePoolSpec, observed: Observed) -> int | None:
@@ -260,6 +297,20 @@ def _drain(pool: Context, observed: Observed, now: float) -> Drain:
     pods = [_with_workers(p, observed, leaving) for p in observed.pods if p.component == "engine"]
     workload = observed.children.get(endpoints.workload(pool))
     return drain(pods, pool.spec.replicas, workload, leaving, gateways, session_s, now)
+
+
+def _switch(pool: Context, observed: Observed, leave: Drain, now: float) -> Switch:
+    """Decide which endpoint changes its role now. Without roleSwitching all pods get their own role back."""
+    asked = pool.spec.role_switching
+    if asked is None:
+        return Switch(roles.restored(observed.pods))
+    bare = roles.labels(observed.pods)
+    if leave.leaving or bare:
+        return Switch(bare)
+    pods = [pod for pod in observed.pods if pod.duty and not pod.terminating]
+    steady = len(pods) == pool.spec.replicas + pool.spec.prefill_replicas and all(pod.ready for pod in pods)
+    _, gateways, session_s = _surroundings(pool, observed)
+    return roles.switch(asked, pods, observed.demands, gateways, session_s, now, steady=steady)
 
 
 def _with_workers(leader: PodFacts, observed: Observed, leaving: frozenset[str]) -> PodFacts:

@@ -21,14 +21,14 @@ pool at any time, without asking the Lease:
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import cast
 
 import kopf
 
-from perilune_api import kube
+from perilune_api import kube, names
 from perilune_api.conditions import Condition, Reason
 from perilune_api.inference_pool.checks import convert
 from perilune_api.inference_pool.spec import InferencePoolSpec, Signal
@@ -42,10 +42,28 @@ from perilune_operator.apply.writer import Fence, NotLeaderError, Writer
 from perilune_operator.metrics import Metrics, Outcome
 from perilune_operator.observe import readers
 from perilune_operator.observe.cluster import Cluster
-from perilune_operator.observe.facts import Demand, GatewayStats, Object, Observed, PoolName, version
-from perilune_operator.observe.gateway_pages import DRAIN_READ_S, FIRST_READ_S, READ_S, GatewayPages
+from perilune_operator.observe.facts import (
+    Demand,
+    Demands,
+    FirstTokens,
+    GatewayStats,
+    Object,
+    Observed,
+    PodFacts,
+    PoolName,
+    version,
+)
+from perilune_operator.observe.gateway_pages import (
+    DRAIN_READ_S,
+    FIRST_READ_S,
+    READ_S,
+    GatewayPages,
+    first_tokens_between,
+)
 from perilune_operator.plan import LOOK_S, Plan, plan, refused
 from perilune_operator.render.objects import Defaults
+from perilune_operator.roles import Switch
+from perilune_operator.scaling.readings import unchanged
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +75,9 @@ POOLS_AT_ONCE = 2
 """The most pools whose pods follow a new version of the operator at a time, unless told otherwise."""
 KEPT_DEMANDS = 4_000
 """More than the readings of the longest time to scale down, one hour, of which some come every second."""
+DUTIES: tuple[names.Duty, ...] = ("serve", "prefill")
+BUSY_S = 0.001
+"""An endpoint with more seconds of queued prefill has something to prefill."""
 ROUNDS_AT_ONCE = 4
 """The most rounds at a time. A new leader does a round for every pool. If all ran at once, each would take
 as long as all together."""
@@ -85,12 +106,19 @@ class _Pool:
     """They wait for their turn to do so."""
     drains: bool = False
     """Some of its engines wait for their sessions to leave."""
-    scales: bool = False
-    """The operator itself sets the number of its endpoints."""
-    replicas: int = 0
-    """Number of endpoints that its spec asks for."""
-    demands: deque[Demand] = field(default_factory=lambda: deque(maxlen=KEPT_DEMANDS))
-    """What its gateways reported since that number last changed, while this process leads."""
+    follows_load: bool = False
+    """The operator itself sets the number of its endpoints, or their roles, by the load."""
+    endpoints: Mapping[names.Duty, int] = field(default_factory=dict)
+    """Number of endpoints of each duty that it should have."""
+    demands: Mapping[names.Duty, deque[Demand]] = field(
+        default_factory=lambda: {duty: deque(maxlen=KEPT_DEMANDS) for duty in DUTIES}
+    )
+    """What its gateways reported of each duty's endpoints since roles last changed, for an hour at least,
+    while this process leads."""
+    ttft_seconds: Mapping[names.Duty, float] = field(default_factory=dict)
+    """Seconds within which a first token comes in time for each duty's scaling."""
+    first_tokens: Mapping[str, FirstTokens] = field(default_factory=dict)
+    """Gateway, by pod → its requests and those whose first token came in time, as it last reported them."""
     pages_due: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the gateways' pages should be read at once."""
     carried_out: int = -1
@@ -246,23 +274,35 @@ class Reconciler:
         parent = None if isinstance(spec, SpecError) else spec.gateway.parent
         observed = replace(
             self.cluster.observe(pool.name, pool.body, parent, pool.stats),
-            demands=tuple(pool.demands),
+            demands={duty: tuple(read) for duty, read in pool.demands.items()},
             is_turn=self._is_turn(pool),
         )
-        planned = plan(pool.name[1], pool.name[0], spec, observed, now, self._defaults)
+        newest = replace(observed, children=pool.applier.newest(observed.children))
+        planned = plan(pool.name[1], pool.name[0], spec, newest, now, self._defaults)
         pool.upgrades, pool.waits = planned.upgrades, planned.waits
         if planned.drains and not pool.drains:
             pool.pages_due.set()
         pool.drains = planned.drains
-        pool.scales = not isinstance(spec, SpecError) and _scales(spec)
-        pool.replicas = 0 if isinstance(spec, SpecError) else spec.replicas
+        pool.follows_load = not isinstance(spec, SpecError) and _follows_load(spec)
+        if not isinstance(spec, SpecError):
+            pool.endpoints = {"serve": spec.replicas, "prefill": planned.prefill[1]}
+            pool.ttft_seconds = _ttft_seconds(spec)
         applied = Applied()
         if planned.objects is not None:
             applied = await pool.applier.apply(planned, observed.children)
             if planned.scale_to is not None:
                 log.info("scaled pool=%s/%s replicas=%d", *pool.name, planned.scale_to)
-                _post(body, "Normal", "Scaled", _scaled(body, planned.scale_to, observed.demands))
-                pool.demands.clear()
+                before = body["spec"].get("replicas", 1)
+                said = _scaled(f"replicas {before} → {planned.scale_to}", body, "serve", observed)
+                _post(body, "Normal", "Scaled", said)
+            if planned.prefill[0] != planned.prefill[1]:
+                log.info("scaled pool=%s/%s prefill=%d", *pool.name, planned.prefill[1])
+                change = f"endpoints that only prefill {planned.prefill[0]} → {planned.prefill[1]}"
+                _post(body, "Normal", "Scaled", _scaled(change, body, "prefill", observed))
+            if planned.switch.switched:
+                _post(body, "Normal", "RoleSwitched", _switched(planned.switch, observed.demands))
+                for read in pool.demands.values():
+                    read.clear()
         if applied.refused:
             said = refusal.message(applied.refused, pool.body["spec"])
             new = refused(pool.name[1], pool.name[0], said, observed, now, self._defaults)
@@ -297,14 +337,14 @@ class Reconciler:
             if self._fence.remaining_s() > 0:
                 pods = self.cluster.pods(pool.name)
                 stats = await self._pages.read(pods)
-                if stats is not None and pool.scales:
-                    engines = (readers.pod(pod) for pod in pods)
-                    serving = sum(pod.component == "engine" and pod.serves for pod in engines)
-                    starting = max(0, pool.replicas - serving)
-                    read_at = self._wall_clock()
-                    pool.demands.append(Demand(read_at, stats.queue_s, stats.kv_in_use, starting))
+                if stats is not None and pool.follows_load:
+                    engines = [readers.pod(pod) for pod in pods]
+                    for duty in DUTIES:
+                        pool.demands[duty].append(_demand(duty, pool, stats, engines, self._wall_clock()))
+                    known = {**pool.first_tokens, **stats.first_tokens}
+                    pool.first_tokens = {pod.name: known[pod.name] for pod in engines if pod.name in known}
                 changed, pool.stats = stats != pool.stats, stats
-                if changed or pool.scales:
+                if changed or pool.follows_load:
                     pool.wake(self._clock())
             await _until(pool.pages_due, _read_in_s(pool))
             pool.pages_due.clear()
@@ -314,12 +354,44 @@ def _read_in_s(pool: _Pool) -> float:
     """Seconds until the gateways' pages are read again."""
     if pool.drains:
         return DRAIN_READ_S
-    return FIRST_READ_S if pool.stats is None or pool.scales else READ_S
+    return FIRST_READ_S if pool.stats is None or pool.follows_load else READ_S
 
 
-def _scales(spec: InferencePoolSpec) -> bool:
-    """Whether the operator itself sets the number of endpoints."""
-    return spec.scaling is not None and spec.scaling.signal is not Signal.METRIC
+def _follows_load(spec: InferencePoolSpec) -> bool:
+    """Whether the operator itself sets the number of endpoints, or their roles."""
+    scales = spec.scaling is not None and spec.scaling.signal is not Signal.METRIC
+    return scales or spec.prefill_scaling is not None or spec.role_switching is not None
+
+
+def _ttft_seconds(spec: InferencePoolSpec) -> Mapping[names.Duty, float]:
+    """Seconds within which a first token comes in time for each duty's scaling."""
+    made: dict[names.Duty, float] = {}
+    if spec.scaling is not None:
+        made["serve"] = spec.scaling.ttft_seconds
+    if spec.prefill_scaling is not None:
+        made["prefill"] = spec.prefill_scaling.ttft_seconds
+    return made
+
+
+def _demand(
+    duty: names.Duty, pool: _Pool, stats: GatewayStats, pods: Sequence[PodFacts], at: float
+) -> Demand:
+    """What the pages say of the endpoints of one duty."""
+    own = [pod for pod in pods if pod.duty == duty]
+    within_s = pool.ttft_seconds.get(duty, inf)
+    first_tokens, in_time = first_tokens_between(pool.first_tokens, stats.first_tokens, within_s)
+    hosts = {pod.ip for pod in own}
+    queues_s = [stats.queue_s_at.get(host, 0.0) for host in hosts]
+    return Demand(
+        at,
+        sum(queues_s),
+        sum(stats.kv_in_use_at.get(host, 0.0) for host in hosts),
+        starting=max(0, pool.endpoints.get(duty, 0) - sum(pod.serves for pod in own)),
+        first_tokens=first_tokens,
+        in_time=in_time,
+        prefilling=sum(queue_s > BUSY_S for queue_s in queues_s),
+        wanted=pool.endpoints.get(duty, 0),
+    )
 
 
 def _spec(body: Object) -> InferencePoolSpec | SpecError:
@@ -367,13 +439,31 @@ def _report(pool: Object, condition: StatusCondition) -> None:
     _post(pool, severity, condition.reason, f"{words}: {condition.message}")
 
 
-def _scaled(pool: Object, replicas: int, demands: Sequence[Demand]) -> str:
-    """What an event says of a number of replicas that the load has changed."""
-    change = f"replicas {pool['spec'].get('replicas', 1)} → {replicas}"
+def _scaled(change: str, pool: Object, duty: names.Duty, observed: Observed) -> str:
+    """What an event says of a number of endpoints that the load has changed."""
+    demands = observed.demands[duty]
     if not demands:
         return change
     last = demands[-1]
-    return f"{change}: {last.queue_s:.1f} s of prefill queued, {last.kv_in_use:.1f} KV caches in use"
+    lately = unchanged(demands, last.wanted)
+    first_tokens = sum(demand.first_tokens for demand in lately)
+    words = f"{change}: {last.queue_s:.1f} s of prefill queued, {last.kv_in_use:.1f} KV caches in use"
+    asked = pool["spec"]["scaling" if duty == "serve" else "prefillScaling"]
+    if asked.get("signal") != Signal.TTFT_ATTAINMENT or not first_tokens:
+        return words
+    in_time = sum(demand.in_time for demand in lately)
+    return f"{words}, {in_time} of {first_tokens} first tokens in time since the last change"
+
+
+def _switched(switch: Switch, demands: Demands) -> str:
+    """What an event says of a role that the load has changed."""
+    change = f"{switch.switched} " + ("only prefills now" if switch.to == "prefill" else "serves now")
+    if not (demands["prefill"] and demands["serve"]):
+        return change
+    return (
+        f"{change}: {demands['prefill'][-1].queue_s:.1f} s of prefill queued where endpoints only prefill, "
+        f"{demands['serve'][-1].kv_in_use:.1f} KV caches in use where they serve"
+    )
 
 
 def _post(pool: Object, severity: str, reason: str, message: str) -> None:

@@ -3,7 +3,8 @@
     4 → 2: choose two ─▶ mark them draining, cheapest to delete ─▶ wait ─▶ the workload gets 2 replicas
 
 1. *Choose* in this order: pods that are not ready (as a ReplicaSet does), pods that were chosen before, pods
-   on a node that is being emptied, the pods of the fewest sessions, the youngest. A ReplicaSet cannot be
+   on a node that is being emptied, those whose prefix cache has saved the fewest tokens lately, those of the
+   fewest sessions, the youngest. A ReplicaSet cannot be
    told names, only `controller.kubernetes.io/pod-deletion-cost`. A LeaderWorkerSet keeps the lowest indices,
    whether or not their pods exist just now, so its highest indices are chosen.
 2. *Mark* the chosen: the gateway sends no new sessions there, and known ones finish (names.DRAINING).
@@ -25,7 +26,7 @@ Pure. Costs O(n log n) for n engines.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 from perilune_api import names
@@ -36,11 +37,13 @@ from perilune_operator.observe.timestamps import seconds, timestamp
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Annotations to write on a pod, as far as they differ from what it carries; None removes one."""
+    """Annotations and labels to write on a pod, as far as they differ from what it carries; None removes
+    one."""
 
     pod: str
     uid: str
     annotations: Mapping[str, str | None]
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ def drain(
 def _removal_order(pods: Sequence[PodFacts], leaving_nodes: frozenset[str]) -> list[PodFacts]:
     order = sorted((pod for pod in pods if not pod.terminating), key=lambda pod: pod.name)
     order.sort(key=lambda pod: pod.created, reverse=True)
-    order.sort(key=lambda pod: pod.sessions)
+    order.sort(key=lambda pod: (pod.recent_hits_tokens, pod.sessions))
     order.sort(key=lambda pod: (-pod.group, pod.ready, not pod.chosen, pod.node not in leaving_nodes))
     return order
 

@@ -12,7 +12,7 @@ from perilune_api import names
 from perilune_api.conditions import Condition
 from perilune_api.inference_pool.engine import Cache, EngineSpec
 from perilune_api.inference_pool.gateway import GatewaySpec, TlsSpec
-from perilune_api.inference_pool.spec import InferencePoolSpec, Rollout, Scaling
+from perilune_api.inference_pool.spec import InferencePoolSpec, PrefillScaling, Rollout, Scaling
 from perilune_api.inference_pool.topology import TopologySpec
 from perilune_api.policies import PolicyChoice
 
@@ -40,9 +40,14 @@ RULES: Mapping[type, Sequence[Rule]] = {
             ".scaling.maxReplicas",
         ),
         Rule(
-            "self.engine.kind != 'simulated' || (self.mooncake.transfer != 'offload' && "
-            "!(has(self.mooncake.store) && self.mooncake.store.enabled))",
-            "simulated engines have neither offload nor store: leave them out of mooncake",
+            "!has(self.prefillScaling) || self.engine.kind != 'simulated' || "
+            "self.prefillScaling.maxReplicas <= 1000",
+            "at most 1000 simulated endpoints",
+            ".prefillScaling.maxReplicas",
+        ),
+        Rule(
+            "self.engine.kind != 'simulated' || !(has(self.mooncake.store) && self.mooncake.store.enabled)",
+            "simulated engines have no store: leave it out of mooncake",
             ".mooncake",
         ),
         Rule(
@@ -128,6 +133,18 @@ RULES: Mapping[type, Sequence[Rule]] = {
             "self.minReplicas <= self.maxReplicas",
             "minReplicas must not be above maxReplicas",
             ".minReplicas",
+        ),
+    ),
+    PrefillScaling: (
+        Rule(
+            "self.minReplicas <= self.maxReplicas",
+            "minReplicas must not be above maxReplicas",
+            ".minReplicas",
+        ),
+        Rule(
+            "self.signal in ['queueSeconds', 'ttftAttainment']",
+            "endpoints that only prefill follow queueSeconds or ttftAttainment",
+            ".signal",
         ),
     ),
     Rollout: (

@@ -11,6 +11,9 @@ decodes watch streams. Two things remain here:
   client only; `kubernetes.aio.watch` neither lists nor notices a server that has gone silent. Held by
   tests/gateway/feeds/test_kubernetes.py::test_a_version_that_is_gone_is_listed_again and
   tests/api/test_kube.py::test_following_goes_on_after_each_way_that_a_watch_can_end.
+
+The package is imported where it is used, because that takes long and a gateway that reads its pool from a
+file does not need it.
 """
 
 from __future__ import annotations
@@ -21,16 +24,14 @@ import os
 import random
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 import aiohttp
 import msgspec
-from kubernetes.aio import config
-from kubernetes.aio.client.api_client import ApiClient
-from kubernetes.aio.client.configuration import Configuration
-from kubernetes.aio.client.exceptions import ApiException
-from kubernetes.aio.watch import Watch
+
+if TYPE_CHECKING:
+    from kubernetes.aio.client.configuration import Configuration
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,9 @@ async def connect(environ: Mapping[str, str] = os.environ) -> Client:
 
     Raises OSError, which names what is missing.
     """
+    from kubernetes.aio import config
+    from kubernetes.aio.client.configuration import Configuration
+
     made = Configuration()
     in_pod = bool(environ.get("KUBERNETES_SERVICE_HOST"))
     path = environ.get("KUBECONFIG") or str(Path.home() / ".kube/config")
@@ -93,6 +97,8 @@ class Client:
 
     def __init__(self, configuration: Configuration) -> None:
         """Without a certificate authority in it, the system's authorities verify the server."""
+        from kubernetes.aio.client.api_client import ApiClient
+
         self.api = ApiClient(configuration)
         """The package's own client, for its typed APIs."""
         self._server = str(configuration.host).rstrip("/")
@@ -139,6 +145,9 @@ class Client:
             if response.status >= 400:
                 raise _refused(response.status, await response.read())
             return response
+
+        from kubernetes.aio.client.exceptions import ApiException
+        from kubernetes.aio.watch import Watch
 
         try:
             async with Watch() as watch:  # type: ignore[no-untyped-call]

@@ -91,10 +91,23 @@ nodes. prefill: pods that are endpoints and only prefill, and their workload. ma
 state: the Valkey through which gateways share their state."""
 ROLE_LABEL = "perilune.dev/role"
 """Label of an engine pod: always `both`, since every endpoint prefills and decodes."""
+DUTY_LABEL = "perilune.dev/duty"
+"""Label of an engine pod, a Duty, where the operator switches roles (roleSwitching). It may change while the
+pod runs; without it a pod does what its component says."""
+NEXT_DUTY = "perilune.dev/next-duty"
+"""Annotation of an engine pod: the Duty that it takes over once its sessions have left."""
+Duty = Literal["serve", "prefill"]
+"""serve: the endpoint gets requests. prefill: it only prefills prompts for others."""
 EVENTS_PORT = "perilune.dev/kv-events-port"
-"""Annotation of an engine pod: the port at which it publishes KV events. The replay port is the next one."""
+"""Annotation of an engine pod: the port at which it publishes KV events. Each further data-parallel
+rank has the next one; the replay ports follow in the same order."""
+RANKS = "perilune.dev/ranks"
+"""Annotation of an engine pod: the number of its data-parallel ranks, if it has several."""
 BOOTSTRAP_PORT = "perilune.dev/kv-bootstrap-port"
 """Annotation of an engine pod: the port of its KV connector's bootstrap page, if it hands KV over."""
+PEER_PORT = "perilune.dev/kv-peer-port"
+"""Annotation of an engine pod: the port at which other engines read its host memory, if they can. Each
+further data-parallel rank has the next one."""
 DRAINING = "perilune.dev/draining"
 """Annotation of an engine pod that drains: its sessions finish there, and new ones go elsewhere. Any value
 does; the operator writes the time at which draining began."""
@@ -102,6 +115,15 @@ DRAINED = "perilune_pod_drained"
 """Metric of a gateway: 1 for a draining engine pod (label `pod`) on which it runs nothing any more, and of
 which no session has sent a request lately. The label `mark` repeats the value of DRAINING, so that a report
 about an earlier draining does not count."""
+FIRST_TOKENS = "perilune_time_to_first_token_seconds"
+"""Metric of a gateway: a histogram of the seconds from a request's arrival to its first token."""
+FIRST_TOKEN_BUCKETS_S = (0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 7.5, 10, 15, 20, 30, 60)
+"""Upper bounds of its buckets."""
+QUIET_SECONDS = 6
+"""Seconds without a request after which the preStop hook of an engine that hands KV over ends. Gateways leave
+a terminating engine earlier."""
+STOP_SECONDS = 30
+"""Seconds between the latest end of an engine's preStop hook and the kill."""
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 """Kubernetes' own annotation: a ReplicaSet first removes the ready pod with the lowest value."""
 NIC_COUNT = "perilune.dev/nic-count"
@@ -112,6 +134,10 @@ ENGINE_PORT = 8000
 """Port at which an engine pod serves HTTP."""
 ADMIN_PORT = 9003
 """Port at which a gateway pod serves its metrics and admin pages."""
+BUSY_INGEST = 0.5
+"""Share of a gateway's event loop that KV events may take; above it too little is left for requests."""
+BEHIND_S = 2.0
+"""Delay of KV events in a gateway above which it is reported."""
 LONGEST_LABEL = 63
 """The longest value of a label, and the longest name of a Service or pod (DNS), in characters."""
 POOL_DOCUMENT = "pool.yaml"

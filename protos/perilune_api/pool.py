@@ -314,6 +314,21 @@ class Disaggregation(Struct, frozen=True):
     below Envoy's messageTimeout, which is 2 s on Kubernetes."""
 
 
+class Pull(Struct, frozen=True):
+    """When an endpoint fetches what another one caches of a request's prompt. Has an effect only where
+    engines hand KV over to each other, or read each other's host memory (`mooncake.transfer: handoff` or
+    `offload` on Kubernetes)."""
+
+    enabled: bool = True
+    """Whether the gateway lets endpoints fetch KV for a request."""
+    max_seconds: Annotated[float, Meta(gt=0, le=1)] = 0.4
+    """Where engines hand KV over: seconds for which the gateway holds a request at the most while its KV is
+    fetched. A fetch that would take longer is not begun; one that does is given up, and the endpoint computes
+    the prompt itself. Together with `limits.decisionSeconds`, it must stay below Envoy's messageTimeout,
+    which is 2 s on Kubernetes. Engines that read each other's host memory fetch while they have the request,
+    so nothing is held."""
+
+
 class Routing(Struct, frozen=True):
     """How the gateway chooses the endpoint of a request: policy, sessions, migration, admission."""
 
@@ -321,6 +336,7 @@ class Routing(Struct, frozen=True):
     migration: Migration = Migration()
     engine_priority: EnginePriority = EnginePriority()
     disaggregation: Disaggregation = Disaggregation()
+    pull: Pull = Pull()
     decision_header: Literal["name", "address", "off"] = "name"
     """What a client learns that asks with the header names.DECISION_HEADER: the endpoint, the reason and the
     request id. name: the endpoint as a name that tells nothing of its address. address: its address, for
@@ -428,6 +444,10 @@ class EndpointSpec(Struct, frozen=True):
     role: Role = Role.BOTH
     """prefill: it prefills long prompts for the other endpoints. decode and both: it gets clients' requests.
     An endpoint with the role `prefill` needs a bootstrap page."""
+    peer: Annotated[str, Meta(pattern=r"^$|" + _IP_PORT)] = ""
+    """Address at which other engines read its host memory, `ip:port`: the tier `p2p` of vLLM's
+    OffloadingConnector, of vLLM >= 0.27. With several data-parallel ranks it is that of the first; the others
+    have the next ports. Empty: others cannot read it. No endpoint of a pool has both this and `bootstrap`."""
 
 
 class Spec(Struct, frozen=True):
@@ -529,7 +549,7 @@ def _unreadable(text: bytes | str) -> str:
     return ""
 
 
-_OBJECT_ONLY = ("gateway", "mooncake", "prefillReplicas", "replicas", "rollout", "scaling")
+_OBJECT_ONLY = ("gateway", "mooncake", "prefillReplicas", "prefillScaling", "replicas", "rollout", "scaling")
 """Fields of `spec` that an InferencePool on Kubernetes has and a pool document does not have."""
 
 
@@ -539,7 +559,7 @@ def _in_one_line(error: msgspec.DecodeError) -> str:
     if isinstance(cause, MarkedYAMLError) and cause.problem_mark:
         mark = cause.problem_mark
         return f"Not YAML: {cause.problem} - in line {mark.line + 1}, column {mark.column + 1}"
-    return str(error)
+    return " ".join(str(error).split())
 
 
 def _explain(text: bytes | str) -> str:
@@ -612,6 +632,10 @@ def check(pool: Pool) -> None:
                 "An endpoint with the role prefill hands KV over, so it needs the address of its connector's"
                 f" bootstrap page - {at}.bootstrap`"
             )
+        if endpoint.peer and not _is_ip_port(endpoint.peer):
+            raise SpecError(f"{endpoint.peer} is not a valid IP address and port - {at}.peer`")
+        if endpoint.peer and any(other.bootstrap for other in spec.endpoints):
+            raise SpecError(f"A pool's KV goes in one way: give bootstrap or peer - {at}.peer`")
         if endpoint.replay and len(endpoint.replay) != len(endpoint.events):
             raise SpecError(f"replay must have as many addresses as events - {at}.replay`")
     models = [spec.model.name, *spec.model.aliases, *(lora.name for lora in spec.model.loras)]

@@ -34,6 +34,8 @@ class Link(NamedTuple):
     """Bandwidth of one transfer alone on this link."""
     slowdown: float = 1.0
     """Observed seconds / predicted seconds, learned online; 1.0 = as believed."""
+    carries_kv: bool = True
+    """Whether the other end can hand KV over to this one, by what the engines of both said."""
 
 
 class Bandwidth(NamedTuple):

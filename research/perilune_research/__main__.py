@@ -1,6 +1,6 @@
-"""`python -m perilune_research COMMAND …`: the studies behind Perilune's policies, none of which is shipped.
+"""`python -m perilune_research COMMAND …`: the studies behind Perilune's policies.
 
-Dispatch and exit statuses are those of `perilune` (`perilune_lab.commands`).
+The wheel does not contain them. Dispatch and exit statuses are those of `perilune` (`perilune_lab.commands`).
 """
 
 import sys
@@ -26,19 +26,19 @@ PROGRAM = Program(
             ),
             "arena": Command(
                 "perilune_research.arena.cli",
-                "play the same sessions through other routers; one table",
+                "play the same sessions through Perilune and other routers; print one table",
                 "arena --routers envoy-round-robin,perilune --loads knee --seeds 1",
             ),
         },
         "check a claim": {
             "crosscheck": Command(
                 "perilune_research.crosscheck.cli",
-                "run one workload live and simulated; does the simulator agree?",
+                "run one workload live and simulated; check whether both agree",
                 "crosscheck --policies ear,round_robin --seconds 20",
             ),
             "fastpath": Command(
                 "perilune_research.fastpath.cli",
-                "decide each turn from its headers and from its body; do both agree?",
+                "decide each turn from its headers and from its body; check whether both agree",
                 "fastpath --policies ear,perilune --turns 1000",
             ),
         },

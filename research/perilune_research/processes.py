@@ -1,8 +1,8 @@
-"""Applies a function to many items in parallel processes, of which there are never more than items.
+"""Applies a function to many items in parallel processes, and handles Ctrl-C in long loops.
 
-Ctrl-C reaches every process of the terminal. SIGINT is blocked while workers are forked, so they never see
-it: a child that is interrupted before it becomes a worker would go on as a second caller. Workers are
-terminated when the caller leaves the context. With one job, everything runs in the caller's process.
+Ctrl-C reaches every process of the terminal. Workers are forked with SIGINT blocked, so they never see it: a
+child that is interrupted before it becomes a worker would go on as a second caller. Workers are terminated
+when the caller leaves the context. With one job, everything runs in the caller's process.
 """
 
 from __future__ import annotations
@@ -15,18 +15,36 @@ from multiprocessing.pool import IMapIterator
 from typing import TypeVar
 
 LOOK_UP_S = 0.5
-"""Seconds between looks for signals: one that comes just before a wait for a result does not end the wait."""
+"""Longest wait for a result, in seconds. A signal that arrives just before a wait does not end it, so waits
+must be short."""
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 @contextmanager
+def ctrl_c_noticed() -> Iterator[Callable[[], None]]:
+    """Yields a function that raises KeyboardInterrupt if Ctrl-C was pressed within this context. It is for
+    loops that call libraries written in C, some of which print and drop the exception of a signal."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+
+    def check() -> None:
+        if seen:
+            raise KeyboardInterrupt
+
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def mapped(
     function: Callable[[T], R], items: Sequence[T], jobs: int, *, ordered: bool = True
 ) -> Iterator[Iterable[R]]:
-    """Yields results as they come, in the order of the items or of completion. `function` must be
-    picklable."""
+    """Yields an iterable of the results, which come in the order of the items (`ordered`) or of completion.
+    Uses at most `jobs` processes, and no more than there are items. `function` must be picklable."""
     jobs = min(jobs, len(items))
     if jobs <= 1:
         yield map(function, items)

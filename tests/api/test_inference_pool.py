@@ -91,7 +91,7 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
             id="an argument as vLLM also spells it",
         ),
         pytest.param(
-            spec(engine={"args": ["-dp", "2"]}), "An endpoint is one engine", id="engines within an engine"
+            spec(engine={"args": ["-dp", "2"]}), "engine.dataParallel sets", id="ranks by an argument"
         ),
         pytest.param(
             spec(engine={"args": ["--no-enable-prefix-caching"]}),
@@ -121,8 +121,18 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
         ),
         pytest.param(
             spec(engine={"args": ["--data-parallel-size-local=2"]}),
-            "An endpoint is one engine",
+            "engine.dataParallel sets",
             id="engines within an engine, otherwise",
+        ),
+        pytest.param(
+            spec(engine={"dataParallel": 3, "tensorParallel": 4}),
+            "All ranks of an endpoint are on one node, which has 8 GPUs - at `$.spec.engine.dataParallel`",
+            id="more ranks than a node has GPUs for",
+        ),
+        pytest.param(
+            spec(engine={"dataParallel": 2, "tensorParallel": 8, "pipelineParallel": 2}),
+            "Endpoints that span nodes have no ranks",
+            id="ranks and several nodes",
         ),
         pytest.param(
             spec(engine={"args": ["--seed=1", "--disable-log-stats"]}),

@@ -101,6 +101,21 @@ def test_the_smallest_document() -> None:
             id="nobody decodes",
         ),
         pytest.param(
+            document(
+                endpoints=[
+                    {"address": "127.0.0.1:1", "bootstrap": "127.0.0.1:8998"},
+                    {"address": "127.0.0.1:2", "peer": "127.0.0.1:5710"},
+                ]
+            ),
+            "A pool's KV goes in one way: give bootstrap or peer - at `$.spec.endpoints[1].peer`",
+            id="two ways of KV",
+        ),
+        pytest.param(
+            document(endpoints=[{"address": "127.0.0.1:1", "peer": "127.0.0.1:99999"}]),
+            "127.0.0.1:99999 is not a valid IP address and port - at `$.spec.endpoints[0].peer`",
+            id="no port of a peer",
+        ),
+        pytest.param(
             document(endpoints=[{"address": "127.0.0.1:1"}] * 2),
             "listed twice - at `$.spec.endpoints[1].address`",
             id="double address",

@@ -10,7 +10,7 @@ if the request had come at its beginning, and its own turn until the endpoint is
 
 *Lost* counts gaps, rebuilds, malformed messages and blocks that could not be used. Two cores carry publishers
 and gateway, so each publisher is a part of an engine (SHARE), and the pool that one gateway follows is
-computed from the measured CPU time per change: BUSY_INGEST of a core, at an engine's rate.
+computed from the measured CPU time per change: names.BUSY_INGEST of a core, at an engine's rate.
 """
 
 import asyncio
@@ -30,12 +30,14 @@ import pytest
 from bars import Bar
 from waiting import until
 
+from perilune_api import names
 from perilune_api.pool import EndpointSpec, Engine, Metadata, Model, Pool, Spec
 from perilune_gateway.feeds import zmq_sockets
+from perilune_gateway.feeds.leaving import Use
 from perilune_gateway.model import Outcome, RequestHead, Routed, Tokens, TokenSource
 from perilune_gateway.model.kv_events import EventStats
-from perilune_gateway.observe.health import BUSY_INGEST
-from perilune_gateway.request.openai import Api, ParsedRequest, TokenPrompt
+from perilune_gateway.request.openai import ParsedRequest, TokenPrompt
+from perilune_gateway.request.paths import Api
 from perilune_gateway.routing.router import Encode
 from perilune_gateway.served_pool import ServedPool
 
@@ -104,7 +106,7 @@ class Publishers:
 class NoSource:
     last_error = ""
 
-    async def run(self, on_pool: Callable[[Pool], None]) -> None:
+    async def run(self, on_pool: Callable[[Pool], None], use: Callable[[str], Use]) -> None:
         await asyncio.Event().wait()
 
 
@@ -251,7 +253,7 @@ def test_fleet(request: pytest.FixtureRequest) -> None:
     events, flood = phase(1, decide=False), phase(OVERLOAD, decide=False)
     us = events.cpu_s / events.changes * 1e6
     per_core = 1e6 / us
-    pool = per_core * BUSY_INGEST / (2 * ENGINE_RATE)
+    pool = per_core * names.BUSY_INGEST / (2 * ENGINE_RATE)
     found = [
         Bar("decision beside events, p99", quantile(steady.decisions_ms, 0.99), 5.0, "ms"),
         Bar("decision under overload, p99", quantile(overload.decisions_ms, 0.99), 5.0, "ms"),

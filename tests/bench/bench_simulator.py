@@ -105,7 +105,6 @@ def ours(policy: str, hardware: Hardware = POLYNOMIAL) -> Found:
         OfferedLoad(str(TRACE), Mode.TIMESTAMPS),
         SimulatedFleet(WORKERS, hardware),
         Faults(engine_belief=1.0, link_belief=1.0),
-        pullable=False,
     )
     began = process_time()
     workload = comparison.load.workload(1.0, 1, comparison.fleet)

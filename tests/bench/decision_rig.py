@@ -14,8 +14,10 @@ from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.recorder import Recorder
 from perilune_gateway.request import block_hashes as blocks
-from perilune_gateway.request.openai import Api, ParsedRequest, TokenPrompt
-from perilune_gateway.routing.router import Encode, new_router
+from perilune_gateway.request.openai import ParsedRequest, TokenPrompt
+from perilune_gateway.request.paths import Api
+from perilune_gateway.routing.new_router import new_router
+from perilune_gateway.routing.router import Encode
 from perilune_gateway.state.engine_blocks import Applied
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.prefix_index import PrefixIndex
@@ -81,7 +83,7 @@ class Rig:
         for at in range(0, len(chain), 512):
             row, parent = chain[at : at + 512], chain[at - 1] if at else 0
             self.index.stored(target, Tier.DEVICE, row, self.now)
-            self.router.lifecycle.on_applied(Applied(target, parent=parent, stored=tuple(row)))
+            self.router.on_applied(Applied(target, parent=parent, stored=tuple(row)))
         self.router.on_response(routed.ticket, 200, target, True)
         self.router.finished(routed.ticket, Outcome.COMPLETED)
 

@@ -48,7 +48,6 @@ def test_the_rights_of_the_operator_are_those_of_the_chart():
         ("gateway", names.ADMIN_PORT),
         ("engine", names.ENGINE_PORT),
         ("engine", engine_process.EVENTS_PORT),
-        ("engine", engine_process.REPLAY_PORT),
         ("Mooncake master", mooncake.RPC_PORT),
         ("Mooncake master", mooncake.HTTP_PORT),
     ],

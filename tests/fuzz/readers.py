@@ -34,13 +34,15 @@ from perilune_gateway.model import NeedBody, ProtocolError, Refusal, RequestHead
 from perilune_gateway.model.shared import Alive, Batch, Bound, Claimed, Ejected, Loaded, Names, decode, encode
 from perilune_gateway.observe import decision_log
 from perilune_gateway.request.known_bodies import KnownBodies
-from perilune_gateway.request.openai import PATHS, ChatPrompt, ParsedRequest, parse
+from perilune_gateway.request.openai import ChatPrompt, ParsedRequest, parse
+from perilune_gateway.request.paths import PATHS
 from perilune_gateway.request.tokens import Tokenizer
 from perilune_gateway.state.block_tokens import BlockTokens
 from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.parity import ParityCheck
 from perilune_gateway.state.prefix_index import PrefixIndex
 from perilune_gateway.state.replicas import Replicas
+from perilune_gateway.state.sharing import Sharing
 
 
 class Deaf:
@@ -171,15 +173,9 @@ def documents(data: bytes) -> None:
 
 def shared(data: bytes) -> None:
     """Batches of another replica, each after two bytes of its length; then this replica goes on."""
-    rig = Rig(pool())
-    replicas = Replicas(
-        rig.state,
-        rig.router.new_sessions,
-        Names(b"key"),
-        "here",
-        lambda: rig.now,
-        lambda: 1_700_000_000.0 + rig.now,
-    )
+    sharing = Sharing("here", Names(b"key"), lambda: rig.now, lambda: 1_700_000_000.0 + rig.now)
+    rig = Rig(pool(), sharing=sharing)
+    replicas = Replicas(rig.state, sharing, rig.router.new_sessions, rig.router.handing_over)
     for message in parts(data):
         try:
             batch = decode(message)

@@ -86,7 +86,7 @@ def test_credentials_of_the_collector_are_not_arguments(capsys) -> None:
 
 
 def test_tracing_without_its_packages_says_what_to_install(capsys, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http", None)
     with pytest.raises(SystemExit, match="2"):
         arguments(["--pool", "x", "--traces", "http://collector:4318"])
     assert "pip install 'perilune[tracing]'" in capsys.readouterr().err

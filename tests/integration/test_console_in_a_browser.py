@@ -8,7 +8,8 @@ import asyncio
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from array import array
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -22,15 +23,28 @@ from msgspec import structs
 from playwright.async_api import Browser, Page, async_playwright, expect
 from prometheus_client import CollectorRegistry
 from routing_objects import fleet, request, session
+from waiting import until_true
 
 from perilune_api import pool as spec
 from perilune_api.policies import PolicyParams
 from perilune_api.topology import Place
-from perilune_gateway.model import Decision, DecisionRecord, Endpoint, Load, Reason
+from perilune_gateway.model import (
+    Decision,
+    DecisionRecord,
+    Endpoint,
+    Load,
+    Move,
+    MoveReason,
+    Reason,
+    SessionKey,
+)
+from perilune_gateway.model.handoff import Content
+from perilune_gateway.moves.handoff import Handoff, Stage
+from perilune_gateway.observe import moves
 from perilune_gateway.observe.admin import Admin, AdminData
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.health import report
-from perilune_gateway.observe.stats import EndpointStats
+from perilune_gateway.observe.stats import EndpointStats, SessionStats
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_lab.stack import EngineOptions, Stack
@@ -230,10 +244,12 @@ async def test_a_broken_engine_is_named_with_cause_and_cure(browser: Browser, st
 
 @dataclass
 class Many:
-    """A thousand engines whose loads change, and fifty decisions a second."""
+    """A pool of `engines` whose loads change, and fifty decisions a second."""
 
     rng: Random = field(default_factory=lambda: Random(1))
     decisions: Decisions = field(default_factory=Decisions)
+    handoffs: list[dict[str, object]] = field(default_factory=list)
+    engines: int = 1000
 
     def endpoints(self) -> tuple[EndpointStats, ...]:
         return tuple(
@@ -241,7 +257,7 @@ class Many:
                 Endpoint(f"10.0.{n >> 8}.{n & 255}:8000", Place(f"n{n // 8}", f"r{n // 64}", f"s{n // 256}")),
                 Load(in_flight=self.rng.randrange(9), kv_usage=self.rng.random(), sessions=n % 30),
             )
-            for n in range(1000)
+            for n in range(self.engines)
         )
 
     def decide(self) -> None:
@@ -265,21 +281,76 @@ class Many:
             policies=POLICIES,
             params=PolicyParams,
             endpoints=self.endpoints,
-            sessions=lambda _: [],
+            sessions=lambda id: [SessionStats(id, "", "", 3, 800, 0, 0.0, 1.0)],
             index_stats=dict,
             moves=lambda: {"offers": [], "ended": [], "budget": {"in_flight": [], "moves_left": 50}},
             health=health,  # type: ignore[arg-type]
             ready=lambda: True,
             about=lambda: {"pool": "default/p", "model": "m", "policy": "ear", "version": "0.1.0"},
             new_sessions=lambda: SessionAdmissionStats(enabled=True, waiting=2, begun=7, refused=1),
+            handoffs=lambda: self.handoffs,
             wall=asyncio.get_running_loop().time,
         )
 
 
-async def until(check: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not await check():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+def on_its_way(session_id: str, source: str, target: str, stage: Stage, content_tokens: int, missing: int):
+    key = SessionKey("", session_id)
+    handoff = Handoff(Move(key, MoveReason.DRAIN, source, target), stage)
+    handoff.content = Content(array("L", range(content_tokens)), ())
+    return moves.on_its_way(handoff, missing)
+
+
+@pytest.mark.parametrize("colours", ["light", "dark"])
+async def test_the_kv_of_a_session_that_moves_is_on_the_map_until_it_is_there(
+    browser: Browser, colours: str
+) -> None:
+    many = Many(engines=6)
+    source, target, third = (stats.endpoint.address for stats in many.endpoints()[:3])
+    admin = Admin(many.data())
+    port = await admin.start()
+    try:
+        async with opened(browser, f"http://127.0.0.1:{port}", colours) as console:
+            page, drawn = console.page, console.page.locator("#handoffs-drawn g")
+            await expect(drawn).to_have_count(0)
+            many.handoffs = [
+                on_its_way("wanderer", source, target, Stage.COPYING, 800, 600),
+                on_its_way("<b>waits</b>", third, target, Stage.OFFERED, 400, 400),
+            ]
+            await expect(drawn).to_have_count(2)
+            rows = page.locator("#handoffs tbody tr")
+            await expect(rows.nth(0)).to_contain_text("copying, 25 % of 800 tokens")
+            await expect(rows.nth(0)).to_contain_text("drain")
+            await expect(rows.nth(1)).to_contain_text("offered")
+            await expect(rows.nth(1)).to_contain_text("<b>waits</b>")
+            copied, ways = page.locator("#handoffs-drawn path.copied"), []
+            assert await copied.nth(0).evaluate("e => parseFloat(e.style.strokeDasharray)") == 0.25
+            for tile in (source, target):
+                box = await page.locator(f'.engine[data-address="{tile}"]').bounding_box()
+                assert box
+                ways.append((box["x"] + box["width"] / 2, box["y"] + box["height"] / 2))
+            for share, (x, y) in zip((0, 1), ways, strict=True):
+                end = await copied.nth(0).evaluate(
+                    "(e, share) => { const base = e.ownerSVGElement.getBoundingClientRect();"
+                    " const p = e.getPointAtLength(share * e.getTotalLength());"
+                    " return [p.x + base.x, p.y + base.y] }",
+                    share,
+                )
+                assert end == pytest.approx((x, y), abs=1.5), "it begins and ends at its engines"
+            stroke = await copied.nth(0).evaluate("e => getComputedStyle(e).stroke")
+            assert stroke == {"light": "rgb(124, 58, 237)", "dark": "rgb(196, 181, 253)"}[colours]
+            await page.locator("#handoffs button").first.focus()
+            many.handoffs = [on_its_way("wanderer", source, target, Stage.COPYING, 800, 80)]
+            await expect(rows.nth(0)).to_contain_text("copying, 90 % of 800 tokens")
+            await expect(page.locator("#handoffs button").first).to_be_focused()
+            await console.picture("handoff")
+            await page.keyboard.press("Enter")
+            await expect(page.locator("#details-title")).to_have_text("Session wanderer")
+            many.handoffs = []
+            await page.keyboard.press("Escape")
+            await expect(drawn).to_have_count(0)
+            await expect(rows).to_have_count(0)
+    finally:
+        await admin.stop()
 
 
 async def test_a_thousand_engines_and_fifty_decisions_a_second_are_drawn(
@@ -305,7 +376,7 @@ async def test_a_thousand_engines_and_fifty_decisions_a_second_are_drawn(
                 async def drawn(shown: int = shown) -> bool:
                     return await page.locator("#decisions button").count() == min(100, shown)
 
-                await until(drawn)
+                await until_true(drawn)
             await console.picture("thousand")
             longest = await page.evaluate("window.longest")
             record_property("longest_task_ms", longest)

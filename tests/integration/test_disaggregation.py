@@ -5,7 +5,7 @@ import asyncio
 import json
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 from routing_objects import chosen
+from waiting import until_true
 
 from perilune_api import pool as spec
 from perilune_gateway.main import ENGINE_API_KEY
@@ -68,12 +69,6 @@ class User:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-async def until(check: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not await check():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-
-
 @asynccontextmanager
 async def served(*arguments: str, **of: Any) -> AsyncIterator[User]:
     stack = Stack(engines=3, options=replace(OPTIONS, arguments=arguments), routing=ROUTING, **of)
@@ -83,7 +78,7 @@ async def served(*arguments: str, **of: Any) -> AsyncIterator[User]:
         async def all_can() -> bool:
             return len((await user.page())["connectors"]) == 3
 
-        await until(all_can)
+        await until_true(all_can)
         yield user
 
 
@@ -117,7 +112,7 @@ async def test_a_killed_prefill_engine_costs_recomputations_and_no_turn() -> Non
         async def is_prefilling() -> bool:
             return (await user.page())["prefills"]["open"] >= 2
 
-        await until(is_prefilling)
+        await until_true(is_prefilling)
         user.stack.children["engine-0"].signal(signal.SIGKILL)
         await asyncio.gather(*running)
         for i in range(10):
@@ -134,7 +129,7 @@ async def test_a_gateway_killed_in_the_middle_costs_recomputations_and_no_turn()
         async def is_prefilling() -> bool:
             return (await user.page())["prefills"]["open"] >= 6
 
-        await until(is_prefilling)
+        await until_true(is_prefilling)
         user.stack.children["gateway"].signal(signal.SIGKILL)
         await asyncio.gather(*running)
         assert user.failed == []
@@ -168,7 +163,7 @@ async def test_a_request_that_is_sent_again_elsewhere_waits_for_no_spent_transfe
         async def is_prefilling() -> bool:
             return (await user.page())["prefills"]["open"] >= 4
 
-        await until(is_prefilling)
+        await until_true(is_prefilling)
         user.stack.children["engine-1"].signal(signal.SIGKILL)
         async with asyncio.timeout(60):
             await asyncio.gather(*running)

@@ -19,10 +19,10 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)
 
 ROUTING = spec.Routing(limits=spec.Limits(decision_seconds=30.0))
 PROMPT = "one two three four five six seven " * 120
-SLOW = EngineOptions(arguments=("--slowdown", "5"))
+SLOW = EngineOptions(arguments=("--slowdown", "1.5"))
 """A prompt takes a few hundred milliseconds, so that ten times as long is noticed."""
 PAUSE_S = ROUTING.ejection.pause_seconds
-AT_ONCE = 6
+AT_ONCE = 16
 BOUND = 600
 """Requests after which a state that was waited for counts as never reached."""
 FAULTS = [

@@ -5,7 +5,7 @@ import asyncio
 import os
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 from msgspec import structs
 from routing_objects import chosen
+from waiting import until_true
 
 from perilune_api import pool as spec
 from perilune_lab.child import start
@@ -98,12 +99,6 @@ class User:
         self.stack.pool_file.write_bytes(spec.dump(changed))
 
 
-async def until(check: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not await check():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-
-
 @asynccontextmanager
 async def served(*arguments: str, engines: int = 3, routing: spec.Routing = ROUTING) -> AsyncIterator[User]:
     """A stack whose engines have all said that they hand KV over."""
@@ -114,7 +109,7 @@ async def served(*arguments: str, engines: int = 3, routing: spec.Routing = ROUT
         async def all_can() -> bool:
             return len((await user.moves())["connectors"]) == engines
 
-        await until(all_can)
+        await until_true(all_can)
         yield user
 
 
@@ -137,7 +132,7 @@ async def test_a_drained_engines_sessions_leave_with_their_kv_under_load(user: U
     async def all_left() -> bool:
         return all(session.hosts[-1] != leaving for session in theirs)
 
-    await until(all_left)
+    await until_true(all_left)
     stop.set()
     await asyncio.gather(*talks)
     assert user.failed == []
@@ -162,7 +157,7 @@ async def copying(user: User) -> dict[str, Any]:
         found[:] = [one for one in (await user.moves())["handoffs"] if one["stage"] == "copying"]
         return bool(found)
 
-    await until(is_copying)
+    await until_true(is_copying)
     return found[0]
 
 
@@ -203,7 +198,7 @@ async def test_a_giver_killed_in_the_middle_costs_a_recomputation_and_no_turn() 
         async def none_is_open() -> bool:
             return not (await user.moves())["handoffs"]
 
-        await until(none_is_open)
+        await until_true(none_is_open)
         assert await user.metric("perilune_handoffs_given_up_total") >= 1
 
 
@@ -232,7 +227,7 @@ async def test_a_giver_restarted_in_place_gives_again() -> None:
         async def all_left() -> bool:
             return await user.metric(f'perilune_endpoint_sessions{{endpoint="{leaving}"}}') == 0
 
-        await until(all_left)  # so that the takers know the first process
+        await until_true(all_left)  # so that the takers know the first process
         user.drain()
         kill(user, leaving)
         i = stack.endpoints.index(leaving)
@@ -254,7 +249,7 @@ async def test_a_giver_restarted_in_place_gives_again() -> None:
             async def is_back() -> bool:
                 return await user.metric(f'perilune_endpoint_ready{{endpoint="{leaving}"}}') == 1
 
-            await until(is_back)
+            await until_true(is_back)
             mine = await session_on(user, leaving)
             before = await user.metric('perilune_handoffs_total{outcome="switched"')
             user.drain(leaving)
@@ -262,7 +257,7 @@ async def test_a_giver_restarted_in_place_gives_again() -> None:
             async def switched() -> bool:
                 return await user.metric('perilune_handoffs_total{outcome="switched"') > before
 
-            await until(switched)
+            await until_true(switched)
             await user.turn(mine)
             assert mine.hosts[1] != leaving
             assert mine.found[0][0] >= 0.95 * mine.found[0][1]
@@ -291,7 +286,7 @@ async def test_idle_sessions_of_a_hot_host_leave_it_with_their_kv() -> None:
             ended = (await user.moves())["ended"]
             return any(one["state"] == "completed" and one["session_id"] == "calm" for one in ended)
 
-        await until(has_switched)
+        await until_true(has_switched)
         await user.turn(calm)
         await blocker
         assert calm.hosts[1] != calm.hosts[0]
@@ -320,7 +315,7 @@ async def test_a_prefix_that_many_sessions_begin_with_is_copied_ahead_of_them() 
             await begin(begun)
             return await user.metric('perilune_handoffs_total{outcome="copied",reason="replicate"}') >= 1
 
-        await until(is_copied)
+        await until_true(is_copied)
         (ended,) = [one for one in (await user.moves())["ended"] if one["handoff"]]
         assert ended["handoff"]["outcome"] == "copied"
         assert ended["handoff"]["pulled_tokens"] == ended["handoff"]["tokens"] >= 7_900

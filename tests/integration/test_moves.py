@@ -1,7 +1,7 @@
 """The migration planner in a whole stack: real Envoy, our gateway, simulated engines, policy sticky."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 from msgspec import structs
 from routing_objects import chosen
+from waiting import until_true
 
 from perilune_api import pool as spec
 from perilune_lab.stack import EngineOptions, Stack
@@ -65,12 +66,6 @@ class User:
         self.stack.pool_file.write_bytes(spec.dump(changed))
 
 
-async def until(check: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not await check():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-
-
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def user() -> AsyncIterator[User]:
     async with Stack(engines=3, options=OPTIONS, routing=ROUTING) as stack, aiohttp.ClientSession() as http:
@@ -88,7 +83,7 @@ async def test_a_session_leaves_a_hot_host_and_stays_away(user: User) -> None:
         assert not blocker.done(), "the host is not hot any more"
         return await user.offered("calm") is not None
 
-    await until(is_offered)
+    await until_true(is_offered)
     endpoint, reason = await user.turn("calm", 150)
     assert endpoint != host
     assert reason == "planned"
@@ -111,7 +106,7 @@ async def test_sessions_of_a_draining_endpoint_leave_it_with_their_next_requests
         async def is_offered(name: str = name) -> bool:
             return await user.offered(name) is not None
 
-        await until(is_offered)
+        await until_true(is_offered)
         endpoint, reason = await user.turn(name, 150)
         assert (endpoint != leaving, reason) == (True, "planned")
     for name, host in hosts.items():

@@ -6,6 +6,7 @@ import re
 import signal
 
 import aiohttp
+import pytest
 from running_envoy import Envoy
 
 from perilune_api import names
@@ -79,7 +80,8 @@ async def test_a_new_session_that_waited_too_long_gets_429_and_when_to_come_back
         assert (await first)[0] == 200
 
 
-async def test_a_gateway_that_stops_lets_all_that_wait_begin() -> None:
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+async def test_a_gateway_that_stops_or_dies_lets_all_that_wait_begin(how: signal.Signals) -> None:
     async with stack_of(60.0) as stack, aiohttp.ClientSession() as http:
         client = Client(stack, http)
         first = asyncio.create_task(client.ask("first", 280, 400))
@@ -87,7 +89,7 @@ async def test_a_gateway_that_stops_lets_all_that_wait_begin() -> None:
         waits = asyncio.create_task(client.ask("waits", 180, 1))
         await client.until("perilune_new_sessions_waiting", 1)
         stack.vital = frozenset({"envoy"})
-        os.kill(stack.children["gateway"].pid, signal.SIGTERM)
+        os.kill(stack.children["gateway"].pid, how)
         assert (await waits)[0] == (await first)[0] == 200
 
 

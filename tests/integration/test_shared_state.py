@@ -3,21 +3,33 @@
 import asyncio
 import shutil
 import socket
+import time
 from contextlib import AsyncExitStack
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import aiohttp
 import certificates
 import pytest
 import pytest_asyncio
+from handing_rig import text
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError
+from replica_rig import HandingReplica
+from router_rig import A, B
 from running_envoy import Envoy
+from waiting import until, until_true
 
 from perilune_api import names, quantities
 from perilune_api import pool as spec
 from perilune_api.inference_pool.checks import convert
+from perilune_gateway.feeds.shared_state import Server, SharedState
+from perilune_gateway.model import SessionKey
+from perilune_gateway.model.shared import Batch, Bound, Names, encode
+from perilune_gateway.state.offers import STANDS_S
+from perilune_gateway.state.peers import LEASE_S
+from perilune_gateway.state.replicas import Outbox
 from perilune_lab import child
 from perilune_lab.envoy import config
 from perilune_lab.stack import EngineOptions, Stack
@@ -140,13 +152,6 @@ class Rig:
         return [turn for turns in each for turn in turns]
 
 
-async def until(check: Any, timeout_s: float = 30.0) -> None:
-    """Ask until it holds; the asking paces itself."""
-    async with asyncio.timeout(timeout_s):
-        while not await check():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rig(tmp_path_factory: pytest.TempPathFactory):
     async with AsyncExitStack() as exits:
@@ -166,7 +171,7 @@ async def rig(tmp_path_factory: pytest.TempPathFactory):
         async def both_connected() -> bool:
             return all([await rig.metric(g, "perilune_shared_state_peers") == 1 for g in rig.gateways])
 
-        await until(both_connected)
+        await until_true(both_connected)
         yield rig
 
 
@@ -189,7 +194,7 @@ async def test_replicas_act_as_one_and_outlive_each_other_and_the_server(rig: Ri
     async def known() -> bool:
         return min([await rig.knows(gateway) for gateway in rig.gateways]) >= SESSIONS
 
-    await until(known)
+    await until_true(known)
     turns += await rig.load(1)
     assert failed(turns) == []
     alone = [await rig.metric(g, "perilune_decisions_total") for g in rig.gateways]
@@ -211,7 +216,7 @@ async def test_replicas_act_as_one_and_outlive_each_other_and_the_server(rig: Ri
     async def no_peers() -> bool:
         return await rig.metric("gateway-2", "perilune_shared_state_peers") == 0
 
-    await until(no_peers)
+    await until_true(no_peers)
 
     # Without the server, requests are served, and health says what is missing.
     assert rig.server is not None
@@ -220,7 +225,7 @@ async def test_replicas_act_as_one_and_outlive_each_other_and_the_server(rig: Ri
     async def says_so() -> bool:
         return "shared_state" in await rig.problems("gateway-2")
 
-    await until(says_so)
+    await until_true(says_so)
     turns = await rig.load(TURNS + 2, 1)
     assert failed(turns) == []
     assert hosts(turns) == bound
@@ -231,7 +236,7 @@ async def test_replicas_act_as_one_and_outlive_each_other_and_the_server(rig: Ri
     async def connected() -> bool:
         return "shared_state" not in await rig.problems("gateway-2")
 
-    await until(connected)
+    await until_true(connected)
 
     async def again() -> bool:
         if "again" in rig.gateways:
@@ -239,7 +244,7 @@ async def test_replicas_act_as_one_and_outlive_each_other_and_the_server(rig: Ri
         await rig.start_gateway("again")
         return await rig.knows("again") >= SESSIONS
 
-    await until(again)
+    await until_true(again)
 
 
 async def test_new_sessions_wait_at_every_gateway_for_contexts_that_any_of_them_counts(rig: Rig) -> None:
@@ -273,9 +278,9 @@ async def test_new_sessions_wait_at_every_gateway_for_contexts_that_any_of_them_
             return sum(await sums("perilune_new_sessions_waiting")) == 8
 
         first = asyncio.create_task(only_turn("first", 280, 400))
-        await until(both_count_the_first)
+        await until_true(both_count_the_first)
         later = [asyncio.create_task(only_turn(f"later-{n}", 180, 1)) for n in range(8)]
-        await until(all_wait)
+        await until_true(all_wait)
         assert min(await sums("perilune_new_sessions_waiting")) > 0, "Envoy did not ask both gateways"
         assert not first.done()
         assert await first == 200
@@ -289,7 +294,7 @@ async def test_a_client_of_the_server_reads_no_name_of_a_session(rig: Rig) -> No
         async def kept() -> bool:
             return await client.dbsize() > 1
 
-        await until(kept)
+        await until_true(kept)
         keys = [key async for key in client.scan_iter()]
         strings = [key for key in keys if await client.type(key) == b"string"]
         values = [await client.get(key) for key in strings]
@@ -298,6 +303,57 @@ async def test_a_client_of_the_server_reads_no_name_of_a_session(rig: Rig) -> No
     assert len(entries) > 1
     assert b"a-name" not in everything
     assert b"session-1" not in everything
+
+
+async def test_a_turn_at_another_gateway_follows_a_copy_and_a_dead_planners_offer_expires(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two gateways' states, whose changes travel through the server; engines' events reach both."""
+    server, name = Server(f"redis://127.0.0.1:{rig.port}", PASSWORD), "offers"
+    first, second = HandingReplica("a"), HandingReplica("b")
+    links = {
+        replica: SharedState(server, name, replica.shared, replica.changed, time.monotonic, Random(1))
+        for replica in (first, second)
+    }
+    tasks = {replica: asyncio.create_task(link.run()) for replica, link in links.items()}
+
+    try:
+        await until(lambda: first.shared.peers == second.shared.peers == 1)
+        for replica in (first, second):
+            replica.router.configure(replica.pool(draining=B))
+        for session in ("s", "t"):
+            ids = text(ord(session), 320)
+            assert first.turn(session, ids).target == A
+            second.announce(A, ids)
+            await until(lambda session=session: second.shared.sessions == 1)
+            assert second.turn(session, ids).target == A
+            first.announce(A, ids)
+        for replica in (first, second):
+            replica.router.configure(replica.pool(draining=A))
+        first.router.plan_moves(first.shared.plans)
+        second.router.plan_moves(second.shared.plans)
+        copies = {legs.handoff.move.subject.session_id: legs for legs in first.handing_over.due()}
+        assert set(copies) == {"s", "t"}
+        assert second.handing_over.due() == []
+        await until(lambda: second.state.offers.copies(B, second.now) == 2)
+        second.announce(B, list(copies["s"].content.ids))
+        record = second.turn("s", [*copies["s"].content.ids, *text(9, 160)])
+        assert (record.target, record.cached_tokens) == (B, 320)
+        await until(lambda: first.host("s") == B)
+
+        # The planner dies without a word. What it copies is not offered again until that expires.
+        monkeypatch.setattr(first.shared, "take", lambda **_: Outbox((), ()))
+        second.now += LEASE_S + 0.1
+        await until(lambda: second.shared.plans)
+        second.router.plan_moves()
+        assert second.handing_over.due() == []
+        second.now += STANDS_S["copying"]
+        second.router.plan_moves()
+        assert [legs.handoff.move.subject.session_id for legs in second.handing_over.due()] == ["t"]
+    finally:
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
 async def test_the_operators_server_asks_for_the_password_and_is_bounded(rig: Rig) -> None:
@@ -331,7 +387,113 @@ async def test_gateways_verify_the_certificate_of_a_server_with_tls(rig: Rig, tm
         said = [problem for problem in problems if problem["kind"] == "shared_state"]
         return any("certificate verify failed" in str(problem) for problem in said)
 
-    await until(connected)
-    await until(refused)
+    await until_true(connected)
+    await until_true(refused)
     for process in (rig.gateways.pop("trusting"), rig.gateways.pop("doubting"), server):
         await rig.kill(process)
+
+
+@pytest.mark.parametrize("others", [1, pytest.param(4, marks=pytest.mark.bench)])
+async def test_a_gateway_is_ready_within_ten_seconds_of_its_first_connection_and_knows_20000_sessions(
+    rig: Rig, others: int
+) -> None:
+    many, now_us = 20_000, time.time_ns() // 1_000
+    kept = Names(PASSWORD.encode())
+    async with AsyncExitStack() as exits:
+        stack = await exits.enter_async_context(
+            Stack(1, OPTIONS, PATIENT, with_gateway=False, with_envoy=False, vital=frozenset())
+        )
+        here = Rig(stack, rig.http)
+        await here.start_server()
+        await asyncio.gather(*(here.start_gateway(f"gateway-{n}") for n in range(others)))
+        (endpoint,) = stack.endpoints
+        async with Redis(port=here.port, password=PASSWORD) as client:
+            pipe = client.pipeline(transaction=False)
+            for n in range(many):
+                name = kept.session(SessionKey("", f"s-{n}"))
+                bound = Bound(now_us, name, endpoint, 3, 8_000, 32_000, 4.0, 500, n, 500, n, 8_000)
+                pipe.set(b"perilune:1:{default/local}:session:" + name, encode(Batch("script", (bound,))))
+            await pipe.execute()
+
+            async def connections() -> int:
+                return int((await client.info("clients"))["connected_clients"])
+
+            before = await connections()
+
+            async def connects() -> bool:
+                return await connections() > before
+
+            starting = asyncio.create_task(here.start_gateway("late"))
+            await until_true(connects, 60)
+            connected_at = time.monotonic()
+            await starting
+            ready_s = time.monotonic() - connected_at
+        assert await here.knows("late") == many
+        assert await here.metric("late", "perilune_shared_state_peers") == others
+        assert ready_s < 10
+        print(f"\n{many} sessions, beside {others} gateways: warm {ready_s:.2f} s after it connected")
+
+
+@pytest.mark.parametrize("seconds", [2.0, pytest.param(60.0, marks=pytest.mark.bench)])
+async def test_an_absence_of_the_server_fails_no_request_and_leaves_no_difference(
+    rig: Rig, seconds: float
+) -> None:
+    """Sessions go on and new ones begin while the server is away. It comes back empty."""
+    async with AsyncExitStack() as exits:
+        stack = await exits.enter_async_context(
+            Stack(4, OPTIONS, PATIENT, with_gateway=False, with_envoy=False, vital=frozenset())
+        )
+        here = Rig(stack, rig.http)
+        server = await here.start_server()
+        for gateway in ("gateway-1", "gateway-2"):
+            await here.start_gateway(gateway)
+        processors = list(here.ext_proc.values())
+        bootstrap = config(stack.endpoints, processors, message_timeout_s=30.0, fail_open=False)
+        here.url = (await exits.enter_async_context(Envoy(bootstrap))).url
+        played: list[tuple[str, int, str]] = []
+        loading = True
+
+        async def client(number: int) -> None:
+            conversation = 0
+            while loading:
+                session, conversation = f"client-{number}-{conversation}", conversation + 1
+                for turn in range(TURNS):
+                    played.append((session, *await here.turn(session, turn)))
+
+        async def alone() -> bool:
+            return min([("shared_state" in await here.problems(g)) for g in here.gateways])
+
+        async def together() -> bool:
+            return not any([("shared_state" in await here.problems(g)) for g in here.gateways])
+
+        async def agree() -> bool:
+            """Whether a session that both gateways have routed has one host."""
+            for session in {session for session, _, _ in played}:
+                pages = [await here.page(g, f"/api/sessions/{session}") for g in ("gateway-1", "gateway-2")]
+                if len({row["host"] for page in pages for row in page.get("tenants", ())}) > 1:
+                    return False
+            return True
+
+        await until_true(together)
+        clients = [asyncio.create_task(client(n)) for n in range(4)]
+        await here.kill(server)
+        await until_true(alone)
+        await asyncio.sleep(seconds)
+        during = len(played)
+        await here.start_server()
+        await until_true(together)
+        loading = False
+        await asyncio.gather(*clients)
+        sessions = {session for session, _, _ in played}
+        assert failed(played) == []
+        assert during > 4 * TURNS
+        await until_true(agree)
+        await here.start_gateway("late")
+
+        async def all_known() -> bool:
+            return await here.knows("late") >= len(sessions)
+
+        await until_true(all_known)
+        print(
+            f"\nserver away for {seconds:g} s: {len(played)} requests of {len(sessions)} sessions, 0 failed"
+        )

@@ -77,12 +77,6 @@ class Soak:
         arguments = [*engine_arguments(self.stack.options, number, self.stack.folder), *again]
         await self._start(name, [*self.stack.programs.engine, *arguments])
 
-    async def restart_gateway(self) -> None:
-        await self._end("gateway", signal.SIGTERM)
-        admin = self.stack.admin_url.removeprefix("http://")
-        where = ("--pool", str(self.stack.pool_file), "--listen", self.stack.ext_proc, "--admin", admin)
-        await self._start("gateway", [*self.stack.programs.gateway, *where])
-
     async def fault(self, number: int, fault: dict[str, int]) -> None:
         async with self.http.post(f"http://{self.stack.endpoints[number]}/fault", json=fault) as answer:
             assert answer.status == 200
@@ -116,7 +110,7 @@ async def test_only_streams_on_killed_and_bad_engines_fail_and_memory_stays() ->
         for number in range(rounds):
             await asyncio.sleep(KILL_EVERY_S / 2)
             if number == rounds // 4:
-                await soak.restart_gateway()
+                await stack.restart_gateway()
             elif number == rounds // 2:
                 soak.bad = stack.endpoints[5]
                 await soak.fault(5, {"status": 500})

@@ -1,27 +1,29 @@
-"""Traces through a real Envoy: client, gateway and engine are joined, and a collector gets the span.
+"""Traces through a real Envoy to a real OpenTelemetry collector: client, gateway and engine are joined.
 
-The collector is a receiver of OTLP over HTTP that reads the requests with OpenTelemetry's own messages.
+The collector (`make collector`) writes what it got into a file, as OTLP's JSON.
 """
 
 import asyncio
+import json
+import os
 import re
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-    ExportTraceServiceResponse,
-)
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from running_envoy import Envoy
+from waiting import until
 
 from perilune_api.pool import EndpointSpec, Limits, Metadata, Model, Pool, Routing, Spec, dump
+from perilune_lab import child
 from perilune_lab.envoy import Mode, config
+from testbed import programs
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00"
@@ -30,23 +32,34 @@ READY = r"ext_proc=(\S+) admin=(\S+)"
 
 @dataclass
 class Collector:
-    """Receives OTLP over HTTP."""
+    """A running collector of OpenTelemetry."""
 
-    status: int = 200
-    spans: asyncio.Queue[Span] = field(default_factory=asyncio.Queue)
-    resources: list[dict[str, str]] = field(default_factory=list)
-    headers: list[str] = field(default_factory=list)
+    url: str
+    file: Path
+
+    def batches(self) -> list[dict[str, Any]]:
+        """Spans of one resource each, as they came."""
+        whole = self.file.read_text().split("\n")[:-1]
+        return [batch for line in whole for batch in json.loads(line)["resourceSpans"]]
+
+    def spans(self) -> list[dict[str, Any]]:
+        return [span for batch in self.batches() for scope in batch["scopeSpans"] for span in scope["spans"]]
+
+    async def new_spans(self, known: int, wanted: int = 1) -> list[dict[str, Any]]:
+        """Those after the first `known`, when there are `wanted`."""
+        await until(lambda: len(self.spans()) >= known + wanted, seconds=20)
+        return self.spans()[known:]
+
+
+@dataclass
+class Refusing:
+    """Takes no span, and keeps the header of each attempt."""
+
+    keys: list[str] = field(default_factory=list)
 
     async def receive(self, request: web.Request) -> web.Response:
-        message = ExportTraceServiceRequest.FromString(await request.read())
-        self.headers.append(request.headers.get("x-key", ""))
-        for resource in message.resource_spans:
-            self.resources.append(attributes(resource.resource))
-            for scope in resource.scope_spans:
-                for span in scope.spans:
-                    self.spans.put_nowait(span)
-        answer = ExportTraceServiceResponse().SerializeToString()
-        return web.Response(status=self.status, body=answer, content_type="application/x-protobuf")
+        self.keys.append(request.headers.get("x-key", ""))
+        return web.Response(status=400)
 
 
 @dataclass
@@ -69,7 +82,6 @@ class Scene:
     url: str
     admin: str
     engine: Engine
-    collector: Collector
     http: aiohttp.ClientSession
 
     async def ask(self, **headers: str) -> dict[str, str]:
@@ -85,8 +97,40 @@ class Scene:
         return int(float(found[1])) if found else -1
 
 
-def attributes(of) -> dict[str, object]:  # type: ignore[no-untyped-def]  # a span or a resource
-    return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in of.attributes}
+def attributes(of: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a span or a resource, by name. OTLP's JSON writes integers as strings."""
+    said = {}
+    for attribute in of["attributes"]:
+        ((kind, value),) = attribute["value"].items()
+        said[attribute["key"]] = int(value) if kind == "intValue" else value
+    return said
+
+
+@asynccontextmanager
+async def collecting(folder: Path) -> AsyncIterator[Collector]:
+    """Skips the test where no collector has been built."""
+    program = programs.path("otel-collector")
+    if programs.missing(("otel-collector",)):
+        pytest.skip("no OpenTelemetry collector: `make collector` builds one (Go)")
+    file, settings = folder / "spans.jsonl", folder / "collector.json"
+    pipeline = {"receivers": ["otlp"], "exporters": ["file"]}
+    settings.write_text(
+        json.dumps(
+            {
+                "receivers": {"otlp": {"protocols": {"http": {"endpoint": "127.0.0.1:0"}}}},
+                "exporters": {"file": {"path": str(file), "flush_interval": "20ms"}},
+                "service": {"pipelines": {"traces": pipeline}},
+            }
+        )
+    )
+    running = await child.start("collector", (str(program), "--config", str(settings)), os.environ, folder)
+    try:
+        await until(lambda: "Everything is ready" in running.log.read_text() or not running.alive, seconds=20)
+        address = re.search(r'"Starting HTTP server".*"endpoint":"([^"]+)"', running.log.read_text())
+        assert address, running.tail()
+        yield Collector(f"http://{address[1]}", file)
+    finally:
+        await running.stop(5)
 
 
 @asynccontextmanager
@@ -94,30 +138,25 @@ async def served(app: web.Application) -> AsyncIterator[str]:
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield "{}:{}".format(*runner.addresses[0])
-    await runner.cleanup()
+    try:
+        yield "{}:{}".format(*runner.addresses[0])
+    finally:
+        await runner.cleanup()
 
 
 @asynccontextmanager
-async def scene(folder, mode: Mode, *arguments: str, status: int = 200) -> AsyncIterator[Scene]:
-    """`arguments` of the gateway; COLLECTOR stands for the collector's URL."""
-    engine, collector = Engine(), Collector(status)
-    engine_app, collector_app = web.Application(), web.Application()
-    engine_app.router.add_post("/v1/completions", engine.complete)
-    engine_app.router.add_get("/metrics", engine.metrics)
-    collector_app.router.add_post("/v1/traces", collector.receive)
-    async with (
-        served(engine_app) as address,
-        served(collector_app) as receiver,
-        aiohttp.ClientSession() as http,
-    ):
+async def scene(folder: Path, mode: Mode, *arguments: str) -> AsyncIterator[Scene]:
+    """`arguments` of the gateway."""
+    engine, app = Engine(), web.Application()
+    app.router.add_post("/v1/completions", engine.complete)
+    app.router.add_get("/metrics", engine.metrics)
+    async with served(app) as address, aiohttp.ClientSession() as http:
         routing = Routing(limits=Limits(decision_seconds=30.0))
         spec = Spec(Model("m", tokenize="estimate"), routing=routing, endpoints=(EndpointSpec(address),))
         file = folder / "pool.yaml"
         file.write_bytes(dump(Pool(Metadata("p", "ns"), spec)))
-        words = [word.replace("COLLECTOR", f"http://{receiver}") for word in arguments]
         gateway = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "perilune_gateway.main", "--pool", str(file), *words),
+            *(sys.executable, "-m", "perilune_gateway.main", "--pool", str(file), *arguments),
             *("--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"),
             stdout=asyncio.subprocess.PIPE,
             env={"OTEL_BSP_SCHEDULE_DELAY": "50", "OTEL_EXPORTER_OTLP_HEADERS": "x-key=from-environment"},
@@ -131,43 +170,71 @@ async def scene(folder, mode: Mode, *arguments: str, status: int = 200) -> Async
                 while (await http.get(f"{admin}/readyz")).status != 200:  # noqa: ASYNC110 - by HTTP
                     await asyncio.sleep(0.02)
             async with Envoy(config([address], [found[1]], mode=mode)) as envoy:
-                yield Scene(envoy.url, admin, engine, collector, http)
+                yield Scene(envoy.url, admin, engine, http)
         finally:
             gateway.terminate()
             async with asyncio.timeout(20):
                 assert await gateway.wait() == 0
 
 
+def sampled_by(got: dict[str, str]) -> tuple[str, str]:
+    """Trace and span that the engine was told to join."""
+    _, trace, span, flags = got["traceparent"].split("-")
+    assert int(flags, 16) & 1
+    return trace, span
+
+
 @pytest.mark.parametrize("mode", [Mode.BUFFERED, Mode.FULL_DUPLEX])
 async def test_client_gateway_and_engine_are_joined_in_one_trace(tmp_path, mode: Mode) -> None:
-    async with scene(tmp_path, mode, "--traces", "COLLECTOR", "--traces-share", "1") as found:
+    async with (
+        collecting(tmp_path) as collector,
+        scene(tmp_path, mode, "--traces", collector.url, "--traces-share", "1") as found,
+    ):
         session = {"x-session-id": "secret-session", "authorization": "Bearer secret-key"}
-        for turn in (1, 2):  # the second one is decided by its headers, in buffered mode
+        for turn, phase, reason in ((1, "body", "cold"), (2, "headers", "host")):
             got = await found.ask(traceparent=SAMPLED, tracestate="vendor=value", **session)
-            async with asyncio.timeout(20):
-                span = await found.collector.spans.get()
-            assert got["traceparent"] == f"00-{TRACE}-{span.span_id.hex()}-01", turn
+            (span,) = await collector.new_spans(known=turn - 1)
+            assert got["traceparent"] == f"00-{TRACE}-{span['spanId']}-01", turn
             assert got["tracestate"] == "vendor=value"
-            assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, SPAN)
+            assert (span["traceId"], span["parentSpanId"]) == (TRACE, SPAN)
             said = attributes(span)
-            assert said["perilune.reason"]
+            assert said["perilune.phase"] == phase
+            assert said["perilune.reason"] == reason
+            assert said["perilune.endpoint"]
+            assert said["perilune.candidates"] == 1
+            assert said["perilune.step.total_seconds"] > 0
             assert said["http.response.status_code"] == 200
-            assert [event.name for event in span.events] == ["decided", "answered"]
-            times = [span.start_time_unix_nano, *(event.time_unix_nano for event in span.events)]
+            assert [event["name"] for event in span["events"]] == ["decided", "answered"]
+            times = [int(span["startTimeUnixNano"]), *(int(e["timeUnixNano"]) for e in span["events"])]
+            times.append(int(span["endTimeUnixNano"]))
             assert times == sorted(times)
-            assert b"secret" not in span.SerializeToString()
 
         got = await found.ask(traceparent=UNSAMPLED)
         assert got["traceparent"] == UNSAMPLED
         got = await found.ask()
-        async with asyncio.timeout(20):
-            root = await found.collector.spans.get()
-        assert root.parent_span_id == b""
-        assert got["traceparent"] == f"00-{root.trace_id.hex()}-{root.span_id.hex()}-03"
-        assert found.collector.spans.empty()
-        assert found.collector.resources[0]["service.name"] == "perilune-gateway"
-        assert found.collector.resources[0]["perilune.pool"] == "ns/p"
-        assert set(found.collector.headers) == {"from-environment"}
+        (root,) = await collector.new_spans(known=2)
+        assert root.get("parentSpanId", "") == ""
+        assert got["traceparent"] == f"00-{root['traceId']}-{root['spanId']}-03"
+        resource = attributes(collector.batches()[0]["resource"])
+        assert resource["service.name"] == "perilune-gateway"
+        assert resource["perilune.pool"] == "ns/p"
+        assert "secret" not in collector.file.read_text()
+
+
+async def test_each_sampled_request_has_one_span_at_the_collector_and_no_other_has(tmp_path) -> None:
+    parents = [f"{number:016x}" for number in range(1, 41)]
+    async with collecting(tmp_path) as collector:
+        arguments = ("--traces", collector.url, "--traces-share", "0")
+        async with scene(tmp_path, Mode.BUFFERED, *arguments) as found:
+            asked = [found.ask(traceparent=f"00-{TRACE}-{p}-0{n % 2}") for n, p in enumerate(parents)]
+            await asyncio.gather(*asked, *(found.ask() for _ in range(10)))
+            told = {sampled_by(got) for got in found.engine.headers if got.get("traceparent", "")[-1:] == "1"}
+            await collector.new_spans(known=0, wanted=20)
+        # The gateway has stopped, so nothing more comes.
+        spans = collector.spans()
+        assert sorted(span["parentSpanId"] for span in spans) == parents[1::2]
+        assert {(span["traceId"], span["spanId"]) for span in spans} == told
+        assert len(told) == 20
 
 
 async def test_without_tracing_the_clients_header_passes_untouched(tmp_path) -> None:
@@ -179,14 +246,18 @@ async def test_without_tracing_the_clients_header_passes_untouched(tmp_path) -> 
 
 
 async def test_a_collector_that_refuses_keeps_no_request_waiting(tmp_path) -> None:
-    arguments = ("--traces", "COLLECTOR", "--traces-share", "1")
-    async with scene(tmp_path, Mode.BUFFERED, *arguments, status=400) as found:
-        await found.ask()
-        async with asyncio.timeout(20):
-            while await found.counted("failed") < 1:  # noqa: ASYNC110 - by HTTP
-                await asyncio.sleep(0.05)
-        await found.ask()
-        assert await found.counted("exported") == 0
+    collector, app = Refusing(), web.Application()
+    app.router.add_post("/v1/traces", collector.receive)
+    async with served(app) as address:
+        arguments = ("--traces", f"http://{address}", "--traces-share", "1")
+        async with scene(tmp_path, Mode.BUFFERED, *arguments) as found:
+            await found.ask()
+            async with asyncio.timeout(20):
+                while await found.counted("failed") < 1:  # noqa: ASYNC110 - by HTTP
+                    await asyncio.sleep(0.05)
+            await found.ask()
+            assert await found.counted("exported") == 0
+    assert set(collector.keys) == {"from-environment"}
 
 
 async def test_a_gateway_without_a_collector_serves_and_stops_as_always(tmp_path, unused_address) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from msgspec import structs
+from waiting import until_true
 
 from perilune_api import pool as spec
 from perilune_gateway.extproc import Transport
@@ -70,13 +71,6 @@ class User:
         return [(n["load"]["pending_prefill_tokens"], n["load"]["in_flight"]) for n in nodes]
 
 
-async def until(check: Callable[[], Awaitable[bool]], timeout_s: float = 15.0) -> None:
-    """Ask until it holds; the asking paces itself."""
-    async with asyncio.timeout(timeout_s):
-        while not await check():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-
-
 def turns(count: int, name: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": f"{name} " + f"turn {i} says something " * 150} for i in range(count)]
 
@@ -110,7 +104,7 @@ async def conversation(
         seen.append((decision, usage["prompt_tokens"], cached))
         if patient:  # the last token's own KV is never computed
             new = (usage["total_tokens"] - 1) // OPTIONS.block_size - cached // OPTIONS.block_size
-            await until(partial(user.knows, known + new))
+            await until_true(partial(user.knows, known + new))
     return seen
 
 
@@ -152,7 +146,7 @@ async def ended(user: User, request_id: str) -> str:
         found.extend([ending["served"]] if ending else [])
         return bool(found)
 
-    await until(known)
+    await until_true(known)
     return found[0]
 
 
@@ -210,7 +204,7 @@ async def test_many_at_once_leave_no_load_behind(user: User) -> None:
     async def idle() -> bool:
         return await user.pending() == [(0, 0)] * 3
 
-    await until(idle)
+    await until_true(idle)
 
 
 @over_either_transport
@@ -225,7 +219,7 @@ async def test_clients_that_vanish_leave_no_load_behind(user: User) -> None:
     async def idle() -> bool:
         return await user.pending() == [(0, 0)] * 3
 
-    await until(idle)
+    await until_true(idle)
 
 
 async def test_the_pool_file_is_read_again(user: User) -> None:
@@ -239,7 +233,7 @@ async def test_the_pool_file_is_read_again(user: User) -> None:
         nodes = (await user.page("/api/nodes/stats"))["nodes"]
         return [n["draining"] for n in nodes] == [True, False, True]
 
-    await until(applied)
+    await until_true(applied)
     for i in range(4):
         (decision, _, _), *_ = await conversation(user, f"drain-{i}", 1)
         assert decision.split("; ")[0] == stays
@@ -249,14 +243,14 @@ async def test_the_pool_file_is_read_again(user: User) -> None:
         problems = (await user.page("/api/health"))["problems"]
         return any(p["kind"] == "pool_file" and "metadata" in p["message"] for p in problems)
 
-    await until(complained)
+    await until_true(complained)
     user.stack.pool_file.write_bytes(spec.dump(pool))
 
     async def back() -> bool:
         nodes = (await user.page("/api/nodes/stats"))["nodes"]
         return not any(n["draining"] for n in nodes)
 
-    await until(back)
+    await until_true(back)
 
 
 @pytest.mark.asyncio(loop_scope="function")
@@ -276,7 +270,7 @@ async def test_a_killed_engine_is_routed_around() -> None:
             problems = (await user.page("/api/health"))["problems"]
             return [p["endpoint"] for p in problems if p["kind"] == "not_ready"] == [host]
 
-        await until(noticed)
+        await until_true(noticed)
 
 
 @pytest.mark.asyncio(loop_scope="function")
@@ -291,7 +285,7 @@ async def test_engines_with_another_hash_seed_are_found_out() -> None:
             problems = (await user.page("/api/health"))["problems"]
             return any("PYTHONHASHSEED" in p["cause"] + p["cure"] for p in problems if p["kind"] == "parity")
 
-        await until(told)
+        await until_true(told)
         assert await user.metric(f'perilune_parity{{endpoint="{stack.endpoints[0]}",state="ok"}}') == 0.0
 
 

@@ -193,7 +193,8 @@ def test_run_does_not_share_a_port_with_another_envoy(monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0), reuse_port=True) as other:
         listen = f"127.0.0.1:{other.getsockname()[1]}"
         assert envoy.main([*ENDPOINTS, "--run", "--listen", listen]) == 1
-    assert capsys.readouterr().err == f"perilune envoy: cannot listen on {listen}: Address already in use\n"
+    cause = "Address already in use; choose another port with --listen"
+    assert capsys.readouterr().err == f"perilune envoy: cannot listen on {listen}: {cause}\n"
 
 
 def test_run_without_an_installed_envoy_says_what_is_missing(monkeypatch, capsys):

@@ -62,6 +62,7 @@ async def gateway(*records: DecisionRecord):
         ready=lambda: True,
         about=dict,
         new_sessions=SessionAdmissionStats,
+        handoffs=list,
         wall=lambda: 0.0,
     )
     admin = Admin(data)

@@ -5,9 +5,10 @@ import pytest
 
 from perilune_api.pool import Engine
 from perilune_gateway.model import H20_30B
-from perilune_lab import profile
+from perilune_lab import profile, profile_transfer
 from perilune_lab.client import TargetError
 from perilune_lab.profile import Measured, Profile, as_yaml, lengths, measure
+from perilune_lab.profile_transfer import Moved, Peer, Transfer
 from perilune_lab.stack import EngineOptions, Stack
 
 
@@ -53,13 +54,48 @@ async def test_an_engine_is_measured_with_and_without_cached_part():
     assert found.tpot_s
 
 
+async def test_transfers_from_a_peer_are_measured():
+    """Simulated engines whose KV takes real seconds: the longer, the more."""
+    options = EngineOptions(time_scale=20.0, handoff=True)
+    async with Stack(engines=2, options=options, with_gateway=False, with_envoy=False) as stack:
+        target, giver = stack.pool.spec.endpoints
+        peer = Peer(f"http://{giver.address}", giver.bootstrap)
+        found = await profile_transfer.measure(
+            f"http://{target.address}", peer, target_model(stack), [2048, 8192, 32_768], 2, 20.0
+        )
+        with pytest.raises(TargetError, match="names no engine"):
+            await profile_transfer.measure(
+                f"http://{target.address}", Peer(peer.url, giver.address), target_model(stack), [512], 1, 1.0
+            )
+    assert [row.tokens for row in found.rows] == [2048, 8192, 32_768]
+    assert found.rows[2].seconds > found.rows[0].seconds
+    assert "nicGbits" in as_yaml(Profile([row(512, 0, 1.0)], None), found, 98_304)
+
+
+def target_model(stack: Stack) -> str:
+    return stack.pool.spec.model.name
+
+
+def test_speed_and_fixed_seconds_of_transfers():
+    of = Transfer([Moved(tokens, 0.002 + tokens / 50_000) for tokens in (1000, 4000, 16_000)])
+    assert of.fit() == pytest.approx((0.002, 50_000))
+    assert of.nic_gbits(97_000) == pytest.approx(200 * 50_000 * 97_000 / 9.7e9)
+    assert Transfer([Moved(1000, 0.02)]).fit() == pytest.approx((0.0, 50_000))
+
+
 async def test_nobody_there():
     with pytest.raises(TargetError):
         await measure("http://127.0.0.1:9")
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--target", "x"], ["--target", "http://x", "--max-tokens", "100"]]
+    "arguments",
+    [
+        [],
+        ["--target", "x"],
+        ["--target", "http://x", "--max-tokens", "100"],
+        ["--target", "http://x", "--bootstrap", "10.0.0.2:8998"],
+    ],
 )
 def test_a_wrong_call(arguments: list[str]):
     with pytest.raises(SystemExit) as ended:

@@ -1,8 +1,14 @@
-"""Real etcd, API server, controller manager: one for the whole run, a namespace for each test."""
+"""Real etcd, API server, controller manager: one of each kind at a time, a namespace for each test.
+
+A start takes 6 s of CPU time, and a server that nobody uses takes a fortieth of a core from what follows.
+So tests of one kind run one after the other, on one worker of xdist, and `Servers` ends a server when
+the next test needs another kind or none.
+"""
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator
+from contextlib import ExitStack
 from pathlib import Path
 
 import gateway_crds
@@ -12,45 +18,85 @@ from operator_process import Operator
 
 from perilune_api import kube
 
-API_SERVERS = {"api_server", "own_server", "scheduled_server", "routed_server", "helm"}
+KINDS = ("api_server", "own_server", "scheduled_server", "routed_server")
+"""The fixtures that are API servers."""
+
+
+def kind_of(item: pytest.Item | None) -> str:
+    """Which API server a test needs; empty if none."""
+    names = getattr(item, "fixturenames", ())
+    return next((kind for kind in KINDS if kind in names), "")
+
+
+class Servers:
+    """The API server that runs, if one does."""
+
+    def __init__(self) -> None:
+        self._kind = ""
+        self._server: ApiServer | None = None
+        self._running = ExitStack()
+
+    def get(self, kind: str) -> ApiServer:
+        if self._server is None or kind != self._kind:
+            self.keep_only("")
+            with ExitStack() as starting:
+                server = starting.enter_context(started(scheduler=kind == "scheduled_server"))
+                if kind == "routed_server":
+                    asyncio.run(gateway_crds.install(server))
+                self._running = starting.pop_all()
+            self._kind, self._server = kind, server
+        return self._server
+
+    def keep_only(self, kind: str) -> None:
+        if kind != self._kind:
+            self._running.close()
+            self._kind, self._server = "", None
+
+
+servers = Servers()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests that need a real API server."""
+    """Marks the tests that need a real API server, and puts those of one kind together."""
     for item in items:
-        if API_SERVERS & set(getattr(item, "fixturenames", ())):
+        if kind := kind_of(item):
             item.add_marker("api_server")
+            item.add_marker(pytest.mark.xdist_group(kind))
+        elif "helm" in getattr(item, "fixturenames", ()):
+            item.add_marker("api_server")
+    items.sort(key=kind_of)
 
 
-@pytest.fixture(scope="session")
-def api_server() -> Iterator[ApiServer]:
-    """Shared by the whole run; tests take a namespace each."""
-    with started() as server:
-        yield server
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Generator[None]:
+    yield
+    servers.keep_only(kind_of(nextitem))
 
 
 @pytest.fixture
-def own_server() -> Iterator[ApiServer]:
-    """One that can be restarted, since nobody else has it."""
-    with started() as server:
-        yield server
+def api_server() -> ApiServer:
+    """For most tests."""
+    return servers.get("api_server")
 
 
-@pytest.fixture(scope="session")
-def scheduled_server() -> Iterator[ApiServer]:
+@pytest.fixture
+def own_server() -> ApiServer:
+    """One for tests that restart it or change its CRD."""
+    return servers.get("own_server")
+
+
+@pytest.fixture
+def scheduled_server() -> ApiServer:
     """One whose pods are bound to nodes, by the real scheduler."""
-    with started(scheduler=True) as server:
-        yield server
+    return servers.get("scheduled_server")
 
 
-@pytest.fixture(scope="session")
-def routed_server() -> Iterator[ApiServer]:
+@pytest.fixture
+def routed_server() -> ApiServer:
     """One with the CRDs of Gateway API, Envoy Gateway and the inference extension."""
     if missing := gateway_crds.missing():
         pytest.skip(f"NO CRDS: {', '.join(missing)} is missing; `make api-server` downloads it")
-    with started() as server:
-        asyncio.run(gateway_crds.install(server))
-        yield server
+    return servers.get("routed_server")
 
 
 @pytest.fixture

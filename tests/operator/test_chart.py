@@ -15,9 +15,12 @@ from charts import alerts
 from charts.dashboards import DASHBOARDS
 from document_tables import rows
 
+from perilune_api.inference_pool.checks import convert
 from perilune_operator.kinds import KINDS
 from perilune_operator.lease import NAME
 from perilune_operator.main import arguments
+from perilune_operator.observe.facts import Observed
+from perilune_operator.plan import plan
 from perilune_operator.render.objects import Defaults
 
 CHART = Path(__file__).parents[2] / "charts/perilune"
@@ -110,6 +113,32 @@ def test_the_image_of_the_server_of_shared_state_is_the_users(
 
     pinned = "mirror/valkey@sha256:" + "a" * 64
     assert (image(), image(f"stateImage={pinned}")) == (Defaults().state_image, pinned)
+
+
+def test_production_values_give_each_pool_two_gateways_on_different_nodes_rolled_one_at_a_time(
+    template: Callable[..., dict[str, Any]],
+) -> None:
+    values = yaml.safe_load((CHART / "values-production.yaml").read_text())
+    made = template(*(f"{name}={value}" for name, value in values.items()))
+    pod = made["Deployment/perilune-operator"]["spec"]["template"]["spec"]
+    given = arguments(pod["containers"][0]["args"]).gateway_replicas
+    assert pod["priorityClassName"] == "system-cluster-critical"
+
+    def gateway(replicas: int, spec: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+        asked = convert({"model": {"name": "m"}, "gateway": spec})
+        planned = plan("p", "ns", asked, Observed("uid", 1), 0.0, Defaults(gateways=replicas))
+        return {(obj["kind"], obj["metadata"]["name"]): obj for obj in planned.objects or ()}
+
+    two = gateway(given, {})
+    deployment = two["Deployment", "p-gateway"]["spec"]
+    assert deployment["replicas"] == 2
+    assert deployment["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
+    spread = deployment["template"]["spec"]["topologySpreadConstraints"]
+    assert "kubernetes.io/hostname" in {constraint["topologyKey"] for constraint in spread}
+    assert ("Deployment", "p-state") in two
+    assert ("PodDisruptionBudget", "p-gateway") in two
+    assert gateway(given, {"replicas": 1})["Deployment", "p-gateway"]["spec"]["replicas"] == 1
+    assert ("Deployment", "p-state") not in gateway(Defaults().gateways, {})
 
 
 def test_pods_get_the_users_labels_annotations_and_priority(template: Callable[..., dict[str, Any]]) -> None:

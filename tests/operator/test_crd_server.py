@@ -98,6 +98,11 @@ BAD: list[Any] = [
         {"scaling": {"minReplicas": 3, "maxReplicas": 2}}, "minReplicas must not be above", id="min > max"
     ),
     pytest.param(
+        {"prefillScaling": {"minReplicas": 1, "maxReplicas": 2, "signal": "kvUsage"}},
+        "endpoints that only prefill follow queueSeconds or ttftAttainment",
+        id="a signal that prefill endpoints do not have",
+    ),
+    pytest.param(
         {"gateway": {"minReplicas": 2}}, "minReplicas and maxReplicas go together", id="half a range"
     ),
     pytest.param(
@@ -127,7 +132,7 @@ BAD: list[Any] = [
     pytest.param({"topology": {"levels": [ZONE, ZONE]}}, "a level may be given once", id="level twice"),
     pytest.param(
         {"engine": {"kind": "simulated"}, "mooncake": {"store": {"enabled": True}}},
-        "simulated engines have neither offload nor store",
+        "simulated engines have no store",
         id="simulated store",
     ),
     pytest.param(

@@ -16,6 +16,7 @@ from perilune_operator.render.drain_hook import DRAIN, WORKER_DRAIN
 
 BUSY = 'vllm:num_requests_running{engine="0"} 1.0\nvllm:num_requests_waiting{engine="0"} 0.0\n'
 IDLE = BUSY.replace(" 1.0", " 0.0")
+ENDED = IDLE + 'vllm:request_success_total{finished_reason="length"} %d.0\n'
 SILENT = ""
 """The connection is closed without an answer."""
 
@@ -49,7 +50,7 @@ ELSEWHERE = {"http_proxy": "http://127.0.0.1:1", "no_proxy": ""}
 
 
 def drain(url: str, seconds: float = 30.0) -> None:
-    command = [sys.executable, "-c", DRAIN, str(seconds), "0", url]
+    command = [sys.executable, "-c", DRAIN, str(seconds), "0", "2", url]
     subprocess.run(command, env=os.environ | ELSEWHERE, timeout=60, check=True)
 
 
@@ -59,7 +60,7 @@ def drain_worker(leader: str, seconds: float) -> None:
     environment = (
         os.environ | ELSEWHERE | {"LWS_LEADER_ADDRESS": leader, "PATH": f"{folder}:{os.environ['PATH']}"}
     )
-    command = ["/bin/sh", "-c", WORKER_DRAIN, DRAIN, str(seconds), "0"]
+    command = ["/bin/sh", "-c", WORKER_DRAIN, DRAIN, str(seconds), "0", "2"]
     subprocess.run(command, env=environment, timeout=60, check=True)
 
 
@@ -69,6 +70,7 @@ def drain_worker(leader: str, seconds: float) -> None:
         pytest.param([BUSY, IDLE, IDLE, "end"], id="until nothing runs, twice"),
         pytest.param([IDLE, BUSY, IDLE, IDLE, "end"], id="once is not enough"),
         pytest.param([BUSY, SILENT, IDLE, IDLE, "end"], id="an engine too busy to answer is not gone"),
+        pytest.param([ENDED % 1, ENDED % 2, ENDED % 2, ENDED % 2, "end"], id="one ran between two looks"),
         pytest.param(["up 1\n"] * 2 + [IDLE, IDLE, "end"], id="nor is one that does not say"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,3 +123,44 @@ def test_without_a_secret_nothing_passes(monkeypatch) -> None:
 def test_the_gateway_sends_what_the_door_reads() -> None:
     assert (HEADER.decode(), SECRET) == (names.ENGINE_SECRET_HEADER, ENGINE_SECRET)
     assert TARGET.decode() == names.TRANSFER_TARGET_HEADER
+
+
+class EngineClient:
+    """vLLM's, as far as the middleware knows it."""
+
+    def __init__(self) -> None:
+        self.ranks: list[int | None] = []
+
+    def generate(self, prompt: str, *, data_parallel_rank: int | None = None) -> None:
+        self.ranks.append(data_parallel_rank)
+
+
+def test_requests_of_the_responses_api_reach_the_rank_that_they_name() -> None:
+    """vLLM names no rank for them, and in its other APIs the one that it was asked for."""
+    client = EngineClient()
+
+    async def api(scope: Any, receive: Any, send: Any) -> None:
+        named = {"data_parallel_rank": 7} if "chat" in scope["path"] else {}
+        client.generate("p", **named)
+
+    async def serve(path: str, *ranks: bytes) -> None:
+        messages = [{"type": "http.request", "body": b"{}"}]
+        headers = [(names.DATA_PARALLEL_RANK_HEADER.encode(), rank) for rank in ranks]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+        scope["app"] = SimpleNamespace(state=SimpleNamespace(engine_client=client))
+
+        async def receive() -> Any:
+            return messages.pop()
+
+        # as servers do, so that no request is served in another's context
+        await asyncio.create_task(Door(api)(scope, receive, lambda message: asyncio.sleep(0)))
+
+    async def all_of_them() -> None:
+        await serve("/v1/responses", b"1")
+        await serve("/v1/responses", b"0")
+        await serve("/v1/responses")
+        await serve("/v1/responses", b"first")
+        await serve("/v1/chat/completions", b"1")
+
+    asyncio.run(all_of_them())
+    assert client.ranks == [1, 0, None, None, 7]

@@ -2,8 +2,9 @@
 golden/NAME.out.yaml (objects and status).
 
 `GOLDEN=write make test ARGS=tests/operator/test_golden.py` writes them anew; read the diff. To keep them
-short, what every object of a pool shares (labels, owner, namespace) is checked once and left out, and so is
-the ConfigMap that repeats the pod templates (test_revision.py).
+short, what every object of a pool shares (labels, owner, namespace) is checked once and left out, and so are
+the ConfigMap that repeats the pod templates (test_revision.py) and the preStop hook's program
+(test_drain_hook.py).
 """
 
 import os
@@ -20,6 +21,7 @@ from perilune_operator.kinds import EVERYWHERE, path
 from perilune_operator.observe import facts, readers
 from perilune_operator.observe.facts import Observed
 from perilune_operator.plan import Plan, plan
+from perilune_operator.render import drain_hook
 from perilune_operator.render.objects import Defaults
 
 Object = dict[str, Any]
@@ -82,8 +84,15 @@ def shown(plan: Plan, only: list[str]) -> str:
     conditions = [f"{c.type}={c.status} {c.reason}: {c.message}" for c in plan.status.conditions]
     text = {"objects": names, "ready": plan.status.ready, "conditions": conditions, "shown": kept}
     if plan.marks:
-        text["marks"] = [{mark.pod: dict(mark.annotations)} for mark in plan.marks]
+        text["marks"] = [{mark.pod: {**mark.annotations, **mark.labels}} for mark in plan.marks]
     return yaml.dump(text, Dumper=Dumper, sort_keys=False, width=4000)
+
+
+def _represent(dumper: Dumper, text: str) -> yaml.Node:
+    return dumper.represent_str("DRAIN" if text == drain_hook.DRAIN else text)
+
+
+Dumper.add_representer(str, _represent)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -102,3 +102,12 @@ def test_every_program_listens_at_ipv6_addresses(name: str, words: list[str]) ->
     made = containers({"model": {"name": "m"}, "mooncake": {"store": {"enabled": True}}})[name]
     assert set(words) <= set(made["args"])
     assert "0.0.0.0" not in str(made)
+
+
+@pytest.mark.parametrize(("kind", "offloads"), [("vllm", "cpu_bytes_to_use"), ("simulated", "--host-tokens")])
+def test_engines_with_ipv6_addresses_offload_and_read_no_peers(kind: str, offloads: str) -> None:
+    """vLLM's tier for peers binds to `tcp://HOST:PORT`, without brackets."""
+    spec: Object = {"model": {"name": "m"}, "engine": {"kind": kind}, "mooncake": {"transfer": "offload"}}
+    args = str(containers(spec)["p-engine"]["args"])
+    assert offloads in args
+    assert "5710" not in args

@@ -2,12 +2,15 @@
 kubelet and gateway would do is acted.
 """
 
+import itertools
+import re
 from typing import Any
 
 from api_server import until
 from operator_process import Operator
 from pool_objects import becomes, condition, deployments, engines, gateway_page, merge, pool, pools, run_pods
 
+from perilune_api import names
 from perilune_api.kube import Client
 
 Object = dict[str, Any]
@@ -128,3 +131,53 @@ async def test_a_pool_scales_itself_by_its_gateways_pages(
         await becomes(client, pools(namespace, "/p"), lambda p: p["spec"]["replicas"] == 1)
     hpa = f"/apis/autoscaling/v2/namespaces/{namespace}/horizontalpodautoscalers"
     assert (await client.request("GET", hpa))["items"] == []
+
+
+async def test_endpoints_that_only_prefill_scale_by_their_own_queues(
+    client: Client, namespace: str, operator: Operator
+) -> None:
+    """Their Deployment changes, and neither the pool's spec nor the endpoints that get requests do."""
+    limits = {"minReplicas": 1, "maxReplicas": 3, "upSeconds": 0, "downSeconds": 0}
+    split = pool(prefillReplicas=1, mooncake={"transfer": "handoff"}, prefillScaling=limits)
+    await client.request("POST", pools(namespace), split)
+    await run_pods(client, namespace, 3)
+    listed = await client.request("GET", f"/api/v1/namespaces/{namespace}/pods")
+    (name,) = [p["metadata"]["name"] for p in listed["items"] if "-prefill-" in p["metadata"]["name"]]
+    of_its_own = {"status": {"podIP": "10.1.0.2"}}
+    await merge(client, f"/api/v1/namespaces/{namespace}/pods/{name}/status", of_its_own)
+    sample = 'perilune_endpoint_pending_prefill_seconds{{endpoint="10.1.0.{}:8000"}} {}\n'.format
+    prefill = deployments(namespace, "/p-prefill")
+    async with gateway_page(client, namespace) as page:
+        page.text = sample(1, 99.0) + sample(2, 3.0)
+        await becomes(client, prefill, lambda d: d["spec"]["replicas"] == 2)
+        said = "endpoints that only prefill 1 → 2: 3.0 s of prefill queued, 0.0 KV caches in use"
+        events = f"/api/v1/namespaces/{namespace}/events"
+        await becomes(client, events, lambda found: said in {e["message"] for e in found["items"]})
+        page.text = sample(1, 99.0) + sample(2, 0.0)
+        await becomes(client, prefill, lambda d: d["spec"]["replicas"] == 1)
+    made = await client.request("GET", pools(namespace, "/p"))
+    assert (made["spec"]["replicas"], made["spec"]["prefillReplicas"]) == (1, 1)
+
+
+async def test_a_pool_scales_itself_by_its_first_tokens(
+    client: Client, namespace: str, operator: Operator
+) -> None:
+    """More and more come late while the only endpoint has prompts to prefill."""
+    limits = {"minReplicas": 1, "maxReplicas": 2, "upSeconds": 0, "target": "0.9", "ttftSeconds": 5}
+    await client.request("POST", pools(namespace), pool(scaling={"signal": "ttftAttainment", **limits}))
+    await run_pods(client, namespace, 2)
+    asked = itertools.count(1)
+    async with gateway_page(client, namespace) as page:
+
+        async def look() -> Object:
+            bucket, late = f"{names.FIRST_TOKENS}_bucket", 100 * next(asked)
+            page.text = (
+                'perilune_endpoint_pending_prefill_seconds{endpoint="10.1.0.1:8000"} 6.0\n'
+                f'{bucket}{{le="5.0"}} 10.0\n{bucket}{{le="+Inf"}} {late}.0\n'
+            )
+            return await client.request("GET", pools(namespace, "/p"))
+
+        await until(look, lambda p: p["spec"]["replicas"] == 2)
+    events = f"/api/v1/namespaces/{namespace}/events"
+    said = re.compile(r"replicas 1 → 2: 6\.0 s of prefill queued, .*, 0 of \d+00 first tokens in time")
+    await becomes(client, events, lambda found: any(said.match(e["message"]) for e in found["items"]))

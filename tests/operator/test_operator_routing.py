@@ -90,8 +90,12 @@ async def test_two_pools_behind_one_envoy_gateway(routed: tuple[Client, str], ro
 
     await route_is(client, namespace, "p", "False", "WaitingForRoute")
     await program(client, GATEWAYS.format(namespace) + "/g", "False")
-    body = await route_is(client, namespace, "p", "False", "GatewayNotProgrammed")
-    assert "AddressNotAssigned" in condition(body, "RouteProgrammed")["message"]
+    await becomes(  # the Gateway that no controller has looked at yet is not programmed either
+        client,
+        pools(namespace, "/p"),
+        lambda p: "AddressNotAssigned" in condition(p, "RouteProgrammed").get("message", ""),
+    )
+    await route_is(client, namespace, "p", "False", "GatewayNotProgrammed")
     await program(client, GATEWAYS.format(namespace) + "/g", "True")
     body = await route_is(client, namespace, "p", "True", "Programmed")
     assert condition(body, "Reconciling").get("reason") != "ApplyFailed"

@@ -5,9 +5,21 @@ from typing import Any
 
 from api_server import until
 from operator_process import Operator
-from pool_objects import becomes, condition, config_maps, deployments, merge, pool, pools, quiet, run_pods
+from pool_objects import (
+    becomes,
+    condition,
+    config_maps,
+    deployments,
+    engines,
+    merge,
+    pool,
+    pools,
+    quiet,
+    run_pods,
+)
 
 from perilune_api.kube import APPLY, Client
+from perilune_api.names import DUTY_LABEL
 
 Object = dict[str, Any]
 
@@ -111,3 +123,19 @@ async def test_a_late_write_of_an_older_plan_is_overwritten(
         content_type=APPLY,
     )
     await becomes(client, deployments(namespace, "/p-engine"), lambda d: d["spec"]["replicas"] == 2)
+
+
+async def test_engines_from_before_roles_were_switched_get_their_duty_as_a_label(
+    client: Client, namespace: str, operator: Operator
+) -> None:
+    """The Service selects them by it from then on, so they may not be without it for a moment."""
+    split = pool(replicas=2, prefillReplicas=1, mooncake={"transfer": "handoff"})
+    await client.request("POST", pools(namespace), split)
+    before = await until(lambda: engines(client, namespace), lambda found: len(found) == 2)
+    await merge(client, pools(namespace, "/p"), {"spec": {"roleSwitching": {}}})
+
+    def labelled(found: list[Object]) -> bool:
+        labels = {pod["metadata"]["name"]: pod["metadata"]["labels"] for pod in found}
+        return all(labels[pod["metadata"]["name"]].get(DUTY_LABEL) == "serve" for pod in before)
+
+    await until(lambda: engines(client, namespace), labelled)

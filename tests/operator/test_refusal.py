@@ -205,6 +205,19 @@ async def test_somebody_elses_object_is_not_the_specs_fault(client: kube.Client,
     assert await under_test.look([ours], {}) == ({key(ours)}, ())
 
 
+async def test_an_object_that_could_not_be_read_is_not_written_over() -> None:
+    """It may be somebody else's."""
+
+    class Busy:
+        async def request(self, method: str, *args: Any, **more: Any) -> Object:
+            if method == "GET":
+                raise ApiError(429, "TooManyRequests", "busy")
+            return {}
+
+    with pytest.raises(ApiError, match="busy"):
+        await applier(Busy(), Owner("ns", "p", "u")).look(rendered("ns", {}), {})
+
+
 @pytest.mark.parametrize(
     ("error", "found"),
     [

@@ -63,6 +63,12 @@ def test_who_is_to_go_is_marked_and_kept() -> None:
         pytest.param((pod("a"), going("b", created=EARLIER)), "b", id="who was chosen before"),
         pytest.param((pod("a"), pod("b", node="gone", created=EARLIER)), "b", id="on a node that is emptied"),
         pytest.param((pod("a", group=0), pod("b", group=1, created=EARLIER)), "b", id="the highest group"),
+        pytest.param(
+            (pod("a", recent_hits_tokens=9.0), pod("b", recent_hits_tokens=8.0, sessions=5)),
+            "b",
+            id="whose cache has saved the least",
+        ),
+        pytest.param((pod("a", sessions=2), pod("b", sessions=1)), "b", id="of the fewest sessions"),
         pytest.param((pod("b"), pod("a")), "a", id="equals by name"),
     ],
 )

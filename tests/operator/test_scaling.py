@@ -1,16 +1,21 @@
 """How many endpoints a pool should have, by what its gateways reported."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from msgspec import structs
 
 from perilune_api.inference_pool.checks import convert
-from perilune_api.inference_pool.spec import Scaling, Signal
+from perilune_api.inference_pool.spec import PrefillScaling, Scaling, Signal
 from perilune_api.pool import SpecError
-from perilune_operator.scaling import Demand, replicas
+from perilune_operator.observe.facts import Demand, Demands, Key, Observed
+from perilune_operator.plan import Plan, plan
+from perilune_operator.render.objects import Defaults
+from perilune_operator.scaling import replicas
 
 QUEUE = Scaling(
     signal=Signal.QUEUE_SECONDS, min_replicas=2, max_replicas=6, target="2", up_seconds=10, down_seconds=60
@@ -18,13 +23,39 @@ QUEUE = Scaling(
 KV = Scaling(
     signal=Signal.KV_USAGE, min_replicas=2, max_replicas=6, target="500m", up_seconds=10, down_seconds=60
 )
+TTFT = Scaling(
+    signal=Signal.TTFT_ATTAINMENT,
+    min_replicas=2,
+    max_replicas=6,
+    target="0.95",
+    ttft_seconds=5.0,
+    up_seconds=10,
+    down_seconds=60,
+)
 METRIC = Scaling(min_replicas=2, max_replicas=6)
 NOW = 1_000.0
+HOUR = 720
+"""Number of readings of an hour, one every 5 s."""
 
 
 def over(seconds: int, queue_s: float = 0.0, kv: float = 0.0) -> list[Demand]:
     """A reading every 5 s, up to now."""
     return [Demand(NOW - ago, queue_s, kv) for ago in range(seconds, -1, -5)]
+
+
+def answering(
+    seconds: int, late: int, of: int = 20, prefilling: int = 0, queue_s: float = 0.0, kv: float = 0.0
+) -> list[Demand]:
+    """A reading every 5 s, each of some requests, some of them late."""
+    return [
+        Demand(NOW - ago, queue_s, kv, first_tokens=of, in_time=of - late, prefilling=prefilling)
+        for ago in range(seconds, -1, -5)
+    ]
+
+
+def of_a_pool_of(now: int, demands: Sequence[Demand]) -> list[Demand]:
+    """The same readings, of a pool that should have this number of endpoints."""
+    return [replace(demand, wanted=now) for demand in demands]
 
 
 def starting(demands: Sequence[Demand]) -> list[Demand]:
@@ -76,33 +107,80 @@ def starting(demands: Sequence[Demand]) -> list[Demand]:
     ],
 )
 def test_replicas_follow_the_load(scaling: Scaling, now: int, demands: Sequence[Demand], wanted: int) -> None:
-    assert replicas(scaling, now, demands, NOW) == wanted
+    assert replicas(scaling, now, of_a_pool_of(now, demands), NOW) == wanted
 
 
 def test_a_load_that_rises_and_falls_is_followed_without_flapping() -> None:
     """Queues as of a pool whose endpoints each take 2 s of prefill, with engines that start at once."""
-    at, now, since, changes = 0.0, 2, list[Demand](), list[int]()
-    for demand in [3.0] * 60 + [11.0] * 60 + [3.0] * 120:
+    at, now, demands, changes = 0.0, 2, list[Demand](), list[int]()
+    for queue_s in [3.0] * 60 + [11.0] * 60 + [3.0] * 120:
         for noise in (0.9, 1.1):
             at += 5.0
-            since.append(Demand(at, demand * noise, 1.0))
-            wanted = replicas(QUEUE, now, since, at)
+            demands.append(Demand(at, queue_s * noise, 1.0, wanted=now))
+            wanted = replicas(QUEUE, now, demands, at)
             if wanted != now:
                 changes.append(wanted)
-                now, since = wanted, []
+                now = wanted
     assert changes == [4, 5, 4, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("now", "demands", "wanted"),
+    [
+        pytest.param(3, [], 3, id="nothing is known"),
+        pytest.param(3, answering(10, late=5, prefilling=3), 4, id="too late for long enough"),
+        pytest.param(3, answering(10, late=5, prefilling=3, queue_s=24.0), 5, id="queues for two more"),
+        pytest.param(2, answering(10, late=5, prefilling=2, queue_s=99.0), 4, id="at most twice as many"),
+        pytest.param(3, answering(10, late=2, prefilling=3), 3, id="no later than chance explains"),
+        pytest.param(3, answering(5, late=20, prefilling=3), 3, id="too late, not for long enough"),
+        pytest.param(
+            3,
+            [*answering(10, late=9, prefilling=3)[:-1], *answering(0, late=1, prefilling=3)],
+            3,
+            id="the last ones came in time",
+        ),
+        pytest.param(3, answering(10, late=3, of=5, prefilling=3), 3, id="too few requests to tell"),
+        pytest.param(3, answering(20, late=3, of=5, prefilling=3), 4, id="enough in a longer time"),
+        pytest.param(3, answering(60, late=4, of=1, prefilling=3), 3, id="not even then"),
+        pytest.param(3, starting(answering(20, late=9, prefilling=3)), 3, id="endpoints still start"),
+        pytest.param(
+            3,
+            [*answering(10, late=9, prefilling=3, queue_s=9.0)[:-1], *answering(0, late=9, prefilling=3)],
+            3,
+            id="a backlog that shrinks",
+        ),
+        pytest.param(6, answering(10, late=9, prefilling=6), 6, id="at most maxReplicas"),
+        pytest.param(
+            5, answering(60, late=20, prefilling=2), 5, id="late, but for another reason than queues"
+        ),
+        pytest.param(5, answering(60, late=2), 4, id="late, and hardly anything to prefill"),
+        pytest.param(4, answering(60, late=1, prefilling=1), 3, id="one leaves"),
+        pytest.param(4, answering(55, late=1, prefilling=1), 4, id="in time, not for long enough"),
+        pytest.param(4, answering(60, late=0, of=0), 3, id="no requests"),
+        pytest.param(4, answering(60, late=1, prefilling=2), 4, id="too much work for those that remain"),
+        pytest.param(4, answering(60, late=0, kv=2.8), 4, id="the KV in use would not fit"),
+        pytest.param(2, answering(60, late=0), 2, id="at least minReplicas"),
+    ],
+)
+def test_replicas_follow_the_share_of_first_tokens_in_time(
+    now: int, demands: Sequence[Demand], wanted: int
+) -> None:
+    assert replicas(TTFT, now, of_a_pool_of(now, demands), NOW) == wanted
 
 
 class SimulatedPool:
     """A closed loop: requests of about a second of prefill go to the shortest queue, the operator's function
-    sets the number of endpoints by the queues, and new ones take 30 to 90 s to become ready."""
+    sets the number of endpoints by the queues or the first tokens in time, and new ones take 30 to 90 s to
+    become ready."""
 
     def __init__(self, scaling: Scaling, seed: int) -> None:
         self.scaling, self.rng = scaling, Random(seed)
         self.at, self.wanted = 0.0, scaling.min_replicas
         self.queues_s = [0.0] * self.wanted
         self.ready_at: list[float] = []
-        self.demands: list[Demand] = []
+        self.demands: deque[Demand] = deque(maxlen=HOUR)
+        self.first_tokens: list[tuple[float, bool]] = []
+        """When each comes, and whether in time."""
         self.changes: list[int] = []
 
     def run(self, minutes: int, requests_per_s: float) -> None:
@@ -120,18 +198,74 @@ class SimulatedPool:
             if self.rng.random() < requests_per_s / 10:
                 shortest = self.queues_s.index(min(self.queues_s))
                 self.queues_s[shortest] += self.rng.expovariate(1.0)
+                ttft_s = self.queues_s[shortest]
+                self.first_tokens.append((self.at + ttft_s, ttft_s <= self.scaling.ttft_seconds))
             self.queues_s = [max(0.0, queue_s - 0.1) for queue_s in self.queues_s]
 
     def look(self) -> None:
-        self.demands.append(Demand(self.at, sum(self.queues_s), 0.0, len(self.ready_at)))
-        wanted = replicas(self.scaling, self.wanted, self.demands, self.at)
+        come = [in_time for at, in_time in self.first_tokens if at <= self.at]
+        self.first_tokens = [(at, in_time) for at, in_time in self.first_tokens if at > self.at]
+        self.demands.append(
+            Demand(
+                self.at,
+                sum(self.queues_s),
+                0.0,
+                len(self.ready_at),
+                first_tokens=len(come),
+                in_time=sum(come),
+                prefilling=sum(queue_s > 0.0 for queue_s in self.queues_s),
+                wanted=self.wanted,
+            )
+        )
+        wanted = replicas(self.scaling, self.wanted, tuple(self.demands), self.at)
         if wanted == self.wanted:
             return
         self.ready_at += [self.at + self.rng.uniform(30.0, 90.0) for _ in range(wanted - self.wanted)]
         if wanted < self.wanted:
             self.queues_s[0] += self.queues_s.pop()
         self.changes.append(wanted)
-        self.wanted, self.demands = wanted, []
+        self.wanted = wanted
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("most", [6, 16])
+@pytest.mark.parametrize(("target", "seconds"), [("0.95", 5.0), ("0.9", 3.0)])
+def test_a_pool_follows_its_first_tokens_without_flapping(
+    target: str, seconds: float, most: int, seed: int
+) -> None:
+    """Two endpoints do for the low load, six for the high one."""
+    pool = SimulatedPool(
+        structs.replace(
+            TTFT, target=target, ttft_seconds=seconds, max_replicas=most, up_seconds=30, down_seconds=300
+        ),
+        seed,
+    )
+    pool.run(10, 0.5)
+    assert pool.changes == []
+    pool.run(30, 4.5)
+    assert pool.wanted == 6
+    pool.run(60, 0.5)
+    assert pool.wanted == 2
+    assert len(pool.changes) <= 6
+
+
+@pytest.mark.parametrize(("seconds", "down_seconds"), [(2.0, 60), (0.5, 600)])
+def test_a_target_that_no_number_of_endpoints_reaches_is_not_pursued(
+    seconds: float, down_seconds: int
+) -> None:
+    """One in seven prompts takes longer than 2 s to prefill, and six in ten longer than half a second."""
+    scaling = structs.replace(
+        TTFT, ttft_seconds=seconds, max_replicas=30, up_seconds=30, down_seconds=down_seconds
+    )
+    pool = SimulatedPool(scaling, 0)
+    pool.run(120, 0.5)
+    assert len(pool.changes) <= 2
+    pool.run(60, 4.5)
+    assert 6 <= pool.wanted <= 8
+    assert len(pool.changes) <= 6
+    pool.run(120, 0.5)
+    assert pool.wanted == 2
+    assert len(pool.changes) <= 12
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -156,6 +290,7 @@ def test_a_pool_follows_its_load_up_and_down_while_endpoints_take_time_to_start(
     [
         ("kvUsage", "2", "a share of the KV cache above 0, at most 1"),
         ("queueSeconds", "0", "seconds above 0"),
+        ("ttftAttainment", "2", "a share of requests above 0 and below 1"),
     ],
 )
 def test_a_target_that_means_nothing_is_refused(signal: str, target: str, words: str) -> None:
@@ -164,8 +299,139 @@ def test_a_target_that_means_nothing_is_refused(signal: str, target: str, words:
         convert({"model": {"name": "m"}, "scaling": given})
 
 
-def test_a_pool_whose_endpoints_have_two_roles_does_not_scale_itself() -> None:
-    scaling = {"signal": "queueSeconds", "minReplicas": 1, "maxReplicas": 2}
-    given = {"model": {"name": "m"}, "prefillReplicas": 1, "mooncake": {"transfer": "handoff"}}
-    with pytest.raises(SpecError, match=r"With prefillReplicas .* - at `\$\.spec\.scaling\.signal`"):
-        convert({**given, "scaling": scaling})
+def test_a_time_to_the_first_token_is_one_that_gateways_count() -> None:
+    given = {"signal": "ttftAttainment", "target": "0.9", "minReplicas": 1, "maxReplicas": 2}
+    with pytest.raises(SpecError, match=r"within 0.1, 0.2, .*, 60 s - at `\$\.spec\.scaling\.ttftSeconds`"):
+        convert({"model": {"name": "m"}, "scaling": {**given, "ttftSeconds": 2.5}})
+    assert convert({"model": {"name": "m"}, "scaling": {**given, "ttftSeconds": 7.5}}).scaling
+
+
+LIMITS = {"minReplicas": 1, "maxReplicas": 4}
+SPLIT = {"model": {"name": "m"}, "prefillReplicas": 2, "mooncake": {"transfer": "handoff"}}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"prefillReplicas": 0}, r"set it to 1 or more - at `\$\.spec\.prefillScaling`"),
+        (
+            {"prefillScaling": {**LIMITS, "target": "0"}},
+            r"seconds above 0 - at `\$\.spec\.prefillScaling\.target`",
+        ),
+        (
+            {"prefillScaling": {**LIMITS, "signal": "ttftAttainment", "target": "0.9", "ttftSeconds": 2.5}},
+            r"- at `\$\.spec\.prefillScaling\.ttftSeconds`",
+        ),
+        ({"replicas": 2, "roleSwitching": {}}, r"the same load.* - at `\$\.spec\.roleSwitching`"),
+    ],
+)
+def test_a_pool_of_two_roles_scales_each_of_them(change: dict[str, Any], words: str) -> None:
+    given = {**SPLIT, "scaling": {**LIMITS, "signal": "kvUsage", "target": "0.7"}, "prefillScaling": LIMITS}
+    made = convert(given)
+    assert made.scaling
+    assert made.prefill_scaling
+    assert (made.scaling.signal, made.prefill_scaling.signal) == (Signal.KV_USAGE, Signal.QUEUE_SECONDS)
+    with pytest.raises(SpecError, match=words):
+        convert({**given, **change})
+
+
+DECODE = Scaling(
+    signal=Signal.KV_USAGE, min_replicas=2, max_replicas=8, target="0.7", up_seconds=30, down_seconds=300
+)
+PREFILL = PrefillScaling(min_replicas=1, max_replicas=4, target="2", up_seconds=30, down_seconds=300)
+
+
+class SimulatedRoles:
+    """A pool of two roles, planned by the operator every 5 s. A prompt takes its seconds at the prefill
+    endpoint of the shortest queue, and then holds a part of a KV cache for the seconds of its answer. New
+    endpoints take 30 to 90 s to become ready."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.at = Random(seed), 0.0
+        self.wanted = {"serve": 2, "prefill": 1}
+        self.queues_s = [0.0]
+        self.ready_at: dict[str, list[float]] = {"serve": [], "prefill": []}
+        self.answers: list[tuple[float, float]] = []
+        """When each begins and ends."""
+        self.demands: dict[str, list[Demand]] = {"serve": [], "prefill": []}
+        self.changes: list[tuple[str, int]] = []
+
+    def run(self, minutes: int, prompts_per_s: float, prefill_s: float, answer_s: float) -> None:
+        for _ in range(12 * minutes):
+            self.at += 5.0
+            for _ in range(int(prompts_per_s * 5) + (self.rng.random() < prompts_per_s * 5 % 1)):
+                shortest = self.queues_s.index(min(self.queues_s))
+                self.queues_s[shortest] += self.rng.expovariate(1 / prefill_s)
+                begins = self.at + self.queues_s[shortest]
+                self.answers.append((begins, begins + self.rng.expovariate(1 / answer_s)))
+            self.queues_s = [max(0.0, queue_s - 5.0) for queue_s in self.queues_s]
+            self.answers = [(begin, end) for begin, end in self.answers if end > self.at]
+            self.queues_s += [0.0 for due in self.ready_at["prefill"] if due <= self.at]
+            self.ready_at = {duty: [d for d in due if d > self.at] for duty, due in self.ready_at.items()}
+            in_use = sum(begin <= self.at for begin, _ in self.answers) / 10
+            self.look("serve", DECODE, 0.0, in_use)
+            self.look("prefill", PREFILL, sum(self.queues_s), 0.0)
+
+    def look(self, duty: str, scaling: Scaling | PrefillScaling, queue_s: float, in_use: float) -> None:
+        now = self.wanted[duty]
+        self.demands[duty].append(Demand(self.at, queue_s, in_use, len(self.ready_at[duty]), wanted=now))
+        wanted = replicas(scaling, now, self.demands[duty], self.at)
+        if wanted == now:
+            return
+        self.ready_at[duty] += [self.at + self.rng.uniform(30.0, 90.0) for _ in range(wanted - now)]
+        if duty == "prefill" and wanted < now:
+            self.queues_s[0] += self.queues_s.pop()
+        self.wanted[duty] = wanted
+        self.changes.append((duty, wanted))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_each_role_follows_its_own_load(seed: int) -> None:
+    """Long prompts need prefill endpoints, long answers others; neither load moves the other role."""
+    pool = SimulatedRoles(seed)
+    pool.run(10, 0.4, prefill_s=1.0, answer_s=10.0)
+    assert pool.changes == []
+    pool.run(30, 0.4, prefill_s=7.0, answer_s=10.0)
+    assert pool.wanted["prefill"] >= 3
+    assert {duty for duty, _ in pool.changes} == {"prefill"}
+    pool.run(60, 0.4, prefill_s=1.0, answer_s=100.0)
+    assert (pool.wanted["prefill"], pool.wanted["serve"] >= 5) == (1, True)
+    pool.run(60, 0.4, prefill_s=1.0, answer_s=10.0)
+    assert pool.wanted == {"serve": 2, "prefill": 1}
+    assert len(pool.changes) <= 16
+
+
+def planned(change: dict[str, Any], live: int | None, queue_s: float) -> Plan:
+    """The plan of a pool whose Deployment of prefill endpoints has `live` replicas."""
+    spec = convert({**SPLIT, "replicas": 2, "engine": {"kind": "simulated"}, **change})
+    name = Key("Deployment", "n", "p-prefill")
+    made = {
+        "kind": "Deployment",
+        "metadata": {"name": "p-prefill", "namespace": "n"},
+        "spec": {"replicas": live},
+    }
+    demands: Demands = {"prefill": of_a_pool_of(live or 2, over(60, queue_s=queue_s)), "serve": over(60)}
+    observed = Observed("u", 1, children={name: made} if live else {}, demands=demands)
+    return plan("p", "n", spec, observed, NOW, Defaults("g", "e", "m"))
+
+
+@pytest.mark.parametrize(
+    ("change", "live", "queue_s", "before", "after"),
+    [
+        ({"prefillScaling": {**LIMITS, "upSeconds": 10}}, None, 0.0, 2, 2),
+        ({"prefillScaling": {**LIMITS, "upSeconds": 10}}, 3, 7.9, 3, 4),
+        ({"prefillScaling": {**LIMITS, "downSeconds": 10}}, 3, 0.0, 3, 2),
+        ({"prefillScaling": {"minReplicas": 4, "maxReplicas": 4}}, 3, 0.0, 3, 4),
+        ({}, 3, 99.0, 2, 2),
+    ],
+)
+def test_the_deployment_remembers_the_number_of_prefill_endpoints(
+    change: dict[str, Any], live: int | None, queue_s: float, before: int, after: int
+) -> None:
+    made = planned(change, live, queue_s)
+    assert (made.prefill, made.scale_to) == ((before, after), None)
+    (deployment,) = [
+        o for o in made.objects or () if o["metadata"]["name"] == "p-prefill" and o["kind"] == "Deployment"
+    ]
+    assert deployment["spec"]["replicas"] == after
+    assert f"of {after} that prefill" in str(made.status)

@@ -3,6 +3,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from plans import LWS
 
 from perilune_api.conditions import Condition, Reason
 from perilune_api.inference_pool.checks import convert
@@ -116,6 +117,14 @@ def test_a_pool_that_serves() -> None:
 @pytest.mark.parametrize(
     ("observed", "condition", "truth", "reason", "ready"),
     [
+        pytest.param(
+            seen(gateway=GatewayStats(12, None, behind=frozenset({"p-gateway-1"}))),
+            Condition.EVENTS_BEHIND,
+            "True",
+            Reason.TOO_MANY_EVENTS,
+            "True",
+            id="the pool is too large for its gateway",
+        ),
         pytest.param(
             seen(pods=(pod("a"), pod("b", ready=False))),
             Condition.ENGINES_READY,
@@ -458,7 +467,7 @@ def test_an_endpoint_that_spans_nodes_needs_leader_worker_set() -> None:
 def test_engines_that_are_made_room_for_do_not_pass_for_those_that_come() -> None:
     """Without GPUs to spare, a Deployment goes at once for a LeaderWorkerSet of the same name."""
     spec = SPEC | {"engine": {"tensorParallel": 16}, "rollout": {"maxSurge": 0, "maxUnavailable": 1}}
-    made = of(seen(kinds=ENVOY | {"leaderworkerset.x-k8s.io/LeaderWorkerSet"}), spec)
+    made = of(seen(kinds=ENVOY | {LWS}), spec)
     assert conditions(made)["Reconciling"] == ("True", "RollingOut")
 
 
@@ -616,6 +625,42 @@ def test_ready_waits_for_a_change_that_was_just_written() -> None:
     made = status.with_more_to_do(planned, "Rolling out p-engine.", Reason.ROLLING_OUT, now, NOW)
     assert conditions(made)["Reconciling"] == ("True", "RollingOut")
     assert (conditions(made)["Ready"][0], generation(made)) == ("True", 3)
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        pytest.param({"updatedReplicas": 3}, "Rolling out p-engine (3 of 8 are new).", id="on its way"),
+        pytest.param({"observedGeneration": 0}, "Rolling out p-engine.", id="not seen by its controller yet"),
+    ],
+)
+def test_a_rollout_says_how_far_it_is(state: dict[str, int], said: str) -> None:
+    made = of(seen(deployment("p-engine", 8, **state)))
+    (told,) = (c for c in made.conditions if c.type == Condition.RECONCILING)
+    assert told.message == said
+
+
+@pytest.mark.parametrize(
+    ("state", "told", "said"),
+    [
+        pytest.param({}, "False", "Everything is as the spec says.", id="all groups are new"),
+        pytest.param(
+            {"updatedReplicas": 1}, "True", "Rolling out p-engine (1 of 2 are new).", id="on its way"
+        ),
+        pytest.param({"replicas": 3}, "True", "Rolling out p-engine (2 of 2 are new).", id="one in surplus"),
+        pytest.param(None, "True", "Rolling out p-engine.", id="not seen by its controller yet"),
+    ],
+)
+def test_a_leader_worker_set_tells_no_generation(state: dict[str, int] | None, told: str, said: str) -> None:
+    """The status as LeaderWorkerSet 0.8 writes it."""
+    groups = Key("LeaderWorkerSet", "ns", "p-engine")
+    meta = {"name": "p-engine", "namespace": "ns", "generation": 4}
+    body: Object = {"kind": "LeaderWorkerSet", "metadata": meta, "spec": {"replicas": 2}}
+    if state is not None:
+        body["status"] = {"replicas": 2, "readyReplicas": 2, "updatedReplicas": 2} | state
+    made = of(seen((groups, body), kinds=ENVOY | {LWS}), SPEC | {"engine": {"tensorParallel": 16}})
+    (shown,) = (c for c in made.conditions if c.type == Condition.RECONCILING)
+    assert (shown.status, shown.message) == (told, said)
 
 
 def refusal(**more: Any) -> InferencePoolStatus:

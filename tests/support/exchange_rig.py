@@ -56,6 +56,9 @@ class FakeRouter:
         self.calls.append(("on_tokens", encode, tokens, waited_s))
         return self.on_tokens_
 
+    def fetched(self, ticket):
+        self.calls.append(("fetched", ticket))
+
     def prefills_itself(self, ticket):
         self.calls.append(("prefills_itself", ticket))
 

@@ -1,6 +1,6 @@
 """A router whose endpoints can hand KV over to each other, and announce what they store."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from router_rig import USUAL, A, B, Rig, completion, pool
 from routing_objects import chosen, head
@@ -13,6 +13,7 @@ from perilune_gateway.request import block_hashes
 from perilune_gateway.routing.handing_over import Legs
 from perilune_gateway.state.connectors import Connector
 from perilune_gateway.state.engine_blocks import EngineBlocks
+from perilune_gateway.state.sharing import Sharing
 
 BLOCK = USUAL.block_size
 PAGES = {A: "10.0.0.1:8998", B: "10.0.0.2:8998"}
@@ -22,14 +23,19 @@ class Handing(Rig):
     """`pages`: endpoint → its bootstrap page, both `ip:port`."""
 
     def __init__(
-        self, *triggers: MoveTrigger, pages: Mapping[str, str] = PAGES, policy: str = "sticky"
+        self,
+        *triggers: MoveTrigger,
+        pages: Mapping[str, str] = PAGES,
+        policy: str = "sticky",
+        sharing: Sharing | None = None,
+        on_legs_due: Callable[[], object] = lambda: None,
     ) -> None:
         self.pages = pages
         self.routing = Routing(chosen(policy), Migration(triggers or (MoveTrigger.DRAIN,)))
-        super().__init__(self.pool())
+        super().__init__(self.pool(), sharing=sharing, on_legs_due=on_legs_due)
         blocks = EngineBlocks(self.state.index, BLOCK, store=False)
-        lifecycle, tokens = self.router.lifecycle, self.state.block_tokens
-        self.sink = EventSink(blocks, self.state.parity, lifecycle, lambda: self.now, tokens)
+        tokens = self.state.block_tokens
+        self.sink = EventSink(blocks, self.state.parity, self.router, lambda: self.now, tokens)
         for address in pages:
             self.state.connectors.answered(address, Connector([f"engine at {address}"], 1))
         self.handing_over = self.router.handing_over

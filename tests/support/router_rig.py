@@ -7,7 +7,7 @@ rig.finish(routed)
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -22,10 +22,12 @@ from perilune_gateway.observe.recorder import Recorder
 from perilune_gateway.observe.spans import Spans
 from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.request.tokens import Tokenizer
-from perilune_gateway.routing.router import Encode, TokenizesNow, new_router
+from perilune_gateway.routing.new_router import new_router
+from perilune_gateway.routing.router import Encode, TokenizesNow
 from perilune_gateway.state.engine_blocks import Applied
 from perilune_gateway.state.parity import ParityCheck
 from perilune_gateway.state.pool_state import PoolState
+from perilune_gateway.state.sharing import Sharing
 
 A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
 SMALL = Engine(block_size=4, kv_pool_tokens=10_000)
@@ -60,12 +62,14 @@ class Rig:
         conformance: bool = False,
         seed: int = 0,
         spans: Spans | None = None,
+        sharing: Sharing | None = None,
+        on_legs_due: Callable[[], object] = lambda: None,
     ) -> None:
         spec = document.spec
         self.document = document
         self.block_size = spec.engine.block_size
         self.now = 1000.0
-        self.state = PoolState.of(document)
+        self.state = PoolState.of(document, sharing=sharing)
         if parity:
             self.state = replace(self.state, parity=parity)
         self.decisions = Decisions()
@@ -78,6 +82,7 @@ class Rig:
             clock=lambda: self.now,
             rng=Random(seed),
             conformance=conformance,
+            on_legs_due=on_legs_due,
         )
         self._queued = 0
 
@@ -110,12 +115,12 @@ class Rig:
         chain = blocks.chain(list(ids), self.block_size, 0)
         parent = chain[after - 1] if after else 0
         self.state.index.stored(address, tier, chain[after:], self.now)
-        self.router.lifecycle.on_applied(Applied(address, tier, parent, tuple(chain[after:])))
+        self.router.on_applied(Applied(address, tier, parent, tuple(chain[after:])))
 
     def queue(self, address: str, seconds: float, tokens: int = 9_999) -> None:
         """It has so much to prefill, of somebody else's."""
         self._queued -= 1
-        self.state.fleet.start(
+        self.state.in_flight.start(
             self._queued, address, uncached_tokens=tokens, prefill_s=seconds, context_tokens=0
         )
 

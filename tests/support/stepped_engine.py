@@ -1,5 +1,7 @@
 """A simulated engine whose clock the test turns."""
 
+from collections.abc import Callable
+
 from perilune_gateway.model import H20_30B, EngineModel
 from perilune_lab.engine.hashing import BASE, Algorithm, BlockHasher, Namespace
 from perilune_lab.engine.kv_cache import KvCache
@@ -20,9 +22,10 @@ class SteppedEngine:
         model: EngineModel = H20_30B,
         limits: Limits | None = None,
         store: Store | None = None,
+        noise: Callable[[], float] | None = None,
     ) -> None:
         self.cache = KvCache(BlockHasher(algorithm, block_size), blocks)
-        self.scheduler = Scheduler(self.cache, model, limits, store)
+        self.scheduler = Scheduler(self.cache, model, limits, store, noise=noise)
         self.steps: list[EngineStep] = []
         self.now = 0.0
         self._ids = 0

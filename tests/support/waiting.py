@@ -1,7 +1,7 @@
 """Waits for something that has no event of its own."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 
 async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
@@ -9,3 +9,10 @@ async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.01)
+
+
+async def until_true(check: Callable[[], Awaitable[object]], seconds: float = 60.0) -> None:
+    """The same for what has to be asked; the asking paces itself. Raises TimeoutError."""
+    async with asyncio.timeout(seconds):
+        while not await check():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)

@@ -12,7 +12,6 @@ own server, where only that is acceptable. Both support TLS (`tls`). `new_server
 from enum import StrEnum
 from typing import Protocol
 
-from perilune_gateway.extproc.grpc_server import GrpcServer
 from perilune_gateway.extproc.h2.server import H2Server
 from perilune_gateway.extproc.service import Service
 from perilune_gateway.extproc.tls import Tls
@@ -50,6 +49,8 @@ def new_server(transport: Transport, service: Service, tls: Tls | None = None) -
     """The server of that kind. Without `tls` it serves in plain text."""
     match transport:
         case Transport.GRPC:
+            from perilune_gateway.extproc.grpc_server import GrpcServer  # here, since few gateways need gRPC
+
             return GrpcServer(service, tls)
         case Transport.H2:
             return H2Server(service, tls)

@@ -16,7 +16,9 @@ Rules:
     ignored.
 6.  A routed request has a ticket. `closed` gives it back exactly once, however the stream ends.
 7.  A request whose prompt another endpoint prefills is held until that one has accepted it. Then transfer
-    parameters are attached to its body; if it is not accepted, the request goes on as it is.
+    parameters are attached to its body; if it is not accepted, the request goes on as it is. One whose KV its
+    endpoint fetches first is held until the endpoint has it, or will not have it, and goes on as it is. One
+    whose endpoint reads KV while it has the request gets its parameters with the pick.
 8.  With tracing, the pick names our span in `traceparent`, so that the engine's span is its child. Where
     engines demand a key, the pick has it in place of the client's `Authorization`.
 9.  A message that the state does not allow raises ProtocolError and changes nothing; the caller then calls
@@ -37,7 +39,9 @@ in any case when the stream ends.
 
 `python -m perilune_gateway.extproc.exchange` prints the table below as a Mermaid state diagram.
 
-Where Envoy sends the response's body, the engine's count of cached prompt tokens is read from it.
+Where Envoy sends the response's body, the engine's count of cached prompt tokens is read from it. In buffered
+mode it is asked to do so for the answers, as a whole, of requests for which an endpoint reads from another
+one, because nothing else tells whether it found the KV. A stream would cost a message for each of its parts.
 
 Costs a few µs per message and, in full duplex, one copy of the body. Does not parse bodies, does not use
 protobuf, has no clock.
@@ -80,9 +84,10 @@ from perilune_gateway.model import (
     Routed,
     Tokens,
 )
-from perilune_gateway.model.handoff import Attachment, RemotePrefill
+from perilune_gateway.model.handoff import Attachment, Fetched, KvPull, RemotePrefill
 from perilune_gateway.model.tracing import Trace
-from perilune_gateway.request.openai import error_body, for_engine, with_transfer
+from perilune_gateway.request.engine_body import for_engine, with_transfer
+from perilune_gateway.request.refusal_body import error_body
 from perilune_gateway.request.usage import CachedTokens
 from perilune_gateway.routing.new_sessions import Queued
 from perilune_gateway.routing.pools import Chosen
@@ -112,6 +117,7 @@ class Router(Entrance, Protocol):
     def on_begun(self, queued: Queued, refusal: Refusal | None) -> Routed | Refusal: ...
     def left(self, queued: Queued) -> None: ...
     def prefills_itself(self, ticket: int) -> None: ...
+    def fetched(self, ticket: int) -> None: ...
     def on_response(self, ticket: int, status: int, served: str, streamed: bool) -> None: ...
     def on_usage(self, ticket: int, cached_tokens: int) -> None: ...
     def finished(self, ticket: int, outcome: Outcome) -> None: ...
@@ -134,10 +140,10 @@ class Wait(Struct, frozen=True, gc=False):
 
 
 class Hold(Struct, frozen=True, gc=False):
-    """Have this prompt prefilled elsewhere, then call `attach`."""
+    """Have this prompt prefilled elsewhere, or its KV fetched, then call `attach`."""
 
     ticket: int
-    remote: RemotePrefill
+    transfer: RemotePrefill | KvPull
     head: RequestHead
     body: bytes
 
@@ -162,7 +168,8 @@ class State(StrEnum):
     QUEUED = "queued"
     """The session is new and waits to begin."""
     HELD = "held"
-    """The pick is made; the endpoint that prefills has not accepted the prompt yet."""
+    """The pick is made; the endpoint that prefills has not accepted the prompt yet, or the chosen one fetches
+    KV for it."""
     ROUTED = "routed"
     """The pick is made; there is no response yet."""
     ANSWER = "answer"
@@ -195,10 +202,10 @@ class Begun(Struct, frozen=True, gc=False):
 
 
 class Accepted(Struct, frozen=True, gc=False):
-    """What a Hold asked for; None if the prompt is not prefilled elsewhere."""
+    """What a Hold asked for; None if the target prefills the prompt itself."""
 
     kind: ClassVar[Literal["accepted"]] = ACCEPTED
-    attachment: Attachment | None
+    attachment: Attachment | Fetched | None
 
 
 _VERDICT = (State.ROUTED, State.HELD, State.REFUSED)
@@ -237,6 +244,7 @@ UNSUPPORTED = frozenset({BodyMode.STREAMED, BodyMode.BUFFERED_PARTIAL, BodyMode.
 
 NO_HEAD = RequestHead("", "", {})
 KEEP_BODY, SEND_BODY = Override(BodyMode.NONE), Override(BodyMode.BUFFERED)
+SEND_ANSWER = Override(BodyMode.BUFFERED, BodyMode.BUFFERED)
 ASK_BODY = Send(Continue(Kind.REQUEST_HEADERS, override=SEND_BODY))
 
 
@@ -305,8 +313,8 @@ class Exchange:
         """Handles the end of a Wait for the session to begin; a Refusal when it may not."""
         return self.receive(Begun(refusal))
 
-    def attach(self, attachment: Attachment | None) -> list[Effect]:
-        """Handles what a Hold asked for; None if the prompt is not prefilled elsewhere."""
+    def attach(self, attachment: Attachment | Fetched | None) -> list[Effect]:
+        """Handles what a Hold asked for; None if the target prefills the prompt itself."""
         return self.receive(Accepted(attachment))
 
     def fail(self) -> list[Effect]:
@@ -390,6 +398,9 @@ class Exchange:
         if attachment is None:
             self.router.prefills_itself(routed.ticket)
             return State.ROUTED, self._pick(routed, body, changed)
+        if isinstance(attachment, Fetched):
+            self.router.fetched(routed.ticket)
+            return State.ROUTED, self._pick(routed, body, changed)
         attached = with_transfer(body if changed is None else changed, attachment.params)
         return State.ROUTED, self._pick(routed, body, attached, attachment.headers)
 
@@ -414,7 +425,9 @@ class Exchange:
             headers += ((DECISION_HEADER, self._routed.decision_header),)
         if self._conformance and event.served:
             headers += ((CONFORMANCE_SERVED_HEADER, event.served),)
-        return State.ANSWER, [Send(Continue(Kind.RESPONSE_HEADERS, headers))]
+        reads = self._routed.attachment is not None and not (streamed or event.end_of_stream)
+        override = SEND_ANSWER if reads else None
+        return State.ANSWER, [Send(Continue(Kind.RESPONSE_HEADERS, headers, override))]
 
     def _unrouted(self, event: ResponseHeaders) -> _Next:
         """Envoy or another filter answers the client, or Envoy did not send the body that we asked for."""
@@ -440,11 +453,15 @@ class Exchange:
                 self._routed, self._encode = verdict, None  # a stream may last long, so it keeps no body
                 body, self._parts = b"".join(self._parts), []
                 changed = for_engine(body, verdict.fields)
-                if verdict.remote:
+                headers: tuple[tuple[str, str], ...] = ()
+                if attached := verdict.attachment:
+                    changed = with_transfer(body if changed is None else changed, attached.params)
+                    headers = attached.headers
+                if held_for := verdict.remote or verdict.pull:
                     self._bodies = body, changed
                     whole = body if changed is None else changed
-                    return State.HELD, [Hold(verdict.ticket, verdict.remote, self._head, whole)]
-                return State.ROUTED, self._pick(verdict, body, changed)
+                    return State.HELD, [Hold(verdict.ticket, held_for, self._head, whole)]
+                return State.ROUTED, self._pick(verdict, body, changed, headers)
             case Refusal():
                 self._parts = []
                 return State.REFUSED, self._refuse(verdict)

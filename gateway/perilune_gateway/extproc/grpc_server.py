@@ -75,7 +75,10 @@ class GrpcServer:
                 port = server.add_insecure_port(listen)
         except RuntimeError as error:
             await server.stop(None)
-            raise OSError(f"cannot listen on {listen}: taken, or not an address of this machine") from error
+            raise OSError(
+                f"cannot listen on {listen}: taken, or not an address of this machine;"
+                " choose another with --listen"
+            ) from error
         await self.set_ready(False)
         await self._health.set(LIVENESS, SERVING)
         await server.start()

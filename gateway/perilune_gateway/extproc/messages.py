@@ -75,6 +75,7 @@ class Override(Struct, frozen=True, gc=False):
     answer to headers. Envoy ignores it in full duplex, and when the filter does not allow overrides."""
 
     request_body: BodyMode
+    response_body: BodyMode = BodyMode.NONE
 
 
 class Continue(Struct, frozen=True, gc=False):
@@ -117,7 +118,7 @@ class Immediate(Struct, frozen=True, gc=False):
     reason: RefuseReason | None
     """None: it is no refusal."""
     body: bytes
-    """JSON; of a refusal that of `openai.error_body`."""
+    """JSON; of a refusal that of `refusal_body.error_body`."""
     retry_after_s: float = 0.0
 
 

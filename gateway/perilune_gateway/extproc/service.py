@@ -30,7 +30,7 @@ from perilune_gateway.extproc import wire
 from perilune_gateway.extproc.exchange import Abort, Effect, Entrance, Exchange, Hold, Router, Send, Wait
 from perilune_gateway.extproc.messages import Body, BodyMode, Kind
 from perilune_gateway.model import ProtocolError, Refusal, RequestHead, Tokens, TokenSource
-from perilune_gateway.model.handoff import Attachment, RemotePrefill
+from perilune_gateway.model.handoff import Attachment, Fetched, KvPull, RemotePrefill
 from perilune_gateway.model.tracing import Trace
 from perilune_gateway.request.openai import ParsedRequest
 from perilune_gateway.routing.new_sessions import Queued
@@ -74,6 +74,12 @@ class Giver(Protocol):
     ) -> Attachment | None: ...
 
 
+class Fetcher(Protocol):
+    """The part of feeds.pull_legs.PullLegs that streams need."""
+
+    async def fetch(self, ticket: int, pull: KvPull) -> bool: ...
+
+
 class Reply(Struct, frozen=True, gc=False):
     """Send `messages`, then carry out `then`; None means to await the next message."""
 
@@ -99,12 +105,14 @@ class Service:
         default_mode: BodyMode = BodyMode.BUFFERED,
         conformance: bool = False,
         giver: Giver | None = None,
+        fetcher: Fetcher | None = None,
         trace: Callable[[str], Trace | None] | None = None,
         authorization: str = "",
         pools: Mapping[object, Service] | None = None,
     ) -> None:
         """`pools`: the services of several pools, by their routers, which `entrance` chooses. `giver` has
-        prompts prefilled on other endpoints; None: targets always do it themselves. `bytes_per_token` is for
+        prompts prefilled on other endpoints, `fetcher` has KV fetched for requests; None: targets always do
+        it themselves. `bytes_per_token` is for
         the estimate when tokens come too late. `default_mode` is the body mode of an Envoy that does not send
         its mode, see `wire`. `trace` and `authorization` are for `Exchange`."""
         self.limits = limits
@@ -127,6 +135,7 @@ class Service:
         self.default_mode = default_mode
         self.conformance = conformance
         self.giver = giver
+        self.fetcher = fetcher
         self.trace = trace
         self.authorization = authorization
         self.pools = pools or {}
@@ -236,9 +245,11 @@ class Stream:
         return _reply(self._exchange.fail())
 
 
-async def _attachment(pool: Service, hold: Hold) -> Attachment | None:
-    giver = pool.giver
-    return await giver.give(hold.ticket, hold.remote, hold.head, hold.body) if giver else None
+async def _attachment(pool: Service, hold: Hold) -> Attachment | Fetched | None:
+    giver, transfer = pool.giver, hold.transfer
+    if isinstance(transfer, KvPull):
+        return Fetched() if pool.fetcher and await pool.fetcher.fetch(hold.ticket, transfer) else None
+    return await giver.give(hold.ticket, transfer, hold.head, hold.body) if giver else None
 
 
 def _reply(effects: list[Effect]) -> Reply:

@@ -13,7 +13,8 @@
 With a client CA, a peer must present a certificate that this CA signed. Without one, any peer may connect and
 only the network limits who can (on Kubernetes a NetworkPolicy).
 
-The cost is two or three `stat` calls per connection; Envoy keeps one connection per worker.
+The cost is two or three `stat` calls per connection; Envoy keeps one connection per worker. gRPC is
+imported where it is used, because a gateway without TLS does not need it.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ import os
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import grpc
+from typing import TYPE_CHECKING, Any
 
 from perilune_api.pool import SpecError
+
+if TYPE_CHECKING:
+    import grpc
 
 log = logging.getLogger(__name__)
 _FileStats = tuple[tuple[int, int, int], ...]
@@ -61,6 +63,8 @@ class Tls:
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
         """Credentials with which gRPC gets the current files for each new connection."""
+        import grpc
+
         changed: Any = self._changed_for_grpc  # types-grpcio does not know that it may return None
         return grpc.dynamic_ssl_server_credentials(
             self._loaded.for_grpc, changed, require_client_authentication=self.asks_for_client_certificates
@@ -115,6 +119,8 @@ class Tls:
                     " `--tls-client-ca`"
                 ) from None
             context.verify_mode = ssl.CERT_REQUIRED
+        import grpc
+
         return _Loaded(context, grpc.ssl_server_certificate_configuration([pair], ca))
 
 

@@ -280,6 +280,7 @@ def _override(message: pb.ProcessingResponse, override: Override | None) -> None
         return
     mode = message.mode_override
     mode.request_body_mode = _MODE_NUMBERS[override.request_body]
+    mode.response_body_mode = _MODE_NUMBERS[override.response_body]
     mode.response_header_mode = pb.ProcessingMode.SEND
     mode.response_trailer_mode = pb.ProcessingMode.SEND
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -25,15 +26,17 @@ import msgspec
 
 from perilune_gateway.feeds import bootstrap_pages
 from perilune_gateway.model import rank_of, server_of
-from perilune_gateway.model.handoff import GivenUp
+from perilune_gateway.model.handoff import GivenUp, KvPull, Leg
 from perilune_gateway.moves.handoff import Handoff
-from perilune_gateway.routing.handing_over import HandingOver, Leg, Legs
+from perilune_gateway.routing.handing_over import HandingOver, Legs
 from perilune_gateway.state.connectors import Connectors
 
 log = logging.getLogger(__name__)
 
 ACCEPT_S = 5.0
 TAKE_S = 30.0
+FIRST = 0
+"""Priority of legs that a request waits for; those that the gateway writes for requests are Unix times."""
 _encode = msgspec.json.Encoder(enc_hook=list).encode
 
 
@@ -52,19 +55,20 @@ class _Answer(msgspec.Struct):
 _answer = msgspec.json.Decoder(_Answer)
 
 
-class _FailedError(Exception):
-    """A leg has failed."""
+class LegFailed(Exception):  # noqa: N818
+    """A leg has failed: the host's (`Leg.GIVE`) or the target's."""
 
-    def __init__(self, cause: GivenUp, detail: object = "") -> None:
+    def __init__(self, leg: Leg, cause: GivenUp, detail: object = "") -> None:
         super().__init__(detail)
+        self.leg = leg
         self.cause = cause
 
 
-async def run(handing_over: HandingOver, connectors: Connectors, http: aiohttp.ClientSession) -> None:
-    """Sends what is due until cancelled. Cancels the legs of hand-offs that were given up, and all at the
-    end."""
-    due = asyncio.Event()
-    handing_over.on_due = due.set
+async def run(
+    handing_over: HandingOver, due: asyncio.Event, connectors: Connectors, http: aiohttp.ClientSession
+) -> None:
+    """Sends what is due until cancelled; `due` is set when there is something. Cancels the legs of hand-offs
+    that were given up, and all at the end."""
     rounds: dict[asyncio.Task[None], Handoff] = {}
     async with asyncio.TaskGroup() as tasks:
         while True:
@@ -83,51 +87,75 @@ async def run(handing_over: HandingOver, connectors: Connectors, http: aiohttp.C
 async def _round(
     legs: Legs, handing_over: HandingOver, connectors: Connectors, http: aiohttp.ClientSession
 ) -> None:
-    loop = asyncio.get_running_loop()
     try:
         page = await bootstrap_pages.ask(http, legs.bootstrap, rank_of(legs.source))
         if page is None:
-            raise _FailedError(GivenUp.PAGE)
+            raise LegFailed(Leg.GIVE, GivenUp.PAGE)
         connectors.answered(legs.source, page)
-        handing_over.giving(legs)
-        give = loop.create_task(_give(http, legs, accepted := asyncio.Event()))
-        give.add_done_callback(lambda _: handing_over.ended(legs, Leg.GIVE))
-        try:
-            await _accepted(give, accepted)
-            handing_over.taking(legs)
-            began = loop.time()
-            take = loop.create_task(_take(http, legs, page.engine_ids[0]))
-            take.add_done_callback(lambda _: handing_over.ended(legs, Leg.TAKE))
-            try:
-                await _both(give, take)
-            finally:
-                take.cancel()
-            cached_tokens, seconds = take.result(), loop.time() - began
-        finally:
-            give.cancel()
-    except _FailedError as error:
+        cached_tokens, seconds = await both_legs(
+            http,
+            legs,
+            page.engine_ids[0],
+            giving=lambda: handing_over.giving(legs),
+            taking=lambda: handing_over.taking(legs),
+            ended=lambda leg: handing_over.ended(legs, leg),
+        )
+    except LegFailed as error:
         log.warning(
-            "hand-off leg failed cause=%s source=%s target=%s error=%s",
-            *(error.cause, legs.source, legs.target, error),
+            "hand-off leg failed leg=%s cause=%s source=%s target=%s error=%s",
+            *(error.leg, error.cause, legs.source, legs.target, error),
         )
         handing_over.failed(legs, error.cause)
     else:
         handing_over.took(legs, cached_tokens, seconds)
 
 
+async def both_legs(
+    http: aiohttp.ClientSession,
+    legs: Legs | KvPull,
+    engine_id: str,
+    *,
+    giving: Callable[[], object] = lambda: None,
+    taking: Callable[[], object] = lambda: None,
+    ended: Callable[[Leg], object] = lambda leg: None,
+) -> tuple[int, float]:
+    """Sends the give leg and, once it is accepted, the take leg. Returns how many tokens the target had
+    without computing, and the seconds of the take leg. Raises LegFailed; cancelled or failed, it leaves no
+    leg behind. The functions are called when a leg is sent and when it has ended."""
+    loop = asyncio.get_running_loop()
+    giving()
+    give = loop.create_task(_give(http, legs, accepted := asyncio.Event()))
+    give.add_done_callback(lambda _: ended(Leg.GIVE))
+    try:
+        await _accepted(give, accepted)
+        taking()
+        began = loop.time()
+        take = loop.create_task(_take(http, legs, engine_id))
+        take.add_done_callback(lambda _: ended(Leg.TAKE))
+        try:
+            await _both(give, take)
+        finally:
+            take.cancel()
+        return take.result(), loop.time() - began
+    finally:
+        give.cancel()
+
+
 async def _accepted(give: asyncio.Task[None], accepted: asyncio.Event) -> None:
-    """Waits until the host has accepted the give leg. Raises _FailedError."""
+    """Waits until the host has accepted the give leg. Raises LegFailed."""
     head = asyncio.get_running_loop().create_task(accepted.wait())
-    done, _ = await asyncio.wait({give, head}, timeout=ACCEPT_S, return_when=asyncio.FIRST_COMPLETED)
-    head.cancel()
+    try:
+        done, _ = await asyncio.wait({give, head}, timeout=ACCEPT_S, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        head.cancel()
     if give in done:
         give.result()  # raises what is wrong, unless it has ended already
     elif not done:
-        raise _FailedError(GivenUp.NOT_ACCEPTED)
+        raise LegFailed(Leg.GIVE, GivenUp.NOT_ACCEPTED)
 
 
 async def _both(give: asyncio.Task[None], take: asyncio.Task[int]) -> None:
-    """Waits until both legs have ended, or one has failed. Raises _FailedError."""
+    """Waits until both legs have ended, or one has failed. Raises LegFailed."""
     waiting: set[asyncio.Task[Any]] = {give, take}
     while waiting:
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -135,26 +163,28 @@ async def _both(give: asyncio.Task[None], take: asyncio.Task[int]) -> None:
             leg.result()
 
 
-async def _give(http: aiohttp.ClientSession, legs: Legs, accepted: asyncio.Event) -> None:
-    """Sends the give leg and reads it to its end. `accepted` is set by its head. Raises _FailedError."""
+async def _give(http: aiohttp.ClientSession, legs: Legs | KvPull, accepted: asyncio.Event) -> None:
+    """Sends the give leg and reads it to its end. `accepted` is set by its head. Raises LegFailed."""
     body = _body(legs, {"do_remote_decode": True, "do_remote_prefill": False})
+    _check_open(http, Leg.GIVE)
     try:
         async with http.post(
             _url(legs.source), data=_encode(body), headers=_headers(legs, legs.source)
         ) as answer:
             if answer.status != 200:
-                raise _FailedError(GivenUp.REFUSED, f"{answer.status} {(await answer.read())[:200]!r}")
+                detail = f"{answer.status} {(await answer.read())[:200]!r}"
+                raise LegFailed(Leg.GIVE, GivenUp.REFUSED, detail)
             accepted.set()
             async with asyncio.timeout(TAKE_S):
                 await answer.read()
     except TimeoutError:
-        raise _FailedError(GivenUp.NOT_TAKEN) from None
+        raise LegFailed(Leg.GIVE, GivenUp.NOT_TAKEN) from None
     except (aiohttp.ClientError, OSError) as error:
-        raise _FailedError(GivenUp.UNREACHABLE, error) from None
+        raise LegFailed(Leg.GIVE, GivenUp.UNREACHABLE, error) from None
 
 
-async def _take(http: aiohttp.ClientSession, legs: Legs, engine_id: str) -> int:
-    """Sends the take leg. Returns how many tokens the target had without computing. Raises _FailedError."""
+async def _take(http: aiohttp.ClientSession, legs: Legs | KvPull, engine_id: str) -> int:
+    """Sends the take leg. Returns how many tokens the target had without computing. Raises LegFailed."""
     params = {
         "do_remote_decode": False,
         "do_remote_prefill": True,
@@ -162,6 +192,7 @@ async def _take(http: aiohttp.ClientSession, legs: Legs, engine_id: str) -> int:
         "remote_engine_id": engine_id,
     }
     body = _body(legs, params) | {"stream": False}
+    _check_open(http, Leg.TAKE)
     try:
         async with (
             asyncio.timeout(TAKE_S),
@@ -169,26 +200,32 @@ async def _take(http: aiohttp.ClientSession, legs: Legs, engine_id: str) -> int:
         ):
             text = await answer.read()
             if answer.status != 200:
-                raise _FailedError(GivenUp.REFUSED, f"{answer.status} {text[:200]!r}")
+                raise LegFailed(Leg.TAKE, GivenUp.REFUSED, f"{answer.status} {text[:200]!r}")
             usage = _answer.decode(text).usage
     except TimeoutError:
-        raise _FailedError(GivenUp.NOT_TAKEN) from None
+        raise LegFailed(Leg.TAKE, GivenUp.NOT_TAKEN) from None
     except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
-        raise _FailedError(GivenUp.UNREACHABLE, error) from None
+        raise LegFailed(Leg.TAKE, GivenUp.UNREACHABLE, error) from None
     return usage.prompt_tokens_details.cached_tokens if usage and usage.prompt_tokens_details else 0
+
+
+def _check_open(http: aiohttp.ClientSession, leg: Leg) -> None:
+    """Raises LegFailed if the gateway stops."""
+    if http.closed:
+        raise LegFailed(leg, GivenUp.LEFT, "the gateway stops")
 
 
 def _url(address: str) -> str:
     return f"http://{server_of(address)}/v1/completions"
 
 
-def _headers(legs: Legs, address: str) -> dict[str, str]:
+def _headers(legs: Legs | KvPull, address: str) -> dict[str, str]:
     rank = rank_of(address)
     named = {} if rank is None else {"X-data-parallel-rank": str(rank)}
     return {"Content-Type": "application/json", "X-Request-Id": legs.transfer_id, **named}
 
 
-def _body(legs: Legs, params: dict[str, Any]) -> dict[str, Any]:
+def _body(legs: Legs | KvPull, params: dict[str, Any]) -> dict[str, Any]:
     content = legs.content
     return {
         "model": legs.model,
@@ -197,6 +234,7 @@ def _body(legs: Legs, params: dict[str, Any]) -> dict[str, Any]:
         "ignore_eos": True,
         "temperature": 0,
         "stream": True,
+        **({"priority": FIRST} if isinstance(legs, KvPull) and legs.first else {}),
         **({"cache_salt": content.salt} if content.salt else {}),
         "kv_transfer_params": params | {"transfer_id": legs.transfer_id},
     }

@@ -5,7 +5,8 @@
 
 Both are watched, so a change takes effect as soon as the API server reports it; a mounted ConfigMap would lag
 by up to a minute. A pod leaves the pool as soon as its deletion is requested, because Envoy would send
-requests to a terminating pod that we pick. A pod that is not ready keeps its KV cache, so it stays in the
+requests to a terminating pod that we pick. One that hands KV over stays for a while as a draining endpoint,
+until its sessions have left (leaving.py). A pod that is not ready keeps its KV cache, so it stays in the
 pool and is not chosen. While the API server cannot be reached, the last pool stays in force. Fields of the
 document that this gateway does not know, because the operator is newer, are ignored. A document that is
 invalid, or that changes what a running gateway cannot change, leaves the old document in force, with the
@@ -23,6 +24,7 @@ Needs a Role with get, list, watch of that ConfigMap and of the namespace's pods
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -30,12 +32,15 @@ import msgspec
 
 from perilune_api import kube, names
 from perilune_api.pool import EndpointSpec, NodePlace, Pool, Role, SpecError, check, parse_known
+from perilune_gateway.feeds.leaving import Leaving, Use
 
 log = logging.getLogger(__name__)
 
 Object = dict[str, Any]
 FIRST_S = 0.5
 """Seconds between requests for the ConfigMap while it does not exist yet."""
+LOOK_S = 0.5
+"""Seconds between looks at engines that terminate."""
 
 
 def _read(text: str) -> Pool:
@@ -58,21 +63,25 @@ def endpoint(pod: Object) -> EndpointSpec | None:
     host = f"[{ip}]" if ":" in ip else ip
     annotations = meta.get("annotations") or {}
     port = _port(annotations.get(names.EVENTS_PORT, ""))
+    ranks = min(_port(annotations.get(names.RANKS, "")) or 1, (65_536 - port) // 2) if port else 0
     bootstrap = _port(annotations.get(names.BOOTSTRAP_PORT, ""))
+    peer = _port(annotations.get(names.PEER_PORT, ""))
     return EndpointSpec(
         f"{host}:{names.ENGINE_PORT}",
         pod.get("spec", {}).get("nodeName", ""),
-        (f"tcp://{host}:{port}",) if port else (),
-        (f"tcp://{host}:{port + 1}",) if port else (),
+        tuple(f"tcp://{host}:{port + rank}" for rank in range(ranks)),
+        tuple(f"tcp://{host}:{port + ranks + rank}" for rank in range(ranks)),
         names.DRAINING in annotations,
         ready,
         f"{host}:{bootstrap}" if bootstrap else "",
         Role.PREFILL if _prefills(meta) and bootstrap else Role.BOTH,
+        f"{host}:{peer}" if peer and not bootstrap else "",
     )
 
 
 def _prefills(meta: Object) -> bool:
-    return bool((meta.get("labels") or {}).get(names.COMPONENT_LABEL) == "prefill")
+    labels = meta.get("labels") or {}
+    return bool(labels.get(names.DUTY_LABEL, labels.get(names.COMPONENT_LABEL)) == "prefill")
 
 
 def _port(text: str) -> int:
@@ -81,10 +90,11 @@ def _port(text: str) -> int:
     return int(text) if known else 0
 
 
-def with_pods(document: Pool, pods: Sequence[Object]) -> Pool:
+def with_pods(document: Pool, pods: Sequence[Object], giving: Collection[str] = ()) -> Pool:
     """The document with these pods as its endpoints. Nodes that its topology does not list are far from
-    everything. Of two pods with the same address (that of their node) a ready one is preferred."""
-    by_address = {e.address: e for e in sorted(_usable(pods), key=lambda e: e.ready)}
+    everything. Of two pods with the same address (that of their node) a ready one is preferred. `giving`: the
+    uids of terminating pods that still serve their sessions."""
+    by_address = {e.address: e for e in sorted(_usable(pods, giving), key=lambda e: e.ready)}
     endpoints = tuple(by_address[address] for address in sorted(by_address))
     topology = document.spec.topology
     nodes = {**{e.node: NodePlace() for e in endpoints if e.node}, **topology.nodes}
@@ -96,12 +106,21 @@ def with_pods(document: Pool, pods: Sequence[Object]) -> Pool:
     return msgspec.structs.replace(document, spec=spec)
 
 
-def _usable(pods: Sequence[Object]) -> list[EndpointSpec]:
+def _usable(pods: Sequence[Object], giving: Collection[str]) -> list[EndpointSpec]:
     """Endpoints of started pods, by the two rules of the module's header."""
     staying = [e for pod in pods if not _is_leaving(pod) and (e := endpoint(pod))]
+    if not staying:
+        return [e for pod in pods if _is_leaving(pod) and (e := endpoint(pod)) and e.ready]
     if 2 * sum(e.ready for e in staying) < len(staying):
-        return [msgspec.structs.replace(e, ready=True) for e in staying]
-    return staying or [e for pod in pods if _is_leaving(pod) and (e := endpoint(pod)) and e.ready]
+        staying = [msgspec.structs.replace(e, ready=True) for e in staying]
+    leaving = (e for pod, e in _givers(pods) if pod["metadata"].get("uid", "") in giving)
+    return [*staying, *(msgspec.structs.replace(e, draining=True) for e in leaving)]
+
+
+def _givers(pods: Sequence[Object]) -> list[tuple[Object, EndpointSpec]]:
+    """The terminating pods that serve sessions and hand KV over, with their endpoints."""
+    leaving = ((pod, endpoint(pod)) for pod in pods if _is_leaving(pod))
+    return [(p, e) for p, e in leaving if e and e.ready and e.bootstrap and e.role is not Role.PREFILL]
 
 
 def _is_leaving(pod: Object) -> bool:
@@ -111,7 +130,15 @@ def _is_leaving(pod: Object) -> bool:
 class KubernetesPool:
     """Watches one pool and keeps the version of it that is in force."""
 
-    def __init__(self, client: kube.Client, namespace: str, name: str) -> None:
+    def __init__(
+        self,
+        client: kube.Client,
+        namespace: str,
+        name: str,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._clock, self._wall_clock = clock, wall_clock
         self.client = client
         self.namespace = namespace
         self.name = name
@@ -143,21 +170,32 @@ class KubernetesPool:
                     return self.current
             await asyncio.sleep(FIRST_S)
 
-    async def run(self, on_pool: Callable[[Pool], None]) -> None:
-        """Passes every new pool to `on_pool` until cancelled. `on_pool` raises SpecError to refuse one."""
+    async def run(self, on_pool: Callable[[Pool], None], use: Callable[[str], Use]) -> None:
+        """Passes every new pool to `on_pool` until cancelled. `on_pool` raises SpecError to refuse one.
+        `use`: how this gateway uses the endpoint with that address, which tells when a terminating engine can
+        be left."""
+        leaving = Leaving(use)
 
         def documents(found: dict[str, Object], _: Collection[str]) -> None:
             self.document(next((o.get("data", {}).get(names.POOL_DOCUMENT, "") for o in found.values()), ""))
-            self.offer(on_pool)
+            self._offer(on_pool, leaving)
 
         def pods(found: dict[str, Object], _: Collection[str]) -> None:
             self.pods = list(found.values())
-            self.offer(on_pool)
+            self._offer(on_pool, leaving)
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(kube.follow(self.client, self._config_maps, documents, self._named))
             follow = kube.follow(self.client, self._pods_path, pods, self._selected, kept=kube.slim)
             tasks.create_task(follow)
+            tasks.create_task(self._look(on_pool, leaving))
+
+    async def _look(self, on_pool: Callable[[Pool], None], leaving: Leaving) -> None:
+        """Leaves terminating engines when their time has come, of which no watch tells."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if any(map(_is_leaving, self.pods)):
+                self._offer(on_pool, leaving)
 
     def document(self, text: str) -> None:
         """Reads a new text of the ConfigMap. When it is empty, because there is no ConfigMap, the old
@@ -170,19 +208,21 @@ class KubernetesPool:
         except SpecError as error:
             self._refuse(str(error))
 
-    def offer(self, on_pool: Callable[[Pool], None]) -> None:
+    def _offer(self, on_pool: Callable[[Pool], None], leaving: Leaving) -> None:
         """Applies the newest document with the current pods; if it is refused, the old document with them."""
         if self._document is not None and self._document != self._accepted:
-            if self._take(on_pool, self._document):
+            if self._take(on_pool, leaving, self._document):
                 self._accepted, self.last_error = self._document, ""
                 return
             self._document = self._accepted
         if self._accepted is not None:
-            self._take(on_pool, self._accepted)
+            self._take(on_pool, leaving, self._accepted)
 
-    def _take(self, on_pool: Callable[[Pool], None], document: Pool) -> bool:
+    def _take(self, on_pool: Callable[[Pool], None], leaving: Leaving, document: Pool) -> bool:
         try:
-            pool = with_pods(document, self.pods)
+            givers = [(pod, e.address) for pod, e in _givers(self.pods)]
+            serving = leaving.look(givers, self._clock(), self._wall_clock())
+            pool = with_pods(document, self.pods, serving)
             if pool == self.current:
                 return True
             check(pool)

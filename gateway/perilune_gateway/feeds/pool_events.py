@@ -48,7 +48,7 @@ before them."""
 
 
 class OnApplied(Protocol):
-    """The part of routing.lifecycle.Lifecycle that events need."""
+    """The part of routing.router.Router that events need."""
 
     def on_applied(self, applied: Applied) -> None: ...
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from perilune_api.pool import Pool, SpecError, parse
+from perilune_gateway.feeds.leaving import Use
 
 log = logging.getLogger(__name__)
 
@@ -77,11 +78,16 @@ class PoolFile:
         self.last_error = error
 
     async def run(
-        self, on_pool: Callable[[Pool], None], poll_s: float = POLL_S, stalled_s: float = STALLED_S
+        self,
+        on_pool: Callable[[Pool], None],
+        use: Callable[[str], Use],
+        poll_s: float = POLL_S,
+        stalled_s: float = STALLED_S,
     ) -> None:
         """Passes every new pool to `on_pool` until cancelled.
 
-        `on_pool` raises SpecError to refuse a change that a running gateway cannot make.
+        `on_pool` raises SpecError to refuse a change that a running gateway cannot make. `use` does not
+        matter here: an endpoint leaves when the file says so.
         """
         while True:
             pool = self._read(await self._content(stalled_s))

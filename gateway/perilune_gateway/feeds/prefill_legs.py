@@ -24,7 +24,7 @@ import msgspec
 from perilune_api import names
 from perilune_gateway.model import RequestHead, rank_of, server_of
 from perilune_gateway.model.handoff import Attachment, GivenUp, RemotePrefill
-from perilune_gateway.request.openai import prefill_body
+from perilune_gateway.request.engine_body import prefill_body
 from perilune_gateway.routing.remote_prefills import RemotePrefills
 from perilune_gateway.state.connectors import Connectors
 
@@ -42,8 +42,7 @@ class PrefillLegs:
         self._connectors = connectors
         self._secret = secret
         self._http: aiohttp.ClientSession | None = None
-        self._legs: dict[RemotePrefill, asyncio.Task[None]] = {}
-        remote_prefills.on_ended = self._on_ended
+        self._legs: set[asyncio.Task[None]] = set()
 
     async def run(self, http: aiohttp.ClientSession) -> None:
         """Gives until cancelled, and then cancels all legs."""
@@ -52,7 +51,7 @@ class PrefillLegs:
             await asyncio.Event().wait()
         finally:
             self._http = None
-            legs = list(self._legs.values())
+            legs = list(self._legs)
             for leg in legs:
                 leg.cancel()
             await asyncio.gather(*legs, return_exceptions=True)
@@ -68,8 +67,9 @@ class PrefillLegs:
             return None
         accepted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         leg = asyncio.create_task(self._leg(ticket, remote, head, body, accepted, self._http))
-        self._legs[remote] = leg
-        leg.add_done_callback(lambda _: self._legs.pop(remote, None))
+        self._legs.add(leg)
+        self._remote_prefills.giving(ticket, remote, leg.cancel)
+        leg.add_done_callback(self._legs.discard)
         leg.add_done_callback(lambda _: _settle(accepted, False))
         try:
             async with asyncio.timeout(remote.accept_s):
@@ -129,10 +129,6 @@ class PrefillLegs:
             *(cause, remote.source, remote.target, detail),
         )
         self._remote_prefills.failed(ticket, remote, cause)
-
-    def _on_ended(self, remote: RemotePrefill) -> None:
-        if leg := self._legs.get(remote):
-            leg.cancel()
 
 
 def _settle(future: asyncio.Future[bool], value: bool) -> None:

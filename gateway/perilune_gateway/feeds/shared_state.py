@@ -9,6 +9,8 @@
    stream's last REREAD_MS, which contain a sign of life of every replica. Then the replica is warm.
 4. Without the server the replica goes on alone; it tries to connect again after RETRY_S to RETRY_MAX_S.
 
+The client's package is imported where it is used: a gateway that shares nothing starts sooner without it.
+
 Decisions wait for none of this. The server keeps about 300 bytes for each session, and MAX_STREAM batches. It
 needs no persistence: what it loses, the replicas write again when they connect.
 """
@@ -17,20 +19,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from math import inf
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from msgspec import Struct
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from perilune_gateway.model.shared import Batch, SharedStats, decode, encode
 from perilune_gateway.state.replicas import Replicas
 
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
 log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 PACE_S = 0.002
 """Least seconds between two batches, and between two reads."""
@@ -61,6 +65,8 @@ class Server(Struct, frozen=True):
 
     def client(self) -> Redis:
         """Return a client with one connection, not connected yet. Raises ValueError for a wrong URL."""
+        from redis.asyncio import Redis
+
         options: dict[str, Any] = {
             "password": self.password or None,
             "single_connection_client": True,
@@ -78,9 +84,16 @@ class SharedState:
     """The connection of one replica to the server."""
 
     def __init__(
-        self, server: Server, pool: str, replicas: Replicas, clock: Callable[[], float], rng: Random
+        self,
+        server: Server,
+        pool: str,
+        replicas: Replicas,
+        wake: asyncio.Event,
+        clock: Callable[[], float],
+        rng: Random,
     ) -> None:
-        """`pool`: its name, under which the server keeps the pool's state."""
+        """`pool`: its name, under which the server keeps the pool's state. `wake` is set when the replica has
+        something to tell."""
         prefix = f"perilune:1:{{{pool}}}:"
         self._server = server
         self._replicas = replicas
@@ -88,7 +101,7 @@ class SharedState:
         self._rng = rng
         self._stream = f"{prefix}changes"
         self._sessions = f"{prefix}session:".encode()
-        self._wake = asyncio.Event()
+        self._wake = wake
         self._first = asyncio.Event()
         """Set when the first attempt to connect has ended."""
         self._sent_at: dict[bytes, float] = {}
@@ -98,7 +111,6 @@ class SharedState:
         self._number = 0
         self._alone_since = clock()
         self._stats = SharedStats(server.url.rpartition("@")[2])
-        replicas.on_change = self._wake.set
 
     def stats(self, now: float) -> SharedStats:
         """Return the shared state at one moment."""
@@ -121,12 +133,14 @@ class SharedState:
 
     async def run(self) -> None:
         """Share until cancelled; then say goodbye, so that the others drop our load at once."""
+        from redis.exceptions import RedisError
+
         retry_s = RETRY_S
         while True:
             try:
                 await self._connected()
-            except (RedisError, OSError, TimeoutError, ExceptionGroup) as error:
-                cause = _first_cause(error)
+            except (RedisError, OSError, TimeoutError) as error:
+                cause = f"{error}" or type(error).__name__
                 if self._stats.connected or not self._stats.error:
                     log.warning(
                         "shared state lost, going on alone server=%s error=%s", self._stats.server, cause
@@ -142,15 +156,21 @@ class SharedState:
     async def _connected(self) -> None:
         reader, writer = self._server.client(), self._server.client()
         try:
-            after = await self._read_all(writer)
+            after = await _heeding_cancellation(self._read_all(writer))
             log.info(
                 "shared state connected server=%s sessions=%d", self._stats.server, self._replicas.sessions
             )
             self._set(connected=True, error="", reconnects=self._stats.reconnects + self._first.is_set())
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._write(writer))
-                tasks.create_task(self._read(reader, after))
-                self._first.set()
+            tasks = [asyncio.create_task(self._write(writer)), asyncio.create_task(self._read(reader, after))]
+            self._first.set()
+            try:
+                ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    task.result()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             await asyncio.gather(reader.aclose(), writer.aclose(), return_exceptions=True)
 
@@ -170,7 +190,8 @@ class SharedState:
 
     async def _read(self, client: Redis, after: bytes) -> None:
         while True:
-            answer: Any = await client.xread({self._stream: after}, count=READ_BATCHES, block=WAIT_MS)
+            reading = client.xread({self._stream: after}, count=READ_BATCHES, block=WAIT_MS)
+            answer: Any = await _heeding_cancellation(reading)
             now = self._clock()
             for _, entries in answer:
                 for after, fields in entries:
@@ -201,6 +222,8 @@ class SharedState:
     # -- writing -----------------------------------------------------------------------------------
 
     async def _write(self, client: Redis) -> None:
+        from redis.exceptions import RedisError
+
         try:
             alive_at = -inf
             while True:
@@ -208,10 +231,11 @@ class SharedState:
                 if due:
                     alive_at = self._clock()
                 self._wake.clear()
-                await self._send(client, alive=due)
+                await _heeding_cancellation(self._send(client, alive=due))
                 await asyncio.sleep(PACE_S)
                 try:
-                    await asyncio.wait_for(self._wake.wait(), alive_at + ALIVE_S - self._clock())
+                    async with asyncio.timeout(alive_at + ALIVE_S - self._clock()):
+                        await self._wake.wait()
                 except TimeoutError:
                     pass  # a sign of life is due
         except asyncio.CancelledError:
@@ -246,8 +270,13 @@ class SharedState:
         self._stats = msgspec.structs.replace(self._stats, **fields)
 
 
-def _first_cause(error: BaseException) -> str:
-    """Return what the first of the errors says."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return f"{error}" or type(error).__name__
+async def _heeding_cancellation(asking: Awaitable[_T]) -> _T:
+    """Return what `asking` does. Raises CancelledError if the task was cancelled, even if `asking` ends
+    otherwise: with Python 3.11, Redis' client loses a cancellation at times."""
+    task = asyncio.current_task()
+    assert task is not None
+    try:
+        return await asking
+    finally:
+        if task.cancelling():
+            raise asyncio.CancelledError

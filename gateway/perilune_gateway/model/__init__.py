@@ -56,6 +56,7 @@ from perilune_gateway.model.request import (
     SessionView,
     Tokens,
     TokenSource,
+    Unpulled,
     Unsplit,
 )
 
@@ -102,6 +103,7 @@ __all__ = [
     "Tier",
     "TokenSource",
     "Tokens",
+    "Unpulled",
     "Unsplit",
     "Verdict",
     "rank_of",

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from perilune_gateway.model.handoff import RemotePrefill
+from perilune_gateway.model.handoff import Attachment, KvPull, RemotePrefill
 from perilune_gateway.model.moves import Move
-from perilune_gateway.model.request import Unsplit
+from perilune_gateway.model.request import Unpulled, Unsplit
 
 
 class Reason(StrEnum):
@@ -154,6 +154,9 @@ class Decision(Struct, frozen=True, gc=False):
     """The planner's proposal that this decision carries out, with its reason and numbers."""
     unsplit: Unsplit | None = None
     """Why the target prefills the prompt itself; None if it does not, or without prefill endpoints."""
+    unpulled: Unpulled | None = None
+    """Why the target computes what another endpoint caches; None if it does not, or if no other caches
+    more."""
 
     @property
     def prefill_endpoint(self) -> str:
@@ -219,3 +222,7 @@ class Routed(Struct, frozen=True, gc=False):
     """The chosen data-parallel rank, which the engine is told; None: the server has no ranks."""
     remote: RemotePrefill | None = None
     """The prompt's KV, which another endpoint must have accepted to compute before the request goes on."""
+    pull: KvPull | None = None
+    """The prompt's KV, which the endpoint fetches from another one before the request goes on."""
+    attachment: Attachment | None = None
+    """What to add to the request so that its endpoint reads the prompt's KV from another one."""

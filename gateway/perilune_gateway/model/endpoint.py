@@ -40,6 +40,8 @@ class Endpoint:
     bootstrap: str = ""
     """Address of its KV connector's bootstrap page, `ip:port`; empty: it hands no KV over."""
     role: Role = Role.BOTH
+    peer: str = ""
+    """Address at which other engines read its host memory, `ip:port`; empty: they cannot."""
 
     @property
     def server(self) -> str:

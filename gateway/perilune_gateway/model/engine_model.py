@@ -78,6 +78,11 @@ class EngineModel:
         scheduling."""
         return self.scale * (self.overhead_fixed_s + self.overhead_per_token_s * prompt_tokens)
 
+    def leg_overhead_s(self, prompt_tokens: int) -> float:
+        """Return the seconds that a leg of a hand-off takes besides its one block and the transfer. They do
+        not grow with a scale above 1: an engine whose prefill is slow handles requests as fast as others."""
+        return self.request_overhead_s(prompt_tokens) / max(1.0, self.scale)
+
     def decode_step_s(self, sequences: int, context_tokens: int) -> float:
         """Return the seconds of a step that generates one token for each of `sequences`, whose contexts have
         `context_tokens` in total; 0 without sequences."""

@@ -45,9 +45,12 @@ class GivenUp(StrEnum):
     NOT_ACCEPTED = "not_accepted"
     """The host did not accept the give leg in time."""
     NOT_TAKEN = "not_taken"
-    """The target did not finish the take leg in time."""
+    """The target did not finish the take leg in time; or the request took longer than it would have taken
+    without reading from another endpoint."""
     UNCONFIRMED = "unconfirmed"
     """The target finished, but its events did not announce the blocks."""
+    RECOMPUTED = "recomputed"
+    """The target answered, but it had to compute what it should have fetched."""
     OUTRUN = "outrun"
     """The session grew faster than it could be copied."""
     BUSY = "busy"
@@ -71,8 +74,18 @@ class HandoffOutcome(StrEnum):
     """The target has the session's KV, and the session is bound to it."""
     COPIED = "copied"
     """The target has the prefix."""
+    UNSEEN = "unseen"
+    """The request was served, and its engine's report of cached tokens, by which it would be known whether
+    the target had the prefix, did not pass the gateway."""
     EXPIRED = "expired"
     FAILED = "failed"
+
+
+class Leg(StrEnum):
+    """The two requests to engines by which KV is handed over."""
+
+    GIVE = "give"
+    TAKE = "take"
 
 
 class Content(Struct, frozen=True, gc=False):
@@ -104,12 +117,34 @@ class RemotePrefill(Struct, frozen=True, gc=False):
     """Seconds within which the source must have computed it."""
 
 
+class KvPull(Struct, frozen=True, gc=False):
+    """The KV of a request's prefix, which its endpoint fetches from another one before it gets the
+    request."""
+
+    transfer_id: str
+    model: str
+    content: Content
+    source: str
+    target: str
+    bootstrap: str
+    """The source's bootstrap page, `ip:port`."""
+    within_s: float
+    """Seconds within which the target must have it."""
+    first: bool = False
+    """Whether the engines' queues let its legs overtake all that waits."""
+
+
 class Attachment(Struct, frozen=True, gc=False):
-    """What a request needs so that its engine fetches the prompt's KV."""
+    """What a request needs so that its engine fetches the prompt's KV. Only the engine that the headers name
+    obeys it."""
 
     params: bytes
     """JSON of `kv_transfer_params`."""
     headers: tuple[tuple[str, str], ...]
+
+
+class Fetched(Struct, frozen=True, gc=False):
+    """The request's endpoint has the KV; nothing is attached."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ class MoveReason(StrEnum):
     REPLICATE = "replicate"
     PREFILL = "prefill"
     """A request's prompt is prefilled on another endpoint; no plan is made for it."""
+    PULL = "pull"
+    """A request's endpoint fetches what another one caches of the prompt; no plan is made for it."""
     COOLDOWN = "cooldown"
     """The session moved too recently."""
     NOWHERE = "nowhere"
@@ -38,7 +40,7 @@ Subject = Hashable
 """Identifies the session or the prefix."""
 APPROVED = frozenset({MoveReason.DRAIN, MoveReason.HOT_HOST, MoveReason.RACK_PRESSURE, MoveReason.REPLICATE})
 """Reasons for a planned move."""
-UNPLANNED = frozenset({MoveReason.PREFILL})
+UNPLANNED = frozenset({MoveReason.PREFILL, MoveReason.PULL})
 """Reasons for KV that goes with a request; all others are reasons against a move."""
 
 

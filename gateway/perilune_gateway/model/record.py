@@ -9,7 +9,7 @@ from xxhash import xxh3_64_hexdigest
 
 from perilune_gateway.model.decision import Cost, Decision, Outcome, Refusal
 from perilune_gateway.model.endpoint import Candidate
-from perilune_gateway.model.request import Phase, RequestView, TokenSource, Unsplit
+from perilune_gateway.model.request import Phase, RequestView, TokenSource, Unpulled, Unsplit
 from perilune_gateway.model.tracing import Trace
 
 
@@ -112,6 +112,16 @@ class DecisionRecord(Struct, frozen=True, gc=False):
     def unsplit(self) -> Unsplit | None:
         """Why the target prefills itself, in a pool with prefill endpoints."""
         return self.verdict.unsplit if isinstance(self.verdict, Decision) else None
+
+    @property
+    def pulled_from(self) -> str:
+        """Address of the endpoint that the target fetches KV from; empty if it fetches none."""
+        return self.verdict.replicate_from if isinstance(self.verdict, Decision) else ""
+
+    @property
+    def unpulled(self) -> Unpulled | None:
+        """Why the target computes what another endpoint caches."""
+        return self.verdict.unpulled if isinstance(self.verdict, Decision) else None
 
     @property
     def chosen(self) -> Candidate | None:

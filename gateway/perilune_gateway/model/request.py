@@ -43,8 +43,8 @@ class Identity(NamedTuple):
 
 
 class RequestHead(Struct, gc=False):
-    """The headers of a request. Header names are lower case. Immutable except for `identity` and
-    `trace`."""
+    """The headers of a request. Header names are lower case. Immutable except for `identity`,
+    `arrived_at` and `trace`."""
 
     method: str
     path: str
@@ -54,6 +54,8 @@ class RequestHead(Struct, gc=False):
     has_body: bool = True
     identity: Identity | None = None
     """Tenant and session by the headers; the router fills it in from the pool's session keys."""
+    arrived_at: float | None = None
+    """When the gateway got it, on the router's clock; the router fills it in."""
     trace: Trace | None = None
     """Our span; None without tracing, or if the client's trace is not recorded."""
 
@@ -116,6 +118,34 @@ class Unsplit(StrEnum):
     """The model has several KV cache groups."""
 
 
+class Unpulled(StrEnum):
+    """Why an endpoint computes what it could fetch from another endpoint that caches more of the prompt."""
+
+    SLOWER = "slower"
+    """Fetching is not predicted to be faster than computing."""
+    SLOW = "slow"
+    """The two endpoints' queues, whichever is longer, and the transfer exceed what a request may be held."""
+    BUSY = "busy"
+    """One of the two endpoints, or the pool, has as many copies under way as it may have."""
+    BUDGET = "budget"
+    """Too many bytes are on their way over the link."""
+    FAILED = "failed"
+    """A fetch from that endpoint failed a moment ago."""
+    NO_GIVER = "no_giver"
+    """No endpoint that caches more can hand KV over to this one."""
+    TOKENS = "tokens"
+    """The engines did not announce the blocks' token ids, or they were forgotten."""
+    PICTURES = "pictures"
+    """The blocks depend on more than tokens: pictures, or embeddings of the client."""
+    ADAPTER = "adapter"
+    """The blocks' LoRA adapter is not one of the pool's."""
+    GROUPS = "groups"
+    """The model has several KV cache groups."""
+    REQUEST = "request"
+    """The request cannot name the endpoint to read from: its API has no transfer parameters, or it asks for
+    several answers, or has several prompts."""
+
+
 class SessionView(Struct, frozen=True, gc=False):
     """A session as a policy sees it."""
 
@@ -139,6 +169,11 @@ class Location(NamedTuple):
 
     address: str
     tokens: int
+    wait_s: float = 0.0
+    """Predicted seconds until it begins to hand KV over: its queue, and the requests that this takes. Of one
+    whose host memory is read, until it has answered what it has."""
+    offloaded_tokens: int = 0
+    """How many leading tokens it has in host memory, where others can read that."""
 
 
 class Prefix(Struct, frozen=True, gc=False):
@@ -151,7 +186,14 @@ class Prefix(Struct, frozen=True, gc=False):
     frequency_score: float = 0.0
     """hits / sqrt(age in seconds), Conductor's measure of a hot prefix."""
     pullable: bool = False
-    """Whether endpoints can pull KV from each other."""
+    """Whether endpoints can fetch it from those of `locations` whose link carries KV."""
+    fetch_within_s: float = 0.0
+    """Seconds within which a fetch must be over, because the request is held for it; 0: no bound."""
+    legs_first: bool = False
+    """Whether engines serve the two requests of a fetch before others that wait in their queues."""
+    from_host: bool = False
+    """Whether a fetch copies what `locations` have in host memory into the endpoint's own, instead of from
+    device to device."""
 
     @property
     def tokens(self) -> int:
@@ -190,3 +232,6 @@ class RequestView(Struct, frozen=True, gc=False):
     unsplit: Unsplit | None = None
     """Why the prompt can only be prefilled where it is decoded; None if another endpoint can do it, or in a
     pool without prefill endpoints."""
+    unpulled: Unpulled | None = None
+    """Why no endpoint can fetch the prompt's prefix from another one; None if one can, or in a pool that does
+    not fetch KV with requests."""

@@ -5,9 +5,9 @@ of `KINDS`; its bytes are a MessagePack array that begins with the type's tag. R
 that they do not know, so replicas of neighbouring versions understand each other.
 
 Every change except `Measured`, `Claimed` and `Alive` sets one register, named by its key. *The later stamp
-wins*: a register keeps the change with the greatest `Stamp`. So replicas that have received the same changes
-agree, in whatever order and however often the changes arrived. Measurements count once, however often they
-arrive.
+wins*: a register keeps the change with the greatest `Stamp`; of one turn, its end wins. So replicas that have
+received the same changes agree, in whatever order and however often the changes arrived. Measurements count
+once, however often they arrive.
 
 Nothing here is readable: sessions and tenants are keyed hashes (`Names`), prompts are hashes of blocks.
 """
@@ -18,11 +18,13 @@ from array import array
 from collections.abc import Sequence
 from enum import StrEnum
 from hashlib import blake2b
+from math import inf
 from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
 
+from perilune_gateway.model.moves import MoveReason
 from perilune_gateway.model.request import SessionKey
 
 NAME_BYTES = 16
@@ -68,6 +70,23 @@ class Bound(Struct, frozen=True, gc=False, array_like=True, tag="bound"):
     tenant: bytes = b""
     """Name of the tenant of an inferred session."""
     chained: bool = False
+    running: bool = False
+    """Whether the turn still runs at the sender. Its end is told only while a move of the session is
+    offered."""
+    moved_from: str = ""
+    """The host from which the planner has moved the session, without a turn; empty: this is a turn. The
+    replica that decided the latest turn then tells of the session anew."""
+
+
+class BoundElsewhere(Struct, frozen=True, gc=False):
+    """A session of which only other replicas have had a request."""
+
+    bound: Bound
+    stamp: Stamp
+    heard_at: float
+    """Monotonic seconds of this replica, as `moved_at`."""
+    moved_at: float = -inf
+    """When its host changed; -inf: not since this replica knows it."""
 
 
 class Loaded(Struct, frozen=True, gc=False, array_like=True, tag="loaded"):
@@ -98,6 +117,45 @@ class Counted(Struct, frozen=True, gc=False, array_like=True, tag="counted"):
     """Expected tokens of the active contexts whose latest turn it routed."""
     waiting: int = 0
     """Number of new sessions that wait there."""
+
+
+class OfferStage(StrEnum):
+    """How far an offered move is."""
+
+    OFFERED = "offered"
+    COPYING = "copying"
+    """Its KV is on its way."""
+    COPIED = "copied"
+    """The target has announced its KV."""
+    OVER = "over"
+    """It was carried out, given up or withdrawn."""
+
+
+class Offered(Struct, frozen=True, gc=False, array_like=True, tag="offered"):
+    """A planned move of a session, or a planned copy of a prefix, as the replica that offered it or carried
+    it out tells of it."""
+
+    at_us: Count
+    subject: bytes
+    """Name of the session, or the last block of the prefix, see `prefix_name`."""
+    reason: MoveReason
+    source: str
+    target: str
+    stage: OfferStage
+    seconds: Amount
+    """Time for which it stands unless it is told again."""
+    begun_s: Amount | None = None
+    """Seconds since it began; None: it has not."""
+    transfer_bytes: Count = 0
+    """Bytes that the target pulls from the source."""
+    tokens: Count = 0
+    """Number of tokens of the KV that is copied."""
+    tail: int = 0
+    """Hash of the last block of it."""
+    cost_s: Amount = 0.0
+    benefit_s: Annotated[float, Meta(ge=-1e9, le=1e9)] = 0.0
+    turns: Amount = 0.0
+    """As of the `Move`."""
 
 
 class Measure(StrEnum):
@@ -144,8 +202,8 @@ class Alive(Struct, frozen=True, gc=False, array_like=True, tag="alive"):
     """Whether it is the last sign: the replica stops."""
 
 
-Change = Bound | Loaded | Ejected | Counted | Measured | Claimed | Alive
-KINDS: tuple[type[Change], ...] = (Bound, Loaded, Ejected, Counted, Measured, Claimed, Alive)
+Change = Bound | Loaded | Ejected | Counted | Offered | Measured | Claimed | Alive
+KINDS: tuple[type[Change], ...] = (Bound, Loaded, Ejected, Counted, Offered, Measured, Claimed, Alive)
 
 
 class Batch(Struct, frozen=True, gc=False):
@@ -195,6 +253,11 @@ def packed(blocks: Sequence[int]) -> bytes:
 def unpacked(blocks: bytes) -> Sequence[int]:
     """Raises ValueError if these bytes are not whole hashes."""
     return array("Q", blocks)
+
+
+def prefix_name(block: int) -> bytes:
+    """Return the name of the prefix that ends with this block."""
+    return block.to_bytes(8, "little")
 
 
 class Names:

@@ -1,10 +1,12 @@
 """Counts started moves against the pool's budget.
 
 A transfer lasts from `started` to `finished`, which raises KeyError if it is called twice. The moves of the
-last minute count from their start. Time is an argument.
+last minute count from their start. What other replicas of the gateway move counts, too. Time is an argument.
 """
 
 from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from perilune_api.pool import Migration
 from perilune_gateway.model import Move
@@ -14,21 +16,42 @@ WINDOW_S = 60.0
 LINK_BYTES = 16_000_000_000
 
 
+class Elsewhere(Protocol):
+    """What other replicas of the gateway move."""
+
+    def begun(self, now: float) -> int:
+        """Return the number of moves that they have begun within the last minute."""
+
+    def in_flight(self, now: float) -> Mapping[tuple[str, str], int]:
+        """Return the bytes on their way, by (source, target)."""
+
+
 class Moves:
     """The moves of a pool."""
 
-    def __init__(self, link_bytes: int = LINK_BYTES) -> None:
-        """`link_bytes`: maximum bytes on their way between two endpoints."""
+    def __init__(self, link_bytes: int = LINK_BYTES, elsewhere: Elsewhere | None = None) -> None:
+        """`link_bytes`: maximum bytes on their way between two endpoints. `elsewhere`: None for a gateway
+        that shares nothing."""
         self._link_bytes = link_bytes
-        self._begun: deque[float] = deque()
+        self._elsewhere = elsewhere
+        self._begun: deque[tuple[float, Move]] = deque()
         self._running: dict[int, Move] = {}
         self._next = 0
 
     def started(self, move: Move, now: float) -> int:
         """Record the start of a move. Returns the ticket for `finished`."""
-        while self._begun and self._begun[0] <= now - WINDOW_S:
+        while self._begun and self._begun[0][0] <= now - WINDOW_S:
             self._begun.popleft()
-        self._begun.append(now)
+        self._begun.append((now, move))
+        return self.began(move)
+
+    def begun(self, now: float) -> Sequence[tuple[float, Move]]:
+        """Return the moves of the last minute, each with its start, the earliest first."""
+        return [one for one in self._begun if one[0] > now - WINDOW_S]
+
+    def began(self, move: Move) -> int:
+        """Record the start of a transfer that is no move of the pool's budget. Returns the ticket for
+        `finished`."""
         self._running[self._next] = move
         self._next += 1
         return self._next - 1
@@ -39,8 +62,9 @@ class Moves:
 
     def budget(self, now: float, migration: Migration) -> Budget:
         """Return what may still be moved now."""
-        recent = sum(at > now - WINDOW_S for at in self._begun)
-        in_flight: dict[tuple[str, str], int] = {}
+        others = self._elsewhere
+        recent = len(self.begun(now)) + (others.begun(now) if others else 0)
+        in_flight = dict(others.in_flight(now)) if others else {}
         for move in self._running.values():
             link = (move.source, move.target)
             in_flight[link] = in_flight.get(link, 0) + move.transfer_bytes

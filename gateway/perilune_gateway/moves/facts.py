@@ -1,16 +1,18 @@
 """Reads the planner's facts from the pool's state: endpoints, sessions and hot prefixes.
 
-Changes nothing but counts what cannot be handed over. `endpoints` costs O(endpoints), `sessions` costs
-O(sessions returned).
+Engines hand KV over to each other, or read each other's host memory, or neither. Changes nothing but counts
+what cannot be handed over. `endpoints` costs O(endpoints), `sessions` costs O(sessions returned).
 """
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from perilune_api.pool import Role
+from perilune_api.pool import Role, Spec
 from perilune_api.topology import Link
-from perilune_gateway.model import Candidate, Location, Overlap, SessionKey, Subject
+from perilune_gateway.model import Candidate, Location, Overlap, Subject
 from perilune_gateway.model.handoff import Content, Immovable
+from perilune_gateway.model.kv_reach import kv_reach
+from perilune_gateway.model.shared import prefix_name
 from perilune_gateway.moves.handoff import Handoffs
 from perilune_gateway.moves.plan import PrefixFacts, SessionFacts
 from perilune_gateway.state.fleet import EndpointView
@@ -22,29 +24,37 @@ REMEMBERED = 10_000
 
 
 class LiveFacts:
-    """The `planner.Facts` of a live pool. A session's key identifies it, a prefix is identified by its last
-    block."""
-
-    ahead = True
-    """KV is copied before a session switches."""
+    """The `planner.Facts` of a live pool. Its key identifies a session, or its name among replicas if only
+    others have routed it; its last block identifies a prefix."""
 
     def __init__(self, state: PoolState, handoffs: Handoffs) -> None:
         self._state = state
         self._handoffs = handoffs
-        self.loras: Collection[str] = ()
-        """The pool's adapters."""
+        self._loras: Collection[str] = ()
+        self._reads_peers = False
         self.immovable: Counter[Immovable] = Counter()
         """Number of sessions and prefixes that could not be handed over, by cause."""
         self._counted: set[tuple[Subject, Immovable]] = set()
 
+    def configure(self, spec: Spec) -> None:
+        """Take over a (changed) pool document."""
+        self._loras = {lora.name for lora in spec.model.loras}
+        self._reads_peers = spec.routing.pull.enabled and kv_reach(spec).reads_peers
+
     @property
     def pullable(self) -> bool:
-        """Whether some engine can hand KV over, by what the engines themselves said."""
-        return bool(self._state.connectors.known)
+        """Whether some engine can hand KV over or be read, by what the engines themselves said."""
+        state = self._state
+        return bool(state.host_tiers.known if self._reads_peers else state.connectors.known)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether KV is copied before a session switches. Host memory is read by the session's request."""
+        return not self._reads_peers
 
     def endpoints(self, now: float, near: Collection[str] = ()) -> Sequence[Candidate]:
-        """Return all endpoints to which sessions may be bound, each with links to those `near` that can hand
-        KV over to it."""
+        """Return all endpoints to which sessions may be bound, each with links to those `near` whose KV it
+        can get."""
         state = self._state
         return [
             Candidate(
@@ -62,33 +72,44 @@ class LiveFacts:
         here, calibration = view.endpoint.address, self._state.calibration
         if not view.endpoint.events:  # nothing would confirm a copy
             return {}
+        can = self._state.host_tiers.can if self._reads_peers else self._state.connectors.can
         return {
             there: view.links[there]._replace(slowdown=calibration.slowdown(there, here, now))
             for there in near
-            if there in view.links and self._state.connectors.can(there, here)
+            if there in view.links and can(there, here)
         }
 
     def sessions(self, host: str, limit: int, now: float) -> Sequence[SessionFacts]:
         """Return at most `limit` sessions bound to `host`, the most recently used first. Those whose KV is on
-        its way are left out."""
+        its way, by whichever replica, are left out."""
         bound = self._state.sessions.at(host, limit, now)
-        facts = (self._session(s, now) for s in bound if not self._handoffs.moves(s.key))
+        ours, others = self._handoffs, self._state.offers
+        staying = (
+            s for s in bound if not (ours.moves(s.key) or ours.moves(s.name) or others.moves(s.name, now))
+        )
+        facts = (self._session(s, now) for s in staying)
         return [session for session in facts if session is not None]
 
     def _session(self, s: Session, now: float) -> SessionFacts | None:
         """The session's facts; None while its turn is being prefilled, because then it is not yet known what
         can be handed over."""
         state = self._state
-        end, held = state.held_end(s, now)
-        cause = self._why_not(s.key, s.host, end, now) if held and self.pullable else None
-        if cause is Immovable.TOKENS and state.fleet.runs(s.ticket):
+        end, held, cause = 0, 0, None
+        if self._reads_peers:
+            held = state.offloaded_tokens(s)
+        elif self.pullable:
+            end, held = state.held_end(s, now)
+            if not held and state.sessions.runs_elsewhere(s):
+                return None
+            cause = self._why_not(s.subject, s.host, end, now) if held else None
+        if cause is Immovable.TOKENS and state.in_flight.runs(s.ticket):
             return None
-        self._count(s.key, cause)
+        self._count(s.subject, cause)
         return SessionFacts(
-            s.key,
+            s.subject,
             s.host,
             s.context_tokens,
-            min(held, s.context_tokens) if self.pullable and cause is None else 0,
+            min(held, s.context_tokens) if cause is None else 0,
             len(s.chain) * state.block_size if s.chain and state.index.find_block(s.tail, now).store else 0,
             s.turns,
             now - s.moved_at,
@@ -104,11 +125,17 @@ class LiveFacts:
         matches = index.find_block(name, now)
         if not matches.device or self._handoffs.moves(name):
             return None
-        causes = {a: self._why_not(name, a, name, now) for a in matches.device} if self.pullable else {}
-        givers = [address for address, cause in causes.items() if cause is None]
-        if not givers:
-            self._count(name, next(iter(causes.values()), None))
-        locations = tuple(Location(address, tokens) for address in givers or matches.device)
+        if self._state.offers.moves(prefix_name(name), now):
+            return None
+        if self._reads_peers:
+            givers = [address for address in matches.device if address in matches.offloaded]
+        else:
+            causes = {a: self._why_not(name, a, name, now) for a in matches.device} if self.pullable else {}
+            givers = [address for address, cause in causes.items() if cause is None]
+            if not givers:
+                self._count(name, next(iter(causes.values()), None))
+        readable = tokens if givers else 0  # without a giver, the copy is computed
+        locations = tuple(Location(address, readable) for address in givers or matches.device)
         stored = tokens if matches.store else 0
         return PrefixFacts(name, tokens, index.statistics(name, now)[2], locations, stored)
 
@@ -116,12 +143,11 @@ class LiveFacts:
 
     def content(self, subject: Subject, now: float) -> Content | None:
         """Return the prompt that can be handed over: a session's context in whole blocks, or a prefix."""
-        if isinstance(subject, SessionKey):
-            session = self._state.sessions.find(subject, now)
-            last, _ = self._state.held_end(session, now) if session else (0, 0)
-        else:
-            assert isinstance(subject, int), "a prefix is named by its last block"
+        if isinstance(subject, int):
             last = subject
+        else:
+            session = self._state.sessions.of(subject, now)
+            last, _ = self._state.held_end(session, now) if session else (0, 0)
         found = self._state.block_tokens.prompt(last)
         return found if isinstance(found, Content) else None
 
@@ -139,4 +165,4 @@ class LiveFacts:
             return cause
         if self._handoffs.gave_up(subject, now):
             return Immovable.GAVE_UP
-        return state.block_tokens.why_not(last, self.loras)
+        return state.block_tokens.why_not(last, self._loras)

@@ -5,13 +5,15 @@
                           └──────grow─────────┘           any of the first three ──give up──▶ given up
 
 1. *Offered*: the plan wants it, and it waits for room. At most COPIES_PER_ENDPOINT copies begin or end at one
-   endpoint, and the planner's budgets of moves and bytes apply.
+   endpoint, those for requests included, and the planner's budgets of moves and bytes apply.
 2. *Copying*: both legs of a hand-off are on their way. The session's turns go to its host as always.
 3. *Copied*: the take leg has answered and the target's own events have announced the last block. A prefix has
    arrived.
-4. *Switched*: no turn of the session runs, and the target holds at least SWITCH_SHARE of what the host holds;
-   the session is bound to the target. If it has grown by more than that, the rest is copied too, in at most
-   ROUNDS rounds.
+4. *Switched*: no turn of the session runs, the host has announced the last turn's prompt, and the target
+   holds at least SWITCH_SHARE of what the host holds; the session is bound to the target. If its context has
+   grown by more than that, or was rewritten, the rest is copied too, in at most ROUNDS rounds.
+
+The replica of the gateway that offered a move copies it. Any other one may switch the session (`may_follow`).
 
 Whatever fails leaves the session where it is. After TRIES failures within FORGIVEN_S the session is left
 alone, or a draining host's session moves without its KV.
@@ -24,9 +26,10 @@ target every whole block that the host had.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 from typing import NamedTuple, Protocol
 
 from perilune_gateway.model import Move, MoveReason, Subject
@@ -39,7 +42,7 @@ SWITCH_SHARE = 0.95
 """Share of what the host holds that the target must hold before the session switches."""
 ROUNDS = 4
 CONFIRM_S = 5.0
-"""Seconds that the target's events may come after its answer."""
+"""Seconds that the target's events may come after its answer, and the host's after a turn's end."""
 QUIET_S = 60.0
 """Seconds that a copied session's turn may go on before the move is given up."""
 TRIES, FORGIVEN_S = 3, 60.0
@@ -81,6 +84,8 @@ class Standing(NamedTuple):
     """Number of context tokens that the host holds."""
     busy: bool
     """Whether a turn of it runs."""
+    announced: bool = True
+    """Whether the host has announced the last turn's prompt; else `held_tokens` may lack it."""
 
 
 class World(Protocol):
@@ -129,6 +134,8 @@ class Handoff:
     began_at: float = 0.0
     since: float = 0.0
     """When the stage began, or the take leg answered."""
+    quiet_since: float = inf
+    """Since when no turn of the copied session runs."""
     cause: GivenUp | None = None
 
     @property
@@ -176,7 +183,9 @@ Effect = Copy | Switch | Over
 class Handoffs:
     """The hand-offs of one pool that have not ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, others: Callable[[str], int] = lambda address: 0) -> None:
+        """`others`: returns the number of copies at an endpoint that are no hand-offs."""
+        self._others = others
         self._open: dict[Subject, Handoff] = {}
         self._failures: dict[Subject, tuple[int, float]] = {}
         """Subject → (number of failures in a row, time of the last one)."""
@@ -193,14 +202,24 @@ class Handoffs:
         handoff = self._open.get(subject)
         return handoff is not None and handoff.stage is not Stage.OFFERED
 
-    def awaits(self, target: str) -> bool:
-        """Whether a copy waits for the target's events."""
-        return any(h.took and h.move.target == target for h in self._open.values())
+    def awaits(self, address: str) -> bool:
+        """Whether a hand-off waits for this endpoint's events."""
+        return any(
+            address == (h.move.source if h.stage is Stage.COPIED else h.move.target)
+            for h in self._open.values()
+            if h.took
+        )
 
     def gave_up(self, subject: Subject, now: float) -> bool:
         """Whether the subject's hand-offs failed too often to try again soon."""
         tries, at = self._failures.get(subject, (0, 0.0))
         return tries >= TRIES and now - at < FORGIVEN_S
+
+    def copies(self, address: str) -> int:
+        """Return the number of copies that begin or end at the endpoint now."""
+        return self._others(address) + sum(
+            address in (h.move.source, h.move.target) for h in self._open.values() if h.stage is Stage.COPYING
+        )
 
     # -- what happens ------------------------------------------------------------------------------
 
@@ -239,7 +258,7 @@ class Handoffs:
 
     def _begin(self, handoff: Handoff, world: World, now: float) -> list[Effect]:
         move = handoff.move
-        if any(self._copies(address) >= COPIES_PER_ENDPOINT for address in (move.source, move.target)):
+        if any(self.copies(address) >= COPIES_PER_ENDPOINT for address in (move.source, move.target)):
             return []
         copy = self._round(handoff, world, now)
         if copy is None or not world.affords(move, handoff.transfer_bytes, now):
@@ -267,9 +286,14 @@ class Handoffs:
         standing = world.standing(handoff.move.subject)
         assert standing is not None, "_obstacle found a session that has ended"
         assert handoff.content is not None
-        if standing.busy:
+        if standing.host == handoff.move.target:  # another replica has switched it
+            handoff.on(Event.SWITCH, now)
+            return self._close(handoff)
+        handoff.quiet_since = inf if standing.busy else min(handoff.quiet_since, now)
+        if standing.busy or (not standing.announced and now - handoff.quiet_since < CONFIRM_S):
             return []
-        if handoff.content.tokens >= SWITCH_SHARE * standing.held_tokens:
+        arrived = _arrived(handoff.move.subject, handoff.move.target, world, now)
+        if arrived >= SWITCH_SHARE * standing.held_tokens:
             handoff.on(Event.SWITCH, now)
             return [Switch(handoff), *self._close(handoff)]
         if handoff.rounds >= ROUNDS:
@@ -298,15 +322,16 @@ class Handoffs:
         self._failures.pop(subject, None)
         return [Over(handoff)]
 
-    def _copies(self, address: str) -> int:
-        return sum(
-            address in (h.move.source, h.move.target) for h in self._open.values() if h.stage is Stage.COPYING
-        )
-
 
 def _is_confirmed(handoff: Handoff, world: World) -> bool:
     assert handoff.content is not None
     return world.confirmed(handoff.move.target, handoff.content.blocks[-1])
+
+
+def _arrived(subject: Subject, target: str, world: World, now: float) -> int:
+    """Return how many tokens of what the session's host holds the target holds; 0 if it cannot be told."""
+    content = world.content(subject)
+    return content.tokens - world.missing_tokens(target, content, now) if content else 0
 
 
 def _obstacle(handoff: Handoff, world: World, now: float) -> GivenUp | None:
@@ -314,8 +339,12 @@ def _obstacle(handoff: Handoff, world: World, now: float) -> GivenUp | None:
     move, waited_s = handoff.move, now - handoff.since
     if not handoff.copies_prefix:
         standing = world.standing(move.subject)
-        if standing is None or standing.host != move.source:
+        if standing is None:
             return GivenUp.LEFT
+        if standing.host != move.source:
+            followed = handoff.content is not None and _is_confirmed(handoff, world)
+            if standing.host != move.target or not followed:
+                return GivenUp.LEFT
     if not world.may_choose(move.target):
         return GivenUp.TARGET
     copied = handoff.took or handoff.stage is Stage.COPIED
@@ -326,3 +355,18 @@ def _obstacle(handoff: Handoff, world: World, now: float) -> GivenUp | None:
     if handoff.stage is Stage.COPIED and waited_s > QUIET_S:
         return GivenUp.BUSY
     return None
+
+
+def may_follow(subject: Subject, source: str, target: str, tail: int, world: World, now: float) -> bool:
+    """Whether a replica that copies nothing itself may bind the session to the target: the target's events
+    have told that replica, too, of all blocks up to `tail`, and the host holds nearly no more."""
+    standing = world.standing(subject)
+    return (
+        standing is not None
+        and standing.host == source
+        and not standing.busy
+        and standing.announced
+        and world.may_choose(target)
+        and world.confirmed(target, tail)
+        and _arrived(subject, target, world, now) >= SWITCH_SHARE * standing.held_tokens
+    )

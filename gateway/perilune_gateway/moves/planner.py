@@ -23,7 +23,7 @@ stays on the engine until its LRU evicts it, because engines cannot be told to f
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
@@ -33,7 +33,7 @@ from msgspec import structs
 from perilune_api.pool import Migration, MoveTrigger
 from perilune_gateway.model import Candidate, Decision, Move, MoveReason, Reason, RequestView, Subject
 from perilune_gateway.model.handoff import HandoffRecord
-from perilune_gateway.moves.budget import LINK_BYTES, Moves
+from perilune_gateway.moves.budget import LINK_BYTES, Elsewhere, Moves
 from perilune_gateway.moves.plan import Plan, PrefixFacts, SessionFacts, plan_migration, pressed
 from perilune_gateway.policy import MOVES_SESSIONS
 from perilune_gateway.policy.cost import cheapest_fetch, has_kv_room
@@ -133,10 +133,18 @@ class PlannerStats:
 class Planner:
     """One pool's planner."""
 
-    def __init__(self, facts: Facts, link_bytes: int = LINK_BYTES) -> None:
-        """`link_bytes`: most bytes on their way between two endpoints."""
+    def __init__(
+        self,
+        facts: Facts,
+        link_bytes: int = LINK_BYTES,
+        elsewhere: Elsewhere | None = None,
+        on_change: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`link_bytes`: most bytes on their way between two endpoints. `elsewhere`: what other replicas of
+        the gateway move. `on_change` is called when offers or begun moves have changed."""
         self._facts = facts
-        self._moves = Moves(link_bytes)
+        self._moves = Moves(link_bytes, elsewhere)
+        self._on_change = on_change
         self._begun: dict[int, float] = {}
         self._sessions: dict[Subject, Move] = {}
         self._copies: dict[Subject, Move] = {}
@@ -222,6 +230,8 @@ class Planner:
         self._sessions = {m.subject: m for m in plan.moves if m.reason is not MoveReason.REPLICATE}
         self._copies = {m.subject: m for m in plan.moves if m.reason is MoveReason.REPLICATE}
         self.last, self.planned_at = plan, now
+        if before or offered:
+            self._on_change()
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -233,6 +243,15 @@ class Planner:
     def ahead(self) -> Sequence[Move]:
         """The offers whose KV is copied before the switch; no request carries them out."""
         return tuple(move for move in self.offers if self._is_ahead(move))
+
+    @property
+    def by_request(self) -> Sequence[Move]:
+        """The offers that requests carry out."""
+        return tuple(move for move in self.offers if not self._is_ahead(move))
+
+    def begun(self, now: float) -> Sequence[tuple[float, Move]]:
+        """The moves that began within the last minute, each with its start."""
+        return self._moves.begun(now)
 
     def saw(self, prefix: Subject, tokens: int) -> None:
         """Record that a new session began with a cached prefix of `tokens` tokens."""
@@ -274,6 +293,7 @@ class Planner:
         self._counts[move.reason, State.STARTED] += 1
         ticket = self._moves.started(move, now)
         self._begun[ticket] = now
+        self._on_change()
         return ticket
 
     def finished(
@@ -292,6 +312,22 @@ class Planner:
         budget = self._moves.budget(now, self._params)
         on_link = budget.in_flight.get((move.source, move.target), 0)
         return budget.moves > 0 and (not transfer_bytes or on_link + transfer_bytes <= budget.link_bytes)
+
+    def has_room(self, link: tuple[str, str], transfer_bytes: int, now: float) -> bool:
+        """Whether so many bytes more may be on their way over the link (source, target)."""
+        budget = self._moves.budget(now, self._params)
+        return budget.in_flight.get(link, 0) + transfer_bytes <= budget.link_bytes
+
+    def transfer_began(self, move: Move) -> int:
+        """Record that bytes are on their way which no plan wanted. Returns the ticket for
+        `transfer_ended`."""
+        self._on_change()
+        return self._moves.began(move)
+
+    def transfer_ended(self, ticket: int) -> None:
+        """Record the end of such a transfer. Raises KeyError if it has ended."""
+        self._on_change()
+        self._moves.finished(ticket)
 
     def _is_ahead(self, move: Move) -> bool:
         return self._facts.ahead and move.transfer_bytes > 0

@@ -14,6 +14,7 @@ clients on this machine, unless told otherwise; `kubectl port-forward` is such a
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -69,6 +70,8 @@ class AdminData:
     about: Callable[[], Mapping[str, str]]
     """Pool, policy and version, for the console."""
     new_sessions: Callable[[], SessionAdmissionStats]
+    handoffs: Callable[[], Sequence[Mapping[str, Any]]]
+    """The open hand-offs of KV, for the console."""
     wall: Callable[[], float]
     """Unix seconds."""
 
@@ -148,7 +151,8 @@ class Admin:
             await site.start()
         except OSError as error:
             await runner.cleanup()
-            message = f"admin cannot listen on {host}:{port}: {error.strerror or error}"
+            cause = os.strerror(error.errno) if error.errno else error
+            message = f"admin cannot listen on {host}:{port}: {cause}; choose another with --admin"
             raise OSError(error.errno, message) from error
         self._runner = runner
         bound: int = runner.addresses[0][1]
@@ -164,7 +168,7 @@ class Admin:
 def application(data: AdminData, *, to_anyone: bool = False) -> web.Application:
     """The pages as an aiohttp application. `to_anyone`: as in Admin."""
     pages = _Pages(data)
-    stream = Stream(data.endpoints, data.new_sessions, data.decisions, data.about, data.wall)
+    stream = Stream(data.endpoints, data.new_sessions, data.handoffs, data.decisions, data.about, data.wall)
     app = web.Application(middlewares=[_errors_as_json, *([] if to_anyone else [_only_here])])
     app.cleanup_ctx.append(partial(_running, stream))
     app.on_shutdown.append(lambda _: _closed(stream))

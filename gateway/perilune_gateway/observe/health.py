@@ -8,12 +8,13 @@ worse, as `effect` says; only a pool without a usable endpoint stops the gateway
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isinf
 from statistics import median
 
+from perilune_api import names
 from perilune_gateway.model.kv_events import IngestStats
 from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.observe.stats import EndpointStats, LogStats
@@ -27,10 +28,6 @@ STALE_METRICS_S = 15.0
 """Age in seconds above which metrics are reported."""
 LATE_EVENTS_S = 2.0
 """Lag in seconds above which KV events are reported."""
-BUSY_INGEST = 0.5
-"""Share of the event loop's time that KV events may take; above it too little is left for requests."""
-BEHIND_S = 2.0
-"""Delay of KV events in this gateway above which it is reported."""
 
 
 class ProblemKind(StrEnum):
@@ -51,6 +48,7 @@ class ProblemKind(StrEnum):
     DECISION_LOG = "decision_log"
     TOKEN_MEMORY = "token_memory"
     BOOTSTRAP = "bootstrap"
+    PEER = "peer"
     SHARED_STATE = "shared_state"
     SESSIONS_WAIT = "sessions_wait"
 
@@ -123,13 +121,15 @@ def report(
     handoffs: HandoffStats | None = None,
     shared: SharedStats | None = None,
     new_sessions: SessionAdmissionStats | None = None,
+    peers: Collection[str] = (),
 ) -> Health:
     """`block_size` and `prefill_scale` are the pool's; `pool_error` says why the newest pool document is not
-    in force, if it is not."""
+    in force, if it is not. `peers`: the endpoints whose host memory others can read."""
     own = (
         _decision_log(decision_log)
         + _ingest(ingest or IngestStats())
         + _handoffs(endpoints, handoffs)
+        + _peers(endpoints, peers)
         + _shared(shared)
         + _sessions_wait(new_sessions or SessionAdmissionStats())
     )
@@ -202,7 +202,7 @@ def _decision_log(log: LogStats | None) -> tuple[Problem, ...]:
 
 
 def _ingest(ingest: IngestStats) -> tuple[Problem, ...]:
-    if ingest.busy <= BUSY_INGEST and ingest.behind_s <= BEHIND_S:
+    if ingest.busy <= names.BUSY_INGEST and ingest.behind_s <= names.BEHIND_S:
         return ()
     return (
         Problem(
@@ -247,6 +247,21 @@ def _sessions_wait(new: SessionAdmissionStats) -> tuple[Problem, ...]:
             "more sessions are active than fit into the KV caches of the endpoints that take new ones",
             "none is needed for a short while; else add endpoints",
         ),
+    )
+
+
+def _peers(endpoints: Sequence[EndpointStats], peers: Collection[str]) -> tuple[Problem, ...]:
+    return tuple(
+        Problem(
+            ProblemKind.PEER,
+            stats.endpoint.address,
+            f"nothing answers at {stats.endpoint.peer}, where other engines read its host memory",
+            "no engine reads from it, nor it from others; they compute instead",
+            "vLLM runs without OffloadingConnector's tier p2p, or the gateway may not reach the port",
+            "start vLLM >= 0.27 with that tier and check `peer` in the pool document",
+        )
+        for stats in endpoints
+        if stats.endpoint.peer and stats.endpoint.ready and stats.endpoint.address not in peers
     )
 
 

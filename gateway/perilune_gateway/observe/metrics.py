@@ -26,6 +26,7 @@ from prometheus_client import CollectorRegistry, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
+from perilune_api import names
 from perilune_gateway.model import (
     Decision,
     DecisionRecord,
@@ -34,6 +35,7 @@ from perilune_gateway.model import (
     RefuseReason,
     Step,
     TokenSource,
+    Unpulled,
     Unsplit,
 )
 from perilune_gateway.observe import snapshot_metrics
@@ -45,6 +47,7 @@ SCHEDULING_BUCKETS_S = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005),
     *(0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.5),
 )
+FETCHED = "fetched"
 REMOTE = "remote"
 """Label of prompts that another endpoint prefills than the one that decodes."""
 LEFT = "left"
@@ -202,6 +205,12 @@ class Metrics:
             buckets=QUEUED_BUCKETS_S,
             registry=registry,
         )
+        self._first_tokens = Histogram(
+            names.FIRST_TOKENS,
+            "Seconds from a request's arrival to its first token, or until its client left or was refused.",
+            buckets=names.FIRST_TOKEN_BUCKETS_S,
+            registry=registry,
+        )
         self._decisions = tally("decisions", "Requests given an endpoint.", "policy", "reason", "phase")
         self._refusals = refusals(registry)
         self._sources = tally("token_counts", "Prompts by where their token count came from.", "source")
@@ -225,6 +234,11 @@ class Metrics:
             "Prompts in a pool with prefill endpoints, by where they are prefilled, or why not remotely.",
             "where",
         )
+        self._pulls = tally(
+            "pulls",
+            "Requests whose endpoint could use what another one caches, by whether it does, or why not.",
+            "outcome",
+        )
         self._migrations = tally("migrations", "Sessions that the policy moved to another endpoint.")
 
         # Ended requests, scrapes, the build
@@ -235,6 +249,7 @@ class Metrics:
         self._sources.start(TokenSource)
         self._affinity.start(Affinity)
         self._prefills.start((REMOTE, *Unsplit))
+        self._pulls.start((FETCHED, *Unpulled))
         self._migrations.add(by=0)
         self._reachable.add(by=0)
         registry.register(_Mirror(self))
@@ -258,6 +273,8 @@ class Metrics:
             return
         if verdict.prefill or verdict.unsplit:
             self._prefills.add(verdict.unsplit or REMOTE)
+        if verdict.replicate_from or verdict.unpulled:
+            self._pulls.add(verdict.unpulled or FETCHED)
         self._prompt.add(verdict.target, by=view.prompt_tokens)
         self._cached.add(verdict.target, by=record.cached_tokens)
         self._reachable.add(by=max(record.cached_tokens, view.prefix.tokens))
@@ -273,6 +290,10 @@ class Metrics:
     def ended(self, endpoint: str, outcome: Outcome) -> None:
         """Counts the end of a request, under the endpoint that served it."""
         self._requests.add(LEFT if endpoint in self._left else endpoint, outcome)
+
+    def first_token(self, seconds: float) -> None:
+        """Counts the time to a request's first token."""
+        self._first_tokens.observe(seconds)
 
     def scrape_failed(self, endpoint: str) -> None:
         self._scrape_errors.add(endpoint)

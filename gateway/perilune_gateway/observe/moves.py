@@ -1,7 +1,7 @@
 """Shows the migration planner as plain values for /api/moves and as metric families."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from math import isfinite
 from typing import Any, TypeVar
@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from perilune_gateway.model import APPROVED, UNPLANNED, Move, MoveReason, SessionKey, Subject, tenant_hash
-from perilune_gateway.model.handoff import GivenUp, HandoffOutcome, HandoffRecord, Immovable
+from perilune_gateway.model.handoff import GivenUp, HandoffOutcome, HandoffRecord, Immovable, Leg
 from perilune_gateway.moves.handoff import Handoff, Stage
 from perilune_gateway.moves.planner import Ended, Lapse, Planner, PlannerStats, State
-from perilune_gateway.routing.handing_over import HandoffStats, Leg
-from perilune_gateway.routing.remote_prefills import RemotePrefillStats
+from perilune_gateway.routing.handing_over import HandoffStats
+from perilune_gateway.routing.request_transfers import TransferStats
 from perilune_gateway.state.calibration import Calibration
 
 RECENT = 50
@@ -23,13 +23,15 @@ RECENT = 50
 def page(
     planner: Planner,
     handoffs: HandoffStats,
-    remote_prefills: RemotePrefillStats,
+    remote_prefills: TransferStats,
+    pulls: TransferStats,
     calibration: Calibration,
     now: float,
+    peers: Sequence[str] = (),
 ) -> Mapping[str, Any]:
     """Offered moves, rejected moves with their reasons, hand-offs on their way, ended moves, prompts that
-    other endpoints prefill, the budget, what the endpoints' connectors can, and the measured slowdown of
-    links."""
+    other endpoints prefill, KV that endpoints fetch for requests, the budget, what the endpoints' connectors
+    can, and the measured slowdown of links. `peers`: the endpoints whose host memory others can read."""
     stats = planner.stats(now)
     return {
         "triggers": list(stats.triggers),
@@ -48,9 +50,14 @@ def page(
             address: {"engine_ids": list(can.engine_ids), "tensor_parallel": can.tensor_parallel}
             for address, can in handoffs.connectors.items()
         },
+        "peers": list(peers),
         "prefills": {
             "open": remote_prefills.open,
-            "ended": [_prefilled(record) for record in reversed(remote_prefills.recent)],
+            "ended": [_with_request(record) for record in reversed(remote_prefills.recent)],
+        },
+        "pulls": {
+            "open": pulls.open,
+            "ended": [_with_request(record) for record in reversed(pulls.recent)],
         },
         "immovable": dict(handoffs.immovable),
         "stays": [_row(move) for move in planner.last.stays],
@@ -64,7 +71,7 @@ def page(
 
 def _row(move: Move) -> dict[str, Any]:
     return {
-        **_subject(move.subject),
+        **subject_fields(move.subject),
         "reason": move.reason,
         "source": move.source,
         "target": move.target,
@@ -76,12 +83,30 @@ def _row(move: Move) -> dict[str, Any]:
     }
 
 
-def _subject(subject: Subject) -> dict[str, Any]:
+def subject_fields(subject: Subject) -> dict[str, str]:
+    """By which fields pages and the decision log name what a move is about."""
     if isinstance(subject, SessionKey):
         return {"session_id": subject.session_id, "tenant": tenant_hash(subject.tenant)}
     if isinstance(subject, int):
         return {"prefix": f"{subject:016x}"}
+    if isinstance(subject, bytes):  # only other gateways have routed it
+        return {"session_name": subject.hex()}
     return {"request_id": str(subject)}
+
+
+def on_its_way(handoff: Handoff, missing_tokens: int) -> dict[str, Any]:
+    """What the console shows of an open hand-off. `missing_tokens`: of its content, those that the target has
+    not announced yet."""
+    tokens = handoff.content.tokens if handoff.content else 0
+    return {
+        **subject_fields(handoff.move.subject),
+        "source": handoff.move.source,
+        "target": handoff.move.target,
+        "reason": handoff.move.reason,
+        "stage": handoff.stage,
+        "tokens": tokens,
+        "copied": round(1 - missing_tokens / tokens, 3) if tokens else 0.0,
+    }
 
 
 def _open(handoff: Handoff, now: float) -> dict[str, Any]:
@@ -105,7 +130,7 @@ def _handed_over(record: HandoffRecord) -> dict[str, Any]:
     }
 
 
-def _prefilled(record: HandoffRecord) -> dict[str, Any]:
+def _with_request(record: HandoffRecord) -> dict[str, Any]:
     return _row(record.move) | _handed_over(record) | {"seconds": record.seconds, "time": record.time}
 
 
@@ -152,7 +177,9 @@ def families(stats: PlannerStats) -> Iterator[Metric]:
     )
 
 
-def handoff_families(stats: HandoffStats, remote_prefills: RemotePrefillStats) -> Iterator[Metric]:
+def handoff_families(
+    stats: HandoffStats, remote_prefills: TransferStats, pulls: TransferStats
+) -> Iterator[Metric]:
     """Metric families of hand-offs. The series of all labels exist from the start."""
     ended = CounterMetricFamily(
         "perilune_handoffs", "Ended hand-offs of KV between endpoints.", labels=("reason", "outcome")
@@ -162,11 +189,12 @@ def handoff_families(stats: HandoffStats, remote_prefills: RemotePrefillStats) -
             ended.add_metric((reason, outcome), stats.outcomes.get((reason, outcome), 0))
     for outcome in HandoffOutcome:
         ended.add_metric((MoveReason.PREFILL, outcome), remote_prefills.outcomes.get(outcome, 0))
+        ended.add_metric((MoveReason.PULL, outcome), pulls.outcomes.get(outcome, 0))
     yield ended
     yield _by(
         CounterMetricFamily("perilune_handoffs_given_up", "Hand-offs given up, by cause.", labels=("cause",)),
         GivenUp,
-        Counter(stats.given_up) + Counter(remote_prefills.given_up),
+        Counter(stats.given_up) + Counter(remote_prefills.given_up) + Counter(pulls.given_up),
     )
     yield _by(
         CounterMetricFamily(
@@ -186,10 +214,13 @@ def handoff_families(stats: HandoffStats, remote_prefills: RemotePrefillStats) -
     yield CounterMetricFamily(
         "perilune_handoff_bytes",
         "KV bytes that ended hand-offs asked for.",
-        stats.transfer_bytes + remote_prefills.transfer_bytes,
+        stats.transfer_bytes + remote_prefills.transfer_bytes + pulls.transfer_bytes,
     )
     yield GaugeMetricFamily(
         "perilune_prefills_open", "Requests whose prompt another endpoint prefills.", remote_prefills.open
+    )
+    yield GaugeMetricFamily(
+        "perilune_pulls_open", "Requests whose endpoint fetches KV for them now.", pulls.open
     )
     now_open = GaugeMetricFamily(
         "perilune_handoffs_open", "Hand-offs that have not ended, by stage.", labels=("stage",)

@@ -1,7 +1,7 @@
 """Passes every decision and every end of a request to metrics, the log, the kept decisions, the decision
 log and the spans.
 
-The router uses it through the protocol routing.lifecycle.Observer.
+The router uses it through the protocol routing.observer.Observer.
 """
 
 from __future__ import annotations
@@ -55,6 +55,10 @@ class Recorder:
         if self._spans:
             self._spans.ended(number, ending)
 
+    def first_token(self, seconds: float) -> None:
+        """Counts the time to a request's first token."""
+        self._metrics.first_token(seconds)
+
     def handed_over(self, record: HandoffRecord) -> None:
         """Records the end of a hand-off."""
         move = record.move
@@ -78,4 +82,6 @@ class Recorder:
 def _subject(subject: Subject) -> str:
     if isinstance(subject, SessionKey):
         return f"session={subject.session_id}"
+    if isinstance(subject, bytes):
+        return f"session_name={subject.hex()}"
     return "prefix" if isinstance(subject, int) else f"request={subject}"

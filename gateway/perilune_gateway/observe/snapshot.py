@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -67,6 +67,8 @@ class Snapshots:
             self.new_sessions(),
             self._drained(),
             self._router.remote_prefills.stats(),
+            self._blocks.unlearnt,
+            self._router.pulls(),
             self._shared(),
         )
 
@@ -95,9 +97,21 @@ class Snapshots:
             router.planner,
             router.handing_over.stats(),
             router.remote_prefills.stats(),
+            router.pulls(),
             calibration,
             self._clock(),
+            sorted(self._state.host_tiers.known),
         )
+
+    def handoffs(self) -> Sequence[Mapping[str, Any]]:
+        """The open hand-offs of KV, for the console."""
+        handing_over, now = self._router.handing_over, self._clock()
+        rows = []
+        for handoff in handing_over.stats().open:
+            content = handoff.content
+            missing = handing_over.missing_tokens(handoff.move.target, content, now) if content else 0
+            rows.append(moves.on_its_way(handoff, missing))
+        return rows
 
     def endpoints(self) -> tuple[EndpointStats, ...]:
         return self._rows(self._state.index.stats(self._clock()))
@@ -117,6 +131,7 @@ class Snapshots:
                     index.endpoints.get(address, EndpointBlocks()),
                     metrics.prefix_queries_tokens if metrics else 0.0,
                     metrics.prefix_hits_tokens if metrics else 0.0,
+                    state.fleet.recent_hits_tokens(address),
                     self._events.stats(address),
                     parity.parity.value if view.endpoint.events else "",
                     parity.cause,
@@ -170,4 +185,5 @@ class Snapshots:
             handoffs=self._router.handing_over.stats(),
             shared=self._shared(),
             new_sessions=self.new_sessions(),
+            peers=self._state.host_tiers.known,
         )

@@ -29,6 +29,7 @@ LOAD_GAUGES: tuple[Row, ...] = (
     ("waiting_requests", "Waiting requests, as reported by the engine.", lambda e: e.load.waiting),
     ("kv_usage_ratio", "Share of the KV cache in use, 0 to 1.", lambda e: e.load.kv_usage),
     ("sessions", "Sessions whose host it is.", lambda e: e.load.sessions),
+    ("recent_hits_tokens", "Prompt tokens found in its prefix cache lately.", lambda e: e.recent_hits_tokens),
     ("metrics_age_seconds", "Seconds since its metrics were read.", lambda e: e.load.metrics_age_s),
     ("ready", "1 when it may be chosen.", lambda e: e.endpoint.ready),
     ("draining", "1 when it serves only sessions that it already has.", lambda e: e.endpoint.draining),
@@ -59,6 +60,8 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     index = snapshot.index
     yield _gauge("index_entries", "Blocks in the index.", index.entries)
     yield _gauge("index_store_blocks", "Blocks known to be in the shared store.", index.store)
+    unlearnt = "Blocks in the shared store that no known prompt contains."
+    yield _gauge("index_store_unlearnt_blocks", unlearnt, snapshot.store_unlearnt)
     yield _gauge("index_depth_blocks", "Longest recent match in blocks.", index.depth_blocks)
     yield _recent(index)
     yield _counter("index_evicted_blocks", "Blocks dropped because the index was full.", index.evicted)
@@ -83,8 +86,8 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     yield _counter("ingest_blocks", "Blocks stored or removed by KV events.", ingest.blocks)
     if snapshot.moves:
         yield from moves.families(snapshot.moves)
-    if snapshot.handoffs and snapshot.remote_prefills:
-        yield from moves.handoff_families(snapshot.handoffs, snapshot.remote_prefills)
+    if snapshot.handoffs and snapshot.remote_prefills and snapshot.pulls:
+        yield from moves.handoff_families(snapshot.handoffs, snapshot.remote_prefills, snapshot.pulls)
     if snapshot.shared:
         yield from _shared(snapshot.shared)
     yield from _new_sessions(snapshot.new_sessions)

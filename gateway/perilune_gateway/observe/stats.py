@@ -15,7 +15,7 @@ from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.moves.planner import PlannerStats
 from perilune_gateway.routing.handing_over import HandoffStats
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
-from perilune_gateway.routing.remote_prefills import RemotePrefillStats
+from perilune_gateway.routing.request_transfers import TransferStats
 from perilune_gateway.state.calibration import EndpointCalibration
 from perilune_gateway.state.ejection import Cause, EjectionStats
 from perilune_gateway.state.prefix_index import EndpointBlocks, IndexStats
@@ -32,6 +32,8 @@ class EndpointStats:
     """Number of prompt tokens that the engine has looked up in its prefix cache, from its metrics."""
     prefix_hits_tokens: float = 0.0
     """Number of those that were cached."""
+    recent_hits_tokens: float = 0.0
+    """Number of those that were cached lately: each counts half as much five minutes later."""
     events: EventStats | None = None
     """None when it publishes no events, so that its part of the index is approximate."""
     parity: str = ""
@@ -108,6 +110,9 @@ class Snapshot:
     new_sessions: SessionAdmissionStats = SessionAdmissionStats()
     drained: Mapping[str, str] = field(default_factory=dict)
     """The marks of draining pods that this gateway no longer uses, by name."""
-    remote_prefills: RemotePrefillStats | None = None
+    remote_prefills: TransferStats | None = None
+    store_unlearnt: int = 0
+    """Number of blocks that the store has and no known prompt contains."""
+    pulls: TransferStats | None = None
     shared: SharedStats | None = None
     """None when no state is shared with other gateways."""

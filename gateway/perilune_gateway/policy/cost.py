@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from perilune_api.policies import PeriluneParams
 from perilune_api.pool import Migration
-from perilune_gateway.model import Candidate, Cost, RequestView
+from perilune_gateway.model import Candidate, Cost, Decision, Reason, RequestView
 
 
 class KvSource(StrEnum):
@@ -63,6 +63,13 @@ def cheapest(candidates: Sequence[Candidate], costs: Sequence[Cost], rng: Random
     return draw(candidates, [total[c.endpoint.address] for c in candidates], rng)
 
 
+def lowest_cost(candidates: Sequence[Candidate], costs: Sequence[Cost], rng: Random) -> Decision:
+    """Return the decision for the candidate with the lowest total, which uses what its device caches. `costs`
+    as in `cheapest`."""
+    chosen = cheapest(candidates, costs, rng)
+    return Decision(chosen.address, Reason.LOWEST_COST, costs, cached_tokens=chosen.overlap.device_tokens)
+
+
 def nearly_cheapest(candidates: Sequence[Candidate], costs: Sequence[Cost], rng: Random) -> Candidate:
     """Return the candidate with the fewest sessions among those whose cost is nearly the lowest; equal ones
     are decided randomly. `costs` are in seconds and in the candidates' order."""
@@ -91,6 +98,13 @@ def least_pending(candidates: Sequence[Candidate], rng: Random, near: str = "") 
 def find(candidates: Sequence[Candidate], address: str) -> Candidate | None:
     """Return the candidate with this address, or None."""
     return next((c for c in candidates if c.endpoint.address == address), None)
+
+
+def target_of(decision: Decision, candidates: Sequence[Candidate]) -> Candidate:
+    """Return the candidate that the decision chose."""
+    target = find(candidates, decision.target)
+    assert target is not None, "a policy chose an endpoint that is no candidate"
+    return target
 
 
 def host_of(request: RequestView, candidates: Sequence[Candidate]) -> Candidate | None:
@@ -216,13 +230,51 @@ def fetches(candidate: Candidate, request: RequestView) -> Iterator[tuple[KvSour
     if (stored := overlap.store_tokens) > host:
         store_s = min(engine.store_s(stored - device), host_s + engine.store_s(stored - host))
         yield KvSource.STORE, "", stored, store_s
-    if not prefix.pullable:
-        return
-    for peer, tokens in prefix.locations:
-        link = candidate.links.get(peer)
-        if tokens > device and link is not None and peer != candidate.address:
-            pull_s = engine.transfer_s(tokens - device, link.bandwidth_bytes_per_s) * link.slowdown
-            yield KvSource.PEER, peer, tokens, pull_s
+    if prefix.pullable:
+        for pull in pulls(candidate, request):
+            if pull.in_time:
+                yield KvSource.PEER, pull.peer, pull.tokens, pull.fetch_s
+
+
+class PeerPull(NamedTuple):
+    """A prefix that an endpoint could fetch from another one."""
+
+    peer: str
+    tokens: int
+    fetch_s: float
+    """Predicted seconds from the giver's queue to the end of the transfer."""
+    in_time: bool
+    """Whether it is over while the request may be held: both legs wait in their endpoint's queue."""
+
+
+def pulls(candidate: Candidate, request: RequestView) -> Iterator[PeerPull]:
+    """Yield the prefixes that the endpoint could fetch from peers, in time or not."""
+    engine, prefix, device = candidate.engine, request.prefix, candidate.overlap.device_tokens
+    here = held_tokens(candidate) if prefix.from_host else device
+    for peer, cached, wait_s, offloaded in prefix.locations:
+        tokens = offloaded if prefix.from_host else cached
+        if tokens > here and _gives(candidate, request, peer):
+            link = candidate.links[peer]
+            pull_s = engine.transfer_s(tokens - here, link.bandwidth_bytes_per_s) * link.slowdown
+            if prefix.from_host:  # and from there to the device, with what was in host memory before
+                pull_s += engine.host_s(tokens - device)
+            begins_s = wait_s if prefix.legs_first else max(wait_s, candidate.load.pending_prefill_s)
+            in_time = not prefix.fetch_within_s or begins_s + pull_s <= prefix.fetch_within_s
+            yield PeerPull(peer, tokens, wait_s + pull_s, in_time)
+
+
+def can_pull(candidate: Candidate, request: RequestView, source: str) -> bool:
+    """Return whether the endpoint can fetch the prompt's prefix from `source` before it gets the request, for
+    as long as that may be held."""
+    if not request.prefix.fetch_within_s:
+        return _gives(candidate, request, source)
+    return any(pull.peer == source and pull.in_time for pull in pulls(candidate, request))
+
+
+def _gives(candidate: Candidate, request: RequestView, source: str) -> bool:
+    """Return whether `source` can hand KV over to the endpoint at all."""
+    link = candidate.links.get(source)
+    return request.prefix.pullable and link is not None and link.carries_kv and source != candidate.address
 
 
 def slower_decode_s(candidate: Candidate, request: RequestView, params: PeriluneParams) -> float:

@@ -30,7 +30,14 @@ from perilune_gateway.model import (
     Reason,
     RequestView,
 )
-from perilune_gateway.policy.cost import has_kv_room, host_of, least_pending, near, pending_costs
+from perilune_gateway.policy.cost import (
+    can_pull,
+    has_kv_room,
+    host_of,
+    least_pending,
+    near,
+    pending_costs,
+)
 
 
 def ear(
@@ -60,5 +67,5 @@ def ear(
         Reason.MOVED,
         costs,
         moved_from=host.address,
-        replicate_from=host.address if request.prefix.pullable else "",
+        replicate_from=host.address if can_pull(target, request, host.address) else "",
     )

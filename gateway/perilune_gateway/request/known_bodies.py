@@ -31,8 +31,9 @@ from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from perilune_gateway.model import Refusal
-from perilune_gateway.request import openai
-from perilune_gateway.request.openai import Api, ChatPrompt, ParsedRequest
+from perilune_gateway.request import openai, paths
+from perilune_gateway.request.openai import ChatPrompt, ParsedRequest
+from perilune_gateway.request.paths import Api
 
 CHUNK_BYTES = 16_384
 _APIS = {Api.CHAT: 1, Api.MESSAGES: 2}
@@ -67,7 +68,7 @@ class KnownBodies:
 
     def parse(self, path: str, body: bytes) -> ParsedRequest | Refusal:
         """The result of `openai.parse`."""
-        api = openai.api_of(path)
+        api = paths.api_of(path)
         if api not in _APIS or len(body) < 2 * self._chunk_bytes:
             return openai.parse(path, body)
         view, names = memoryview(body), [self._secret + _APIS[api]]

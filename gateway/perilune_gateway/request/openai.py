@@ -16,37 +16,17 @@ number). Roles, tools and limits are not checked, since only the engine can judg
 """
 
 import re
-from collections.abc import Mapping
-from enum import StrEnum
 from typing import Annotated, Any
-from urllib.parse import unquote
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
 
-from perilune_gateway.model import NO_FIELDS, EngineFields, Refusal, RefuseReason, Unsplit
+from perilune_gateway.model import Refusal, RefuseReason, Unsplit
+from perilune_gateway.request.paths import Api, api_of
 
-
-class Api(StrEnum):
-    """The API of a request. It decides what the body means and which form a refusal has."""
-
-    CHAT = "chat"
-    COMPLETIONS = "completions"
-    RESPONSES = "responses"
-    MESSAGES = "messages"
-
-
-PATHS: Mapping[str, Api] = {
-    "/v1/chat/completions": Api.CHAT,
-    "/v1/completions": Api.COMPLETIONS,
-    "/v1/responses": Api.RESPONSES,
-    "/v1/messages": Api.MESSAGES,
-}
-
-
-ENGINE_PAGES = frozenset({"/metrics", "/load", "/kv_event_sources", "/server_info", "/is_sleeping"})
-"""Pages on which an engine describes itself; from a pool the answer would be any engine's."""
+_PIECE = 4_096
+"""Characters or tokens of a prompt without messages that tell how it begins."""
 
 
 BILLING_MARK = "x-anthropic-billing-header"
@@ -145,46 +125,6 @@ def _is_marked(system: Raw) -> bool:
     return BILLING_MARK.encode() in bytes(system)
 
 
-def is_model_path(path: str) -> bool:
-    """Whether a POST to this path is a request for the model. The query string is ignored."""
-    return api_of(path) is not None
-
-
-def response_of(path: str) -> str:
-    """The id of the stored response that a path names, such as /v1/responses/ID/cancel; else empty."""
-    _, _, rest = _bare(path).partition("/v1/responses/")
-    return rest.partition("/")[0]
-
-
-def is_engine_page(path: str) -> bool:
-    """Whether the page describes one engine."""
-    return _bare(path) in ENGINE_PAGES
-
-
-def api_of(path: str) -> Api | None:
-    """The API of a path, or None when it is no model path. The query string is ignored, and escapes such as
-    `%73` are decoded, as engines decode them."""
-    return PATHS.get(_bare(path))
-
-
-def _bare(path: str) -> str:
-    bare = path.partition("?")[0]
-    return unquote(bare) if "%" in bare else bare
-
-
-MODELS = "/v1/models"
-_PIECE = 4_096
-"""Characters or tokens of a prompt without messages that tell how it begins."""
-
-
-def listed(path: str) -> str | None:
-    """The model whose entry a GET of this path asks for; empty for the list of all; None: another page."""
-    bare = _bare(path)
-    if bare == MODELS:
-        return ""
-    return bare[len(MODELS) + 1 :] if bare.startswith(f"{MODELS}/") else None
-
-
 class _Named(Struct, frozen=True):
     model: str | None = None
 
@@ -221,66 +161,6 @@ def opening(request: ParsedRequest) -> bytes:
             return texts[0][:_PIECE].encode(errors="surrogatepass") if texts else b""
         case TokenPrompt(ids=ids):
             return repr(ids[0][:_PIECE]).encode() if ids else b""
-
-
-def for_engine(body: bytes, added: EngineFields) -> bytes | None:
-    """Adds fields for the engine to a body that `parse` has accepted; None if there are none to add.
-
-    The client's own `vllm_xargs` are kept. Fields are written at the end, because engines take the last of
-    two equal names. Costs one copy of the body.
-    """
-    if added == NO_FIELDS:
-        return None
-    fields: dict[str, object] = {}
-    if added.priority is not None:
-        fields["priority"] = added.priority
-    if added.cache_salt:
-        fields["cache_salt"] = added.cache_salt
-    if added.request_id:
-        fields["request_id"] = added.request_id
-    if added.full_report and (own := _own_xargs(body)) is not None:
-        fields["vllm_xargs"] = {"kv_cache_report_mode": "full", **own}
-    if not fields:
-        return None
-    end = body.rindex(b"}")
-    return b"".join((body[:end], b",", msgspec.json.encode(fields)[1:-1], body[end:]))
-
-
-_UNWANTED = (
-    *("stop", "stop_token_ids", "min_tokens", "response_format", "structured_outputs", "stream_options"),
-    *("max_completion_tokens", "logprobs", "top_logprobs", "prompt_logprobs", "echo"),
-)
-"""Fields of a request's answer, which a prefill for another endpoint does without."""
-
-
-def prefill_body(body: bytes, transfer_id: str) -> bytes:
-    """Returns the body that has a request's prompt prefilled for another engine: the client's own, but for an
-    answer of one token that ends by its length, because the engine drops the KV of one that ends otherwise.
-    Raises msgspec.DecodeError."""
-    fields = msgspec.json.decode(body, type=dict[str, Any])
-    for name in _UNWANTED:
-        fields.pop(name, None)
-    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
-    answer = {"max_tokens": 1, "ignore_eos": True, "stream": True}
-    return msgspec.json.encode({**fields, **answer, "kv_transfer_params": params})
-
-
-def with_transfer(body: bytes, params: bytes) -> bytes:
-    """Adds transfer parameters (JSON) to a body that `parse` has accepted, see `for_engine`."""
-    end = body.rindex(b"}")
-    return b'%b,"kv_transfer_params":%b%b' % (body[:end], params, body[end:])
-
-
-class _OwnXargs(Struct, frozen=True):
-    vllm_xargs: dict[str, Any] | None = None
-
-
-def _own_xargs(body: bytes) -> dict[str, Any] | None:
-    """The client's `vllm_xargs`; None if the engine will refuse them."""
-    try:
-        return msgspec.json.decode(body, type=_OwnXargs).vllm_xargs or {}
-    except msgspec.ValidationError:
-        return None
 
 
 # The fields of the bodies. All are optional, since clients send null for "not set".
@@ -625,32 +505,3 @@ def _text(value: object) -> str:
 def _name(value: object) -> str:
     """A text, or the digits of a number; else an empty string."""
     return str(value) if type(value) is int and abs(value) < 2**64 else _text(value)
-
-
-# The bodies of refusals.
-
-_OPENAI_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
-_ANTHROPIC_TYPES = {
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-}
-_ABOUT_MODEL = (RefuseReason.NO_MODEL, RefuseReason.UNKNOWN_MODEL)
-
-
-def error_body(status: int, reason: RefuseReason, message: str, path: str = "") -> bytes:
-    """The JSON body of a refusal: in Anthropic's form for /v1/messages, else in OpenAI's, whose `code` is the
-    RefuseReason."""
-    error: dict[str, str | None]
-    if api_of(path) is Api.MESSAGES:
-        error = {"type": _ANTHROPIC_TYPES.get(status, "invalid_request_error"), "message": message}
-        return msgspec.json.encode({"type": "error", "error": error})
-    error = {
-        "message": message,
-        "type": _OPENAI_TYPES.get(status, "invalid_request_error"),
-        "param": "model" if reason in _ABOUT_MODEL else None,
-        "code": reason.value,
-    }
-    return msgspec.json.encode({"error": error})

@@ -11,7 +11,7 @@ endpoint, and the index's look-up of about 0.1 µs per block.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from perilune_api.pool import Pool, Role
@@ -23,14 +23,17 @@ from perilune_gateway.model import (
     Prefix,
     Tokens,
     TokenSource,
+    Unpulled,
     Unsplit,
 )
-from perilune_gateway.request import block_hashes, openai
+from perilune_gateway.model.kv_reach import kv_reach
+from perilune_gateway.request import block_hashes, paths
 from perilune_gateway.request.media import digested
 from perilune_gateway.request.openai import ParsedRequest
 from perilune_gateway.request.tokens.prompts import MEDIA_TOKENS
 from perilune_gateway.routing import admission
 from perilune_gateway.routing.context import Prompt, RequestContext
+from perilune_gateway.routing.pull import ANSWER_S, gives, unpulled, waits_s
 from perilune_gateway.state.fleet import EndpointView
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.prefix_index import Matches
@@ -52,6 +55,13 @@ class CandidateBuilder:
         self._model = pool.spec.model
         self._block_size = pool.spec.engine.block_size
         self._session_failures = pool.spec.routing.ejection.session_failures
+        rules = pool.spec.routing.pull
+        reach = kv_reach(pool.spec)
+        self._reads_peers = rules.enabled and reach.reads_peers
+        self._pulls = rules.enabled and (reach.hands_over or reach.reads_peers)
+        self._held_s = 0.0 if self._reads_peers else rules.max_seconds
+        self._first = pool.spec.routing.engine_priority.used
+        self._loras = {lora.name for lora in pool.spec.model.loras}
         self._splits = any(endpoint.role is Role.PREFILL for endpoint in pool.spec.endpoints)
 
     def find_eligible(self, context: RequestContext) -> None:
@@ -72,7 +82,7 @@ class CandidateBuilder:
         wanted, session = wanted_by(context), context.session
         if session and session.failures >= self._session_failures:
             wanted = replace(wanted, failing=session.host)
-        if openai.is_model_path(context.head.path) and context.head.method == "POST":
+        if paths.is_model_path(context.head.path) and context.head.method == "POST":
             trial = self._state.ejection.trial(context.now, new_session=not wanted.host)
             may = wanted.subset is None or trial in wanted.subset
             if trial and may and any(v.ejected and v.endpoint.address == trial for v in views):
@@ -83,7 +93,7 @@ class CandidateBuilder:
         """Fill in prompt, prefix and candidates from the session and the body's length alone."""
         tokens = max(1, session.estimate_tokens(body_bytes, self._model.bytes_per_token))
         context.prompt = Prompt(tokens, TokenSource.ESTIMATE, body_bytes=body_bytes)
-        self._weigh(context, self._state.held(session, context.now))
+        self._weigh(context, self._state.held(session, context.now), session.chain)
 
     def look_up(self, context: RequestContext) -> Matches:
         """Fill in prefix and candidates from the prompt's blocks. Returns the index's answer."""
@@ -92,7 +102,7 @@ class CandidateBuilder:
         hits, _, score = (
             index.statistics(prompt.blocks[matches.longest - 1], now) if matches.longest else (0, 0, 0.0)
         )
-        self._weigh(context, matches, hits, score)
+        self._weigh(context, matches, prompt.blocks, hits, score)
         return matches
 
     def unsplit(self, context: RequestContext) -> Unsplit | None:
@@ -112,19 +122,29 @@ class CandidateBuilder:
         text = text[: int(model.longest_context * model.bytes_per_token)]
         return self._chains.text(text, int(self._block_size * model.bytes_per_token), root)
 
-    def cacheable(self, prompt_tokens: int) -> int:
-        """The most tokens of a prompt that a cache can serve: whole blocks, and never the last token."""
-        return max(0, prompt_tokens - 1) // self._block_size * self._block_size
-
     # -- inside ------------------------------------------------------------------------------------
 
-    def _weigh(self, context: RequestContext, matches: Matches, hits: int = 0, score: float = 0.0) -> None:
-        """Fill in prefix and candidates from what is held of the prompt."""
+    def _weigh(
+        self,
+        context: RequestContext,
+        matches: Matches,
+        blocks: Sequence[int],
+        hits: int = 0,
+        score: float = 0.0,
+    ) -> None:
+        """Fill in prefix and candidates from what is held of the prompt's `blocks`."""
         tokens = context.prompt.tokens
-        limit = self.cacheable(tokens)
-        context.prefix = Prefix(self._locations(matches, limit), hits, score)
+        limit = cacheable(tokens, self._block_size)
+        waits = self._waits_s(matches, limit, context.now)
+        locations = self._locations(matches, limit, waits)
+        context.unpulled = self._unpulled(context, locations, waits, blocks)
+        pullable = self._pulls and bool(locations) and not context.unpulled
+        context.prefix = Prefix(
+            locations, hits, score, pullable, self._held_s, self._first, self._reads_peers
+        )
         in_store = Overlap(0, 0, min(matches.store * self._block_size, limit))
-        context.candidates = self._candidates(context, tokens, self._overlaps(matches, limit), in_store)
+        overlaps = self._overlaps(matches, limit)
+        context.candidates = self._candidates(context, tokens, overlaps, in_store, waits)
 
     def _candidates(
         self,
@@ -132,11 +152,13 @@ class CandidateBuilder:
         prompt_tokens: int,
         overlaps: Mapping[str, Overlap],
         elsewhere: Overlap,
+        holders: Collection[str],
     ) -> list[Candidate]:
-        """One candidate per eligible endpoint. `elsewhere`: the overlap of endpoints not in `overlaps`."""
+        """One candidate per eligible endpoint. `elsewhere`: the overlap of endpoints not in `overlaps`.
+        `holders`: those that can hand KV over."""
         calibration, now = self._state.calibration, context.now
         givers = self._givers(context.eligible)
-        chosen_links = calibration.transfers or self._splits
+        chosen_links = calibration.transfers or self._splits or self._pulls
         candidates = []
         for view in context.eligible:
             address = view.endpoint.address
@@ -150,7 +172,7 @@ class CandidateBuilder:
                     overlap,
                     engine.prefill_s(prompt_tokens - device, device),
                     view.seconds_since_move,
-                    self._links(view, context.prefix, givers, now) if chosen_links else view.links,
+                    self._links(view, context.prefix, givers, holders, now) if chosen_links else view.links,
                     engine,
                     decode_s,
                     ttft_ratio,
@@ -165,15 +187,24 @@ class CandidateBuilder:
         return [v.endpoint.address for v in eligible if v.endpoint.role is Role.PREFILL]
 
     def _links(
-        self, view: EndpointView, prefix: Prefix, givers: Sequence[str], now: float
+        self,
+        view: EndpointView,
+        prefix: Prefix,
+        givers: Sequence[str],
+        holders: Collection[str],
+        now: float,
     ) -> Mapping[str, Link]:
         """Links to the holders of the prefix, and to the prefill endpoints that can hand KV over to this one,
         as slow as they were observed to be."""
         state, here = self._state, view.endpoint.address
-        near = [there for there, _ in prefix.locations if there not in givers]
-        near += [giver for giver in givers if state.connectors.can(giver, here)]
+        can = state.host_tiers.can if self._reads_peers else state.connectors.can
+        near = [there for there, *_ in prefix.locations if there not in givers]
+        near += [giver for giver in givers if can(giver, here)]
         return {
-            there: view.links[there]._replace(slowdown=state.calibration.slowdown(there, here, now))
+            there: view.links[there]._replace(
+                slowdown=state.calibration.slowdown(there, here, now),
+                carries_kv=(there in holders or there in givers) and can(there, here),
+            )
             for there in near
             if there in view.links
         }
@@ -189,12 +220,71 @@ class CandidateBuilder:
             overlaps[address] = alike[held]
         return overlaps
 
-    def _locations(self, matches: Matches, limit: int) -> tuple[Location, ...]:
-        """The endpoints that hold the most of the prompt. Engines cannot pull from each other yet, so the
-        prefix is not marked as pullable."""
+    def _locations(self, matches: Matches, limit: int, waits: Mapping[str, float]) -> tuple[Location, ...]:
+        """The endpoints that hold the most of the prompt. Where host memory is read, one of those that have
+        the most there is among them."""
         held, size = matches.host, self._block_size
-        longest = sorted(held, key=held.__getitem__, reverse=True)[:MAX_LOCATIONS] if limit else ()
-        return tuple(Location(address, min(held[address] * size, limit)) for address in longest)
+        if not (limit and held):
+            return ()
+        longest = sorted(held, key=held.__getitem__, reverse=True)[:MAX_LOCATIONS]
+        offloaded = {address: n for address, n in matches.offloaded.items() if address in waits}
+        if offloaded and (most := max(offloaded, key=offloaded.__getitem__)) not in longest:
+            longest[-1] = most
+        return tuple(
+            Location(
+                address,
+                min(held[address] * size, limit),
+                waits.get(address, 0.0),
+                min(offloaded.get(address, 0) * size, limit) if self._reads_peers else 0,
+            )
+            for address in longest
+        )
+
+    def _waits_s(self, matches: Matches, tokens: int, now: float) -> Mapping[str, float]:
+        """The holders that can hand KV over now, and the predicted seconds until they begin."""
+        holders = matches.offloaded if self._reads_peers else matches.host
+        if not self._pulls or not holders:
+            return {}
+        state = self._state
+        givers = [
+            (address, view.load)
+            for view in state.fleet.recent(now, state.sessions.bound)
+            if (address := view.endpoint.address) in holders
+            and gives(view.endpoint, ejected=bool(view.ejected))
+        ]
+        if self._reads_peers:
+            return {address: ANSWER_S for address, _ in givers if address in state.host_tiers.known}
+        able = [giver for giver in givers if not state.connectors.why_not(giver[0])]
+        return waits_s(able, state.calibration.engine, tokens, first=self._first)
+
+    def _unpulled(
+        self,
+        context: RequestContext,
+        locations: Sequence[Location],
+        givers: Collection[str],
+        blocks: Sequence[int],
+    ) -> Unpulled | None:
+        """Why the longest prefix cannot be fetched from its holders; None if it can, or if nothing is held,
+        or in a pool that does not fetch KV with requests."""
+        if not self._pulls:
+            return None
+        if self._reads_peers:
+            named = None if context.prompt.unsplit is None else Unpulled.REQUEST
+            return unpulled(locations, givers, lambda tokens: named)
+        return unpulled(locations, givers, lambda tokens: self._why_not(tokens, blocks))
+
+    def _why_not(self, tokens: int, blocks: Sequence[int]) -> Unpulled | None:
+        """Why the prompt's leading `tokens` cannot be handed over; None if they can."""
+        last = tokens // self._block_size
+        if not 0 < last <= len(blocks):
+            return Unpulled.TOKENS
+        cause = self._state.block_tokens.why_not(blocks[last - 1], self._loras)
+        return Unpulled(cause) if cause else None
+
+
+def cacheable(prompt_tokens: int, block_size: int) -> int:
+    """Return the most tokens of a prompt that a cache can serve: whole blocks, and never the last token."""
+    return max(0, prompt_tokens - 1) // block_size * block_size
 
 
 def wanted_by(context: RequestContext) -> admission.Wanted:

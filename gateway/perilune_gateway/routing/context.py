@@ -14,8 +14,10 @@ from perilune_gateway.model import (
     RequestHead,
     Step,
     TokenSource,
+    Unpulled,
     Unsplit,
 )
+from perilune_gateway.model.handoff import Content
 from perilune_gateway.state.fleet import EndpointView
 from perilune_gateway.state.sessions import Session
 
@@ -87,6 +89,10 @@ class RequestContext(Struct, gc=False):
     """Address of the endpoint that has the earlier response which the request names; empty: none is known."""
     candidates: Sequence[Candidate] = ()
     prefix: Prefix = NO_PREFIX
+    unpulled: Unpulled | None = None
+    """Why no endpoint can fetch the prefix from another one; None if one can."""
+    content: Content | None = None
+    """What the chosen endpoint fetches from another one; None if nothing."""
     seed: int = 0
     """The policy's random draws follow from this number, so a recorded decision can be taken again."""
     queued_s: float = 0.0

@@ -14,6 +14,7 @@ from perilune_gateway.model import NEED_BODY, Candidate, Decision, Phase, Reques
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.routing import admission
 from perilune_gateway.routing.disaggregation import decoders, split
+from perilune_gateway.routing.pull import pull
 
 
 def decide(
@@ -29,6 +30,11 @@ def decide(
     late = admission.meets_slo(request, able)
     if late and request.phase is Phase.HEADERS:
         return NEED_BODY  # another endpoint's cached prefix may change the prediction
-    if late or not (request.unsplit or len(able) < len(candidates)):
-        return late or verdict
-    return split(request, verdict, candidates, routing.disaggregation, routing.policy.perilune, rng)
+    if late:
+        return late
+    if request.unsplit or len(able) < len(candidates):
+        made = split(request, verdict, candidates, routing.disaggregation, routing.policy.perilune, rng)
+        if not isinstance(made, Decision):
+            return made
+        verdict = made
+    return pull(request, verdict, candidates, routing.pull)

@@ -39,7 +39,7 @@ from perilune_gateway.model import (
     RequestView,
     Unsplit,
 )
-from perilune_gateway.policy.cost import cheapest, find, host_of, slower_decode_s
+from perilune_gateway.policy.cost import cheapest, host_of, slower_decode_s, target_of
 
 
 def decoders(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
@@ -58,8 +58,7 @@ def split(
     """Return the decision with the endpoint that prefills, or with the reason why the target does. The
     candidates are all endpoints, those that prefill included."""
     givers = [c for c in candidates if c.endpoint.role is Role.PREFILL]
-    target = find(candidates, decision.target)
-    assert target is not None, "a policy chose an endpoint that is no candidate"
+    target = target_of(decision, candidates)
     if request.prompt_tokens - target.overlap.device_tokens <= pool.local_tokens:
         return replace(decision, unsplit=Unsplit.SHORT)
     if request.unsplit:
@@ -84,6 +83,7 @@ def split(
         target=target.address,
         reason=Reason.SPLIT,
         prefill=giver.address,
+        replicate_from="",
         cached_tokens=target.overlap.device_tokens,
         estimated_ttft_s=ready_s(giver, request) + fetch_s,
     )

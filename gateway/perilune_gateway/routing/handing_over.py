@@ -16,34 +16,41 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from enum import StrEnum
-from typing import Protocol
 from uuid import uuid4
 
 from msgspec import Struct
+from msgspec.structs import replace as replace_fields
 
 from perilune_api.pool import Pool
 from perilune_gateway.model import Move, MoveReason, SessionKey, Subject, Tier
-from perilune_gateway.model.handoff import Content, GivenUp, HandoffOutcome, HandoffRecord, Immovable
+from perilune_gateway.model.handoff import (
+    Content,
+    GivenUp,
+    HandoffOutcome,
+    HandoffRecord,
+    Immovable,
+    Leg,
+)
+from perilune_gateway.model.kv_reach import kv_reach
+from perilune_gateway.model.shared import Offered, OfferStage, prefix_name
 from perilune_gateway.moves.facts import LiveFacts
-from perilune_gateway.moves.handoff import Copy, Handoff, Handoffs, Over, Stage, Standing, Switch
+from perilune_gateway.moves.handoff import (
+    Copy,
+    Handoff,
+    Handoffs,
+    Over,
+    Stage,
+    Standing,
+    Switch,
+    may_follow,
+)
 from perilune_gateway.moves.planner import Planner
+from perilune_gateway.routing.observer import HandoffObserver
 from perilune_gateway.state.connectors import Connector
 from perilune_gateway.state.engine_blocks import Applied
+from perilune_gateway.state.offers import MOVING, STANDS_S
 from perilune_gateway.state.pool_state import PoolState
-
-
-class Observer(Protocol):
-    """Is told of every hand-off that has ended."""
-
-    def handed_over(self, record: HandoffRecord) -> None: ...
-
-
-class Leg(StrEnum):
-    """The two requests of a hand-off."""
-
-    GIVE = "give"
-    TAKE = "take"
+from perilune_gateway.state.sessions import Session
 
 
 class Legs(Struct, frozen=True, gc=False):
@@ -89,19 +96,24 @@ class HandingOver:
         planner: Planner,
         handoffs: Handoffs,
         facts: LiveFacts,
-        observer: Observer,
+        open_pulls: Mapping[int, Move],
+        observer: HandoffObserver,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
+        on_due: Callable[[], object],
     ) -> None:
+        """`open_pulls`: by ticket, the KV that is on its way with requests, of which the other replicas are
+        told. `on_due` is called when `due` has something, or when a hand-off was given up whose legs may
+        still run."""
         self._state = state
         self._planner = planner
         self._handoffs = handoffs
         self._facts = facts
+        self._open_pulls = open_pulls
         self._observer = observer
         self._clock = clock
         self._wall_clock = wall_clock
-        self.on_due: Callable[[], None] = lambda: None
-        """Called when `due` has something, or when a hand-off was given up whose legs may still run."""
+        self._on_due = on_due
         self._due: list[Legs] = []
         self._tickets: dict[Handoff, int] = {}
         self._copies: dict[Handoff, tuple[int, float]] = {}
@@ -117,10 +129,10 @@ class HandingOver:
     def configure(self, pool: Pool) -> None:
         """Take over a (changed) pool document."""
         self._model = pool.spec.model.name
-        self._facts.loras = {lora.name for lora in pool.spec.model.loras}
-        hands_over = any(endpoint.bootstrap for endpoint in pool.spec.endpoints)
+        self._worth = pool.spec.routing.migration.worth
+        self._facts.configure(pool.spec)
         memory = pool.spec.routing.migration.token_memory_bytes
-        self._state.block_tokens.max_bytes = memory if hands_over else 0
+        self._state.block_tokens.max_bytes = memory if kv_reach(pool.spec).hands_over else 0
 
     def stats(self) -> HandoffStats:
         tokens = self._state.block_tokens
@@ -140,13 +152,21 @@ class HandingOver:
 
     # -- what happens ------------------------------------------------------------------------------
 
-    def planned(self) -> None:
-        """The planner has made a new plan; called at the planner's interval."""
-        self._handoffs.offer(self._planner.ahead, self._clock())
+    def planned(self, plans: bool = True) -> None:
+        """The planner has made a new plan; called at the planner's interval. `plans`: whether this replica is
+        the one that plans. It also ends what others, which may be gone, have copied."""
+        now, offers = self._clock(), self._state.offers
+        self._handoffs.offer(
+            [move for move in self._planner.ahead if not offers.moves(self._name(move.subject), now)], now
+        )
+        if plans:
+            for offered in offers.all_elsewhere(now):
+                if session := self._state.sessions.named(offered.subject):
+                    self.follow(session)
         self.step()
 
     def on_applied(self, applied: Applied) -> None:
-        """A KV event may confirm a copy."""
+        """A KV event may confirm a copy, or complete what the host of a copied session holds."""
         if applied.stored and applied.tier is Tier.DEVICE and self._handoffs.awaits(applied.endpoint):
             self.step()
 
@@ -175,7 +195,7 @@ class HandingOver:
         if running is None:
             return
         ticket, since = running
-        self._state.fleet.finish(ticket)
+        self._state.in_flight.finish(ticket)
         self._leg_counts[leg] += 1
         self._leg_seconds[leg] += self._clock() - since
 
@@ -187,7 +207,7 @@ class HandingOver:
         missing, predicted_s = self._copies[legs.handoff]
         tokens = legs.content.tokens
         if missing and cached_tokens >= tokens:
-            took_s = max(0.001, seconds - state.calibration.engine.request_overhead_s(tokens))
+            took_s = max(0.001, seconds - state.calibration.engine.leg_overhead_s(tokens))
             state.calibration.transfer(legs.source, legs.target, took_s, predicted_s, now)
         self._handoffs.took(legs.handoff, cached_tokens, now)
         self.step()
@@ -201,7 +221,7 @@ class HandingOver:
 
     def step(self) -> None:
         """Do what the hand-offs' present state asks for."""
-        now = self._clock()
+        now, open_before = self._clock(), len(self._tickets)
         for effect in self._handoffs.step(self, now):
             match effect:
                 case Copy(handoff, missing_tokens):
@@ -210,8 +230,107 @@ class HandingOver:
                     self._switch(handoff, now)
                 case Over(handoff):
                     self._over(handoff, now)
+        if self._handoffs.open or len(self._tickets) != open_before:
+            self._state.changes.offers_changed()
         if self._due:
-            self.on_due()
+            self._on_due()
+
+    # -- among replicas ----------------------------------------------------------------------------
+
+    def follow(self, session: Session) -> None:
+        """Bind the session to the target of another replica's hand-off if its KV has arrived there: a turn of
+        the session has come, or the planner looks after it."""
+        if not self._state.offers:
+            return
+        now = self._clock()
+        offered = self._state.offers.elsewhere(session.name, now)
+        if offered is None or offered.stage not in MOVING:
+            return
+        source, target = offered.source, offered.target
+        if may_follow(session.key, source, target, offered.tail, self, now):
+            self._rebind(session, source, target, now)
+
+    def offered(self, subject: Subject, name: bytes) -> Move | None:
+        """Return another replica's offer for this session or prefix if a request carries it out."""
+        if not self._state.offers:
+            return None
+        offered = self._state.offers.elsewhere(name, self._clock())
+        if offered is None or offered.stage is not OfferStage.OFFERED or offered.transfer_bytes:
+            return None
+        return Move(
+            subject,
+            offered.reason,
+            offered.source,
+            offered.target,
+            cost_s=offered.cost_s,
+            benefit_s=offered.benefit_s,
+            worth=self._worth,
+            turns=offered.turns,
+            release=offered.reason is not MoveReason.REPLICATE,
+        )
+
+    def offers(self) -> list[Offered]:
+        """Return what this replica offers, copies, or began within the last minute, without stamps. Of moves
+        away from where a session is not any more, another replica's are the truth. KV that goes with requests
+        counts as a copy under a name of its own."""
+        now, others = self._clock(), self._state.offers
+        pulls = [
+            replace_fields(
+                self._as_offered(move, OfferStage.COPYING),
+                subject=f"{others.replica} {ticket}".encode(),
+                seconds=STANDS_S[OfferStage.OFFERED],
+            )
+            for ticket, move in self._open_pulls.items()
+        ]
+        began = {move.subject: (at, move) for at, move in self._planner.begun(now)}
+        found = {s: self._as_offered(move, OfferStage.OVER, now - at) for s, (at, move) in began.items()}
+        for move in self._planner.by_request:
+            found[move.subject] = self._as_offered(move, OfferStage.OFFERED)
+        for handoff in self._handoffs.open:
+            stage, content = OfferStage(handoff.stage), handoff.content
+            begun_s = None if stage is OfferStage.OFFERED else now - handoff.began_at
+            found[handoff.move.subject] = replace_fields(
+                self._as_offered(handoff.move, stage, begun_s),
+                transfer_bytes=handoff.transfer_bytes or handoff.move.transfer_bytes,
+                tokens=content.tokens if content else 0,
+                tail=content.blocks[-1] if content else 0,
+            )
+        return [
+            offered
+            for offered in (*found.values(), *pulls)
+            if offered.subject
+            and not (
+                offered.stage is OfferStage.OFFERED
+                and others.carried_out(offered.subject, offered.source, now)
+            )
+        ]
+
+    def _as_offered(self, move: Move, stage: OfferStage, begun_s: float | None = None) -> Offered:
+        return Offered(
+            0,
+            self._name(move.subject),
+            move.reason,
+            move.source,
+            move.target,
+            stage,
+            STANDS_S[stage],
+            begun_s,
+            0 if stage is OfferStage.OVER else move.transfer_bytes,
+            cost_s=max(0.0, move.cost_s),
+            benefit_s=move.benefit_s,
+            turns=move.turns,
+        )
+
+    def _name(self, subject: Subject) -> bytes:
+        """The subject's name among replicas; empty: it has none."""
+        if isinstance(subject, int):
+            return prefix_name(subject)
+        if isinstance(subject, bytes):
+            return subject
+        session = self._state.sessions.get(subject) if isinstance(subject, SessionKey) else None
+        return session.name if session else b""
+
+    # -- the legs, the switch, the end -------------------------------------------------------------
 
     def _copy(self, handoff: Handoff, missing_tokens: int, now: float) -> None:
         move, content, state = handoff.move, handoff.content, self._state
@@ -239,13 +358,14 @@ class HandingOver:
         )
 
     def _switch(self, handoff: Handoff, now: float) -> None:
-        move, content, state = handoff.move, handoff.content, self._state
-        assert content is not None
-        assert isinstance(move.subject, SessionKey)
-        session = state.sessions.find(move.subject, now)
+        move, state = handoff.move, self._state
+        session = state.sessions.of(move.subject, now)
         assert session is not None, "step asks for standing first"
-        state.sessions.hand_over(session, move.target, now)
-        state.fleet.moved(move.source, move.target, now)
+        self._rebind(session, move.source, move.target, now)
+
+    def _rebind(self, session: Session, source: str, target: str, now: float) -> None:
+        self._state.sessions.hand_over(session, target, now)
+        self._state.fleet.moved(source, target, now)
 
     def _over(self, handoff: Handoff, now: float) -> None:
         record = HandoffRecord(
@@ -269,13 +389,13 @@ class HandingOver:
         self._planner.finished(ticket, now, arrived=arrived, handoff=record)
         self._observer.handed_over(record)
         if not arrived:
-            self.on_due()
+            self._on_due()
 
     def _begin(self, legs: Legs, leg: Leg, address: str, uncached_tokens: int) -> None:
         """Count a leg as load."""
-        ticket = self._state.fleet.leg_ticket()
+        ticket = self._state.in_flight.leg_ticket()
         engine = self._state.calibration.speed(address, self._clock()).engine
-        self._state.fleet.start(
+        self._state.in_flight.start(
             ticket,
             address,
             uncached_tokens=uncached_tokens,
@@ -287,14 +407,22 @@ class HandingOver:
     # -- the world ---------------------------------------------------------------------------------
 
     def standing(self, subject: Subject) -> Standing | None:
-        if not isinstance(subject, SessionKey):
-            return None
         state, now = self._state, self._clock()
-        session = state.sessions.find(subject, now)
+        session = state.sessions.of(subject, now)
         if session is None:
             return None
         _, held_tokens = state.held_end(session, now)
-        return Standing(session.host, held_tokens, state.fleet.runs(session.ticket))
+        if session.follows:
+            prompt_end = session.chain[session.fork - 1] if session.fork else 0
+        else:
+            prompt_end = session.shared_tail
+        announced = not prompt_end or state.index.announced(session.host, prompt_end)
+        return Standing(
+            session.host,
+            held_tokens,
+            state.in_flight.runs(session.ticket) or state.sessions.runs_elsewhere(session),
+            announced and not session.unconfirmed,
+        )
 
     def content(self, subject: Subject) -> Content | None:
         return self._facts.content(subject, self._clock())

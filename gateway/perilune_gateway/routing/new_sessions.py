@@ -16,7 +16,7 @@ With several replicas of the gateway:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from math import inf
 
 from msgspec import Struct
@@ -84,8 +84,6 @@ class NewSessions:
         self._begun = self._refused = 0
         self._elsewhere: dict[str, _Elsewhere] = {}
         """Other replica → what it counts."""
-        self.on_counted: Callable[[], object] = lambda: None
-        """Called when `counted` has changed otherwise than by a turn that was routed here."""
         self.configure(SessionAdmission())
 
     def configure(self, rules: SessionAdmission) -> None:
@@ -104,7 +102,7 @@ class NewSessions:
         session: Hashable = identity.key or object()
         room = self._room(now, inf if self._waiting_elsewhere() else 0.0)
         verdict = self._queue.arrive(session, identity.tenant, prompt.tokens, room, now)
-        self.on_counted()
+        self._state.changes.counts_changed()
         if isinstance(verdict, Refused):
             return self._refusal(verdict)
         if verdict is None:
@@ -125,14 +123,14 @@ class NewSessions:
             found.append((first.ticket, None))
         found += [(late.ticket, self._refusal(refused)) for late, refused in self._queue.refuse(now)]
         if found:
-            self.on_counted()
+            self._state.changes.counts_changed()
         return found
 
     def over(self, ticket: int) -> None:
         """The request waits no longer: it is routed now, or its client has gone. Safe to call twice."""
         self._queue.leave(ticket)
         self._beginning.pop(ticket, None)
-        self.on_counted()
+        self._state.changes.counts_changed()
 
     def turn_began(self, session: Hashable, tokens: int, turns: int) -> None:
         if self.on:
@@ -161,7 +159,7 @@ class NewSessions:
         """Another replica has routed a turn of the session."""
         if self.on:
             self._contexts.turn_elsewhere(session)
-            self.on_counted()
+            self._state.changes.counts_changed()
 
     # -- facts -------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ from perilune_gateway.model import (
     RequestHead,
     Routed,
 )
-from perilune_gateway.request import openai
+from perilune_gateway.request import openai, paths
 from perilune_gateway.request.known_bodies import KnownBodies
 from perilune_gateway.request.openai import ParsedRequest
 from perilune_gateway.routing import admission
@@ -74,14 +74,15 @@ class Pools:
 
     def on_headers(self, head: RequestHead) -> Chosen | Refusal | Answer | NeedBody:
         """Chooses by the headers, if they suffice."""
-        response_id = openai.response_of(head.path)
-        if head.method == "POST" and head.has_body and not (response_id or openai.is_engine_page(head.path)):
+        self.routers[0].arrived(head)
+        response_id = paths.response_of(head.path)
+        if head.method == "POST" and head.has_body and not (response_id or paths.is_engine_page(head.path)):
             bound = [router for router in self.routers if router.is_bound(router.identity(head))]
-            if len(bound) == 1 and openai.is_model_path(head.path) and _of_one_model(bound[0]):
+            if len(bound) == 1 and paths.is_model_path(head.path) and _of_one_model(bound[0]):
                 verdict = bound[0].on_headers(head)
                 return NEED_BODY if isinstance(verdict, NeedBody) else Chosen(bound[0], verdict)
             return NEED_BODY
-        if head.method == "GET" and (model := openai.listed(head.path)) is not None:
+        if head.method == "GET" and (model := paths.listed(head.path)) is not None:
             return self._listed(head, model)
         stores = (router for router in self.routers if router.stores(router.identity(head), response_id))
         return self._by_headers(next(stores, self.routers[0]), head)
@@ -89,7 +90,7 @@ class Pools:
     def on_body(self, head: RequestHead, body: bytes) -> Chosen | Refusal:
         """Chooses by the body's model."""
         timer = StepTimer(self._stopwatch)
-        if not openai.is_model_path(head.path):
+        if not paths.is_model_path(head.path):
             return self._elsewhere(head, openai.model_in(body))
         request = self.bodies.parse(head.path, body)
         if isinstance(request, Refusal):

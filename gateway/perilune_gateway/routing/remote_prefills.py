@@ -12,26 +12,17 @@ request, and leaves a `HandoffRecord`.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 from uuid import uuid4
 
 from msgspec import Struct
 
 from perilune_api.pool import Disaggregation
 from perilune_gateway.model import Candidate, Decision, Move, MoveReason, Subject
-from perilune_gateway.model.handoff import EXPIRED, GivenUp, HandoffOutcome, HandoffRecord, RemotePrefill
+from perilune_gateway.model.handoff import GivenUp, RemotePrefill
+from perilune_gateway.routing.observer import HandoffObserver
+from perilune_gateway.routing.request_transfers import EndedTransfers, TransferStats
 from perilune_gateway.state.pool_state import PoolState
-
-RECENT = 50
-"""Number of ended remote prefills that are remembered."""
-
-
-class Observer(Protocol):
-    """Is told of every remote prefill that has ended."""
-
-    def handed_over(self, record: HandoffRecord) -> None: ...
 
 
 class _Open(Struct, gc=False):
@@ -44,16 +35,8 @@ class _Open(Struct, gc=False):
     """Ticket of its load on the source."""
     began_at: float
     cause: GivenUp | None = None
-
-
-class RemotePrefillStats(Struct, frozen=True):
-    """Statistics of a pool's remote prefills."""
-
-    open: int
-    outcomes: Mapping[HandoffOutcome, int]
-    given_up: Mapping[GivenUp, int]
-    transfer_bytes: int
-    recent: Sequence[HandoffRecord]
+    cancel: Callable[[], object] = lambda: None
+    """Ends its give leg, which may have ended already."""
 
 
 class RemotePrefills:
@@ -62,30 +45,21 @@ class RemotePrefills:
     def __init__(
         self,
         state: PoolState,
-        observer: Observer,
+        observer: HandoffObserver,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
         self._state = state
-        self._observer = observer
         self._clock = clock
-        self._wall_clock = wall_clock
-        self.on_ended: Callable[[RemotePrefill], None] = lambda remote: None
-        """Called at the end of a request; its give leg may still run, and is of no use any more."""
+        self._past = EndedTransfers(observer, clock, wall_clock)
         self._open: dict[int, _Open] = {}
-        self._outcomes: Counter[HandoffOutcome] = Counter()
-        self._given_up: Counter[GivenUp] = Counter()
-        self._bytes = 0
-        self._recent: deque[HandoffRecord] = deque(maxlen=RECENT)
 
     def configure(self, pool: Disaggregation) -> None:
         """Take over a (changed) pool document."""
         self._pool = pool
 
-    def stats(self) -> RemotePrefillStats:
-        return RemotePrefillStats(
-            len(self._open), dict(self._outcomes), dict(self._given_up), self._bytes, tuple(self._recent)
-        )
+    def stats(self) -> TransferStats:
+        return self._past.stats(len(self._open))
 
     def begin(
         self,
@@ -97,7 +71,7 @@ class RemotePrefills:
         tokens: int,
     ) -> RemotePrefill:
         """A request begins whose prompt another endpoint prefills: its load begins there."""
-        fleet, now = self._state.fleet, self._clock()
+        in_flight, now = self._state.in_flight, self._clock()
         by_address = {c.address: c for c in candidates}
         giver, taker = by_address[decision.prefill], by_address[decision.target]
         missing = tokens - taker.overlap.device_tokens
@@ -118,9 +92,9 @@ class RemotePrefills:
             taker.engine.kv_bytes(missing),
             decision.estimated_ttft_s,
         )
-        leg = fleet.leg_ticket()
+        leg = in_flight.leg_ticket()
         self._open[ticket] = _Open(remote, move, tokens, leg, now)
-        fleet.start(
+        in_flight.start(
             leg,
             giver.address,
             uncached_tokens=uncached,
@@ -130,6 +104,14 @@ class RemotePrefills:
         )
         self._state.index.speculate(giver.address, blocks, now)
         return remote
+
+    def giving(self, ticket: int, remote: RemotePrefill, cancel: Callable[[], object]) -> None:
+        """The give leg is sent. `cancel` is called at the end of the request, after which the leg is of no
+        use; at once if it has ended."""
+        if one := self._of(ticket, remote):
+            one.cancel = cancel
+        else:
+            cancel()
 
     def given(self, ticket: int, remote: RemotePrefill) -> None:
         """The give leg has ended well: the source has computed the prompt, and keeps it until it is
@@ -158,31 +140,13 @@ class RemotePrefills:
         self._end_leg(one)
         if not answered:
             one.cause = one.cause or GivenUp.LEFT
-        outcome = HandoffOutcome.COPIED
-        if one.cause:
-            outcome = HandoffOutcome.EXPIRED if one.cause in EXPIRED else HandoffOutcome.FAILED
-            self._given_up[one.cause] += 1
-        self._outcomes[outcome] += 1
-        self._bytes += one.move.transfer_bytes
-        record = HandoffRecord(
-            one.move,
-            outcome,
-            one.cause,
-            one.tokens,
-            0 if one.cause else one.tokens,
-            one.move.transfer_bytes,
-            1,
-            self._clock() - one.began_at,
-            self._wall_clock(),
-        )
-        self._recent.append(record)
-        self._observer.handed_over(record)
-        self.on_ended(one.remote)
+        self._past.add(one.move, one.tokens, 0 if one.cause else one.tokens, one.cause, one.began_at)
+        one.cancel()
 
     def _of(self, ticket: int, remote: RemotePrefill) -> _Open | None:
         one = self._open.get(ticket)
         return one if one and one.remote is remote else None
 
     def _end_leg(self, one: _Open) -> None:
-        if self._state.fleet.runs(one.leg):
-            self._state.fleet.finish(one.leg)
+        if self._state.in_flight.runs(one.leg):
+            self._state.in_flight.finish(one.leg)

@@ -10,9 +10,9 @@
 1. *Gather* (candidates.py): the session, the prompt's tokens and blocks, and for each endpoint what it holds
    of them and what it has to do, as a `RequestView` and `Candidate`s.
 2. *Filter* (admission.py): endpoints that may not be chosen are left out.
-3. *Decide* (decide.py): the policy, a pure function. A planned move may replace its choice.
+3. *Decide* (deciding.py): the policy, a pure function (decide.py). A planned move may replace its choice.
 4. *Admit* (decide.py): the prompt must fit, the fleet must not be overloaded, the SLOs must be within reach.
-5. *Record* (lifecycle.py): binding, load, claims, the decision's record. From then on `lifecycle` follows
+5. *Record* (verdicts.py): binding, load, claims, the decision's record. From then on lifecycle.py follows
    the request to its end.
 
 Synchronous. Time and randomness come in through the constructor. Knows nothing of Envoy and never waits.
@@ -20,9 +20,7 @@ Synchronous. Time and randomness come in through the constructor. Knows nothing 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from math import inf, isnan
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Protocol
 
@@ -33,30 +31,24 @@ from perilune_api import names
 from perilune_api.pool import EndpointSpec, Pool, Role, Topology
 from perilune_gateway.model import (
     NEED_BODY,
-    Decision,
     Endpoint,
     Identity,
-    Move,
     NeedBody,
     Outcome,
-    Phase,
     Reason,
     Refusal,
     RefuseReason,
     RequestHead,
     RequestView,
     Routed,
-    SessionView,
     Step,
     Tokens,
     Unsplit,
     Verdict,
 )
-from perilune_gateway.moves.facts import LiveFacts
-from perilune_gateway.moves.handoff import Handoffs
 from perilune_gateway.moves.planner import Planner
 from perilune_gateway.policy import POLICIES
-from perilune_gateway.request import openai
+from perilune_gateway.request import paths
 from perilune_gateway.request.aliases import Aliases
 from perilune_gateway.request.identity import bounded, from_headers, inferred, with_body
 from perilune_gateway.request.known_bodies import KnownBodies
@@ -64,11 +56,18 @@ from perilune_gateway.request.openai import ParsedRequest
 from perilune_gateway.routing import admission
 from perilune_gateway.routing.candidates import CandidateBuilder, wanted_by
 from perilune_gateway.routing.context import Prompt, RequestContext, StepTimer
-from perilune_gateway.routing.decide import decide
+from perilune_gateway.routing.deciding import Deciding
+from perilune_gateway.routing.full_reports import FullReports
 from perilune_gateway.routing.handing_over import HandingOver
-from perilune_gateway.routing.lifecycle import Lifecycle, Observer
+from perilune_gateway.routing.lifecycle import Lifecycle
 from perilune_gateway.routing.new_sessions import NewSessions, Queued
+from perilune_gateway.routing.objectives import wrong_slo
+from perilune_gateway.routing.peer_reads import PeerReads
+from perilune_gateway.routing.pulling import Pulling
 from perilune_gateway.routing.remote_prefills import RemotePrefills
+from perilune_gateway.routing.request_transfers import TransferStats, together
+from perilune_gateway.routing.verdicts import Verdicts
+from perilune_gateway.state.engine_blocks import Applied
 from perilune_gateway.state.pool_state import PoolState
 
 SEED_BITS = 53
@@ -90,6 +89,10 @@ class Encode(Struct, frozen=True, gc=False):
     body_bytes: int
 
 
+PromptSeen = Callable[[Sequence[int], Sequence[int], str, str, float], object]
+"""Takes (token ids, blocks, adapter, salt, now) of a prompt."""
+
+
 class Router:
     """One pool's router."""
 
@@ -100,25 +103,37 @@ class Router:
         tokenizer: TokenizesNow,
         candidates: CandidateBuilder,
         planner: Planner,
+        deciding: Deciding,
+        verdicts: Verdicts,
         lifecycle: Lifecycle,
         handing_over: HandingOver,
         aliases: Aliases,
         remote_prefills: RemotePrefills,
+        pulling: Pulling,
+        peer_reads: PeerReads,
         new_sessions: NewSessions,
+        reports: FullReports,
         *,
         clock: Callable[[], float],
         stopwatch: Callable[[], float],
         rng: Random,
         conformance: bool = False,
+        prompt_seen: PromptSeen | None = None,
     ) -> None:
         """`clock` and `stopwatch` give monotonic seconds; the second one times steps. `conformance`: obey the
-        header by which conformance tests name an endpoint."""
+        header by which conformance tests name an endpoint. `prompt_seen`: is called with each prompt whose
+        token ids are known, before its blocks are looked up."""
         self.state = state
         self.planner = planner
-        self.lifecycle = lifecycle
         self.handing_over = handing_over
         self.remote_prefills = remote_prefills
+        self.pulling = pulling
+        self.peer_reads = peer_reads
         self.new_sessions = new_sessions
+        self._deciding = deciding
+        self._verdicts = verdicts
+        self._lifecycle = lifecycle
+        self._reports = reports
         self._tokenizer = tokenizer
         self._candidates = candidates
         self._aliases = aliases
@@ -127,6 +142,7 @@ class Router:
         self._rng = rng
         self._conformance = conformance
         self.bodies = KnownBodies()
+        self._prompt_seen = prompt_seen
         self.configure(pool)
 
     def configure(self, pool: Pool) -> Sequence[str]:
@@ -135,12 +151,15 @@ class Router:
         spec = pool.spec
         self.pool = pool
         self._routing = spec.routing
-        self._block_size = spec.engine.block_size
         self._loras = {lora.name for lora in spec.model.loras}
         self.models = {spec.model.name, *spec.model.aliases, *self._loras}
         self._candidates.configure(pool)
         self.planner.configure(self._routing.migration, self._routing.policy.name)
-        self.lifecycle.configure(pool)
+        self._deciding.configure(pool)
+        self._verdicts.configure(pool)
+        self.state.ejection.rules = self._routing.ejection
+        self.remote_prefills.configure(self._routing.disaggregation)
+        self.pulling.configure(pool)
         self.handing_over.configure(pool)
         self.new_sessions.configure(self._routing.session_admission)
         endpoints = [endpoint for e in spec.endpoints for endpoint in _ranks(e, spec.topology)]
@@ -148,37 +167,46 @@ class Router:
         gone = self.state.fleet.set_endpoints(endpoints, spec.topology)
         for address in gone:
             self.state.forget(address)
-            self.lifecycle.forget(address)
+            self._lifecycle.forget(address)
+            self._reports.forget(address)
+            self.pulling.forget(address)
         return gone
 
     # -- a request's way in ------------------------------------------------------------------------
 
+    def arrived(self, head: RequestHead) -> float:
+        """Returns the time, which is that of the request's arrival."""
+        head.arrived_at = self._clock()
+        return head.arrived_at
+
     def on_headers(self, head: RequestHead) -> Routed | Refusal | NeedBody:
         """Decide from the headers if they suffice."""
-        timer, now = StepTimer(self._stopwatch), self._clock()
+        timer, now = StepTimer(self._stopwatch), self.arrived(head)
         identity = head.identity = from_headers(head.headers, self._routing.session)
         session = self.state.sessions.find(identity.key, now) if identity.session_id else None
+        if session:
+            self.handing_over.follow(session)
         forced = self._conformance and names.CONFORMANCE_SELECTION_HEADER in head.headers
-        for_model = head.has_body and head.method == "POST" and openai.is_model_path(head.path)
+        for_model = head.has_body and head.method == "POST" and paths.is_model_path(head.path)
         body_bytes = head.content_length
-        if openai.is_engine_page(head.path):
+        if paths.is_engine_page(head.path):
             message = (
                 f"{head.path[:200]} tells of one engine only. Ask the engine that you mean, not the pool"
             )
-            return self.lifecycle.refused(head, Refusal(RefuseReason.NOT_FOUND, message), timer)
+            return self._verdicts.refused(head, Refusal(RefuseReason.NOT_FOUND, message), timer)
         if for_model and not forced:
             if body_bytes > self._routing.limits.max_body_bytes:
-                return self.lifecycle.refused(head, self._too_large(body_bytes), timer)
+                return self._verdicts.refused(head, self._too_large(body_bytes), timer)
             if session is None or not session.host or not body_bytes:
                 return NEED_BODY  # a body of unknown length may be too long
-            if openai.api_of(head.path) is openai.Api.RESPONSES:
+            if paths.api_of(head.path) is paths.Api.RESPONSES:
                 return NEED_BODY  # the body may name an earlier response, which one endpoint has
-            if not self.state.knows(session, body_bytes) or self.lifecycle.asks(session.host):
+            if not self.state.knows(session, body_bytes) or self._reports.wanted(session.host):
                 return NEED_BODY
             if self._routing.engine_priority.used or self._routing.cache_salt == "tenant":
                 return NEED_BODY  # priority and salt for the engine are written into every body
         context = RequestContext(head, now, timer, identity, session)
-        if not for_model and (stored := self._aliases.stored(identity.tenant, openai.response_of(head.path))):
+        if not for_model and (stored := self._aliases.stored(identity.tenant, paths.response_of(head.path))):
             context.holder = self._by_alias.get(stored.endpoint, "")
         self._candidates.find_eligible(context)
         if not context.eligible:
@@ -195,7 +223,7 @@ class Router:
         """The body has come."""
         timer = StepTimer(self._stopwatch)
         if len(body) > self._routing.limits.max_body_bytes:
-            return self.lifecycle.refused(head, self._too_large(len(body)), timer)
+            return self._verdicts.refused(head, self._too_large(len(body)), timer)
         return self.on_request(head, self.bodies.parse(head.path, body), len(body), timer)
 
     def on_request(
@@ -203,10 +231,10 @@ class Router:
     ) -> Routed | Refusal | Encode | Queued:
         """The body has been parsed."""
         if isinstance(request, Refusal):
-            return self.lifecycle.refused(head, request, timer)
+            return self._verdicts.refused(head, request, timer)
         if request.model not in self.models:
             refusal = admission.unknown_model(request.model, self.models, "This pool")
-            return self.lifecycle.refused(head, refusal, timer)
+            return self._verdicts.refused(head, refusal, timer)
         timer.lap(Step.PARSE)
         tokens = self._tokenizer.now(request)
         if tokens is None:
@@ -228,20 +256,25 @@ class Router:
         context = self._with_session(head, queued.request, queued.prompt, timer, identity)
         context.queued_s = context.now - queued.since
         if refusal:
-            return self.lifecycle.refused(head, refusal, timer, context)
+            return self._verdicts.refused(head, refusal, timer, context)
         return self._route(context)
 
     def left(self, queued: Queued) -> None:
         """The client of a request that waited has gone."""
         self.new_sessions.over(queued.ticket)
+        self._verdicts.waited_in_vain(queued.head)
 
     def refused(self, head: RequestHead, refusal: Refusal) -> None:
         """The exchange refused the request by itself; record it."""
-        self.lifecycle.refused(head, refusal)
+        self._verdicts.refused(head, refusal)
 
     def prefills_itself(self, ticket: int) -> None:
         """No other endpoint prefills the request's prompt after all, see lifecycle."""
-        self.lifecycle.prefills_itself(ticket)
+        self._lifecycle.prefills_itself(ticket)
+
+    def fetched(self, ticket: int) -> None:
+        """The request's endpoint has fetched its KV, see lifecycle."""
+        self._lifecycle.fetched(ticket)
 
     # -- which pool, where one gateway has several --------------------------------------------------
 
@@ -265,15 +298,25 @@ class Router:
 
     def on_response(self, ticket: int, status: int, served: str, streamed: bool) -> None:
         """The answer's head has come, see lifecycle."""
-        self.lifecycle.on_response(ticket, status, served, streamed)
+        self._lifecycle.on_response(ticket, status, served, streamed)
 
     def on_usage(self, ticket: int, cached_tokens: int) -> None:
         """The engine has reported how much of the prompt it had, see lifecycle."""
-        self.lifecycle.on_usage(ticket, cached_tokens)
+        self._lifecycle.on_usage(ticket, cached_tokens)
 
     def finished(self, ticket: int, outcome: Outcome) -> None:
         """The request has ended, see lifecycle."""
-        self.lifecycle.finished(ticket, outcome)
+        self._lifecycle.finished(ticket, outcome)
+
+    # -- what engines announce ---------------------------------------------------------------------
+
+    def on_applied(self, applied: Applied) -> None:
+        """A KV event has changed the index, see lifecycle."""
+        self._lifecycle.on_applied(applied)
+
+    def on_learning(self, endpoint: str, learning: bool) -> None:
+        """Whether blocks of the endpoint wait for others that are not known, see full_reports."""
+        self._reports.on_learning(endpoint, learning)
 
     # -- prompt and session ------------------------------------------------------------------------
 
@@ -282,7 +325,7 @@ class Router:
     ) -> Routed | Refusal | Queued:
         # A prompt that cannot fit is refused before it costs time that grows with its length.
         if refusal := admission.fits_context(tokens, self.pool.spec.model.context_tokens):
-            return self.lifecycle.refused(head, refusal, timer)
+            return self._verdicts.refused(head, refusal, timer)
         lora = request.model if request.model in self._loras else ""
         identity = head.identity or from_headers(head.headers, self._routing.session)
         salt = ""
@@ -300,14 +343,16 @@ class Router:
             bounded(request.prompt_cache_key),
             salt,
             bool(request.previous_response_id),
-            request.api is openai.Api.RESPONSES and not request.request_id,
+            request.api is paths.Api.RESPONSES and not request.request_id,
             Unsplit.GROUPS if self.state.block_tokens.groups else request.unsplit,
         )
+        if self._prompt_seen and tokens.ids is not None:
+            self._prompt_seen(tokens.ids, prompt.blocks, lora, request.cache_salt, self._clock())
         timer.lap(Step.HASH)
         context = self._with_session(head, request, prompt, timer, identity)
         match self.new_sessions.arrive(context, request):
             case Refusal() as refusal:
-                return self.lifecycle.refused(head, refusal, timer, context)
+                return self._verdicts.refused(head, refusal, timer, context)
             case Queued() as queued:
                 return queued
         return self._route(context)
@@ -350,6 +395,8 @@ class Router:
             else:
                 session_id = sessions.superseded(identity.tenant, prompt.blocks[-1])
             identity = inferred(identity, session_id)
+        if session:
+            self.handing_over.follow(session)
         holder = self._by_alias.get(stored.endpoint, "") if stored else ""
         return RequestContext(head, now, timer, identity, session, prompt=prompt, holder=holder)
 
@@ -361,19 +408,21 @@ class Router:
             if wanted not in POLICIES:
                 problem = f"Unknown policy {wanted[:100]!r}, known are {', '.join(POLICIES)}"
                 refusal = Refusal(RefuseReason.BAD_REQUEST, f"{problem} - in {names.POLICY_HEADER}")
-                return self.lifecycle.refused(head, refusal, context.timer, context)
+                return self._verdicts.refused(head, refusal, context.timer, context)
             policy = wanted
-        if problem := _wrong_slo(head.headers):
+        if problem := wrong_slo(head.headers):
             refusal = Refusal(RefuseReason.BAD_REQUEST, problem)
-            return self.lifecycle.refused(head, refusal, context.timer, context)
+            return self._verdicts.refused(head, refusal, context.timer, context)
         context.seed = self._rng.getrandbits(SEED_BITS)
-        view, verdict = self._choose(context, policy)
+        view, verdict = self._deciding.choose(
+            context, policy, self._verdicts.request_id(head), self._verdicts.ordinal
+        )
         if isinstance(verdict, NeedBody):
             return verdict
         context.timer.lap(Step.POLICY)
         if isinstance(verdict, Refusal):
-            return self.lifecycle.refused(head, verdict, context.timer, context, view, policy)
-        return self.lifecycle.routed(context, view, verdict, policy)
+            return self._verdicts.refused(head, verdict, context.timer, context, view, policy)
+        return self._verdicts.routed(context, view, verdict, policy)
 
     def weigh(
         self, head: RequestHead, prompt: Prompt | None, seed: int
@@ -392,93 +441,39 @@ class Router:
         else:
             context.prompt = prompt
             self._candidates.look_up(context)
-        return context, *self._choose(context, self._routing.policy.name)
-
-    def _choose(self, context: RequestContext, policy: str) -> tuple[RequestView, Verdict]:
-        view = self._view(context)
-        verdict = decide(view, context.candidates, policy, self._routing, Random(context.seed))
-        if isinstance(verdict, Decision) and (offer := self._offer(context)):
-            if view.phase is Phase.HEADERS:
-                return view, NEED_BODY  # only the body tells what the offer's target holds of the prompt
-            verdict = self.planner.apply(offer, verdict, view, context.candidates, context.now)
-        return view, verdict
-
-    def _offer(self, context: RequestContext) -> Move | None:
-        """The planner's offer for this session, or for the prefix that a new session begins with."""
-        if context.session and context.session.host:
-            return self.planner.offer(context.session.key, None)
-        known = context.prefix.tokens // self._block_size
-        if not known:
-            return None
-        prefix = context.prompt.blocks[known - 1]
-        self.planner.saw(prefix, context.prefix.tokens)
-        return self.planner.offer(None, prefix)
-
-    def _view(self, context: RequestContext) -> RequestView:
-        """The request as a policy sees it."""
-        prompt, session = context.prompt, context.session
-        level, slo_ttft_s, slo_tpot_s = self._objectives(context.head)
-        return RequestView(
-            self.lifecycle.request_id(context.head),
-            self.lifecycle.ordinal,
-            prompt.tokens,
-            Phase.BODY if prompt.model else Phase.HEADERS,
-            self.state.sessions.view(session, context.now) if session else self._new_session(context),
-            prompt.model or self.pool.spec.model.name,
-            prompt.output_tokens,
-            prompt.source,
-            prompt.priority,
-            level,
-            slo_ttft_s,
-            slo_tpot_s,
-            context.prefix,
-            self._block_size,
-            unsplit=self._candidates.unsplit(context),
-        )
-
-    def _new_session(self, context: RequestContext) -> SessionView | None:
-        identity = context.identity
-        if not identity.session_id:
-            return None
-        near = self.state.sessions.near_host(identity, context.prompt.cache_key, context.now)
-        return SessionView(identity.session_id, parent_host=near)
-
-    def _objectives(self, head: RequestHead) -> tuple[int, float, float]:
-        """Priority level, and SLOs for TTFT and TPOT in seconds: the request's own, or else the pool's."""
-        limits, headers = self._routing.limits, head.headers
-        objective = next((headers[name] for name in names.OBJECTIVE_HEADERS if name in headers), "")
-        return (
-            limits.objectives.get(objective, 0),
-            _seconds(headers.get(names.SLO_TTFT_HEADER, "")) or limits.ttft_slo_seconds,
-            _seconds(headers.get(names.SLO_TPOT_HEADER, "")) or limits.tpot_slo_seconds,
-        )
+        request_id, ordinal = self._verdicts.request_id(head), self._verdicts.ordinal
+        return context, *self._deciding.choose(context, self._routing.policy.name, request_id, ordinal)
 
     # -- without a policy --------------------------------------------------------------------------
 
     def _no_endpoint(self, context: RequestContext) -> Refusal:
         refusal = admission.no_endpoint(wanted_by(context), context.excluded)
-        return self.lifecycle.refused(context.head, refusal, context.timer, context)
+        return self._verdicts.refused(context.head, refusal, context.timer, context)
 
     def _pass_through(self, context: RequestContext) -> Routed:
         eligible = [e for e in context.eligible if e.endpoint.role is not Role.PREFILL]
         target = min(eligible, key=lambda e: (e.load.in_flight, self._rng.random()))
         order = [target, *(e for e in eligible if e is not target)]
-        return self.lifecycle.unprompted(context, order, Reason.PASS_THROUGH)
+        return self._verdicts.unprompted(context, order, Reason.PASS_THROUGH)
 
     def _forced(self, context: RequestContext) -> Routed | Refusal:
+        """The endpoints that the conformance header names: `ip:port`, or an `ip` for all of its ports."""
         wanted = [a.strip() for a in context.head.headers[names.CONFORMANCE_SELECTION_HEADER].split(",")]
         serving = [e for e in context.eligible if e.endpoint.role is not Role.PREFILL]
-        by_server = {e.endpoint.server: e for e in serving}
-        chosen = [by_server[server] for server in wanted if server in by_server]
+        chosen = [e for a in wanted for e in serving if a in (e.endpoint.server, _ip_of(e.endpoint.server))]
         if not chosen:
             message = f"None of {', '.join(wanted)[:200]} is a ready endpoint of the pool"
             refusal = Refusal(RefuseReason.NO_ENDPOINT, message)
-            return self.lifecycle.refused(context.head, refusal, context.timer, context)
-        return self.lifecycle.unprompted(context, chosen, Reason.FORCED)
+            return self._verdicts.refused(context.head, refusal, context.timer, context)
+        return self._verdicts.unprompted(context, chosen, Reason.FORCED)
 
     def _too_large(self, body_bytes: int) -> Refusal:
         limit = self._routing.limits.max_body_bytes
         return Refusal(RefuseReason.BODY_TOO_LARGE, f"The body has {body_bytes} bytes, the limit is {limit}")
+
+    def pulls(self) -> TransferStats:
+        """Statistics of the KV that endpoints fetch for requests, from devices or from host memory."""
+        return together(self.pulling.stats(), self.peer_reads.stats())
 
     # -- beside requests ---------------------------------------------------------------------------
 
@@ -494,49 +489,7 @@ class Router:
             self.planner.plan(self._clock())
         else:
             self.planner.withdraw(self._clock())
-        self.handing_over.planned()
-
-
-def new_router(
-    pool: Pool,
-    state: PoolState,
-    tokenizer: TokenizesNow,
-    observer: Observer,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    stopwatch: Callable[[], float] = time.perf_counter,
-    wall_clock: Callable[[], float] = time.time,
-    rng: Random | None = None,
-    conformance: bool = False,
-    secret: bytes = b"",
-) -> Router:
-    """A router with all its parts. `secret`: what clients may not know of endpoints and tenants' salts is
-    derived from it."""
-    candidates, handoffs, aliases = CandidateBuilder(state), Handoffs(), Aliases(secret)
-    facts = LiveFacts(state, handoffs)
-    planner = Planner(facts)
-    handing_over = HandingOver(state, planner, handoffs, facts, observer, clock, wall_clock)
-    remote_prefills = RemotePrefills(state, observer, clock, wall_clock)
-    new_sessions = NewSessions(state)
-    return Router(
-        pool,
-        state,
-        tokenizer,
-        candidates,
-        planner,
-        Lifecycle(
-            *(state, candidates, planner, handing_over, remote_prefills, new_sessions),
-            *(observer, aliases, clock, wall_clock),
-        ),
-        handing_over,
-        aliases,
-        remote_prefills,
-        new_sessions,
-        clock=clock,
-        stopwatch=stopwatch,
-        rng=rng or Random(),
-        conformance=conformance,
-    )
+        self.handing_over.planned(plans)
 
 
 def _ranks(spec: EndpointSpec, topology: Topology) -> list[Endpoint]:
@@ -544,27 +497,25 @@ def _ranks(spec: EndpointSpec, topology: Topology) -> list[Endpoint]:
     place = topology.place(spec.node)
     rest = spec.ready, spec.draining, spec.bootstrap, spec.role
     if len(spec.events) < 2:
-        return [Endpoint(spec.address, place, spec.events, spec.replay, *rest)]
+        return [Endpoint(spec.address, place, spec.events, spec.replay, *rest, spec.peer)]
     return [
-        Endpoint(f"{spec.address}#{rank}", place, (url,), spec.replay[rank : rank + 1], *rest)
+        Endpoint(
+            f"{spec.address}#{rank}",
+            place,
+            (url,),
+            spec.replay[rank : rank + 1],
+            *rest,
+            _next_port(spec.peer, rank),
+        )
         for rank, url in enumerate(spec.events)
     ]
 
 
-def _wrong_slo(headers: Mapping[str, str]) -> str:
-    """Return why a request's SLO cannot be read; empty if it can, or if there is none."""
-    for name in (names.SLO_TTFT_HEADER, names.SLO_TPOT_HEADER):
-        if text := headers.get(name):
-            try:
-                wrong = isnan(float(text))
-            except ValueError:
-                wrong = True
-            if wrong:
-                return f"{text[:100]!r} is not a number of milliseconds - in {name}"
-    return ""
+def _ip_of(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
 
 
-def _seconds(milliseconds: str) -> float:
-    """A header's value in seconds; 0 for the empty text and for values that are not above 0."""
-    value = float(milliseconds or 0)
-    return value / 1000.0 if 0.0 < value < inf else 0.0
+def _next_port(address: str, rank: int) -> str:
+    """The address of a rank whose port is so many above the first one's; empty if there is none."""
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + rank}" if address else ""

@@ -142,11 +142,13 @@ class Speed(NamedTuple):
 class Calibration:
     """The ratios of a pool."""
 
-    def __init__(self, engine: EngineModel = H20_30B) -> None:
-        """`engine` is the assumed speed of the pool's engines before any observation."""
+    def __init__(
+        self, engine: EngineModel = H20_30B, on_measured: Callable[[Measured], object] = lambda seen: None
+    ) -> None:
+        """`engine` is the assumed speed of the pool's engines before any observation. `on_measured` is called
+        with each measurement of this replica."""
         self.engine = engine
-        self.on_measured: Callable[[Measured], object] = lambda seen: None
-        """Called with each measurement of this replica."""
+        self._on_measured = on_measured
         self.transfers = 0
         """Number of transfers between endpoints that were observed."""
         self._speeds: dict[str, tuple[float, Speed]] = {}
@@ -180,7 +182,7 @@ class Calibration:
 
     def _record(self, seen: Measured, now: float) -> None:
         self.learn(seen, now)
-        self.on_measured(seen)
+        self._on_measured(seen)
 
     def learn(self, seen: Measured, now: float) -> None:
         """Take over a measurement of this or another replica."""

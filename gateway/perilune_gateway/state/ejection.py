@@ -161,15 +161,20 @@ class _Wait(Struct, gc=False):
 class Ejection:
     """The standing of every endpoint of a pool."""
 
-    def __init__(self, rules: Rules, on_change: Callable[[str, str], object]) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        on_change: Callable[[str, str], object],
+        on_judged: Callable[[str, str], object] = lambda address, cause: None,
+    ) -> None:
         """`on_change(address, cause)` is called when an endpoint is ejected and, with an empty cause, when it
-        is healthy again."""
+        is healthy again. `on_judged` is called likewise, but only for what this gateway has found out
+        itself."""
         self.rules = rules
-        self.on_judged: Callable[[str, str], object] = lambda address, cause: None
-        """Called like `on_change`, but only for what this gateway has found out itself."""
         self.ejections: Counter[tuple[str, Cause]] = Counter()
         """(address, cause) → number of ejections."""
         self._on_change = on_change
+        self._on_judged = on_judged
         self._records: dict[str, _Record] = {}
         self._waits: dict[int, _Wait] = {}
         self._accused: set[str] = set()
@@ -198,6 +203,11 @@ class Ejection:
         if record.standing is Standing.EJECTED and now >= record.until:
             record.trial = ticket
             self._step(address, record, Event.TRIED, now)
+
+    def sent_now(self, ticket: int, now: float, *, alone_s: float) -> None:
+        """The request was held, and is sent only now. Ignores requests of endpoints that left."""
+        if wait := self._waits.get(ticket):
+            wait.since, wait.alone_s = now, alone_s
 
     def head(self, ticket: int, status: int, now: float) -> None:
         """The head of its answer has come."""
@@ -352,7 +362,7 @@ class Ejection:
                 record.since = now
                 self.ejections[address, record.cause] += 1
                 self._on_change(address, record.cause)
-                self.on_judged(address, record.cause)
+                self._on_judged(address, record.cause)
             else:
                 record.pauses = min(LONGEST_PAUSE, 2 * record.pauses)
             record.until = now + record.pauses * self.rules.pause_seconds
@@ -360,7 +370,7 @@ class Ejection:
             record.since = now
             record.evidence.clear()
             self._on_change(address, "")
-            self.on_judged(address, "")
+            self._on_judged(address, "")
 
     @staticmethod
     def _add(record: _Record, evidence: _Evidence) -> None:

@@ -13,6 +13,9 @@ hashes from the token ids in the events:
 4. A block *waits* if its parent or its name is not known, for example because the gateway has started after
    the engine. Once it is learnt, from any endpoint, the block and its descendants join the index. At most
    `max_waiting` blocks wait; the oldest are dropped.
+5. *Listed*: the store's master names all blocks that the store has. They are in the store from then on, and
+   no others; those with unknown names wait too. `prompt` learns names from a prompt's tokens, as far as
+   blocks wait for them (see `prompt_names`).
 
 A name means the same block in the whole pool. When there are more than `max_names`, names of blocks that no
 endpoint caches are forgotten (see `block_names`). Blocks that cannot be used are counted by `Unused` and
@@ -26,9 +29,10 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from math import ceil
+from itertools import islice
+from math import ceil, inf
 from typing import Any
 
 import msgspec
@@ -38,6 +42,7 @@ from perilune_gateway.model.kv_events import AllBlocksCleared, BlockHash, BlockR
 from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.state.block_names import Names
 from perilune_gateway.state.prefix_index import FULL, Group, PrefixIndex
+from perilune_gateway.state.prompt_names import PromptNames
 from perilune_gateway.state.store_claims import StoreClaims
 
 STORE_MEDIUM = "cpu"
@@ -51,6 +56,8 @@ _WINDOWS = {"sliding_window", "sliding_window_mla"}
 _STATES = {"mamba"}
 """Kinds of groups whose prefixes need one state, of their last block."""
 _64_BITS = (1 << 64) - 1
+_AT_ONCE = 256
+"""How many listed names one step takes: 0.3 ms."""
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -115,15 +122,24 @@ class EngineBlocks:
         store: bool,
         max_names: int = 2_000_000,
         max_waiting: int = 65_536,
+        prompt_names: PromptNames | None = None,
     ) -> None:
         """`store`: whether the pool shares a KV store. `max_names` should be at least twice the index's
-        `max_blocks`, so that the names of cached blocks are kept."""
+        `max_blocks`, so that the names of cached blocks are kept. Without `prompt_names`, prompts tell
+        nothing."""
         self._index = index
         self._block_size = block_size
         self._store = store
         self._names = Names(max_names)
+        self._max_names = max_names
         self._claims = StoreClaims(index.__contains__, max_names)
         self._max_waiting = max_waiting
+        self._prompt_names = prompt_names
+        self._listed, self._older = Names(max_names), Names(0)
+        """Names of blocks that the store has and whose tokens were not known → 1, or 0 once they are; and of
+        the list before while a list is read."""
+        self.unlearnt = 0
+        """Number of blocks that the store has and no known prompt contains."""
         self._waits: dict[int, _Waiting] = {}
         """Name → block that waits, in the order in which they came."""
         self._children: dict[int, list[int]] = {}
@@ -148,6 +164,42 @@ class EngineBlocks:
         """The store has these segments (`host:port`) now, with so many bytes in use: forget the blocks that
         it has lost."""
         self._index.lost(self._claims.seen(used))
+        if not used:
+            self._index.unlisted(inf)
+            self._listed, self._older, self.unlearnt = Names(self._max_names), Names(0), 0
+
+    def listed(self, names: Collection[int], since: float, now: float) -> Iterator[None]:
+        """The store has the blocks of these names, and had no others at `since`. Works in steps."""
+        self._older, self._listed, self.unlearnt = self._listed, Names(self._max_names), 0
+        left = iter(names)
+        while some := list(islice(left, _AT_ONCE)):
+            known = [(name, self._names.get(name)) for name in some]
+            self._index.listed([block for _, block in known if block is not None], now)
+            new = [name for name, block in known if block is None]
+            self._listed.enter(new, [1] * len(new))
+            self.unlearnt += len(new)
+            yield
+        self._older = Names(0)
+        self._index.unlisted(since)
+
+    def prompt(self, token_ids: Sequence[int], ours: Sequence[int], lora: str, salt: str, now: float) -> None:
+        """Learn from a prompt's tokens which blocks the engines' names mean. `ours`: its blocks."""
+        if self._prompt_names and (len(self._listed) or len(self._older) or self._waits):
+            named = self._prompt_names.name(token_ids, ours, lora, salt, self._wanted)
+            new = [(name, block) for name, block in named if self._names.get(name) is None]
+            self._names.enter([name for name, _ in new], [block for _, block in new])
+            self._join([name for name, _ in named], now)
+
+    def knows(self, name: int) -> bool:
+        """Whether the block of this name is known."""
+        return self._names.get(name) is not None
+
+    def _wanted(self, name: int) -> bool:
+        """Whether something is known of the block of this name."""
+        return self._is_listed(name) or name in self._waits or self.knows(name)
+
+    def _is_listed(self, name: int) -> bool:
+        return bool(self._listed.get(name) or self._older.get(name))
 
     def apply(self, endpoint: str, event: Event, now: float) -> Applied:
         """Apply one event to the index."""
@@ -311,13 +363,19 @@ class EngineBlocks:
 
     def _join(self, names: Iterable[int], now: float) -> None:
         """These names are known now: blocks that waited for them join the index, then their children."""
-        if not self._waits:
+        if not self._waits and not len(self._listed) and not len(self._older):
             return
         learnt = list(names)
         for name in learnt:  # grows
             ours = self._names.get(name)
             if ours is None:
                 continue
+            if self._is_listed(name):
+                self._index.stored("", Tier.STORE, (ours,), now)
+                self.unlearnt -= self._listed.get(name) or 0
+                for listed in (self._listed, self._older):
+                    if listed.get(name):
+                        listed.enter((name,), (0,))
             if waited := self._stop_waiting(name):
                 for endpoint, tier, group in waited.holdings:
                     self._stored(endpoint, tier, (ours,), now, group)

@@ -230,7 +230,9 @@ class ParityCheck:
         if len(event.block_hashes) < 2 or not isinstance(event.block_hashes[0], bytes):
             return False
         tokens = event.token_ids[self._block_size : 2 * self._block_size]
-        second = blocks.vllm_hashes(tokens, self._block_size, self._hashing, parent=event.block_hashes[0])
+        second = list(
+            blocks.vllm_chain(tokens, self._block_size, self._hashing, parent=event.block_hashes[0])
+        )
         return _equal(event.block_hashes[1], second[0])
 
     def _hash(
@@ -242,15 +244,17 @@ class ParityCheck:
         )
         lora = event.lora_name or ""
         try:
-            return blocks.vllm_hashes(
-                tokens,
-                self._block_size,
-                hashing,
-                lora,
-                self._lora_paths.get(lora, ""),
-                salt_of(event),
-                mm_of(event),
-                parent,
+            return list(
+                blocks.vllm_chain(
+                    tokens,
+                    self._block_size,
+                    hashing,
+                    lora,
+                    self._lora_paths.get(lora, ""),
+                    salt_of(event),
+                    mm_of(event),
+                    parent,
+                )
             )
         except (SpecError, ValueError, TypeError):
             return None

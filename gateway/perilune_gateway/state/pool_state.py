@@ -5,18 +5,24 @@ Each object has one writer: the router and the feeds call it from one event loop
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from perilune_api.pool import Pool
 from perilune_gateway.model import EngineModel
 from perilune_gateway.state.block_tokens import BlockTokens
 from perilune_gateway.state.calibration import Calibration
+from perilune_gateway.state.changes import NOT_SHARED, Changes
 from perilune_gateway.state.connectors import Connectors
 from perilune_gateway.state.ejection import Ejection
 from perilune_gateway.state.fleet import Fleet
+from perilune_gateway.state.host_tiers import HostTiers
+from perilune_gateway.state.in_flight import InFlight
+from perilune_gateway.state.offers import Offers
 from perilune_gateway.state.parity import ParityCheck
 from perilune_gateway.state.prefix_index import Matches, PrefixIndex
 from perilune_gateway.state.sessions import Session, Sessions
+from perilune_gateway.state.sharing import Sharing
 
 SPECULATIVE_TTL_S = 30.0
 """Seconds for which a routed prompt counts as cached if the engine does not announce its blocks."""
@@ -32,6 +38,7 @@ class PoolState:
     """The state of one pool."""
 
     fleet: Fleet
+    in_flight: InFlight
     sessions: Sessions
     index: PrefixIndex
     calibration: Calibration
@@ -39,42 +46,64 @@ class PoolState:
     ejection: Ejection
     block_tokens: BlockTokens
     connectors: Connectors
+    host_tiers: HostTiers
+    offers: Offers
+    changes: Changes
+    """Is told what other replicas of the gateway have to know."""
     block_size: int
 
     @classmethod
-    def of(cls, pool: Pool, engine: EngineModel = EngineModel()) -> PoolState:  # noqa: B008
+    def of(
+        cls,
+        pool: Pool,
+        engine: EngineModel = EngineModel(),  # noqa: B008
+        sharing: Sharing | None = None,
+    ) -> PoolState:
         """Return an empty state for a pool. `engine` is the assumed speed of an engine, before the pool's
-        `prefillScale`."""
+        `prefillScale`. `sharing`: with other replicas of the gateway; None: nothing is shared."""
         spec = pool.spec
-        fleet = Fleet(spec.engine.kv_pool_tokens)
+        changes = sharing.changes if sharing else NOT_SHARED
+        in_flight = InFlight(changes.loaded)
+        fleet = Fleet(spec.engine.kv_pool_tokens, in_flight)
         keys = spec.routing.session
         believed = replace(
             engine.scaled(spec.engine.prefill_scale), kv_bytes_per_token=spec.model.kv_bytes_per_token
         )
         return cls(
             fleet,
+            in_flight,
             Sessions(
                 keys.max_sessions,
                 keys.idle_seconds,
                 on_rebound=fleet.sessions_changed,
                 max_blocks=index_blocks(pool),
+                elsewhere=sharing.sessions if sharing else None,
             ),
             PrefixIndex(index_blocks(pool), SPECULATIVE_TTL_S, claims_per_endpoint=_kv_blocks(pool)),
-            Calibration(believed),
+            Calibration(believed, changes.measured),
             ParityCheck(
                 spec.engine.hashing,
                 spec.engine.block_size,
                 lora_paths={lora.name: lora.path for lora in spec.model.loras},
             ),
-            Ejection(spec.routing.ejection, on_change=fleet.set_ejected),
+            Ejection(spec.routing.ejection, on_change=fleet.set_ejected, on_judged=changes.judged),
             BlockTokens(spec.engine.block_size),
             Connectors(),
+            HostTiers(),
+            Offers(sharing.replica if sharing else ""),
+            changes,
             spec.engine.block_size,
         )
 
     def judge(self, now: float) -> None:
         """Eject the endpoints that fail or hang. Costs O(requests that wait for their first token)."""
         self.ejection.judge(now, lambda: self.fleet.usable(now), len(self.fleet))
+
+    def claim(self, address: str, blocks: Sequence[int], now: float, ttl_s: float | None) -> None:
+        """Count the blocks of a prompt that was sent to the endpoint as cached there before it announces
+        them, for `ttl_s` seconds at most; None: as the pool says."""
+        if blocks and (claimed := self.index.speculate(address, blocks, now, ttl_s=ttl_s)):
+            self.changes.claimed(address, claimed, ttl_s)
 
     def held(self, session: Session, now: float) -> Matches:
         """Return what is held of the session's context. While its host's device has all of it, the others are
@@ -102,8 +131,18 @@ class PoolState:
     def held_end(self, session: Session, now: float) -> tuple[int, int]:
         """Return the last block of the session's context that its host still caches, as far as known, and the
         tokens up to its end. (0, 0) if none is."""
+        if not session.follows and self.index.announced(session.host, session.shared_tail):
+            return session.shared_tail, session.shared_blocks * self.block_size
         held = self.index.leading(session.host, session.chain, now)
         return (session.chain[held - 1], held * self.block_size) if held else (0, 0)
+
+    def offloaded_tokens(self, session: Session) -> int:
+        """Return how many leading tokens of the session's context its host has in host memory, as far as
+        known."""
+        offloaded = self.index.leading_offloaded
+        if not session.follows and offloaded(session.host, (session.shared_tail,)):
+            return session.shared_blocks * self.block_size
+        return offloaded(session.host, session.chain) * self.block_size
 
     def forget(self, address: str) -> None:
         """Forget an endpoint that left the pool. The fleet has dropped it already."""
@@ -113,6 +152,7 @@ class PoolState:
         self.ejection.forget(address)
         self.parity.forget(address)
         self.connectors.forget(address)
+        self.host_tiers.forget(address)
 
 
 def index_blocks(pool: Pool) -> int:

@@ -11,7 +11,8 @@ matches only whole inserted entries. Dynamo's radix tree matches as this index d
    go to the same endpoint. An endpoint without events has claims only: they last longer, and are at most as
    many as its KV cache has blocks, so the oldest are dropped.
 3. *store* tier: engines announce its blocks, but the store does not report what it evicts. So its entries are
-   claims too, with a TTL of their own.
+   claims too, with a TTL of their own. A list of all that the store has confirms them (*listed*), and ends
+   those that it lacks (*unlisted*).
 4. *find_matches* walks along the prompt until a block is unknown. A match is *leading and contiguous* for
    each holder. An endpoint of a hybrid model has several KV cache groups. Its match ends where every group
    has what it needs: all blocks (full attention) or the last few (a sliding window, or one state of
@@ -88,6 +89,9 @@ class Matches(Struct, frozen=True, gc=False):
     """Endpoint → leading blocks on the device or in host memory."""
     reach: Mapping[str, int] = {}
     """Endpoint → leading blocks on the device, in host memory, or in the store."""
+    offloaded: Mapping[str, int] = {}
+    """Endpoint → leading blocks in host memory, whatever the device has. Endpoints with several KV cache
+    groups are absent."""
     store: int = 0
     """Leading blocks in the shared store, which every endpoint can load."""
     longest: int = 0
@@ -239,6 +243,19 @@ class PrefixIndex:
         """Note that the store has lost these blocks."""
         self._unclaim(self._store, blocks)
 
+    def listed(self, blocks: Sequence[int], now: float) -> None:
+        """Note that the store has these blocks, which is no use of them."""
+        self._claim(self._store, blocks, now, self._store_ttl_s)
+
+    def unlisted(self, since: float) -> None:
+        """Note that the store has lost all blocks of which the last report is older than `since`."""
+        lost = []
+        for block, expiry_s in self._store.claims.items():
+            if expiry_s - self._store_ttl_s >= since:
+                break
+            lost.append(block)
+        self._unclaim(self._store, lost)
+
     def forget(self, endpoint: str) -> None:
         """Forget all blocks and claims of an endpoint: its cache was emptied, or it is gone."""
         holder = self._holders.pop(endpoint, None)
@@ -320,8 +337,10 @@ class PrefixIndex:
         if early_exit:
             end, steps = self._early_exit(steps, end)
         device = host = reach = self._walk(steps, end, _on_device)
+        offloaded: dict[str, int] = {}
         if self._hosts:
             host = reach = self._walk(steps, end, _on_host)
+            offloaded = self._walk(steps, end, _offloaded)
         stored = self._store.claimed if self._store.claims else 0
         if stored:
             reach = self._walk(steps, end, lambda value: -1 if value & stored else _on_host(value))
@@ -330,7 +349,7 @@ class PrefixIndex:
             row = _row(steps, end)
             for holder in map(self._holders.__getitem__, hybrids):
                 held = _fitting(holder, row, device.get(holder.address, 0))
-                for found in (device, host, reach):
+                for found in (device, host, reach, offloaded):
                     found.pop(holder.address, None)
                 if held:
                     device[holder.address] = host[holder.address] = held
@@ -338,7 +357,7 @@ class PrefixIndex:
                     reach[holder.address] = max(held, store)
         longest = max(store, max(reach.values(), default=0))
         frequencies = self._frequencies(blocks[:longest], now) if self._window_s else ()
-        return Matches(len(blocks), device, host, reach, store, longest, frequencies)
+        return Matches(len(blocks), device, host, reach, offloaded, store, longest, frequencies)
 
     def find_block(self, block: int, now: float) -> Matches:
         """Return the holders of one block, wherever in a prompt it is, as matches of length 1."""
@@ -359,6 +378,14 @@ class PrefixIndex:
             if endpoint in self._hybrids
             else held
         )
+
+    def leading_offloaded(self, endpoint: str, blocks: Sequence[int]) -> int:
+        """Return how many of these blocks, which begin a prompt, are in the endpoint's host memory; 0 for a
+        hybrid model. O(log blocks), as `leading`."""
+        holder = self._holders.get(endpoint)
+        if holder is None or endpoint in self._hybrids:
+            return 0
+        return bisect_left(blocks, True, key=lambda block: not self._blocks.value(block) & holder.host)
 
     def is_hybrid(self, endpoint: str) -> bool:
         """Whether the endpoint's model has several KV cache groups, as far as it has announced."""
@@ -556,6 +583,11 @@ def _on_device(value: int) -> int:
 def _on_host(value: int) -> int:
     """The same, on the device or in host memory."""
     return value | value >> _CLAIMED | value >> _ON_HOST
+
+
+def _offloaded(value: int) -> int:
+    """The same, in host memory."""
+    return value >> _ON_HOST
 
 
 def _row(steps: Steps, end: int) -> list[int]:

@@ -1,27 +1,27 @@
-"""What this replica of the gateway knows of the others, merged into its own state.
+"""What this replica of the gateway knows of the others, merged into its own state, and what it tells them.
 
-    a turn, a request's start or end, an ejection, a measurement, a claim ─▶ take ─▶ the stream
-    the stream ─▶ apply ─▶ sessions, fleet, ejection, calibration, prefix index, session admission
+    a turn, a request's start or end, an ejection, a measurement, a claim ─▶ sharing ─▶ take ─▶ the stream
+    the stream ─▶ apply ─▶ sessions, load, ejection, calibration, prefix index, session admission
     the server's sessions, after every connection ─▶ reconcile ─▶ what the server lacks
 
 1. Everything is decided from this replica's own state; this module changes that state as if the other
    replicas' requests had been decided here. No decision waits for another replica.
 2. A session, an endpoint's standing and a replica's load at an endpoint are registers: the later stamp wins.
    A stamp is later than all that its replica had seen, so a turn always replaces the turn that it followed.
-3. Sessions that only others have routed are kept under their names (keyed hashes) until one of their
-   requests comes here (`find`, `infer`). Only then is the session's key known.
-4. A replica is alive while it is heard at least every LEASE_S seconds. Otherwise its load counts as gone. It
-   repeats its whole load in every sign of life, so one that was only slow is complete again at once.
-5. Of the replicas that are alive, the one with the least id plans moves.
+3. Sessions that only others have routed are kept by sessions_elsewhere.py until one of their requests comes
+   here.
+4. A replica is alive while it is heard at least every LEASE_S seconds (peers.py). Otherwise its load counts
+   as gone. It repeats its whole load in every sign of life, so one that was only slow is complete again at
+   once.
+5. Of the replicas that are alive, the one with the least id plans the moves of all sessions. All know what it
+   offers (offers.py).
 
-Does no I/O. Costs about 1 µs for each change of the state and 5 µs for each change that is received.
+Does no I/O. Costs about 5 µs for each change that is received.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -39,26 +39,20 @@ from perilune_gateway.model.shared import (
     Ejected,
     Loaded,
     Measured,
-    Names,
+    Offered,
+    OfferStage,
     Stamp,
     encode,
-    packed,
     unpacked,
 )
-from perilune_gateway.state.fleet import NO_REQUESTS, Requests
+from perilune_gateway.state.in_flight import NO_REQUESTS, Requests
+from perilune_gateway.state.offers import same
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.sessions import Session
+from perilune_gateway.state.sharing import Sharing
 
-LEASE_S = 1.5
-"""Seconds without a sign of life after which a replica's load counts as gone."""
 MAX_BATCH = 1_000
 """Maximum number of sessions in one batch."""
-MAX_CLAIMS = 1_000
-"""Maximum number of claims that wait to be sent; the oldest are dropped, because claims soon expire."""
-MAX_MEASURED = 1_000
-"""Maximum number of measurements that wait to be sent; the oldest are dropped."""
-MAX_CLAIMED_BLOCKS = 4_096
-"""Maximum number of blocks of one claim, from the prompt's beginning."""
 
 
 class Outbox(Struct, frozen=True, gc=False):
@@ -73,8 +67,6 @@ class Outbox(Struct, frozen=True, gc=False):
 class Admission(Protocol):
     """What session admission counts; `routing.new_sessions` has it."""
 
-    on_counted: Callable[[], object]
-
     def counted(self, now: float, at_us: int) -> Counted: ...
 
     def counted_elsewhere(self, replica: str, counted: Counted) -> None: ...
@@ -84,172 +76,126 @@ class Admission(Protocol):
     def turn_elsewhere(self, session: SessionKey) -> None: ...
 
 
-class _There(Struct, frozen=True, gc=False):
-    """A session of which only other replicas have had a request."""
+class Moving(Protocol):
+    """What this replica offers to move, and moves; `routing.handing_over` has it."""
 
-    bound: Bound
-    stamp: Stamp
-    heard_at: float
+    def offers(self) -> Sequence[Offered]:
+        """Return what it offers, copies, or began within the last minute, without stamps."""
+
+    def turn_ended(self) -> None:
+        """A turn has ended."""
 
 
 class Replicas:
     """The other replicas, as one replica sees them."""
 
-    def __init__(
-        self,
-        state: PoolState,
-        admission: Admission,
-        names: Names,
-        replica: str,
-        clock: Callable[[], float],
-        wall_clock: Callable[[], float],
-    ) -> None:
-        """`replica`: an id that no other process has. From now on `state` reports its changes."""
-        self.replica = replica
-        self.on_change: Callable[[], object] = lambda: None
-        """Called when `take` has something."""
+    def __init__(self, state: PoolState, sharing: Sharing, admission: Admission, moving: Moving) -> None:
+        """`sharing`: the one with which the state was made."""
+        self.replica = sharing.replica
         self.received = 0
         """Number of changes applied."""
         self.dropped = 0
         """Number of changes that could not be used."""
         self._state = state
         self._admission = admission
-        self._names = names
-        self._clock = clock
-        self._wall_clock = wall_clock
-        self._latest_us = 0
-        self._here: dict[bytes, SessionKey] = {}
-        """Name → key of every session that is known here."""
-        self._there: OrderedDict[bytes, _There] = OrderedDict()
-        """Name → session of other replicas, the one that was heard of least recently first."""
-        self._tails: dict[int, bytes] = {}
-        """Last block of the last prompt of an inferred session in `_there` → the session's name."""
-        self._heard: dict[str, float] = {}
-        """Other replica → time of its last sign of life."""
+        self._moving = moving
+        self._stamps = sharing.stamps
+        self._changes = sharing.changes
+        self._peers = sharing.peers
+        self._elsewhere = sharing.sessions
+        self._clock = sharing.clock
+        self._wake = sharing.wake
         self._loads: dict[tuple[str, str], int] = {}
         """(other replica, endpoint) → stamp of its load there."""
         self._counted = Counted(0)
         """What the others were last told of session admission."""
         self._counts: dict[str, int] = {}
         """Other replica → stamp of what it counts."""
-        self._ejected: dict[str, tuple[Stamp, str]] = {}
-        """Endpoint → (stamp, cause) of its last ejection or return."""
-        self._turns: dict[bytes, None] = {}
-        """Names of sessions with a turn to send."""
-        self._ended: deque[Bound] = deque()
-        self._unsaved: dict[bytes, None] = {}
-        """Names of sessions that the server lacks."""
-        self._loaded: set[str] = set()
-        """Endpoints whose load here has changed."""
-        self._judged: set[str] = set()
-        """Endpoints that this replica has ejected, or found healthy, since the last batch."""
-        self._claims: deque[Claimed] = deque(maxlen=MAX_CLAIMS)
-        self._measured: deque[Measured] = deque(maxlen=MAX_MEASURED)
+        self._offered: dict[bytes, Offered] = {}
+        """Name of a session or prefix → what the others were last told of its offer here."""
         self._measured_until: dict[str, int] = {}
         """Other replica → stamp of its last measurement."""
-        state.sessions.elsewhere = self
-        state.calibration.on_measured = self._was_measured
-        state.fleet.on_load = self._load_changed
-        state.ejection.on_judged = self._was_judged
-        admission.on_counted = lambda: self.on_change()
-
-    # -- what happens here -------------------------------------------------------------------------
-
-    def changed(self, session: Session) -> None:
-        """A turn of the session was decided here."""
-        if not session.name:
-            session.name = self._names.session(session.key)
-            self._here[session.name] = session.key
-            self._drop(session.name)
-        session.stamp = Stamp(self._tick(), self.replica)
-        self._turns[session.name] = None
-        self.on_change()
-
-    def ended(self, session: Session) -> None:
-        """The session has ended here."""
-        if session.name:
-            bound = Bound(self._tick(), session.name, "")
-            self._ended.append(bound)
-            self._remember(bound, Stamp(bound.at_us, self.replica), self._clock())
-            self.on_change()
-
-    def forgotten(self, session: Session) -> None:
-        """The session was forgotten here, because it was idle or there are too many."""
-        self._here.pop(session.name, None)
-        self._turns.pop(session.name, None)
-
-    def claimed(self, endpoint: str, blocks: Sequence[int], seconds: float | None) -> None:
-        """Blocks of a prompt that was sent to the endpoint begin to count as cached."""
-        self._claims.append(Claimed(endpoint, packed(blocks[:MAX_CLAIMED_BLOCKS]), seconds))
-        self.on_change()
-
-    def _load_changed(self, endpoint: str) -> None:
-        self._loaded.add(endpoint)
-        self.on_change()
-
-    def _was_measured(self, seen: Measured) -> None:
-        self._measured.append(replace(seen, at_us=self._tick()))
-        self.on_change()
-
-    def _was_judged(self, endpoint: str, cause: str) -> None:
-        self._ejected[endpoint] = Stamp(self._tick(), self.replica), cause
-        self._judged.add(endpoint)
-        self.on_change()
 
     # -- what the others are told ------------------------------------------------------------------
 
     def take(self, *, alive: bool = False, leaving: bool = False) -> Outbox:
         """Return what has changed since the last call. `alive`: with a sign of life; `leaving`: the last."""
-        changes: list[Change] = [*self._claims, *self._measured]
-        self._claims.clear()
-        self._measured.clear()
-        if alive or leaving:
+        repeat, requests = alive or leaving, self._state.in_flight
+        changes: list[Change] = [*self._changes.take_events()]
+        loaded = self._changes.take_loaded()
+        if repeat:
             changes.append(Alive(leaving))
-            self._loaded.update(
-                e for e in self._state.fleet.addresses() if self._state.fleet.own(e).in_flight
-            )
-            self._judged.update(
-                endpoint
-                for endpoint, (stamp, cause) in self._ejected.items()
-                if cause and stamp.replica == self.replica
-            )
-        changes += [Loaded(self._tick(), e, *self._state.fleet.own(e)) for e in self._loaded]
-        for endpoint in self._judged:
-            stamp, cause = self._ejected[endpoint]
-            changes.append(Ejected(stamp.at_us, endpoint, cause))
-        self._loaded.clear()
-        self._judged.clear()
+            loaded.update(e for e in self._state.fleet.addresses() if requests.own(e).in_flight)
+        if self._changes.take_offers_changed() or repeat:
+            changes += self._offers(repeat=alive, leaving=leaving)
+        changes += [Loaded(self._stamps.next_us(), e, *requests.own(e)) for e in loaded]
+        changes += self._changes.take_judged(repeat=repeat)
         counted = self._admission.counted(self._clock(), self._counted.at_us)
         if counted != self._counted or (alive and counted.at_us):
-            self._counted = replace(counted, at_us=self._tick())
+            self._counted = replace(counted, at_us=self._stamps.next_us())
             changes.append(self._counted)
-        saved: list[tuple[bytes, bytes]] = []
-        for name in list(islice(self._turns, MAX_BATCH)):
-            del self._turns[name]
-            self._unsaved[name] = None
-            session = self._state.sessions.get(self._here[name])
+        turns, saved = self._turns()
+        return Outbox([*changes, *turns], saved)
+
+    def _turns(self) -> tuple[list[Bound], list[tuple[bytes, bytes]]]:
+        """Return the turns and ends of sessions to tell, and what the server is to keep of sessions."""
+        elsewhere, now = self._elsewhere, self._clock()
+        for name in elsewhere.take_turns_over():
+            # While a move of the session is offered, the others must know, because it may switch only then.
+            if self._state.offers.stands(name, now) and (session := self._state.sessions.named(name)):
+                self._tell_turn(session)
+        changes: list[Bound] = []
+        for name in elsewhere.take_turns(MAX_BATCH):
+            session = self._state.sessions.named(name)
             if session and session.host:
                 changes.append(self._bound(session))
-        for bound in self._ended:
-            changes.append(bound)
-            saved.append((bound.session, b""))
-        self._ended.clear()
-        for name in list(islice(self._unsaved, MAX_BATCH)):
-            del self._unsaved[name]
+        told = elsewhere.take_told()
+        saved = [(bound.session, b"") for bound in told if not bound.host]
+        for name in elsewhere.take_unsaved(MAX_BATCH):
             if latest := self._latest(name):
                 bound, stamp = latest
                 saved.append((name, encode(Batch(stamp.replica, (bound,)))))
-        if self._turns or self._unsaved:
-            self.on_change()
-        return Outbox(changes, saved)
+        if elsewhere.has_more:
+            self._wake()
+        return changes + told, saved
+
+    def _tell_turn(self, session: Session) -> None:
+        """Tell that the session's latest turn has ended, if that is so and it was decided here."""
+        if session.stamp.replica == self.replica and not self._state.in_flight.runs(session.ticket):
+            self._elsewhere.tell(session.name)
+
+    def _offers(self, *, repeat: bool, leaving: bool) -> list[Offered]:
+        """Return what has changed in this replica's offers since the last call. `repeat`: return all of them.
+        `leaving`: this replica stops, so it withdraws the moves whose KV has not arrived yet."""
+        offers, now, told = self._state.offers, self._clock(), []
+        unfinished = (OfferStage.OFFERED, OfferStage.COPYING) if leaving else ()
+        mine = {o.subject: o for o in self._moving.offers() if o.stage not in unfinished}
+        before, self._offered = self._offered, mine
+        for name, offered in mine.items():
+            known, latest = before.get(name), offers.stamp(name).replica
+            is_new = known is None or not same(known, offered)
+            if is_new or (repeat and latest in (self.replica, "")):
+                told.append(replace(offered, at_us=self._stamps.next_us()))
+        for name, offered in before.items():
+            if name not in mine and offered.seconds and offers.stamp(name).replica == self.replica:
+                told.append(
+                    replace(
+                        offered,
+                        at_us=self._stamps.next_us(),
+                        stage=OfferStage.OVER,
+                        seconds=0.0,
+                        transfer_bytes=0,
+                    )
+                )
+        for offered in told:
+            offers.hear(offered, Stamp(offered.at_us, self.replica), now)
+        return told
 
     def _latest(self, name: bytes) -> tuple[Bound, Stamp] | None:
         """The session's latest turn that is known here; None if it has ended."""
-        key = self._here.get(name)
-        session = self._state.sessions.get(key) if key else None
-        if session:
+        if session := self._state.sessions.named(name):
             return (self._bound(session), session.stamp) if session.host else None
-        there = self._there.get(name)
+        there = self._elsewhere.latest(name)
         return (there.bound, there.stamp) if there and there.bound.host else None
 
     def _bound(self, session: Session) -> Bound:
@@ -267,8 +213,9 @@ class Replicas:
             session.prompt_tail,
             session.prompt_tokens,
             session.key.session_id if session.inferred else "",
-            self._names.tenant(session.key.tenant) if session.inferred else b"",
+            self._elsewhere.tenant(session.key.tenant) if session.inferred else b"",
             session.chained,
+            bool(session.runs_at) or self._state.in_flight.runs(session.ticket),
         )
 
     # -- what the others tell ----------------------------------------------------------------------
@@ -278,28 +225,32 @@ class Replicas:
         self.dropped += batch.unknown
         if batch.replica == self.replica:
             return
-        self._heard[batch.replica] = self._clock()
+        self._peers.hear(batch.replica, self._clock())
         self._merge(batch)
 
-    def _merge(self, batch: Batch) -> None:
+    def _merge(self, batch: Batch, *, stored: bool = False) -> None:
         now, replica = self._clock(), batch.replica
         for change in batch.changes:
             self.received += 1
             match change:
                 case Bound():
-                    self._session(change, Stamp(change.at_us, replica), now)
+                    heard_at = now - self._stamps.age_s(change.at_us) if stored else now
+                    self._session(change, Stamp(change.at_us, replica), heard_at)
                 case Loaded():
                     self._load(change, replica)
                 case Ejected():
                     self._ejection(change, Stamp(change.at_us, replica), now)
                 case Counted():
                     self._count(change, replica)
+                case Offered():
+                    self._offer(change, Stamp(change.at_us, replica), now)
                 case Measured():
                     self._measurement(change, replica, now)
                 case Claimed():
                     self._claim(change, now)
                 case Alive(leaving=True):
                     self._gone(replica)
+        self._elsewhere.trim(self._state.sessions.max_sessions)
 
     def reconcile(self, stored: Iterable[Batch]) -> None:
         """Merge the sessions that the server has kept, and note those of which it lacks the latest turn."""
@@ -309,55 +260,67 @@ class Replicas:
             for change in batch.changes:
                 if isinstance(change, Bound):
                     found[change.session] = Stamp(change.at_us, batch.replica)
-            self._merge(batch)
-        for name in (*self._here, *self._there):
+            self._merge(batch, stored=True)
+        for name in self._elsewhere.names():
             latest = self._latest(name)
             if latest and latest[1] > found.get(name, NEVER):
-                decided_here = latest[1].replica == self.replica and name in self._here
-                (self._turns if decided_here else self._unsaved)[name] = None
-        self.on_change()
+                if latest[1].replica == self.replica and self._elsewhere.key(name):
+                    self._elsewhere.tell(name)
+                else:
+                    self._elsewhere.save(name)
 
     def lapse(self) -> None:
         """Forget the load of replicas that are not heard any more."""
         now = self._clock()
-        for replica in [r for r, at in self._heard.items() if now - at > LEASE_S]:
+        self._state.offers.lapse(now)
+        self._elsewhere.trim(self._state.sessions.max_sessions)
+        for replica in self._peers.late(now):
             self._gone(replica)
 
     def alone(self) -> None:
         """Forget the load of all other replicas, because the server is away."""
-        for replica in list(self._heard):
+        for replica in self._peers.all():
             self._gone(replica)
 
     def _gone(self, replica: str) -> None:
-        self._heard.pop(replica, None)
+        self._peers.forget(replica)
         self._counts.pop(replica, None)
         self._admission.gone(replica, self._clock())
         for there, endpoint in [load for load in self._loads if load[0] == replica]:
             del self._loads[there, endpoint]
-            self._state.fleet.set_elsewhere(replica, endpoint, NO_REQUESTS)
+            self._state.in_flight.set_elsewhere(replica, endpoint, NO_REQUESTS)
 
-    def _session(self, bound: Bound, stamp: Stamp, now: float) -> None:
-        self._latest_us = max(self._latest_us, bound.at_us)
-        sessions, key = self._state.sessions, self._here.get(bound.session)
-        session = sessions.get(key) if key else None
+    def _session(self, bound: Bound, stamp: Stamp, heard_at: float) -> None:
+        self._stamps.saw(bound.at_us)
+        sessions, elsewhere = self._state.sessions, self._elsewhere
+        session = sessions.named(bound.session)
         if session is None:
-            there = self._there.get(bound.session)
-            if there is None or stamp > there.stamp:
-                self._remember(bound, stamp, now)
+            before = elsewhere.latest(bound.session)
+            if before is None or (stamp, not bound.running) > (before.stamp, not before.bound.running):
+                elsewhere.hear(bound, stamp, heard_at)
+                if not bound.running and self._state.offers.stands(bound.session, self._clock()):
+                    self._moving.turn_ended()
+        elif stamp > session.stamp and bound.moved_from and session.stamp.replica == self.replica:
+            if session.host == bound.moved_from:  # else a later turn here has moved it
+                sessions.hand_over(session, bound.host, heard_at)
         elif stamp > session.stamp:
-            self._turns.pop(bound.session, None)
+            elsewhere.superseded(bound.session)
             if bound.host:
-                sessions.learn(session.key, bound, stamp, now)
-                self._admission.turn_elsewhere(session.key)
+                sessions.learn(session.key, bound, stamp, heard_at)
+                if not bound.moved_from:
+                    self._admission.turn_elsewhere(session.key)
             else:
                 sessions.forget(session.key)
-                self._remember(bound, stamp, now)
+                elsewhere.hear(bound, stamp, heard_at)
+        elif stamp == session.stamp and session.runs_at and not bound.running:
+            session.runs_at = ""
+            self._moving.turn_ended()
 
     def _load(self, change: Loaded, replica: str) -> None:
-        self._latest_us = max(self._latest_us, change.at_us)
+        self._stamps.saw(change.at_us)
         if change.at_us > self._loads.get((replica, change.endpoint), 0):
             self._loads[replica, change.endpoint] = change.at_us
-            self._state.fleet.set_elsewhere(
+            self._state.in_flight.set_elsewhere(
                 replica,
                 change.endpoint,
                 Requests(
@@ -370,21 +333,26 @@ class Replicas:
             )
 
     def _count(self, change: Counted, replica: str) -> None:
-        self._latest_us = max(self._latest_us, change.at_us)
+        self._stamps.saw(change.at_us)
         if change.at_us > self._counts.get(replica, 0):
             self._counts[replica] = change.at_us
             self._admission.counted_elsewhere(replica, change)
 
+    def _offer(self, change: Offered, stamp: Stamp, now: float) -> None:
+        self._stamps.saw(change.at_us)
+        if self._state.offers.hear(change, stamp, now) and (
+            session := self._state.sessions.named(change.subject)
+        ):
+            self._tell_turn(session)
+
     def _ejection(self, change: Ejected, stamp: Stamp, now: float) -> None:
-        self._latest_us = max(self._latest_us, change.at_us)
-        before, _ = self._ejected.get(change.endpoint, (NEVER, ""))
-        if stamp > before and self._state.fleet.get(change.endpoint):
-            self._ejected[change.endpoint] = stamp, change.cause
-            self._judged.discard(change.endpoint)
-            self._state.ejection.learn(change.endpoint, change.cause, now)
+        self._stamps.saw(change.at_us)
+        endpoint, cause = change.endpoint, change.cause
+        if self._state.fleet.get(endpoint) and self._changes.judged_elsewhere(endpoint, cause, stamp):
+            self._state.ejection.learn(endpoint, cause, now)
 
     def _measurement(self, seen: Measured, replica: str, now: float) -> None:
-        self._latest_us = max(self._latest_us, seen.at_us)
+        self._stamps.saw(seen.at_us)
         if seen.at_us > self._measured_until.get(replica, 0) and self._state.fleet.get(seen.endpoint):
             self._measured_until[replica] = seen.at_us
             self._state.calibration.learn(seen, now)
@@ -398,70 +366,24 @@ class Replicas:
         if self._state.fleet.get(change.endpoint):
             self._state.index.speculate(change.endpoint, blocks, now, ttl_s=change.seconds)
 
-    # -- sessions that only others have routed -----------------------------------------------------
-
-    def find(self, key: SessionKey) -> tuple[SessionKey, Bound, Stamp] | None:
-        """Return the session if other replicas have routed it. From then on it is known here."""
-        return self._found(key, self._names.session(key)) if self._there else None
-
-    def infer(
-        self, tenant: str, blocks: Sequence[int], tokens: int
-    ) -> tuple[SessionKey, Bound, Stamp] | None:
-        """Return the inferred session of other replicas that a prompt of `tokens` tokens continues."""
-        if not self._tails:
-            return None
-        for block in reversed(blocks):
-            if name := self._tails.get(block):
-                bound = self._there[name].bound
-                if bound.prompt_tokens < tokens and bound.tenant == self._names.tenant(tenant):
-                    return self._found(SessionKey(tenant, bound.inferred), name)
-        return None
-
-    def _found(self, key: SessionKey, name: bytes) -> tuple[SessionKey, Bound, Stamp] | None:
-        there = self._there.get(name)
-        if there is None or not there.bound.host:
-            return None
-        self._drop(name)
-        if self._clock() - there.heard_at > self._state.sessions.idle_s:
-            return None
-        self._here[name] = key
-        return key, there.bound, there.stamp
-
-    def _remember(self, bound: Bound, stamp: Stamp, now: float) -> None:
-        self._drop(bound.session)
-        self._there[bound.session] = _There(bound, stamp, now)
-        if bound.inferred and bound.prompt_tail:
-            self._tails[bound.prompt_tail] = bound.session
-        while len(self._there) > self._state.sessions.max_sessions:
-            self._drop(next(iter(self._there)))
-
-    def _drop(self, name: bytes) -> None:
-        there = self._there.pop(name, None)
-        if there and self._tails.get(there.bound.prompt_tail) == name:
-            del self._tails[there.bound.prompt_tail]
-
     # -- questions ---------------------------------------------------------------------------------
 
     @property
     def plans(self) -> bool:
         """Whether this replica is the one that plans moves."""
-        return all(self.replica < other for other in self._heard)
+        return self._peers.this_is_first
 
     @property
     def peers(self) -> int:
         """Number of other replicas that are alive."""
-        return len(self._heard)
+        return len(self._peers)
 
     @property
     def sessions(self) -> int:
         """Number of sessions that only other replicas have routed."""
-        return len(self._there)
+        return self._elsewhere.count
 
     @property
     def session_idle_ms(self) -> int:
         """Milliseconds after which an idle session is forgotten."""
         return max(1, int(self._state.sessions.idle_s * 1_000))
-
-    def _tick(self) -> int:
-        self._latest_us = max(self._latest_us + 1, int(self._wall_clock() * 1e6))
-        return self._latest_us

@@ -21,15 +21,18 @@ length of the tenant's prompts, at most one per block of the prompt."""
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from heapq import merge
 from itertools import islice
 from math import inf
 from typing import Protocol
 
 from msgspec import Struct
 
-from perilune_gateway.model import Identity, SessionKey, SessionView
-from perilune_gateway.model.shared import NEVER, Bound, Stamp
+from perilune_gateway.model import Identity, SessionKey, SessionView, Subject
+from perilune_gateway.model.shared import NEVER, Bound, BoundElsewhere, Stamp
 
+UNKNOWN = SessionKey("", "")
+"""Key of a session that only other replicas have routed."""
 EXPIRED_AT_ONCE = 32
 """Maximum number of sessions that one request forgets, so that no request waits while many expire."""
 _SORTING = 4
@@ -82,10 +85,17 @@ class Session(Struct, gc=False):
     """Its name among replicas; empty: it has none yet."""
     stamp: Stamp = NEVER
     """When its latest turn was decided, and by which replica."""
+    runs_at: str = ""
+    """The other replica at which its latest turn runs, as far as it has told; empty: none."""
     shared_blocks: int = 0
     """Number of blocks of the chain as the replica that decided the latest turn knows it; 0: that was we."""
     shared_tail: int = 0
     """The last of those blocks."""
+
+    @property
+    def subject(self) -> Subject:
+        """What identifies it in a planned move: its key, or its name while the key is unknown."""
+        return self.name if self.key is UNKNOWN else self.key
 
     @property
     def follows(self) -> bool:
@@ -97,6 +107,14 @@ class Session(Struct, gc=False):
     def tail(self) -> int:
         """The last block of the chain; 0: unknown."""
         return self.chain[-1] if self.chain else 0
+
+    def take_over(self, bound: Bound, stamp: Stamp) -> None:
+        """Take over all but host and prompt from a turn at another replica."""
+        self.stamp, self.runs_at = stamp, stamp.replica if bound.running else ""
+        self.turns, self.chained = bound.turns, bound.chained
+        self.context_tokens, self.body_bytes = bound.context_tokens, bound.body_bytes
+        self.bytes_per_token = bound.bytes_per_token
+        self.shared_blocks, self.shared_tail = bound.blocks, bound.tail
 
     def estimate_tokens(self, body_bytes: int, default_bytes_per_token: float) -> int:
         """Return the estimated number of tokens of an unread body.
@@ -149,13 +167,15 @@ class _Prompts:
 
 
 class Elsewhere(Protocol):
-    """The sessions that other replicas of the gateway have routed, see `replicas`."""
+    """The sessions that other replicas of the gateway have routed, see `sessions_elsewhere`."""
 
-    def find(self, key: SessionKey) -> tuple[SessionKey, Bound, Stamp] | None: ...
+    def find(self, key: SessionKey, since: float) -> tuple[SessionKey, Bound, Stamp] | None:
+        """Return the session if others have routed it, and were heard of it after `since`."""
 
     def infer(
-        self, tenant: str, blocks: Sequence[int], tokens: int
-    ) -> tuple[SessionKey, Bound, Stamp] | None: ...
+        self, tenant: str, blocks: Sequence[int], tokens: int, since: float
+    ) -> tuple[SessionKey, Bound, Stamp] | None:
+        """Return the session that a prompt of `tokens` tokens continues, as `find`."""
 
     def changed(self, session: Session) -> None:
         """A turn of the session was decided here."""
@@ -165,6 +185,24 @@ class Elsewhere(Protocol):
 
     def forgotten(self, session: Session) -> None:
         """The session was idle too long, or there are too many."""
+
+    def key(self, name: bytes) -> SessionKey | None:
+        """Return the session with this name if it is known here."""
+
+    def latest(self, name: bytes) -> BoundElsewhere | None:
+        """Return the latest turn, or the end, of a session that is not known here."""
+
+    def at(self, host: str) -> Iterator[BoundElsewhere]:
+        """The sessions that are not known here and are bound to `host`, the latest first."""
+
+    def hand_over(self, name: bytes, host: str) -> None:
+        """Bind a session that is not known here to `host`, which has got its KV."""
+
+    def turn_ended(self, session: Session) -> None:
+        """A turn of the session that was decided here has ended."""
+
+    def runs(self, session: Session) -> bool:
+        """Whether a turn of the session runs at another replica, as far as is known."""
 
 
 class Sessions:
@@ -176,9 +214,12 @@ class Sessions:
         idle_s: float,
         on_rebound: Callable[[str], object] = lambda host: None,
         max_blocks: int = 4_000_000,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         """A session that was idle for more than `idle_s` seconds is forgotten. `on_rebound` is called with
-        every host whose number of sessions changes. `max_blocks`: of all chains."""
+        every host whose number of sessions changes. `max_blocks`: of all chains. `elsewhere`: the sessions of
+        other replicas; None: nothing is shared."""
+        self._elsewhere = elsewhere
         self.max_blocks = max_blocks
         self.max_sessions = max_sessions
         self.idle_s = idle_s
@@ -203,8 +244,6 @@ class Sessions:
         self._on_rebound = on_rebound
         self._at: dict[str, dict[SessionKey, Session]] = {}
         """Host → the sessions bound to it, the least recently used first."""
-        self.elsewhere: Elsewhere | None = None
-        """The sessions of other replicas; None: nothing is shared."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -213,7 +252,12 @@ class Sessions:
         """Return the session, or None if it is unknown or expired. One that other replicas have routed
         becomes known here."""
         session = self._sessions.get(key) if key else None
-        if session is None and key and self.elsewhere and (found := self.elsewhere.find(key)):
+        if (
+            session is None
+            and key
+            and self._elsewhere
+            and (found := self._elsewhere.find(key, now - self.idle_s))
+        ):
             session = self.learn(*found, now)
         return session if session and now - session.seen_at <= self.idle_s else None
 
@@ -221,10 +265,29 @@ class Sessions:
         """Return the session if it is known here, expired or not."""
         return self._sessions.get(key)
 
+    def named(self, name: bytes) -> Session | None:
+        """Return the session with this name among replicas if it is known here, expired or not."""
+        key = self._elsewhere.key(name) if self._elsewhere else None
+        return self._sessions.get(key) if key else None
+
     def at(self, host: str, limit: int, now: float) -> list[Session]:
-        """Return at most `limit` live sessions that are bound to `host`, the most recently used first."""
-        latest = islice(reversed(self._at.get(host, {}).values()), limit)
-        return [session for session in latest if now - session.seen_at <= self.idle_s]
+        """Return at most `limit` live sessions that are bound to `host`, the most recently used first. Those
+        that only other replicas have routed are copies."""
+        here = reversed(self._at.get(host, {}).values())
+        there = map(_copy, self._elsewhere.at(host)) if self._elsewhere else ()
+        latest = merge(here, there, key=lambda session: session.seen_at, reverse=True)
+        return list(islice((s for s in latest if now - s.seen_at <= self.idle_s), limit))
+
+    def of(self, subject: Subject, now: float) -> Session | None:
+        """Return the live session that a planned move is about; a copy if only other replicas have routed it.
+        None if it has ended, or if the subject is no session."""
+        if isinstance(subject, SessionKey):
+            return self.find(subject, now)
+        if not isinstance(subject, bytes) or not self._elsewhere:
+            return None
+        there = self._elsewhere.latest(subject)
+        session = _copy(there) if there and there.bound.host else self.named(subject)
+        return session if session and now - session.seen_at <= self.idle_s else None
 
     def matching(self, session_id: str) -> list[Session]:
         """Return the sessions with this id of all tenants. Costs O(sessions); for the admin interface."""
@@ -256,7 +319,7 @@ class Sessions:
         prompts = self._prompts.get(tenant)
         known = prompts.within(blocks) if prompts else iter(())
         here = next((session for session in known if session.prompt_tokens < tokens), None)
-        if self.elsewhere and (there := self.elsewhere.infer(tenant, blocks, tokens)):
+        if self._elsewhere and (there := self._elsewhere.infer(tenant, blocks, tokens, now - self.idle_s)):
             key, bound, stamp = there
             if here is None or bound.prompt_blocks > here.prompt_blocks:
                 here = self.learn(key, bound, stamp, now)
@@ -292,9 +355,18 @@ class Sessions:
 
     def use(self, session: Session, now: float) -> None:
         """Mark the session as the most recently used, by a turn that is decided here."""
-        if self.elsewhere:
-            self.elsewhere.changed(session)
+        if self._elsewhere:
+            self._elsewhere.changed(session)
         self._used(session, now)
+
+    def turn_ended(self, session: Session) -> None:
+        """A turn of the session that was decided here has ended."""
+        if self._elsewhere:
+            self._elsewhere.turn_ended(session)
+
+    def runs_elsewhere(self, session: Session) -> bool:
+        """Whether a turn of the session runs at another replica, as far as is known."""
+        return bool(session.runs_at) and self._elsewhere is not None and self._elsewhere.runs(session)
 
     def _used(self, session: Session, now: float) -> None:
         session.seen_at = now
@@ -317,8 +389,8 @@ class Sessions:
             session.failures = 0
             session.came_from = ""
             self._arrive(session)
-            if self.elsewhere:
-                self.elsewhere.changed(session)
+            if self._elsewhere:
+                self._elsewhere.changed(session)
 
     def learn(self, key: SessionKey, bound: Bound, stamp: Stamp, now: float) -> Session:
         """Take over what another replica knows of a session after a turn there."""
@@ -331,11 +403,7 @@ class Sessions:
             self._leave(session)
             session.host = bound.host
             self._arrive(session)
-        session.stamp = stamp
-        session.turns, session.chained = bound.turns, bound.chained
-        session.context_tokens, session.body_bytes = bound.context_tokens, bound.body_bytes
-        session.bytes_per_token = bound.bytes_per_token
-        session.shared_blocks, session.shared_tail = bound.blocks, bound.tail
+        session.take_over(bound, stamp)
         if bound.prompt_blocks and bound.prompt_tail != session.prompt_tail:
             self._set_prompt(session, bound.prompt_tail, bound.prompt_blocks)
         session.prompt_tokens = bound.prompt_tokens
@@ -344,6 +412,10 @@ class Sessions:
 
     def hand_over(self, session: Session, host: str, now: float) -> None:
         """Bind the session to `host`, which got its KV from the present host."""
+        if session.key is UNKNOWN:
+            assert self._elsewhere, "others have routed it"
+            self._elsewhere.hand_over(session.name, host)
+            return
         source = session.host
         self.bind(session, host, now)
         session.came_from = source
@@ -415,15 +487,15 @@ class Sessions:
     def free(self, key: SessionKey) -> None:
         """End a session. Unknown keys are ignored."""
         session = self.forget(key)
-        if session and self.elsewhere:
-            self.elsewhere.ended(session)
+        if session and self._elsewhere:
+            self._elsewhere.ended(session)
 
     def forget(self, key: SessionKey) -> Session | None:
         """Forget a session here, while other replicas may still know it. Unknown keys are ignored."""
         session = self._sessions.pop(key, None)
         if session:
-            if self.elsewhere:
-                self.elsewhere.forgotten(session)
+            if self._elsewhere:
+                self._elsewhere.forgotten(session)
             self._set_chain(session, (), 0)
             self._drop_prompt(session)
             self._leave(session)
@@ -487,3 +559,10 @@ class Sessions:
                 return
             self.forget(oldest.key)
             self.evicted += 1
+
+
+def _copy(there: BoundElsewhere) -> Session:
+    session = Session(UNKNOWN, there.bound.host, name=there.bound.session)
+    session.seen_at, session.moved_at = there.heard_at, there.moved_at
+    session.take_over(there.bound, there.stamp)
+    return session

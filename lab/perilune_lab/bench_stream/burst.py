@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from perilune_gateway.model import H20_30B
 from perilune_lab.bench_stream.histograms import Histogram, Scrape, scrape
 from perilune_lab.client import Load, models, run_load
 from perilune_lab.report import Quantiles, quantiles
@@ -39,6 +40,14 @@ class Burst:
     output_tokens: int = 8
     name: str = ""
     """Prompts are generated from this name: another name gives other prompts."""
+
+    def expected_s(self) -> float:
+        """Seconds that one H20 takes when nothing is cached before."""
+        computed = 1 if self.same else self.requests
+        prefill_s = H20_30B.prefill_s(self.prompt_tokens) * computed
+        overhead_s = H20_30B.request_overhead_s(self.prompt_tokens) * self.requests
+        step_s = H20_30B.decode_step_s(self.requests, self.requests * self.prompt_tokens)
+        return prefill_s + overhead_s + self.output_tokens * step_s
 
     def sessions(self) -> list[Session]:
         return [self._session(i) for i in range(self.requests)]

@@ -6,7 +6,8 @@ With `--target`, its own /metrics is the engine side where one engine answers th
 With `--simulated` it starts a simulated engine twice, once with serial and once with batched misses, and
 prints both side by side with the ratio: what prefilling a burst's misses in one forward is worth.
 
-Exit status: 0; 1 when the target cannot be reached or nothing succeeded; 2 for a wrong call.
+Exit status: 0; 1 when the target cannot be reached or nothing succeeded; 2 for a wrong call;
+130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -76,6 +77,9 @@ def main(argv: Sequence[str]) -> int:
         f"{burst.requests} {what} prompts of {burst.prompt_tokens} tokens at once,"
         f" {burst.output_tokens} new each"
     )
+    where = "a simulated engine, twice" if args.simulated else args.target
+    expected_s = burst.expected_s() / args.time_scale * (2 if args.simulated else 1)
+    print(f"{title}, to {where}; about {expected_s:.1f} s on one H20", file=sys.stderr, flush=True)
     try:
         work = on_simulated(burst, args.time_scale) if args.simulated else on_target(args, burst)
         found, errors = uvloop.run(work)

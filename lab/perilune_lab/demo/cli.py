@@ -11,8 +11,9 @@ lengths and KV pools of a measured coding agent on H20 × 0.25, work at H20 spee
 proportion to the endpoints. Over a run the sessions of one endpoint hold several times what its KV pool does,
 and spreading every session over all endpoints multiplies that: there routing matters.
 
-Exit status: 0; 1 when Envoy or the gateway dies or nothing gets through; 130 after Ctrl-C. Ends its processes
-in every case. An engine may die: the run goes on and says so.
+Exit status: 0; 1 when Envoy or the gateway dies or nothing gets through; 130 after Ctrl-C, with the
+comparison of the runs that were complete. Ends its processes in every case. An
+engine may die: the run goes on and says so.
 
 Not done: more than one gateway, other engines than the simulated one. Its times are a model's.
 """
@@ -81,6 +82,7 @@ class Demo:
         self.sessions = tuple(takewhile(lambda s: s.start_s < engine_s, self.load.sessions()))
         self.words = Vocabulary().words_for
         self.ran: dict[str, Ran] = {}
+        self.concluded = False
 
     async def run(self) -> None:
         """Runs all policies and prints the comparison; with --keep, then waits until cancelled. Raises
@@ -217,8 +219,16 @@ class Demo:
             runs=tuple(self.ran[arm.name].run for arm in o.arms if arm.name in self.ran),
         )
 
+    def interrupted(self) -> None:
+        """Concludes with the runs that were complete, if that was not done yet."""
+        if self.ran and not self.concluded:
+            self._conclude()
+        complete = f"{len(self.ran)} of {len(self.options.arms)} runs were complete"
+        self.console.print(f"interrupted: {complete}, everything has ended", highlight=False, soft_wrap=True)
+
     def _conclude(self) -> None:
         """Writes the files; prints the table and the gains."""
+        self.concluded = True
         document = self.report()
         try:
             self._write(document)
@@ -281,7 +291,7 @@ def main(argv: Sequence[str], programs: Programs = PROGRAMS) -> int:
         print(f"perilune demo: {error}", file=sys.stderr)
         return 1
     except asyncio.CancelledError:
-        console.print("interrupted; everything has ended")
+        demo.interrupted()
         return 128 + caught[0]
     if not all(ran.run.succeeded for ran in demo.ran.values()):
         print("perilune demo: no request got through", file=sys.stderr)

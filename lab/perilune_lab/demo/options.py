@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ from perilune_lab.demo.load import OVERLOAD, usual_time_scale
 
 Number = TypeVar("Number", int, float)
 
+MOST_ENDPOINTS = 256
 MOST_TIME_SCALE = 2.5
 """Largest time scale. Faster engines answer in milliseconds, which a busy machine cannot measure."""
 
@@ -68,7 +70,9 @@ def parse(argv: Sequence[str]) -> Options:
         " where their KV cache is, then see what that gains.",
         epilog="example: perilune demo --endpoints 4 --seconds 20 --compare round_robin,sticky --json FILE",
     )
-    parser.add_argument("--endpoints", type=_at_least(1, int), default=8, metavar="N", help="default 8")
+    parser.add_argument(
+        "--endpoints", type=_at_least(1, int, MOST_ENDPOINTS), default=8, metavar="N", help="default 8"
+    )
     known = ", ".join(sorted(POLICIES))
     parser.add_argument(
         "--policy", type=_policy, default="perilune", metavar="P", help=f"default perilune; {known}"
@@ -105,10 +109,12 @@ def parse(argv: Sequence[str]) -> Options:
     return Options(**{**vars(args), "compare": compare, "time_scale": scale})
 
 
-def _at_least(least: Number, kind: Callable[[str], Number]) -> Callable[[str], Number]:
+def _at_least(least: Number, kind: Callable[[str], Number], most: float = inf) -> Callable[[str], Number]:
     def convert(text: str) -> Number:
         value = kind(text)
-        if not least <= value < float("inf"):
+        if most < value < inf:
+            raise argparse.ArgumentTypeError(f"must be at most {most}")
+        if not least <= value < inf:
             raise argparse.ArgumentTypeError(f"must be at least {least}")
         return value
 

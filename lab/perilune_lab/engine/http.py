@@ -379,6 +379,8 @@ def _answer_errors(server: Server) -> Middleware:
             return await handler(request)
         except BadRequestError as error:
             return server.error(str(error), error.status, error.kind, error.param)
+        except ConnectionResetError:  # the client has left before the head of the answer
+            return web.Response()
         except CoreDeadError as error:
             server.on_core_dead()
             return server.error(str(error), *_SERVER_ERROR, None)

@@ -22,6 +22,7 @@ modelled: state-space layers, blocks of different sizes.
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from perilune_lab.engine.hashing import BASE, BlockHasher, Namespace
 
@@ -43,6 +44,15 @@ class Group:
 FULL_ATTENTION = Group()
 
 
+class Medium(StrEnum):
+    """Where blocks are; the values are those that vLLM announces."""
+
+    DEVICE = "GPU"
+    HOST = "CPU"
+    SHARED = "cpu"
+    """The store, as Mooncake's connector writes it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """Full blocks of one sequence became cached (one announcement per sequence, step and group)."""
@@ -60,8 +70,7 @@ class Stored:
     group: int = 0
     window: int = 0
     """The group's window, in tokens; 0 for full attention."""
-    shared: bool = False
-    """Whether it is in the shared store instead of on the device."""
+    medium: Medium = Medium.DEVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,7 @@ class Removed:
 
     digest: bytes
     group: int = 0
+    medium: Medium = Medium.DEVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +160,6 @@ class KvCache:
         self._by_digest: list[dict[bytes, list[int]]] = [{} for _ in self.groups]
 
     # reading
-
-    @property
-    def free_blocks(self) -> int:
-        return len(self._free)
 
     @property
     def usage(self) -> float:

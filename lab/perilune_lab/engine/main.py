@@ -17,8 +17,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
+from random import Random
 from typing import IO, Any
 
 import uvloop
@@ -28,13 +31,15 @@ from aiohttp import web
 from perilune_api.names import ENGINE_KEY_VARIABLE
 from perilune_api.topology import Bandwidth
 from perilune_gateway.model.engine_model import H20_30B, EngineModel
-from perilune_lab.arguments import count, positive
+from perilune_lab.arguments import count, not_negative, positive
 from perilune_lab.engine.connector import BootstrapPage, Connector
 from perilune_lab.engine.events import Publisher, publishers
 from perilune_lab.engine.hashing import Algorithm, BlockHasher, Namespace
+from perilune_lab.engine.host_tier import HostTier
 from perilune_lab.engine.http import VERSION, Served, Server
 from perilune_lab.engine.kv_cache import FULL_ATTENTION, Group, KvCache
 from perilune_lab.engine.metrics import Metrics
+from perilune_lab.engine.peers import PeerTier
 from perilune_lab.engine.scheduler import Limits, Scheduler
 from perilune_lab.engine.service import Service
 from perilune_lab.engine.store import FileStore
@@ -52,6 +57,8 @@ examples:
       shares a KV store pool with every engine that names the same file
   perilune engine --bootstrap 127.0.0.1:8998
       hands KV to other engines and fetches it from them, as vLLM's MooncakeConnector does
+  perilune engine --host-tokens 700000 --peer 127.0.0.1:5710
+      keeps KV in host memory, too, where others read it: a fake of vLLM's OffloadingConnector with tier p2p
   perilune engine --data-parallel-size 2 --events tcp://127.0.0.1:5557 --replay tcp://127.0.0.1:5657
       two ranks with a cache each, events on ports 5557 and 5558; x-data-parallel-rank: 1 names the second
   perilune engine --kv-groups 0,128
@@ -61,9 +68,10 @@ examples:
 
 What is simulated: time (an H20 that serves a 30B-A3B model) and what the model says (words that follow
 from the prompt). What is real: the API of vLLM {VERSION}, its prefix cache, block hashes, KV events,
-replay and metrics, and the protocol of its MooncakeConnector. On stdout: one line
-`perilune-engine ready http=… events=… replay=… bootstrap=…`; with several ranks, their addresses in order,
-with commas between.
+replay and metrics, and the protocol of its MooncakeConnector. What is a fake: --peer, whose messages are
+vLLM's, but only engines like this one understand each other, and no KV is sent. On stdout: one line
+`perilune-engine ready http=… events=… replay=… bootstrap=… peer=…`; with several ranks, their addresses in
+order, with commas between.
 """
 
 WATCHDOG_S = 5.0
@@ -151,6 +159,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--hash-seed", default="", metavar="S", help="as PYTHONHASHSEED of a real engine [unset]")
     add("--store", type=Path, metavar="FILE", help="shared KV store pool; engines that name it share it")
     add("--store-tokens", type=count, default=8_000_000, metavar="N", help="its size [%(default)s]")
+    add(
+        "--host-tokens",
+        type=count,
+        metavar="N",
+        help="keep the KV of so many tokens in host memory, too, as vLLM's OffloadingConnector [none]",
+    )
     add = parser.add_argument_group("KV events").add_argument
     add(
         "--events",
@@ -180,6 +194,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="engine seconds, as VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT [%(default)s]",
     )
+    add(
+        "--peer",
+        default="none",
+        metavar="IP:PORT",
+        help="let others read its host memory, and read theirs: a fake of OffloadingConnector's tier p2p;"
+        " rank r listens at PORT+r [%(default)s]",
+    )
     add("--engine-id", default="", metavar="ID", help="instead of a new one for each process")
     add(
         "--send-bytes-per-s",
@@ -197,6 +218,13 @@ def _parser() -> argparse.ArgumentParser:
         help="engine seconds per second [%(default)s]",
     )
     add("--slowdown", type=positive, default=1.0, metavar="X", help="times slower than an H20 [%(default)s]")
+    add(
+        "--noise",
+        type=not_negative,
+        default=0.0,
+        metavar="X",
+        help="how unsteady the time of a step is: standard deviation of its logarithm [%(default)s]",
+    )
     add("--max-num-seqs", type=count, default=256, metavar="N", help="sequences at once [%(default)s]")
     add(
         "--tokens-per-step",
@@ -228,6 +256,13 @@ def _model(args: argparse.Namespace) -> EngineModel:
     return H20_30B.scaled(args.slowdown)
 
 
+def _noise(args: argparse.Namespace, rank: int) -> Callable[[], float] | None:
+    """How many times longer than the model says one rank's next step takes; an engine's name is its seed."""
+    if not args.noise:
+        return None
+    return partial(Random(f"{args.name}/{rank}").lognormvariate, 0.0, args.noise)
+
+
 def _connector(args: argparse.Namespace, model: EngineModel, rank: int) -> Connector:
     """One rank's connector. As in vLLM, ranks of an engine with a given id add their number to it."""
     given = args.engine_id
@@ -240,6 +275,27 @@ def _connector(args: argparse.Namespace, model: EngineModel, rank: int) -> Conne
         time_scale=args.time_scale,
         engine_id=f"{given}_dp{rank}" if given and args.data_parallel_size > 1 else given,
     )
+
+
+def _peers(args: argparse.Namespace, model: EngineModel, rank: int) -> PeerTier:
+    """One rank's tier for peers. Raises OSError where it cannot listen."""
+    host, _, port = args.peer.rpartition(":")
+    known = f"{args.model} {args.block_size} {args.hash_algorithm}"
+    listen = f"{host}:{int(port) + rank}"
+    try:
+        return PeerTier(
+            model,
+            args.block_size,
+            listen=listen,
+            fingerprint=sha256(known.encode()).hexdigest()[:16],
+            hash_seed=args.hash_seed,
+            bytes_per_s=args.send_bytes_per_s,
+            time_scale=args.time_scale,
+        )
+    except zmq.ZMQError as error:
+        raise OSError(
+            f"cannot listen on {listen}: {error.strerror}; choose another port with --peer"
+        ) from None
 
 
 def _adapters(pairs: Sequence[str]) -> dict[str, Namespace]:
@@ -271,16 +327,30 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(
                 "--bootstrap hands over the KV of one group with full attention: leave out --kv-groups"
             )
+    if args.host_tokens and (args.store or args.kv_groups != (FULL_ATTENTION,)):
+        parser.error("--host-tokens goes neither with --store nor with --kv-groups")
+    if args.peer != "none":
+        if not args.peer.rpartition(":")[2].isdigit() or ":" not in args.peer:
+            parser.error(f"--peer wants IP:PORT, got {args.peer!r}")
+        if not args.host_tokens or args.bootstrap != "none":
+            parser.error("--peer needs --host-tokens, and does not go with --bootstrap")
+        if args.data_parallel_size > 1 and args.peer.endswith(":0"):
+            parser.error("--peer needs a port where there are several ranks")
     try:
         listening = _listen(args.listen)
     except (ValueError, OverflowError):
         parser.error(f"--listen wants IP:PORT, got {args.listen!r}")
     except OSError as error:
-        return _fail(f"cannot listen on {args.listen}: {error.strerror or error}")
+        return _fail(
+            f"cannot listen on {args.listen}: {error.strerror or error}; choose another port with --listen"
+        )
     try:
         return uvloop.run(_serve(args, adapters, listening))
     except zmq.ZMQError as error:
-        return _fail(f"cannot bind {args.events} and {args.replay} for KV events: {error.strerror}")
+        return _fail(
+            f"cannot bind {args.events} and {args.replay} for KV events: {error.strerror};"
+            " choose other ports with --events and --replay"
+        )
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except ValueError as error:
@@ -314,15 +384,25 @@ async def _serve(args: argparse.Namespace, adapters: dict[str, Namespace], liste
     request_log: IO[bytes] | None = args.request_log.open("ab") if args.request_log else None
     ranks: list[Service] = []
     connectors: list[Connector] = []
+    tiers: list[PeerTier] = []
     for rank, publisher in enumerate(published):
         cache, model = KvCache(hasher, blocks, args.kv_groups, reach=args.tokens_per_step), _model(args)
         connector = _connector(args, model, rank) if args.bootstrap != "none" else None
-        scheduler = Scheduler(cache, model, limits, store, connector)
+        host_tier = (
+            HostTier(args.host_tokens // args.block_size, args.block_size) if args.host_tokens else None
+        )
+        tier = _peers(args, model, rank) if args.peer != "none" else None
+        scheduler = Scheduler(
+            cache, model, limits, store, connector, _noise(args, rank), host=host_tier, peers=tier
+        )
         metrics = Metrics(args.model, max_model_len, _cache_info(args, blocks), list(adapters), started, rank)
         ranks.append(Service(scheduler, text, metrics, publisher, args.time_scale, request_log, rank=rank))
         if connector is not None:
             connector.serve(ranks[-1])
             connectors.append(connector)
+        if tier is not None:
+            tier.serve(ranks[-1])
+            tiers.append(tier)
     served = Served(
         args.model,
         max_model_len,
@@ -354,6 +434,7 @@ async def _serve(args: argparse.Namespace, adapters: dict[str, Namespace], liste
     gc.collect()
     gc.freeze()  # the vocabulary and the cache's tables live as long as the process
     said = f" bootstrap={page.address}" if page else ""
+    said += f" peer={','.join(tier.address for tier in tiers)}" if tiers else ""
     print(f"perilune-engine ready http={address}{_places(published)}{said}", flush=True)
     try:
         return await _first_end(stop, [*cores, *replays])
@@ -366,6 +447,8 @@ async def _serve(args: argparse.Namespace, adapters: dict[str, Namespace], liste
             await page.close()
         for connector in connectors:
             await connector.close()
+        for tier in tiers:
+            await tier.close()
         for publisher in published:
             if publisher is not None:
                 publisher.close()

@@ -73,6 +73,8 @@ class Metrics:
         """Running requests by adapter."""
         self.prefix_queries = self.prefix_hits = 0
         self.external_queries = self.external_hits = 0
+        self.host_hits = self.peer_hits = 0
+        """Those of the external hits that came from this engine's and from other engines' host memory."""
         self.prompt_tokens = self.generation_tokens = 0
         self.preemptions = self.rejections = 0
         self.prefill_forwards = 0
@@ -93,7 +95,10 @@ class Metrics:
         self.prefill_forwards += step.prefill_forwards
         self.step_tokens.observe(step.tokens)
         for request in step.admitted:
-            external = request.store_tokens + request.pulled_tokens
+            from_peer = request.pulled_tokens if request.host_tokens else 0
+            external = request.store_tokens + (request.host_tokens or request.pulled_tokens)
+            self.host_hits += request.host_tokens - from_peer
+            self.peer_hits += from_peer
             local = request.cached_tokens - external
             self.prompt_tokens += request.prompt_tokens
             self.prefix_queries += request.prompt_tokens
@@ -154,9 +159,9 @@ class Metrics:
         page.counter("prefix_cache_queries", "Prefix cache queries, in tokens.", self.prefix_queries)
         page.counter("prefix_cache_hits", "Prefix cache hits, in tokens.", self.prefix_hits)
         page.counter(
-            "external_prefix_cache_queries", "Queries of the shared store, in tokens.", self.external_queries
+            "external_prefix_cache_queries", "Queries beyond the device, in tokens.", self.external_queries
         )
-        page.counter("external_prefix_cache_hits", "Hits in the shared store, in tokens.", self.external_hits)
+        page.counter("external_prefix_cache_hits", "Hits beyond the device, in tokens.", self.external_hits)
         computed = self.prompt_tokens - self.prefix_hits - self.external_hits
         page.counter(
             "prompt_tokens_by_source",
@@ -168,10 +173,9 @@ class Metrics:
             },
         )
         cached = dict.fromkeys((f'source="{source}"' for source in _CACHED_SOURCES), 0)
-        cached['source="device"'], cached['source="external_unspecified"'] = (
-            self.prefix_hits,
-            self.external_hits,
-        )
+        cached['source="device"'] = self.prefix_hits
+        cached['source="host"'], cached['source="p2p"'] = self.host_hits, self.peer_hits
+        cached['source="external_unspecified"'] = self.external_hits - self.host_hits - self.peer_hits
         page.counter("prompt_tokens_cached_by_source", "Cached prompt tokens by source.", cached)
         page.counter("prompt_tokens", "Prompt tokens processed.", self.prompt_tokens)
         page.counter("generation_tokens", "Generated tokens.", self.generation_tokens)

@@ -34,7 +34,16 @@ class Take:
     engine_id: str
 
 
-Leg = Give | Take
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A request for which another engine's host memory is read, see `peers`."""
+
+    kv_request_id: str
+    host: str
+    port: int
+
+
+Leg = Give | Take | Source
 
 
 def leg_of(params: Mapping[str, Any] | None) -> Leg | None:
@@ -48,6 +57,14 @@ def leg_of(params: Mapping[str, Any] | None) -> Leg | None:
             "remote_engine_id": str(engine_id),
         }:
             return Take(transfer_id, bootstrap, engine_id)
+        case {
+            "remote_kv_source": {
+                "kv_request_id": str(kv_request_id),
+                "remote_host": str(host),
+                "remote_port": int(port),
+            }
+        } if kv_request_id and host and port:
+            return Source(kv_request_id, host, port)
         case {"do_remote_decode": True, "transfer_id": str(transfer_id)}:
             return Give(transfer_id)
     return None
@@ -62,6 +79,7 @@ class Request:
         "finish",
         "finished_s",
         "first_token_s",
+        "host_tokens",
         "last_token_s",
         "leg",
         "loaded_tokens",
@@ -112,10 +130,12 @@ class Request:
         """Prompt tokens found in a cache at first admission, store included."""
         self.store_tokens = 0
         """Cached prompt tokens that came from the shared store."""
+        self.host_tokens = 0
+        """Cached prompt tokens that came from host memory, the engine's own or another's."""
         self.loaded_tokens = 0
         """Leading tokens whose KV is there when its load ends."""
         self.pulled_tokens = 0
-        """Cached prompt tokens that came from another engine."""
+        """Cached prompt tokens that came from another engine, also those that went through host memory."""
         self.preemptions = 0
         self.shared_blocks = 0
         """Leading blocks that were offered to the store."""

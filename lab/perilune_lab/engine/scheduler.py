@@ -9,8 +9,9 @@ says. One step:
    last. Each looks up its prefix: cached blocks are attached (*hit*), what is left is prefilled with the
    chunks of all others in the same forward (*misses*, batched). Blocks register as they are scheduled, so
    of equal prompts in one batch the first is computed and the others share its blocks.
-3. A prefix that the shared store holds beyond the device's is loaded first, at the store's speed and
-   outside the step; the sequence joins when its blocks are there.
+3. A prefix that host memory or the shared store holds beyond the device's is loaded first, at that speed and
+   outside the step; the sequence joins when its blocks are there. What a request reads from another
+   engine's host memory comes into this one's before.
 4. When the step ends, each sequence whose tokens are all computed gets its next token, in the batch's
    order, so results do not depend on how the batch was split.
 
@@ -22,14 +23,16 @@ Not modelled: speculative decoding, several ranks, sampling (the caller brings t
 """
 
 import heapq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 from typing import Protocol
 
 from perilune_gateway.model.engine_model import EngineModel
-from perilune_lab.engine.kv_cache import Change, KvCache, Stored
-from perilune_lab.engine.request import Finish, Request
+from perilune_lab.engine.host_tier import HostTier
+from perilune_lab.engine.kv_cache import Change, KvCache, Medium, Stored
+from perilune_lab.engine.request import Finish, Request, Source
 from perilune_lab.engine.store import Store
 
 
@@ -86,6 +89,13 @@ class Connector(Protocol):
         """Whether the blocks of an ended request stay until `Scheduler.release`."""
 
 
+class Peers(Protocol):
+    """Reads the host memory of other engines, see `peers`."""
+
+    def asks(self, request: Request, source: Source, digests: Sequence[bytes]) -> None:
+        """Asks for these blocks; `Scheduler.read` ends that."""
+
+
 class Scheduler:
     def __init__(
         self,
@@ -94,12 +104,20 @@ class Scheduler:
         limits: Limits | None = None,
         store: Store | None = None,
         connector: Connector | None = None,
+        noise: Callable[[], float] | None = None,
+        host: HostTier | None = None,
+        peers: Peers | None = None,
     ) -> None:
+        """`host`: host memory, which `peers` need. `noise`: called for each step; how many times longer it
+        takes than the model says."""
         self.cache = cache
         self.model = model
         self.limits = limits or Limits()
         self.store = store
         self.connector = connector
+        self.noise = noise
+        self.host = host
+        self.peers = peers
         self.running: list[Request] = []
         """Requests in the batch, in the order in which they were admitted."""
         self.loading: list[Request] = []
@@ -111,7 +129,9 @@ class Scheduler:
         self._sequence = count()
         self._ordinal = count()
         self._now = 0.0
-        self._store_free_s = 0.0
+        self._store_free_s = self._host_free_s = 0.0
+        self._brought: list[Change] = []
+        """What other engines' blocks changed in host memory since the last step ended."""
         self._blocked = False
         """No waiting request can be admitted until something changes."""
 
@@ -189,7 +209,7 @@ class Scheduler:
         if not step.batch:
             self._blocked = True
             return None
-        step.ends_s = now + self._duration(step)
+        step.ends_s = now + self._duration(step) * (self.noise() if self.noise else 1.0)
         return step
 
     def _duration(self, step: EngineStep) -> float:
@@ -285,7 +305,7 @@ class Scheduler:
                 request.cached_tokens = request.computed
                 if request.report_full:
                     cache.announce_again(table, len(hits[0]))
-                if self._fetch(request) or self._load(request, now):
+                if self._fetch(request) or self._read(request, now) or self._load(request, now):
                     continue
                 step.admitted.append(request)
             if self._is_miss(total - request.computed):
@@ -316,6 +336,61 @@ class Scheduler:
             request.cached_tokens = request.prompt_tokens
             request.loaded_tokens = request.prompt_tokens - 1
         request.ready_s = now
+
+    # host memory
+
+    def _read(self, request: Request, now: float) -> bool:
+        """Starts to load what host memory has beyond the device's hits. Where the request says so, another
+        engine's is asked first for what is missing here. Returns False if there is nothing to load."""
+        if self.host is None:
+            return False
+        table, size = request.table, self.cache.block_size
+        first, end = table.length, (request.prompt_tokens - 1) // size
+        found = self.host.leading(table.chain[first:end])
+        missing = table.chain[first + found : end]
+        if self.peers is not None and isinstance(request.leg, Source) and missing:
+            self.cache.grow(table, request.prompt_tokens, register=False)
+            request.host_tokens, request.ready_s = found * size, inf
+            self.loading.append(request)
+            self.peers.asks(request, request.leg, missing)
+            return True
+        if not found:
+            return False
+        self.cache.grow(table, (first + found) * size, register=False)
+        self._from_host(request, found * size, now)
+        self.loading.append(request)
+        return True
+
+    def read(self, request: Request, blocks: int, now: float) -> None:
+        """So many of the blocks that the request asked another engine for have come to host memory."""
+        if request.finish is not None:
+            return
+        assert self.host is not None
+        table, size = request.table, self.cache.block_size
+        first = (request.computed + request.host_tokens) // size
+        request.pulled_tokens = blocks * size
+        if blocks:
+            self._brought += self.host.put(
+                Stored(
+                    digests=table.chain[first : first + blocks],
+                    parent=table.chain[first - 1] if first else None,
+                    tokens=table.tokens[first * size : (first + blocks) * size],
+                    positions=range(first, first + blocks),
+                    namespace=table.namespace,
+                    session_id=table.session_id,
+                )
+            )
+        self._from_host(request, request.host_tokens + blocks * size, now)
+
+    def _from_host(self, request: Request, tokens: int, now: float) -> None:
+        """So many tokens are loaded from host memory, one request after the other."""
+        request.host_tokens = tokens
+        request.cached_tokens += tokens
+        request.loaded_tokens = request.computed + tokens
+        begin = max(now, self._host_free_s)
+        request.ready_s = self._host_free_s = begin + self.model.host_s(tokens)
+
+    # the legs' blocks
 
     def release(self, request: Request) -> None:
         """Frees the blocks that an ended request kept."""
@@ -369,7 +444,7 @@ class Scheduler:
                 positions=(i,),
                 namespace=table.namespace,
                 session_id=table.session_id,
-                shared=True,
+                medium=Medium.SHARED,
             )
             for i, new in zip(range(first, end), added, strict=True)
             if new
@@ -380,6 +455,10 @@ class Scheduler:
     def _complete(self, step: EngineStep) -> None:
         now = step.ends_s
         step.changes = self.cache.take_changes()
+        if self.host is not None:
+            stored = [change for change in step.changes if isinstance(change, Stored)]
+            step.changes += self._brought + [change for one in stored for change in self.host.put(one)]
+            self._brought = []
         if self.store is not None:
             for request, new, before in step.prefilled:
                 if request.finish is None:

@@ -11,7 +11,7 @@ Cost: 3–6 µs per output token with rendering, about 10 µs per write.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import IO, Protocol
 
@@ -149,6 +149,19 @@ class Service:
         self.scheduler.fetched(request, now, arrived=arrived)
         self._wake.set()
 
+    def read(self, request: Request, blocks: int) -> None:
+        """So many blocks have come from another engine's host memory."""
+        now = self.now()
+        self._run_steps(now)
+        self.scheduler.read(request, blocks, now)
+        self._wake.set()
+
+    def holds(self, digests: Sequence[bytes]) -> list[bool]:
+        """Whether each block is in host memory."""
+        self._run_steps(self.now())
+        host = self.scheduler.host
+        return host.holds(digests) if host else [False] * len(digests)
+
     def release(self, request: Request) -> None:
         """The blocks of an ended leg of a hand-off are no longer needed."""
         self._run_steps(self.now())
@@ -260,6 +273,7 @@ def log_entry(request: Request, rank: int = 0) -> Mapping[str, object]:
         "prompt_tokens": request.prompt_tokens,
         "cached_tokens": request.cached_tokens,
         "store_tokens": request.store_tokens,
+        "host_tokens": request.host_tokens,
         "pulled_tokens": request.pulled_tokens,
         "output_tokens": request.produced,
         "finish": request.finish,

@@ -1,6 +1,7 @@
 """`perilune trace stats FILE|agentic`: a table, and with --json the same numbers for machines."""
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -58,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
     )
     command.add_argument("--json", type=output, metavar="FILE", help="also write the numbers as JSON")
     args = parser.parse_args(argv)
+    print(f"{args.trace}: measuring it; about a second for 20,000 requests", file=sys.stderr, flush=True)
     try:
         trace = open_trace(args.trace, args.limit, args.seed, args.sessions, Agentic(zipf_alpha=args.zipf))
     except SpecError as error:

@@ -88,6 +88,14 @@ def replay(options: Options, err: Console) -> WhatIf:
     return found
 
 
+def _plan(options: Options) -> str:
+    files = ", ".join(map(str, options.decisions))
+    size_mb = sum(_size(path) for path in options.decisions) / 1e6
+    number = len(options.policies)
+    policies = options.policies[0] if number == 1 else f"{number} policies"
+    return f"{files} ({size_mb:,.1f} MB): deciding each request again by {policies}"
+
+
 @contextmanager
 def _open(path: Path) -> Iterator[tuple[IO[bytes], Iterable[bytes]]]:
     """Opens a log, plain or gzip, also from a pipe. Yields the underlying file, for progress, and the
@@ -108,9 +116,15 @@ def main(argv: Sequence[str]) -> int:
     err = Console(stderr=True)
     try:
         options = parse(argv)
+        err.print(_plan(options), highlight=False, markup=False, soft_wrap=True)
         found = replay(options, err)
         if not found.decisions:
-            print("perilune whatif: no decision of a policy in there", file=sys.stderr)
+            files = ", ".join(map(str, options.decisions))
+            print(
+                f"perilune whatif: no decision of a policy in {files}: record some with"
+                " perilune-gateway --decision-log FILE",
+                file=sys.stderr,
+            )
             return NOTHING
         status = _write(found, options.json, err)
     except SpecError as error:

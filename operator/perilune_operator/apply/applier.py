@@ -49,6 +49,9 @@ _CONDITION = re.compile(r"^status\.conditions\[(\d+)\]\.type$")
 GONE_OR_REPLACED = frozenset({404, 409})
 """Status codes of a write that names a uid, when the object is gone or another one has its name."""
 
+ABSENT_OR_FORBIDDEN = frozenset({403, 404})
+"""Status codes of a read, when the object does not exist, or reading it is forbidden as writing will be."""
+
 
 class Failure(NamedTuple):
     """A write that the API server refused."""
@@ -91,6 +94,11 @@ class Applier:
         written = self._unseen.get(key(obj))
         return written is not None and version(written[0]) == version(obj)
 
+    def newest(self, children: Mapping[Key, Object]) -> Mapping[Key, Object]:
+        """The pool's objects, also as they were written last where the watches do not show that yet."""
+        written = ((k, obj) for k, (obj, _) in self._unseen.items() if k in children)
+        return {**children, **{k: obj for k, obj in written if version(children[k]) < version(obj)}}
+
     async def apply(self, plan: Plan, children: Mapping[Key, Object]) -> Applied:
         """Carry out a plan. Raises NotLeaderError, ApiError and OSError."""
         wanted = plan.objects or ()
@@ -122,7 +130,7 @@ class Applier:
         self, wanted: Sequence[Object], children: Mapping[Key, Object]
     ) -> tuple[frozenset[Key], tuple[Refusal, ...]]:
         """Return the objects that belong to someone else, and what the API server would refuse. Raises
-        NotLeaderError and OSError."""
+        NotLeaderError, ApiError and OSError."""
         unknown = [obj for obj in wanted if key(obj) not in children and key(obj) not in self._applied]
         others, refused = await asyncio.gather(
             asyncio.gather(*(self._is_foreign(obj) for obj in unknown)),
@@ -138,8 +146,10 @@ class Applier:
             return False
         try:
             found = await self._writer.read(path(obj))
-        except kube.ApiError:
-            return False  # the object does not exist, or the write will meet the same error
+        except kube.ApiError as error:
+            if error.status not in ABSENT_OR_FORBIDDEN:
+                raise
+            return False
         return not self._owner.controls(found)
 
     def _is_new(self, obj: Object, children: Mapping[Key, Object]) -> bool:
@@ -246,9 +256,10 @@ class Applier:
         await self._writer.merge(f"{owner.path}/scale", KIND, {"spec": {"replicas": replicas}})
 
     async def _mark(self, mark: Mark) -> Failure | None:
-        """Annotate a pod through its status, so that the operator needs no right to change pods. Return a
-        failure if the API server refused it."""
-        body = {"metadata": {"uid": mark.uid, "annotations": dict(mark.annotations)}}
+        """Annotate and label a pod through its status, so that the operator needs no right to change pods.
+        Return a failure if the API server refused it."""
+        written = {"annotations": dict(mark.annotations), "labels": dict(mark.labels)}
+        body = {"metadata": {"uid": mark.uid, **{name: value for name, value in written.items() if value}}}
         where = f"{collection('v1', self._owner.namespace, 'pods')}/{mark.pod}/status"
         try:
             await self._writer.merge(where, "Pod", body)

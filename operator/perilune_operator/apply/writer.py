@@ -43,9 +43,9 @@ class Writer:
         self._turns = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
     async def read(self, where: str) -> Object:
-        """Read one object from the server's cache."""
+        """Read one object as it is stored now."""
         async with self._turns:
-            return await self._client.request("GET", where, params={"resourceVersion": "0"})
+            return await self._client.request("GET", where)
 
     async def rehearse(self, where: str, obj: Object, manager: str) -> None:
         """Ask the server to validate an object without storing it. Raises NotLeaderError."""

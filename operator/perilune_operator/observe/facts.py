@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from perilune_api import names
+
 Object = dict[str, Any]
 """A Kubernetes object as JSON."""
 PoolName = tuple[str, str]
@@ -45,6 +47,10 @@ class NodeFacts:
     """The node is cordoned or about to be removed, so it takes no new pods."""
 
 
+HOME: dict[str, names.Duty] = {"engine": "serve", "prefill": "prefill"}
+"""The duty with which the pods of a workload begin, by their component."""
+
+
 @dataclass(frozen=True, slots=True)
 class PodFacts:
     """A pod of the pool."""
@@ -64,8 +70,17 @@ class PodFacts:
     """Gateways that have answered this draining mark, because they run nothing on this pod any more."""
     sessions: int = 0
     """Sessions whose host it is, as the gateways said last."""
+    recent_hits_tokens: float = 0.0
+    """Prompt tokens that its prefix cache has saved lately, as the gateways said last."""
     chosen: bool = False
     """The pod carries the deletion cost by which a ReplicaSet removes it first."""
+    ip: str = ""
+    duty: str = ""
+    """The Duty of an endpoint's pod; empty for other pods."""
+    labelled: bool = False
+    """The pod carries its duty as a label."""
+    next_duty: str = ""
+    """The Duty that it takes over once its sessions have left; empty when it keeps its own."""
     group: int = -1
     """Index of its LeaderWorkerSet group; -1 for any other pod."""
     trouble: str = ""
@@ -87,6 +102,10 @@ class Drained(NamedTuple):
     """The draining mark that the pod carries."""
 
 
+FirstTokens = Mapping[float, int]
+"""Seconds → how many requests have had their first token within them, since the gateway started."""
+
+
 @dataclass(frozen=True, slots=True)
 class GatewayStats:
     """What the pool's gateways report together."""
@@ -94,26 +113,44 @@ class GatewayStats:
     sessions: int
     hit_ratio: float | None
     drained: frozenset[Drained] = frozenset()
-    queue_s: float = field(default=0.0, compare=False)
-    """Seconds of queued prefill of all endpoints, summed over the gateways."""
-    kv_in_use: float = field(default=0.0, compare=False)
-    """Sum over all endpoints of the share of their KV cache that is in use."""
+    behind: frozenset[str] = frozenset()
+    """Gateways, by pod, that cannot follow the engines' KV events."""
     sessions_at: Mapping[str, int] = field(default_factory=dict, compare=False)
     """Sessions by the IP address of their host."""
+    recent_hits_tokens_at: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """Prompt tokens found lately in the prefix caches, by the endpoint's IP address."""
+    queue_s_at: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """Seconds of queued prefill by the endpoint's IP address, summed over the gateways."""
+    kv_in_use_at: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """Share of the KV cache that is in use, by the endpoint's IP address."""
+    first_tokens: Mapping[str, FirstTokens] = field(default_factory=dict, compare=False)
+    """Gateway, by pod → its requests and those whose first token came in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the gateways' pages say at one time of the work of all endpoints."""
+    """What the gateways' pages say at one time of the work of all endpoints of one duty."""
 
     at: float
     """Seconds since the epoch."""
     queue_s: float
-    """Seconds of queued prefill of all endpoints."""
+    """Seconds of queued prefill of these endpoints."""
     kv_in_use: float
-    """Sum over all endpoints of the share of their KV cache that is in use."""
+    """Sum over them of the share of their KV cache that is in use."""
     starting: int = 0
-    """Number of endpoints that the pool should have and that are not ready."""
+    """Number of them that the pool should have and that are not ready."""
+    first_tokens: int = 0
+    """Number of the pool's requests whose first token came since the reading before."""
+    in_time: int = 0
+    """How many of them came within the duty's ttftSeconds."""
+    prefilling: int = 0
+    """Number of endpoints that have prompts to prefill."""
+    wanted: int = 0
+    """Number of endpoints of the duty that the pool should have at this time."""
+
+
+Demands = Mapping[names.Duty, Sequence[Demand]]
+"""The readings of the endpoints of each duty, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +214,7 @@ class Observed:
     parent: ParentFacts | None = None
     """The Gateway that the spec names; None when it names none, or one outside the watched namespace."""
     rival: Rival | None = None
-    demands: Sequence[Demand] = ()
-    """What the gateways reported since the number of replicas last changed."""
+    demands: Demands = field(default_factory=dict)
+    """What the gateways reported of the endpoints of each duty since their number last changed."""
     is_turn: bool = True
     """Few enough other pools follow a new version of the operator at present that this one may, too."""

@@ -7,7 +7,7 @@ is left out.
 
 import asyncio
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import inf, isfinite
 
@@ -15,7 +15,7 @@ import aiohttp
 
 from perilune_api import names
 from perilune_operator.observe import readers
-from perilune_operator.observe.facts import Drained, GatewayStats, Object
+from perilune_operator.observe.facts import Drained, FirstTokens, GatewayStats, Object
 
 READ_S, FIRST_READ_S, DRAIN_READ_S = 30.0, 5.0, 1.0
 """Time between two readings: usually, until a gateway has answered or where the load sets the number of
@@ -26,6 +26,11 @@ _SESSIONS = re.compile(r"^perilune_sessions_bound (\S+)", re.MULTILINE)
 _OTHERS_SESSIONS = re.compile(r"^perilune_shared_state_sessions (\S+)", re.MULTILINE)
 _HIT_RATIO = re.compile(r"^perilune_cache_hit_ratio (\S+)", re.MULTILINE)
 _PEERS = re.compile(r"^perilune_shared_state_peers (\S+)", re.MULTILINE)
+_INGEST = [
+    re.compile(rf"^perilune_ingest_{name} (\S+)", re.MULTILINE)
+    for name in ("busy_ratio", "behind_seconds", "catching_up")
+]
+_FIRST_TOKENS = re.compile(rf'^{names.FIRST_TOKENS}_bucket{{le="([^"]+)"}} (\S+)', re.MULTILINE)
 _DRAINED = re.compile(rf'^{names.DRAINED}{{mark="([^"]*)",pod="([^"]*)"}} 1', re.MULTILINE)
 
 
@@ -57,15 +62,49 @@ def gateway_stats(pages: Mapping[str, str]) -> GatewayStats | None:
         return None
     sessions_at = Counter[str]()
     for page in texts:
-        sessions_at.update({host: int(number) for host, number in _each(page, "sessions")})
+        for host, number in _each(page, "sessions"):  # an engine with ranks has several
+            sessions_at[host] += int(number)
+    queue_s_at = defaultdict[str, float](float)
+    kv_in_use_at, recent_hits_tokens_at = dict[str, float](), dict[str, float]()
+    for page in texts:
+        for host, queued_s in _queue_s(page).items():
+            queue_s_at[host] += queued_s
+    for host, number in (sample for page in texts for sample in _each(page, "kv_usage_ratio")):
+        kv_in_use_at[host] = max(number, kv_in_use_at.get(host, 0.0))
+    for page in texts:  # every gateway reads all engines
+        for host, tokens in _recent_hits_tokens(page).items():
+            recent_hits_tokens_at[host] = max(tokens, recent_hits_tokens_at.get(host, 0.0))
     return GatewayStats(
         _sessions(texts),
         mean,
         frozenset(drained),
-        queue_s=sum(_queue_s(page) for page in texts),
-        kv_in_use=max(sum(number for _, number in _each(page, "kv_usage_ratio")) for page in texts),
+        frozenset(gateway for gateway, page in pages.items() if _is_behind(page)),
         sessions_at=sessions_at,
+        queue_s_at=queue_s_at,
+        kv_in_use_at=kv_in_use_at,
+        recent_hits_tokens_at=recent_hits_tokens_at,
+        first_tokens={gateway: counts for gateway, page in pages.items() if (counts := _first_tokens(page))},
     )
+
+
+def first_tokens_between(
+    before: Mapping[str, FirstTokens], after: Mapping[str, FirstTokens], within_s: float
+) -> tuple[int, int]:
+    """(requests whose first token came between two readings, those of them within so many seconds). A gateway
+    of which there is no earlier reading does not count yet; one that has restarted began at 0."""
+    counts, in_time = 0, 0
+    for gateway, now in after.items():
+        if (then := before.get(gateway)) is None:
+            continue
+        if any(now.get(bound, 0) < count for bound, count in then.items()):
+            then = {}
+        counts += now.get(inf, 0) - then.get(inf, 0)
+        in_time += now.get(within_s, 0) - then.get(within_s, 0)
+    return counts, in_time
+
+
+def _first_tokens(page: str) -> FirstTokens:
+    return {float(bound): int(float(count)) for bound, count in _FIRST_TOKENS.findall(page)}
 
 
 def _sessions(pages: Collection[str]) -> int:
@@ -76,10 +115,28 @@ def _sessions(pages: Collection[str]) -> int:
     return int(max(known) if shared else sum(known))
 
 
-def _queue_s(page: str) -> float:
-    """This gateway's part of the queued prefill. A gateway that shares its state reports that of all."""
-    queued = sum(number for _, number in _each(page, "pending_prefill_seconds"))
-    return queued / (1.0 + (_number(_PEERS, page) or 0.0))
+def _is_behind(page: str) -> bool:
+    """Whether the gateway's health says `ingest_behind`, and not because it still catches up after its
+    start."""
+    busy, behind_s, catching_up = (_number(sample, page) or 0.0 for sample in _INGEST)
+    return not catching_up and (busy > names.BUSY_INGEST or behind_s > names.BEHIND_S)
+
+
+def _queue_s(page: str) -> dict[str, float]:
+    """This gateway's part of the queued prefill, by host. A gateway that shares its state reports that of
+    all."""
+    gateways, queued = 1.0 + (_number(_PEERS, page) or 0.0), defaultdict[str, float](float)
+    for host, number in _each(page, "pending_prefill_seconds"):
+        queued[host] += number / gateways
+    return queued
+
+
+def _recent_hits_tokens(page: str) -> Mapping[str, float]:
+    """Host → the tokens of all of its ranks."""
+    tokens_at = defaultdict[str, float](float)
+    for host, tokens in _each(page, "recent_hits_tokens"):
+        tokens_at[host] += tokens
+    return tokens_at
 
 
 def _each(page: str, name: str) -> Iterator[tuple[str, float]]:

@@ -5,6 +5,7 @@ from typing import TypedDict
 
 from perilune_api import names
 from perilune_operator.observe.facts import (
+    HOME,
     GatewayStats,
     Listener,
     NodeFacts,
@@ -66,6 +67,7 @@ def pod(obj: Object, said: GatewayStats | None = None) -> PodFacts:
     meta = obj["metadata"]
     labels, annotations = meta.get("labels") or {}, meta.get("annotations") or {}
     drained = said.drained if said else ()
+    ip = str((obj.get("status") or {}).get("podIP", ""))
     draining, group = annotations.get(names.DRAINING, ""), labels.get(GROUP_INDEX, "")
     return PodFacts(
         name=meta["name"],
@@ -78,8 +80,13 @@ def pod(obj: Object, said: GatewayStats | None = None) -> PodFacts:
         created=meta.get("creationTimestamp", ""),
         draining=draining,
         drained_by=frozenset(d.gateway for d in drained if draining and d[1:] == (meta["name"], draining)),
-        sessions=said.sessions_at.get((obj.get("status") or {}).get("podIP", ""), 0) if said else 0,
+        sessions=said.sessions_at.get(ip, 0) if said else 0,
+        recent_hits_tokens=said.recent_hits_tokens_at.get(ip, 0.0) if said else 0.0,
         chosen=annotations.get(names.DELETION_COST) == CHOSEN_COST,
+        ip=ip,
+        duty=str(labels.get(names.DUTY_LABEL, HOME.get(labels.get(names.COMPONENT_LABEL, ""), ""))),
+        labelled=names.DUTY_LABEL in labels,
+        next_duty=annotations.get(names.NEXT_DUTY, ""),
         group=int(group) if group.isdigit() else -1,
         **_trouble(obj.get("status") or {}),
     )

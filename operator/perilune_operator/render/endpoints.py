@@ -22,15 +22,25 @@ def workload_name(pool: str) -> str:
     return f"{pool}-engine"
 
 
-def prefill_workload(pool: Context) -> Key:
+def prefill_workload(namespace: str, pool: str) -> Key:
     """The workload that runs the endpoints that only prefill."""
-    return Key("Deployment", pool.namespace, f"{pool.name}-prefill")
+    return Key("Deployment", namespace, f"{pool}-prefill")
 
 
 def gpus(pool: Context) -> int:
     """GPUs of one endpoint."""
     engine = pool.spec.engine
-    return 0 if engine.kind is EngineKind.SIMULATED else engine.tensor_parallel * engine.pipeline_parallel
+    return (
+        0
+        if engine.kind is EngineKind.SIMULATED
+        else engine.tensor_parallel * engine.pipeline_parallel * ranks(pool)
+    )
+
+
+def ranks(pool: Context) -> int:
+    """Data-parallel ranks of one endpoint. A simulated engine has one."""
+    engine = pool.spec.engine
+    return 1 if engine.kind is EngineKind.SIMULATED else engine.data_parallel
 
 
 def nodes_per_endpoint(pool: Context) -> int:
@@ -73,6 +83,13 @@ def workload(pool: Context) -> Key:
 def engine_labels(pool: Context, component: names.Component) -> dict[str, str]:
     """The labels that select the pods of engines, or those of their workers."""
     return {**pool.labels(component), names.ROLE_LABEL: ROLE}
+
+
+def with_duty(pool: Context, duty: names.Duty) -> dict[str, str]:
+    """The labels that select the endpoints that have this duty now."""
+    if pool.spec.role_switching:
+        return {names.POOL_LABEL: pool.name, names.DUTY_LABEL: duty}
+    return pool.labels("engine" if duty == "serve" else "prefill")
 
 
 def can_run(pool: Context) -> bool:

@@ -1,23 +1,30 @@
-"""A middleware for vLLM (`--middleware perilune_door.Door`): clients' transfer parameters do not pass.
+"""A middleware for vLLM (`--middleware perilune_door.Door`): clients' transfer parameters do not pass, and
+requests of the Responses API reach the data-parallel rank that the gateway chose.
 
-The operator mounts this file into engine pods, so it needs nothing but the standard library. vLLM obeys
-`kv_transfer_params` and `ec_transfer_params` in a request's body or its `vllm_xargs`: they name hosts to
-connect to, and an engine of the wrong role ends by an assertion. The gateway refuses them where it sees the
-body; here they are removed from all other requests, also while no gateway runs. They pass only with the
-pool's secret in HEADER, and only to the engine that TARGET names, if it names one: a proxy may send a
-request again to another engine, which would wait in vain for a transfer that is spent. Bodies without a trace
-of them are passed on as they are.
+The operator mounts this file into engine pods, so it needs nothing but the standard library.
+
+**Transfer parameters.** vLLM obeys `kv_transfer_params` and `ec_transfer_params` in a request's body or its
+`vllm_xargs`: they name hosts to connect to, and an engine of the wrong role ends by an assertion. The gateway
+refuses them where it sees the body; here they are removed from all other requests, also while no gateway
+runs. They pass only with the pool's secret in HEADER, and only to the engine that TARGET names, if it names
+one: a proxy may send a request again to another engine, which would wait in vain for a transfer that is
+spent. Bodies without a trace of them are passed on as they are.
+
+**Ranks.** vLLM 0.32 obeys the header RANK in all of its APIs but Responses, whose requests it sends to the
+rank with the fewest requests, whatever that caches. There the rank is given to its engine client instead.
 """
 
 import hmac
 import json
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
 from typing import Any
 
 FIELDS = ("kv_transfer_params", "ec_transfer_params")
 HEADER = b"x-perilune-engine-secret"
 TARGET = b"x-perilune-transfer-target"
+RANK = b"x-data-parallel-rank"
 SECRET = "PERILUNE_ENGINE_SECRET"
 """Environment variable with the pool's secret; without it nothing passes."""
 TRACES = (b"_transfer_params", b"\\u", b"\0")
@@ -28,6 +35,9 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_rank: ContextVar[int | None] = ContextVar("rank", default=None)
+"""The rank that the request being served asks for, where vLLM does not read it itself."""
 
 
 class Door:
@@ -40,6 +50,7 @@ class Door:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
             return await self.app(scope, receive, send)
+        obey_rank(scope)
         given = dict(scope["headers"]).get(HEADER, b"")
         kinds = [value.lower() for name, value in scope["headers"] if name == b"content-type"]
         form = kinds and all(kind.startswith(b"multipart/form-data") for kind in kinds)
@@ -72,6 +83,27 @@ def is_meant(scope: Scope) -> bool:
     host, port = scope.get("server") or ("", 0)
     name = f"[{host}]" if ":" in host else host
     return not target or target == f"{name}:{port}".encode()
+
+
+def obey_rank(scope: Scope) -> None:
+    """Let a request of the Responses API be served by the rank that it names."""
+    named: bytes = dict(scope["headers"]).get(RANK, b"")
+    state = getattr(scope.get("app"), "state", None)
+    client = getattr(state, "engine_client", None)
+    if scope["path"] != "/v1/responses" or not named.isdigit() or client is None:
+        return
+    _rank.set(int(named))
+    if "generate" not in vars(client):  # not wrapped yet
+        client.generate = _with_rank(client.generate)
+
+
+def _with_rank(generate: Callable[..., Any]) -> Callable[..., Any]:
+    def generate_there(*args: Any, **options: Any) -> Any:
+        if options.get("data_parallel_rank") is None:
+            options["data_parallel_rank"] = _rank.get()
+        return generate(*args, **options)
+
+    return generate_there
 
 
 async def _next(left: list[Message], receive: Receive) -> Message:

@@ -13,15 +13,16 @@ from perilune_api.inference_pool.mooncake import Transfer
 from perilune_api.quantities import quantity
 from perilune_operator.observe.facts import Object
 from perilune_operator.render import api_key, door, model_cache, mooncake
-from perilune_operator.render.endpoints import nodes_per_endpoint
+from perilune_operator.render.endpoints import nodes_per_endpoint, ranks
 from perilune_operator.render.objects import Context
 
 EVENTS_PORT = 5557
-REPLAY_PORT = EVENTS_PORT + 1
+"""Port of rank 0's KV events; each further data-parallel rank has the next one, as vLLM counts."""
 REPLAYED_STEPS = 50_000
 """Batches of KV events that an engine keeps for gateways that start later; vLLM's default is 10,000."""
 PEER_PORT = 5710
-"""Port at which other engines read the offload tier."""
+"""Port at which other engines read rank 0's host memory, as vLLM's default; each further rank has the next
+one."""
 BOOTSTRAP_PORT = 8998
 """Port of the bootstrap page of an engine that hands KV over; also vLLM's default."""
 MEETING_PORT = 29_501
@@ -32,6 +33,20 @@ LEADER_ANSWERS = f"""\
 import os, socket
 socket.create_connection((os.environ["LWS_LEADER_ADDRESS"], {MEETING_PORT}), 2)
 """
+
+
+def replay_port(pool: Context) -> int:
+    """The port of rank 0's replay, after the events of all ranks."""
+    return EVENTS_PORT + ranks(pool)
+
+
+def peers(pool: Context) -> bool:
+    """Whether engines read each other's host memory. vLLM's tier for that (0.32) is of one node, and listens
+    at IPv4 addresses only. Which endpoint reads which one, the pool's own gateway says: engines obey no
+    other."""
+    offloads = pool.spec.mooncake.transfer is Transfer.OFFLOAD
+    own = not pool.spec.gateway.served_by and not pool.defaults.ipv6
+    return offloads and own and nodes_per_endpoint(pool) == 1
 
 
 def command(pool: Context, serve: bool) -> list[str]:
@@ -122,13 +137,22 @@ def _simulated_args(pool: Context) -> list[str]:
         *([f"--hash-seed={engine.hashing.seed}"] if engine.hashing.seed else []),
         *(["--scheduling=priority"] if pool.spec.routing.engine_priority.used else []),
         f"--events=tcp://{pool.any_address}:{EVENTS_PORT}",
-        f"--replay=tcp://{pool.any_address}:{REPLAY_PORT}",
+        f"--replay=tcp://{pool.any_address}:{replay_port(pool)}",
         *(_simulated_handoff(pool) if pool.spec.mooncake.transfer is Transfer.HANDOFF else []),
+        *(_simulated_offload(pool) if pool.spec.mooncake.transfer is Transfer.OFFLOAD else []),
     ]
 
 
 def _simulated_handoff(pool: Context) -> list[str]:
     return [f"--bootstrap=0.0.0.0:{BOOTSTRAP_PORT}", f"--abort-timeout={abort_seconds(pool)}"]
+
+
+def _simulated_offload(pool: Context) -> list[str]:
+    tokens = int(quantity(pool.spec.mooncake.offload_size)) // pool.spec.model.kv_bytes_per_token
+    return [
+        f"--host-tokens={max(tokens, pool.spec.engine.block_size)}",
+        *([f"--peer=0.0.0.0:{PEER_PORT}"] if peers(pool) else []),
+    ]
 
 
 def abort_seconds(pool: Context) -> int:
@@ -146,7 +170,7 @@ def _vllm_args(pool: Context) -> list[str]:
         "enable_kv_cache_events": True,
         "publisher": "zmq",
         "endpoint": f"tcp://*:{EVENTS_PORT}",
-        "replay_endpoint": f"tcp://*:{REPLAY_PORT}",
+        "replay_endpoint": f"tcp://*:{replay_port(pool)}",
         "topic": f"kv@{pool.pod_host}:{names.ENGINE_PORT}@{model.name}",
         "buffer_steps": REPLAYED_STEPS,
     }
@@ -166,6 +190,7 @@ def _vllm_args(pool: Context) -> list[str]:
         *([f"--kv-transfer-config={_json(transfer)}"] if transfer else []),
         *([f"--tensor-parallel-size={engine.tensor_parallel}"] if engine.tensor_parallel > 1 else []),
         *([f"--pipeline-parallel-size={engine.pipeline_parallel}"] if engine.pipeline_parallel > 1 else []),
+        *([f"--data-parallel-size={engine.data_parallel}"] if engine.data_parallel > 1 else []),
         *(["--scheduling-policy=priority"] if pool.spec.routing.engine_priority.used else []),
         "--enable-prompt-tokens-details",
         "--enable-request-id-headers",
@@ -201,8 +226,9 @@ def _transfer(pool: Context) -> Object:
             "cpu_bytes_to_use": int(quantity(made.offload_size)),
             "self_describing_kv_events": True,
             "offload_prompt_only": False,
-            "secondary_tiers": [{"type": "p2p", "host": "$(POD_IP)", "port": PEER_PORT}],
         }
+        if peers(pool):
+            tier["secondary_tiers"] = [{"type": "p2p", "host": "$(POD_IP)", "port": PEER_PORT}]
         parts.append(
             {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": tier}
         )

@@ -24,6 +24,8 @@ from perilune_operator.render.endpoints import (
     gpus_per_pod,
     nodes_per_endpoint,
     prefill_workload,
+    ranks,
+    with_duty,
     workload_name,
 )
 from perilune_operator.render.objects import (
@@ -41,6 +43,9 @@ from perilune_operator.render.pod_template import overlaid
 EVICTABLE = "10%"
 """Share of the engines that may be evicted at a time, at least one of them. Of endpoints that span nodes it
 is one pod, because each evicted pod stops a whole endpoint."""
+IN_PLACE = {"maxUnavailable": 1, "maxSurge": 0}
+"""How a LeaderWorkerSet of one group is updated. Its controller (0.8) makes no second group then, whatever
+maxSurge says, and without an unavailable one it would wait for good."""
 LONGEST_SET = names.LONGEST_LABEL - len("-0123456789") - len("-999")
 """The longest name of a LeaderWorkerSet. A group's workers are a StatefulSet of that name and the group's
 index, and its pods carry a label of the StatefulSet's name and a hash."""
@@ -59,7 +64,7 @@ def engines(pool: Context) -> Iterator[Object]:
         pool.name,
         "engine",
         spec={
-            "selector": pool.labels("engine"),
+            "selector": with_duty(pool, "serve"),
             "ports": [{"name": "http", "port": names.ENGINE_PORT, "targetPort": names.ENGINE_PORT}],
         },
     )
@@ -84,7 +89,7 @@ def _deployment(pool: Context) -> Object:
             "selector": {"matchLabels": labels},
             "strategy": {"type": "RollingUpdate", "rollingUpdate": _rolling(pool)},
             "progressDeadlineSeconds": sizes.startup_seconds(pool) + 600,
-            "template": _template(pool, labels, serve=True),
+            "template": _template(pool, labels, serve=True, duty="serve"),
         },
     )
 
@@ -95,9 +100,9 @@ def _prefill(pool: Context) -> Object:
     spec = made["spec"] | {
         "replicas": pool.spec.prefill_replicas,
         "selector": {"matchLabels": labels},
-        "template": _template(pool, labels, serve=True),
+        "template": _template(pool, labels, serve=True, duty="prefill"),
     }
-    return pool.object("Deployment", prefill_workload(pool).name, "prefill", spec=spec)
+    return pool.object("Deployment", prefill_workload(pool.namespace, pool.name).name, "prefill", spec=spec)
 
 
 def _groups(pool: Context) -> Object:
@@ -123,7 +128,10 @@ def _groups(pool: Context) -> Object:
                 "leaderTemplate": _template(pool, leader, serve=True),
                 "workerTemplate": _template(pool, worker, serve=False),
             },
-            "rolloutStrategy": {"type": "RollingUpdate", "rollingUpdateConfiguration": _rolling(pool)},
+            "rolloutStrategy": {
+                "type": "RollingUpdate",
+                "rollingUpdateConfiguration": _rolling(pool) | (IN_PLACE if pool.replicas_now == 1 else {}),
+            },
         },
     )
 
@@ -133,20 +141,27 @@ def _rolling(pool: Context) -> Object:
     return {"maxUnavailable": rollout.max_unavailable, "maxSurge": rollout.max_surge}
 
 
-def _template(pool: Context, labels: dict[str, str], *, serve: bool) -> Object:
-    """The pod template. `serve`: whether the pod serves; otherwise it is a worker."""
+def _template(
+    pool: Context, labels: dict[str, str], *, serve: bool, duty: names.Duty | None = None
+) -> Object:
+    """The pod template. `serve`: whether the pod serves; otherwise it is a worker. `duty`: the one with which
+    its pods begin where roles are switched."""
     taints = _devices(pool) if gpus(pool) else {}
     has_store, shares_memory = pool.spec.mooncake.store.enabled, _shares_memory(pool)
     return overlaid(
         {
             "metadata": {
-                "labels": labels,
+                "labels": labels | ({names.DUTY_LABEL: duty} if duty and pool.spec.role_switching else {}),
                 "annotations": {
                     names.EVENTS_PORT: str(engine_process.EVENTS_PORT),
+                    **({names.RANKS: str(ranks(pool))} if ranks(pool) > 1 else {}),
                     **(
                         {names.BOOTSTRAP_PORT: str(engine_process.BOOTSTRAP_PORT)}
                         if _hands_over(pool)
                         else {}
+                    ),
+                    **(
+                        {names.PEER_PORT: str(engine_process.PEER_PORT)} if engine_process.peers(pool) else {}
                     ),
                     **(mooncake.client_hash(pool) if has_store else {}),
                 },
@@ -181,7 +196,9 @@ def _template(pool: Context, labels: dict[str, str], *, serve: bool) -> Object:
 
 def _container(pool: Context, serve: bool) -> Object:
     engine = pool.spec.engine
-    drain = drain_hook.command(pool.spec.rollout.drain_seconds, serve=serve)
+    drain = drain_hook.command(
+        pool.spec.rollout.drain_seconds, serve=serve, gives=serve and _hands_over(pool)
+    )
     return {
         "name": "engine",
         "image": _image(pool),
@@ -255,10 +272,15 @@ def _served(pool: Context) -> Object:
         "ports": [
             {"name": "http", "containerPort": names.ENGINE_PORT},
             {"name": "kv-events", "containerPort": engine_process.EVENTS_PORT},
-            {"name": "kv-replay", "containerPort": engine_process.REPLAY_PORT},
+            {"name": "kv-replay", "containerPort": engine_process.replay_port(pool)},
             *(
                 [{"name": "kv-bootstrap", "containerPort": engine_process.BOOTSTRAP_PORT}]
                 if _hands_over(pool)
+                else []
+            ),
+            *(
+                [{"name": "kv-peer", "containerPort": engine_process.PEER_PORT}]
+                if engine_process.peers(pool)
                 else []
             ),
         ],

@@ -46,7 +46,7 @@ def gateway(pool: Context) -> Iterator[Object]:
     yield _deployment(pool, name, restart_hash=_hash(document.spec.model, document.spec.engine))
     yield _service(pool, name)
     scaled = spec.min_replicas is not None and spec.max_replicas is not None
-    if scaled or spec.replicas > 1:
+    if scaled or (spec.replicas or 0) > 1:
         budget = disruption_budget({"matchLabels": pool.labels("gateway")})
         yield pool.object("PodDisruptionBudget", name, "gateway", spec=budget)
     if scaled:
@@ -134,7 +134,7 @@ def replicas(spec: GatewaySpec, live: Object | None) -> tuple[int | None, str | 
     if spec.min_replicas is None or spec.max_replicas is None:
         return spec.replicas, None
     if live is None:
-        return max(spec.min_replicas, min(spec.max_replicas, spec.replicas)), None
+        return max(spec.min_replicas, min(spec.max_replicas, spec.replicas or 0)), None
     for entry in live["metadata"].get("managedFields") or ():
         if entry["manager"] != MANAGER and "f:replicas" in (entry.get("fieldsV1") or {}).get("f:spec", {}):
             return None, None

@@ -13,7 +13,7 @@ from perilune_api.inference_pool.gateway import GatewayMode
 from perilune_operator.kinds import ENVOY_GATEWAY
 from perilune_operator.observe.facts import Object
 from perilune_operator.render import mooncake, shared_state
-from perilune_operator.render.endpoints import nodes_per_endpoint
+from perilune_operator.render.endpoints import nodes_per_endpoint, with_duty
 from perilune_operator.render.gateway import EXT_PROC_PORT
 from perilune_operator.render.objects import Context
 from perilune_operator.render.routing import mode
@@ -41,10 +41,18 @@ def network_policies(pool: Context) -> Iterator[Object]:
     if server := pool.spec.gateway.served_by:
         labels = {names.POOL_LABEL: server, names.COMPONENT_LABEL: "gateway"}
         inside.append({"podSelector": {"matchLabels": labels}})
-    yield _allow(pool, "engine", [{"from": inside}, {"ports": _ports(names.ENGINE_PORT), **served}])
+    yield _allow(
+        pool,
+        "engine",
+        [{"from": inside}, {"ports": _ports(names.ENGINE_PORT), **served}],
+        with_duty(pool, "serve"),
+    )
     if pool.spec.prefill_replicas:
         yield _allow(
-            pool, "prefill", [{"from": [mine]}, {"ports": _ports(names.ENGINE_PORT), "from": watchers[1:]}]
+            pool,
+            "prefill",
+            [{"from": [mine]}, {"ports": _ports(names.ENGINE_PORT), "from": watchers[1:]}],
+            with_duty(pool, "prefill"),
         )
     if nodes_per_endpoint(pool) > 1:  # a client of a worker's queues could run any code there
         yield _allow(pool, "engine-worker", [{"from": [mine]}])
@@ -88,13 +96,16 @@ def _callers(pool: Context) -> list[Object] | None:
     return [*given, *({"namespaceSelector": {}, "podSelector": envoy} for envoy in able)]
 
 
-def _allow(pool: Context, component: names.Component, ingress: list[Object]) -> Object:
+def _allow(
+    pool: Context, component: names.Component, ingress: list[Object], pods: dict[str, str] | None = None
+) -> Object:
+    """`pods`: the labels that select the pods; without them, those of the component."""
     return pool.object(
         "NetworkPolicy",
         f"{pool.name}-{component}",
         component,
         spec={
-            "podSelector": {"matchLabels": pool.labels(component)},
+            "podSelector": {"matchLabels": pods or pool.labels(component)},
             "policyTypes": ["Ingress"],
             "ingress": ingress,
         },

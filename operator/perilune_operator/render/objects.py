@@ -44,12 +44,14 @@ class Defaults:
     """Secrets with which the pods of all pools pull their images."""
     state_image: str = "valkey/valkey:8"
     """The image of the server of gateways' shared state."""
+    gateways: int = 1
+    """Gateway pods of a pool that does not say how many."""
 
     @property
     def revision(self) -> str:
         """A name of everything by which two operators may render other pods of one spec."""
         images = (self.image, self.engine_image, self.master_image, self.simulated_image, self.state_image)
-        named = " ".join((*images, *self.pull_secrets))
+        named = " ".join((*images, *self.pull_secrets, *([f"{self.gateways}"] if self.gateways > 1 else ())))
         return f"{self.version}-{hashlib.sha256(named.encode()).hexdigest()[:8]}"
 
 

@@ -16,6 +16,7 @@ from perilune_api.inference_pool.gateway import GatewayMode, ParentRef
 from perilune_api.quantities import quantity
 from perilune_operator.kinds import GATEWAY_API, INFERENCE
 from perilune_operator.observe.facts import MANAGED_BY, MANAGER, Object
+from perilune_operator.render.endpoints import with_duty
 from perilune_operator.render.gateway import EXT_PROC_PORT
 from perilune_operator.render.objects import Context, size
 
@@ -260,7 +261,7 @@ def _inference_pool(pool: Context) -> Object:
         pool.name,
         "gateway",
         spec={
-            "selector": {"matchLabels": pool.labels("engine")},
+            "selector": {"matchLabels": with_duty(pool, "serve")},
             "targetPorts": [{"number": names.ENGINE_PORT}],
             "endpointPickerRef": {
                 "name": names.gateway_name(pool.name),

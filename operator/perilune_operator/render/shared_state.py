@@ -36,7 +36,7 @@ def is_managed(spec: GatewaySpec) -> bool:
     """Whether the operator runs the server."""
     state = spec.state
     most = spec.replicas if spec.max_replicas is None else spec.max_replicas
-    return most > 1 and (state is None or (state.managed and not state.server))
+    return (most or 0) > 1 and (state is None or (state.managed and not state.server))
 
 
 def args(pool: Context) -> list[str]:

@@ -66,7 +66,8 @@ def reconciling(
     if pool.replicas_now != pool.spec.replicas:
         words = f"{endpoints.workload_name(pool.name)} will shrink."
         return Fact(kind, "True", Reason.SESSIONS_LEAVING, words)
-    rolling = [key.name for key in _workloads(pool) if _is_rolling(observed.children.get(key))]
+    children = ((key.name, observed.children.get(key)) for key in _workloads(pool))
+    rolling = [name + _progress(child) for name, child in children if _is_rolling(child)]
     if rolling:
         return Fact(kind, "True", Reason.ROLLING_OUT, f"Rolling out {listed(rolling)}.")
     if made.waits:
@@ -81,20 +82,33 @@ def reconciling(
 def _workloads(pool: Context) -> Iterator[Key]:
     yield endpoints.workload(pool)
     if pool.spec.prefill_replicas:
-        yield endpoints.prefill_workload(pool)
+        yield endpoints.prefill_workload(pool.namespace, pool.name)
     if not pool.spec.gateway.served_by:
         yield Key("Deployment", pool.namespace, names.gateway_name(pool.name))
     if pool.spec.mooncake.store.enabled:
         yield Key("Deployment", pool.namespace, names.master_name(pool.name))
 
 
+def _progress(child: Object | None) -> str:
+    """How far a workload is; empty before its controller says so."""
+    if child is None or not _is_seen(child):
+        return ""
+    status = child.get("status") or {}
+    return f" ({status.get('updatedReplicas', 0)} of {child['spec'].get('replicas', 1)} are new)"
+
+
 def _is_rolling(child: Object | None) -> bool:
     """A workload that does not exist yet counts as rolling out."""
-    if child is None:
+    if child is None or not _is_seen(child):
         return True
     status, replicas = child.get("status") or {}, child.get("spec", {}).get("replicas", 1)
-    if status.get("observedGeneration", 0) < child["metadata"].get("generation", 0):
-        return True
-    if child["kind"] == "LeaderWorkerSet":
-        return bool(status.get("updatedReplicas", 0) < replicas)
     return bool(status.get("updatedReplicas", 0) < replicas or status.get("replicas", 0) > replicas)
+
+
+def _is_seen(child: Object) -> bool:
+    """Whether a workload's status is about its present spec. A LeaderWorkerSet's does not tell the
+    generation; its controller writes it within a moment."""
+    status = child.get("status") or {}
+    if child["kind"] == "LeaderWorkerSet":
+        return bool(status)
+    return bool(status.get("observedGeneration", 0) >= child["metadata"].get("generation", 0))

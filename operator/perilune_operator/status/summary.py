@@ -19,6 +19,7 @@ from perilune_operator.observe.timestamps import timestamp
 from perilune_operator.render import endpoints
 from perilune_operator.render.objects import Context
 from perilune_operator.revision import Revised
+from perilune_operator.roles import Switch
 from perilune_operator.rollout import Drain, Replaced
 from perilune_operator.status import progress, workloads
 from perilune_operator.status.fact import Fact
@@ -32,6 +33,7 @@ def of_pool(
     now: float,
     replaced: Replaced,
     made: Revised,
+    switch: Switch,
 ) -> InferencePoolStatus:
     """The status for an accepted spec. `observed`: without engines of an earlier spec. `now`: seconds since
     the epoch."""
@@ -46,8 +48,9 @@ def of_pool(
         *([workloads.store(pool, observed)] if pool.spec.mooncake.store.enabled else []),
         workloads.gateway(pool, observed),
         route(pool, observed),
+        *([behind] if (behind := workloads.events(observed)) else []),
         reconciling,
-        workloads.draining(pool, observed, [leave, replaced.drain], replaced),
+        workloads.draining(pool, observed, [leave, replaced.drain], replaced, switch),
         *([stalled] if stalled else []),
     ]
     facts.append(_ready(pool, facts))

@@ -7,6 +7,7 @@ from perilune_api.conditions import Condition, Reason
 from perilune_operator.observe.facts import Key, Observed
 from perilune_operator.render import endpoints
 from perilune_operator.render.objects import Context
+from perilune_operator.roles import Switch
 from perilune_operator.rollout import Drain, Replaced
 from perilune_operator.status.fact import Fact, listed
 
@@ -42,11 +43,14 @@ def engines(pool: Context, observed: Observed, ready: int, wanted: int) -> Fact:
     prefilling = sum(p.component == "prefill" and p.serves for p in observed.pods)
     if prefill:
         message += f" {prefilling} of {prefill} that prefill are ready."
+    if pool.spec.role_switching:
+        now = [sum(p.duty == duty and p.serves for p in observed.pods) for duty in ("serve", "prefill")]
+        message += f" At present {now[0]} serve and {now[1]} only prefill."
     if ready >= wanted and prefilling >= prefill:
         return Fact(kind, "True", Reason.AVAILABLE, message)
     found = sorted((p for p in observed.pods if p.component in ("engine", "prefill")), key=lambda p: p.name)
     troubles = [f"{p.name}: {p.trouble}" for p in found if p.trouble and not p.terminating]
-    for workload in (endpoints.workload(pool), endpoints.prefill_workload(pool)):
+    for workload in (endpoints.workload(pool), endpoints.prefill_workload(pool.namespace, pool.name)):
         if failure := refusal_of_pods(observed, workload):
             troubles.append(failure)
     return Fact(kind, "False", Reason.WAITING_FOR_ENGINES, " ".join([message, *troubles[:1]]))
@@ -84,7 +88,9 @@ def gateway(pool: Context, observed: Observed) -> Fact:
     return Fact(kind, "False", Reason.WAITING_FOR_GATEWAY, "No gateway serves yet.")
 
 
-def draining(pool: Context, observed: Observed, drains: Sequence[Drain], replaced: Replaced) -> Fact:
+def draining(
+    pool: Context, observed: Observed, drains: Sequence[Drain], replaced: Replaced, switch: Switch
+) -> Fact:
     """The reason is that of the endpoints that wait for sessions, else of those that stop, else of those on
     nodes that are being emptied. The message names all of them."""
     all_ = (*replaced.pods, *(p for p in observed.pods if p.component == "engine"))
@@ -94,6 +100,11 @@ def draining(pool: Context, observed: Observed, drains: Sequence[Drain], replace
     seconds = pool.spec.rollout.session_seconds
     said = (
         (Reason.SESSIONS_LEAVING, leaving, f"Waiting up to {seconds} s for the sessions of {{}} to leave."),
+        (
+            Reason.ROLE_SWITCHING,
+            list(switch.waiting),
+            f"To prefill only, once their sessions have left, in {seconds} s at most: {{}}.",
+        ),
         (Reason.ENDPOINTS_LEAVING, stopping, "Finishing their requests: {}."),
         (Reason.NODES_LEAVING, emptied, "On nodes that are being emptied, without new sessions: {}."),
     )
@@ -101,6 +112,19 @@ def draining(pool: Context, observed: Observed, drains: Sequence[Drain], replace
     if not shown:
         return Fact(Condition.DRAINING, "False", Reason.NOTHING_LEAVING, "No endpoint is leaving.")
     return Fact(Condition.DRAINING, "True", shown[0][0], " ".join(words for _, words in shown))
+
+
+def events(observed: Observed) -> Fact | None:
+    """Whether the gateways follow the engines' KV events; None if they do."""
+    behind = observed.gateway.behind if observed.gateway else frozenset()
+    if not behind:
+        return None
+    words = (
+        f"{listed(list(behind))} cannot follow the engines' KV events, and decide by caches as they were. One"
+        " gateway follows about 85 engines that store and remove 440 blocks per second each: give it a core"
+        " of its own, or split the pool."
+    )
+    return Fact(Condition.EVENTS_BEHIND, "True", Reason.TOO_MANY_EVENTS, words)
 
 
 def _available(pool: Context, observed: Observed, name: str) -> int:

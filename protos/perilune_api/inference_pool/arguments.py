@@ -52,6 +52,8 @@ SIMULATED_ARGS = frozenset(
         "--events",
         "--replay",
         "--bootstrap",
+        "--host-tokens",
+        "--peer",
         "--abort-timeout",
         "--engine-id",
         "--api-key",
@@ -114,7 +116,7 @@ def check_vllm(args: Sequence[str], path: str) -> None:
     for i, arg in enumerate(args):
         flag = _flag(arg)
         if flag.startswith(DATA_PARALLEL):
-            raise SpecError(f"An endpoint is one engine, more replicas are more - at `{path}[{i}]`")
+            raise SpecError(f"engine.dataParallel sets the data-parallel ranks - at `{path}[{i}]`")
         if meant := _meant(flag, FORBIDDEN_ARGS):
             raise SpecError(f"{meant} is not possible: {FORBIDDEN_ARGS[meant]} - at `{path}[{i}]`")
 

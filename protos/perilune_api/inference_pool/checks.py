@@ -19,10 +19,10 @@ from perilune_api.inference_pool.document import pool_document
 from perilune_api.inference_pool.engine import EngineKind, EngineSpec
 from perilune_api.inference_pool.gateway import GatewayMode, GatewaySpec
 from perilune_api.inference_pool.mooncake import Transfer
-from perilune_api.inference_pool.spec import InferencePoolSpec, Signal
+from perilune_api.inference_pool.spec import InferencePoolSpec, PrefillScaling, Scaling, Signal
 from perilune_api.pool import SpecError
 
-OPERATOR_LABELS = frozenset({names.POOL_LABEL, names.COMPONENT_LABEL, names.ROLE_LABEL})
+OPERATOR_LABELS = frozenset({names.POOL_LABEL, names.COMPONENT_LABEL, names.ROLE_LABEL, names.DUTY_LABEL})
 """The labels by which the operator knows its pods. No podTemplate may set them."""
 HANDOFF_ENV = frozenset({"VLLM_MOONCAKE_BOOTSTRAP_PORT", "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"})
 """Environment variables that follow from the spec."""
@@ -71,6 +71,8 @@ def check(spec: InferencePoolSpec) -> None:
     arguments.check_gateway(spec.gateway.args, "$.spec.gateway.args")
     _check_waits(spec)
     _check_scaling(spec)
+    _check_prefill_scaling(spec)
+    _check_role_switching(spec)
     if spec.gateway.tls is not None:
         arguments.check_gateway_field(spec.gateway.args, "$.spec.gateway.args", "tls", "--tls")
     _check_tracing(spec.gateway)
@@ -128,8 +130,14 @@ def _check_waits(spec: InferencePoolSpec) -> None:
     """A decision must come before Envoy gives up the gateway, and sends the request to any engine."""
     routing = spec.routing
     waits = {"limits.decisionSeconds": routing.limits.decision_seconds}
+    holds = {}  # a request is held once at most
     if spec.prefill_replicas:
-        waits["disaggregation.acceptSeconds"] = routing.disaggregation.accept_seconds
+        holds["disaggregation.acceptSeconds"] = routing.disaggregation.accept_seconds
+    if spec.mooncake.transfer is Transfer.HANDOFF and routing.pull.enabled:
+        holds["pull.maxSeconds"] = routing.pull.max_seconds
+    if holds:
+        longest = max(holds, key=holds.__getitem__)
+        waits[longest] = holds[longest]
     total = sum(waits.values())
     if total >= pool.DECISION_S:
         words = " + ".join(waits)
@@ -144,16 +152,54 @@ def _check_scaling(spec: InferencePoolSpec) -> None:
     scaling = spec.scaling
     if scaling is None or scaling.signal is Signal.METRIC:
         return
-    if spec.prefill_replicas:
-        words = "With prefillReplicas the pages do not tell whose load it is: use metric or kubectl scale"
-        raise SpecError(f"{words} - at `$.spec.scaling.signal`")
     if spec.gateway.served_by:
         words = "The operator reads it from the pool's own gateway, and servedBy leaves none: use metric"
         raise SpecError(f"{words} - at `$.spec.scaling.signal`")
-    target, share = quantities.quantity(scaling.target), scaling.signal is Signal.KV_USAGE
-    if target <= 0 or (share and target > 1):
-        words = "a share of the KV cache above 0, at most 1, such as 0.7" if share else "seconds above 0"
-        raise SpecError(f"{scaling.signal} needs {words} - at `$.spec.scaling.target`")
+    _check_target(scaling, "$.spec.scaling")
+
+
+def _check_prefill_scaling(spec: InferencePoolSpec) -> None:
+    if spec.prefill_scaling is None:
+        return
+    if not spec.prefill_replicas:
+        words = "It starts from prefillReplicas, and 0 is no endpoint that only prefills: set it to 1 or more"
+        raise SpecError(f"{words} - at `$.spec.prefillScaling`")
+    _check_target(spec.prefill_scaling, "$.spec.prefillScaling")
+
+
+def _check_target(scaling: Scaling | PrefillScaling, path: str) -> None:
+    target, first_tokens = quantities.quantity(scaling.target), scaling.signal is Signal.TTFT_ATTAINMENT
+    right, words = target > 0, "seconds above 0"
+    if first_tokens:
+        right, words = 0 < target < 1, "a share of requests above 0 and below 1, such as 0.95"
+    elif scaling.signal is Signal.KV_USAGE:
+        right, words = 0 < target <= 1, "a share of the KV cache above 0, at most 1, such as 0.7"
+    if not right:
+        raise SpecError(f"{scaling.signal} needs {words} - at `{path}.target`")
+    if first_tokens and scaling.ttft_seconds not in names.FIRST_TOKEN_BUCKETS_S:
+        bounds = ", ".join(f"{bound:g}" for bound in names.FIRST_TOKEN_BUCKETS_S)
+        raise SpecError(f"Gateways count first tokens within {bounds} s - at `{path}.ttftSeconds`")
+
+
+def _check_role_switching(spec: InferencePoolSpec) -> None:
+    if spec.role_switching is None:
+        return
+    if not spec.prefill_replicas or spec.replicas + spec.prefill_replicas < 3:
+        words = (
+            "Roles are switched between endpoints that serve and endpoints that prefill, of which one each"
+        )
+        raise SpecError(
+            f"{words} stays: set prefillReplicas, and 3 endpoints in all - at `$.spec.roleSwitching`"
+        )
+    scales = spec.scaling is not None and spec.scaling.signal is not Signal.METRIC
+    if scales or spec.prefill_scaling:
+        words = (
+            "Both would follow the same load: leave out roleSwitching, or the gateways' signals of scaling"
+        )
+        raise SpecError(f"{words} and prefillScaling - at `$.spec.roleSwitching`")
+    if spec.gateway.replicas == 0 and spec.gateway.min_replicas is None:
+        words = "The operator switches roles by what the pool's gateways report, and gateway.replicas is 0"
+        raise SpecError(f"{words} - at `$.spec.roleSwitching`")
 
 
 def _check_env(engine: EngineSpec) -> None:
@@ -183,7 +229,12 @@ def _check_vllm(spec: InferencePoolSpec) -> None:
         if spec.mooncake.transfer is Transfer.HANDOFF:
             words = "Endpoints that span nodes cannot hand KV over: their processes need one engine id that"
             raise SpecError(f"{words} is new after every start - at `$.spec.mooncake.transfer`")
+        if engine.data_parallel > 1:
+            raise SpecError("Endpoints that span nodes have no ranks - at `$.spec.engine.dataParallel`")
         arguments.check_vllm_group(engine.args, "$.spec.engine.args")
+    elif engine.tensor_parallel * engine.pipeline_parallel * engine.data_parallel > engine.gpus_per_node:
+        words = f"All ranks of an endpoint are on one node, which has {engine.gpus_per_node} GPUs"
+        raise SpecError(f"{words} - at `$.spec.engine.dataParallel`")
     named = [(spec.model.source, ".source"), (spec.model.name, ".name")]
     named += [(alias, f".aliases[{i}]") for i, alias in enumerate(spec.model.aliases)]
     for name, path in named:

@@ -89,6 +89,10 @@ class EngineSpec(pool.Engine, frozen=True, kw_only=True):
     """Number of GPUs over which each layer is split (vLLM --tensor-parallel-size)."""
     pipeline_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
     """Number of pipeline stages, each on its own GPUs (vLLM --pipeline-parallel-size)."""
+    data_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Number of data-parallel ranks of an endpoint (vLLM --data-parallel-size), each of which has
+    tensorParallel x pipelineParallel GPUs, its own KV cache and its own queue. The gateway chooses the rank
+    of each request too. All ranks are on one node. --enable-expert-parallel is one of args."""
     gpus_per_node: Annotated[int, Meta(ge=1, le=64)] = 8
     """Number of GPUs that a node has. An endpoint that needs more (tensorParallel x pipelineParallel) spans
     several nodes and runs as a LeaderWorkerSet. Every one of these nodes runs the same number of pipeline

@@ -119,9 +119,10 @@ class GatewaySpec(Struct, frozen=True):
     tls: TlsSpec | None = None
     """TLS between Envoy and the gateway. Without it, session ids, prompts and headers cross the cluster's
     network in plain text."""
-    replicas: Annotated[int, Meta(ge=0, le=100)] = 1
+    replicas: Annotated[int, Meta(ge=0, le=100)] | None = None
     """Number of gateway pods. Several share sessions and load, see state. 0: no gateway runs, and failOpen
-    says what happens to requests."""
+    says what happens to requests. Without it the chart's gatewayReplicas counts, which is 1 by default and 2
+    in values-production.yaml."""
     state: SharedStateSpec | None = None
     """The server through which gateway pods share sessions and load. Without it the operator runs one when
     there may be several gateways."""

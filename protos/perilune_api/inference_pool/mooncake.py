@@ -77,7 +77,9 @@ class Mooncake(Struct, frozen=True):
     transfer: Transfer = Transfer.NONE
     """Where an engine's KV goes besides its GPU. handoff: to other engines, so that a session that moves
     takes its KV along (vLLM's MooncakeConnector; endpoints of one node). offload: to host memory, from where
-    the engine loads what no longer fits on the GPU (vLLM's OffloadingConnector). none: nowhere."""
+    the engine loads what no longer fits on the GPU (vLLM's OffloadingConnector); where endpoints have one
+    node each and IPv4 addresses, other engines read it too, as the gateway tells them with a request (vLLM >=
+    0.27). none: nowhere."""
     protocol: Literal["rdma", "tcp"] = "tcp"
     """Network protocol of KV transfers. rdma needs RDMA devices; tcp works everywhere."""
     devices: str = ""

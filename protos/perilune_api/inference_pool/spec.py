@@ -41,11 +41,13 @@ class Signal(StrEnum):
     METRIC = "metric"
     QUEUE_SECONDS = "queueSeconds"
     KV_USAGE = "kvUsage"
+    TTFT_ATTAINMENT = "ttftAttainment"
 
 
 class Scaling(Struct, frozen=True):
     """Sets `replicas` by the load, starting from the present number of endpoints. An endpoint that leaves
-    first lets its sessions leave (rollout.sessionSeconds)."""
+    first lets its sessions leave (rollout.sessionSeconds). With prefillReplicas the load is that of the
+    endpoints that get requests, without those that only prefill."""
 
     min_replicas: Annotated[int, Meta(ge=1, le=10_000)]
     """Minimum number of endpoints."""
@@ -53,21 +55,62 @@ class Scaling(Struct, frozen=True):
     """Maximum number of endpoints."""
     signal: Signal = Signal.METRIC
     """What the number of endpoints follows. queueSeconds: seconds of queued prefill per endpoint, without
-    what caches save. kvUsage: share of the KV caches in use, 0 to 1. For these two the operator reads the
-    gateways' pages, and nothing else is needed. metric: a HorizontalPodAutoscaler follows `metric`, for which
-    it needs a metrics adapter, such as prometheus-adapter."""
+    what caches save. kvUsage: share of the KV caches in use, 0 to 1. ttftAttainment: share of requests whose
+    first token came within ttftSeconds, 0 to 1. For these three the operator reads the gateways' pages, and
+    nothing else is needed. metric: a HorizontalPodAutoscaler follows `metric`, for which it needs a metrics
+    adapter, such as prometheus-adapter."""
     metric: Name = "perilune_endpoint_pending_prefill_seconds"
     """Metric to scale by, for signal: metric. The adapter must serve it for the gateway's Service, summed
     over all endpoints."""
     target: Quantity = "2"
     """Target value of the signal per endpoint: the sum over all endpoints is divided by it. For kvUsage at
-    most 1, such as 0.7."""
+    most 1, such as 0.7. For ttftAttainment the least share of all requests, below 1, such as 0.95."""
+    ttft_seconds: Annotated[float, Meta(gt=0.0, le=60.0)] = 2.0
+    """Seconds from a request's arrival within which its first token should come, for signal: ttftAttainment.
+    One of 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 7.5, 10, 15, 20, 30, 60, for which gateways
+    count."""
     up_seconds: Annotated[int, Meta(ge=0, le=3600)] = 30
     """Seconds for which the load must ask for more endpoints before they are added. signal: metric
     ignores it."""
     down_seconds: Annotated[int, Meta(ge=0, le=3600)] = 600
     """Seconds for which the load must need fewer endpoints before one leaves. signal: metric ignores
     it."""
+
+
+class PrefillScaling(Struct, frozen=True):
+    """Sets the number of endpoints that only prefill by their load, starting from `prefillReplicas`. The
+    number in force is that of the Deployment POOL-prefill."""
+
+    min_replicas: Annotated[int, Meta(ge=1, le=10_000)]
+    """Minimum number of endpoints that only prefill."""
+    max_replicas: Annotated[int, Meta(ge=1, le=10_000)]
+    """Maximum number of endpoints that only prefill."""
+    signal: Signal = Signal.QUEUE_SECONDS
+    """What their number follows. queueSeconds: seconds of queued prefill per endpoint that only prefills.
+    ttftAttainment: share of all requests whose first token came within ttftSeconds, while the endpoints that
+    only prefill are busy. The operator reads both from the gateways' pages."""
+    target: Quantity = "2"
+    """Target value of the signal, as in `scaling.target`."""
+    ttft_seconds: Annotated[float, Meta(gt=0.0, le=60.0)] = 2.0
+    """Seconds from a request's arrival within which its first token should come, as `scaling.ttftSeconds`."""
+    up_seconds: Annotated[int, Meta(ge=0, le=3600)] = 30
+    """Seconds for which the load must ask for more endpoints before they are added."""
+    down_seconds: Annotated[int, Meta(ge=0, le=3600)] = 600
+    """Seconds for which the load must need fewer endpoints before one leaves."""
+
+
+class RoleSwitching(Struct, frozen=True):
+    """Lets endpoints change between serving and only prefilling while they run, one at a time: when one side
+    has too much to do and the other one would stay below half of its threshold with an endpoint less. The
+    sessions of an endpoint leave before it only prefills (rollout.sessionSeconds)."""
+
+    queue_seconds: Annotated[float, Meta(gt=0.0, le=3600.0)] = 2.0
+    """Seconds of queued prefill per endpoint that prefills, above which another one is to prefill."""
+    kv_usage: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.8
+    """Share of the KV caches in use on the endpoints that serve, above which another one is to serve."""
+    after_seconds: Annotated[int, Meta(ge=0, le=3600)] = 60
+    """Seconds for which the load must ask for a switch before it is made, and at least between two of
+    them."""
 
 
 class InferencePoolSpec(Struct, frozen=True):
@@ -87,6 +130,8 @@ class InferencePoolSpec(Struct, frozen=True):
     gateway: GatewaySpec = GatewaySpec()
     rollout: Rollout = Rollout()
     scaling: Scaling | None = None
+    prefill_scaling: PrefillScaling | None = None
+    role_switching: RoleSwitching | None = None
     image_pull_secrets: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
     """Secrets of the pool's namespace with which all of its pods pull their images, besides those that the
     operator names for all pools."""

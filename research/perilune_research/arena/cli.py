@@ -1,9 +1,10 @@
-"""`python -m perilune_research arena`: the same agentic sessions through other routers, beside ours.
+"""`python -m perilune_research arena`: plays the same agentic sessions through Perilune and other routers.
 
-    install what is a package ─▶ for each seed, load and router: play a cell ─▶ table, verdicts, settings
-
-Every cell has fresh engines and a fresh router, so nothing is cached from the cell before. A router that
-cannot be installed or does not start is left out and named under the table.
+1. Install the routers that are packages.
+2. Play a cell for each seed, load and router. Every cell has fresh engines and a fresh router, so nothing is
+   cached from the cell before.
+3. Print a table, verdicts, and the settings of the routers. A router that cannot be installed or does not
+   start is left out and named under the table.
 
 Exit status: 0; 1 if no cell could be played; 2 for a wrong call; 130 after Ctrl-C.
 """
@@ -13,7 +14,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
+from time import monotonic
 from typing import TypeVar
 
 import msgspec
@@ -26,54 +29,68 @@ from perilune_lab.console import Console
 from perilune_lab.exits import wrong_call
 from perilune_lab.report import Run
 from perilune_lab.stack import StackError
+from perilune_lab.traces.source import open_trace
 from perilune_lab.vocabulary import Vocabulary
 from perilune_research.arena.contestants import CONTESTANTS, Contestant, Package, Program, Remote
 from perilune_research.arena.install import NotInstalledError, cache, executable
-from perilune_research.arena.loads import LEVELS, SLOWDOWNS, Level, Setting
+from perilune_research.arena.loads import LEVELS, SLOWDOWNS, Halfway, Level, Setting
 from perilune_research.arena.play import Cell, play
 from perilune_research.arena.table import legend, table, verdicts
 
 PROGRAM = "python -m perilune_research arena"
 NOTHING_PLAYED = 1
 _HEADERS = {"with": True, "without": False}
-_MOST_ENGINES = 64
+_MOST_ENGINES, _MOST_PORT = 64, 65_535
 T = TypeVar("T")
 
 _EPILOG = f"""\
-routers (the first run installs those that are packages into {cache()}):
+routers (the first call installs those that are packages into {cache()}):
 {chr(10).join(legend(CONTESTANTS, {}))}
 
 loads, in sessions that begin per second and engine:
-  {", ".join(f"{level.name} {level.sessions_per_s:g}" for level in LEVELS)}
-Engines are simulated, in real time, {", ".join(f"{s:g}" for s in SLOWDOWNS)} times slower
-than an H20 in turn, which no router is told. Close other programs: they make every router's times longer.
+  {(chr(10) + "  ").join(str(level) for level in LEVELS)}
+Engines are simulated in real time. In turn, their times are those of an H20 multiplied by
+{", ".join(f"{s:g}" for s in SLOWDOWNS)}, and they vary from step to step. No router knows of this.
+Close other programs, since they make every router's times longer.
 
-a router of your own: start it in front of engines whose ports you choose; the arena runs these engines.
-Restart it between cells, or play one cell: it may believe in caches that new engines do not have.
+a router of your own: name it with --url and start it in front of the engines that the arena runs from
+--engine-port on. Restart it between cells, or play one cell: it may believe in caches that new engines do
+not have.
 
 examples:
   {PROGRAM} --routers envoy-round-robin,perilune --loads knee --headers with --seeds 1
   {PROGRAM} --url mine=http://127.0.0.1:8080 --engine-port 18000 --routers perilune --loads ease
-  {PROGRAM} --seeds 5 --json arena.json
+  {PROGRAM} --seeds 5 --json arena.json --minutes 15
+      plays for a quarter of an hour; the same command goes on where it stopped
+  {PROGRAM} --loads recorded --trace mooncake_conversation.jsonl.gz
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
+    """The checked command line."""
+
     contestants: tuple[Contestant, ...]
     levels: tuple[Level, ...]
     headers: tuple[bool, ...]
-    """Whether requests name their session: both, or one of them."""
+    """Whether requests name their session in a header; both values play both."""
     seeds: int
+    """Number of seeds, from 0."""
     setting: Setting
     json: Path | None
+    minutes: float = inf
+    """Begin no cell that would end later than this."""
 
     def cells(self) -> Iterator[Cell]:
-        """Routers take turns within a seed, so a busy minute of the machine does not hit one router only."""
+        """Yields the cells in the order of play. Routers take turns within a seed, so that a busy minute of
+        the machine does not hit only one of them. A router that the user runs plays no load that restarts
+        it."""
         for seed in range(self.seeds):
             for level in self.levels:
                 for named in self.headers:
                     for contestant in self.contestants:
+                        if level.halfway is Halfway.RESTART and isinstance(contestant.front, Remote):
+                            continue
                         yield Cell(contestant, level, named, seed)
 
 
@@ -84,44 +101,58 @@ class Row(msgspec.Struct, frozen=True):
     load: str
     session_header: bool
     seed: int
+    engines: int
+    seconds: float
     run: Run
 
 
 class Arena:
-    """Plays all cells. `err`: where progress is printed."""
+    """Plays all cells, and keeps their results. `err`: where to print progress."""
 
     def __init__(self, options: Options, words: Words, err: Console) -> None:
         self.options = options
         self.words = words
         self.err = err
         self.programs: dict[Package, Path] = {}
-        self.played: list[tuple[Cell, Run]] = []
+        self.played = kept(options)
         self.left_out: dict[str, str] = {}
         """Router → why it does not take part, or no longer does."""
 
     def install(self) -> None:
+        """Installs the routers that are packages, and leaves those out that cannot be installed."""
         for contestant in self.options.contestants:
             front = contestant.front
             if isinstance(front, Program) and front.package not in self.programs:
                 try:
-                    self._say(f"{front.package}: looking for it, or installing it …")
+                    self._say(f"{front.package}: installing it, unless it is installed …")
                     self.programs[front.package] = executable(front.package, cache())
                 except NotInstalledError as error:
                     self._leave_out(contestant, f"{front.package} cannot be installed: {error}")
 
     async def run(self) -> None:
-        cells = [cell for cell in self.options.cells() if cell.contestant.name not in self.left_out]
-        about_s = len(cells) * (self.options.setting.seconds * 1.5 + 5)
-        self._say(f"{len(cells)} cells; at least {about_s / 60:.0f} minutes")
+        """Plays the cells that the JSON file lacks. Raises SpecError if a recording cannot be read."""
+        done = {_key(cell) for cell, _ in self.played}
+        cells = [
+            cell
+            for cell in self.options.cells()
+            if cell.contestant.name not in self.left_out and _key(cell) not in done
+        ]
+        cell_s = self.options.setting.seconds * 1.5 + 5
+        self._say(f"{len(cells)} cells; at least {len(cells) * cell_s / 60:.0f} minutes")
+        began_s = monotonic()
         for at, cell in enumerate(cells, 1):
             if cell.contestant.name in self.left_out:
                 continue
+            if monotonic() - began_s + cell_s > self.options.minutes * 60:
+                self._say(f"{len(cells) - at + 1} cells remain: the same command plays them")
+                return
             try:
                 run = await play(cell, self.options.setting, self.programs, self.words)
             except StackError as error:
                 self._leave_out(cell.contestant, f"from cell {at} on: {str(error).splitlines()[0]}")
                 continue
             self.played.append((cell, run))
+            self._write()
             header = "with" if cell.named else "without"
             self._say(
                 f"{at}/{len(cells)} {cell.contestant.name}, {cell.level.name}, {header} session header,"
@@ -135,11 +166,23 @@ class Arena:
     def _say(self, line: str) -> None:
         self.err.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def conclude(self) -> int:
-        """Writes the JSON file; prints the table; returns the exit status."""
+    def _write(self) -> None:
+        """Writes the JSON file, if there is one, so that an interrupted run loses at most one cell."""
         if self.options.json:
-            rows = [Row(c.contestant.name, c.level.name, c.named, c.seed, run) for c, run in self.played]
+            setting = self.options.setting
+            rows = [Row(*_key(cell), setting.engines, setting.seconds, run) for cell, run in self.played]
             self.options.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
+
+    def so_far(self) -> str:
+        """Returns a sentence that tells a user who interrupts whether the played cells are kept."""
+        played, path = len(self.played), self.options.json
+        total = len({_key(cell) for cell in self.options.cells()} | {_key(cell) for cell, _ in self.played})
+        if path is None:
+            return f"{played} of {total} cells were played; with --json FILE they would be kept"
+        return f"{played} of {total} cells are in {path}, so the same command goes on from there"
+
+    def conclude(self) -> int:
+        """Prints table, verdicts and settings; returns the exit status."""
         parts = (
             table(self.played),
             verdicts(self.played),
@@ -152,16 +195,59 @@ class Arena:
 def main(argv: Sequence[str]) -> int:
     try:
         options = parse(argv)
+        arena = Arena(options, Vocabulary().words_for, Console(stderr=True))
     except SpecError as error:
         return wrong_call(PROGRAM, error)
-    arena = Arena(options, Vocabulary().words_for, Console(stderr=True))
     arena.install()
-    uvloop.run(arena.run())
+    try:
+        uvloop.run(arena.run())
+    except KeyboardInterrupt:
+        arena.conclude()
+        raise KeyboardInterrupt(arena.so_far()) from None
     return arena.conclude()
 
 
+def _key(cell: Cell) -> tuple[str, str, bool, int]:
+    """Returns the first fields of a cell's row in the file, which identify the cell."""
+    return cell.contestant.name, cell.level.name, cell.named, cell.seed
+
+
+def kept(options: Options) -> list[tuple[Cell, Run]]:
+    """Returns the cells that the JSON file already has. Raises SpecError if it is another kind of file, or
+    its cells were played with other numbers of engines or seconds."""
+    path = options.json
+    if path is None or not path.exists() or not path.stat().st_size:
+        return []
+    try:
+        rows = msgspec.json.decode(path.read_bytes(), type=list[Row])
+    except msgspec.DecodeError as error:
+        raise SpecError(f"{path} is no file of the arena ({error}) - at `--json`") from None
+    setting = options.setting
+    for row in rows:
+        if (row.engines, row.seconds) != (setting.engines, setting.seconds):
+            raise SpecError(
+                f"{path} has cells of {row.engines} engines and {row.seconds:g} seconds: name another file"
+                " - at `--json`"
+            )
+    contestants = {c.name: c for c in CONTESTANTS} | {c.name: c for c in options.contestants}
+    levels = {level.name: level for level in LEVELS}
+    return [
+        (
+            Cell(
+                contestants.get(row.router) or Contestant(row.router, Remote(""), "of an earlier run"),
+                levels[row.load],
+                row.session_header,
+                row.seed,
+            ),
+            row.run,
+        )
+        for row in rows
+        if row.load in levels
+    ]
+
+
 def _chosen(text: str, known: Mapping[str, T], option: str) -> tuple[T, ...]:
-    """Parses `A,B`. Raises SpecError."""
+    """Parses `A,B` into known values. Raises SpecError for an unknown name."""
     names = dict.fromkeys(name.strip() for name in text.split(","))
     for name in names:
         if name not in known:
@@ -170,7 +256,7 @@ def _chosen(text: str, known: Mapping[str, T], option: str) -> tuple[T, ...]:
 
 
 def _remotes(texts: Sequence[str]) -> tuple[Contestant, ...]:
-    """Parses `NAME=URL`. Raises SpecError."""
+    """Parses texts such as `NAME=URL` into the user's own routers. Raises SpecError for a wrong one."""
     found = []
     for name, address in assignments(texts, "--url").items():
         try:
@@ -181,40 +267,61 @@ def _remotes(texts: Sequence[str]) -> tuple[Contestant, ...]:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
+    """Parses the command line. Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
     known = {contestant.name: contestant for contestant in CONTESTANTS}
     default = Setting()
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
-        description="Play the same agentic sessions through several routers in front of the same simulated"
-        " engines; compare.",
+        description="Compare routers: play the same agentic sessions through each of them, in front of equal"
+        " simulated engines.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--routers", default=",".join(known), metavar="A,B", help="routers that take part [all]")
     add("--url", action="append", default=[], metavar="NAME=URL", help="a router that you run; repeatable")
-    add("--loads", default=",".join(level.name for level in LEVELS), metavar="A,B", help="[%(default)s]")
+    add("--loads", metavar="A,B", help="loads to play; recorded ones need --trace [all]")
+    add(
+        "--trace",
+        metavar="FILE",
+        help="a recording with timestamps (Mooncake's, Qwen-Bailian's or our schema)",
+    )
     add(
         "--headers",
         default=",".join(_HEADERS),
         metavar="A,B",
-        help="with, without a header that names the session [%(default)s]",
+        help="play with or without a header that names the session [%(default)s]",
     )
-    add("--seeds", type=count, default=3, metavar="N", help="traffic of N seeds [%(default)s]")
+    add("--seeds", type=count, default=3, metavar="N", help="number of seeds of the traffic [%(default)s]")
     add(
         "--seconds",
         type=positive,
         default=default.seconds,
         metavar="S",
-        help="length of a cell's traffic [%(default)s]",
+        help="length of a cell's traffic, in seconds [%(default)s]",
     )
-    add("--engines", type=count, default=default.engines, metavar="N", help="engines [%(default)s]")
+    add("--engines", type=count, default=default.engines, metavar="N", help="number of engines [%(default)s]")
     add("--engine-port", type=count, metavar="PORT", help="port of the first engine; the others follow [any]")
-    add("--json", type=output, metavar="FILE", help="write every cell's report (fields: docs/report.md)")
+    add(
+        "--json",
+        type=output,
+        metavar="FILE",
+        help="write every cell's report (docs/report.md), and do not play cells again that FILE already has",
+    )
+    add(
+        "--minutes",
+        type=positive,
+        default=inf,
+        metavar="M",
+        help="stop before a cell that would end later than this [no limit]",
+    )
     args = parser.parse_args(argv)
     if args.engines > _MOST_ENGINES:
         raise SpecError(f"{args.engines:,} engines: at most {_MOST_ENGINES} - at `--engines`")
+    if args.engine_port and args.engine_port + args.engines > _MOST_PORT + 1:
+        raise SpecError(
+            f"{args.engines} engines from port {args.engine_port} on: above {_MOST_PORT} - at `--engine-port`"
+        )
     remotes = _remotes(args.url)
     if remotes and not args.engine_port:
         raise SpecError(
@@ -223,11 +330,21 @@ def parse(argv: Sequence[str]) -> Options:
     for remote in remotes:
         if remote.name in known:
             raise SpecError(f"{remote.name!r} is the name of another router - at `--url`")
+    levels = {level.name: level for level in LEVELS}
+    usual = ",".join(name for name, level in levels.items() if args.trace or not level.recorded)
+    chosen = _chosen(args.loads or usual, levels, "--loads")
+    if not args.trace and any(level.recorded for level in chosen):
+        raise SpecError("a recorded load needs a recording: add --trace FILE - at `--loads`")
+    if args.trace and not open_trace(args.trace).timed:
+        raise SpecError(f"{args.trace} has no timestamps - at `--trace`")
     return Options(
         contestants=_chosen(args.routers, known, "--routers") + remotes,
-        levels=_chosen(args.loads, {level.name: level for level in LEVELS}, "--loads"),
+        levels=chosen,
         headers=_chosen(args.headers, _HEADERS, "--headers"),
         seeds=args.seeds,
-        setting=Setting(args.engines, args.seconds, args.engine_port or 0),
+        setting=Setting(
+            args.engines, args.seconds, args.engine_port or 0, Path(args.trace) if args.trace else None
+        ),
         json=args.json,
+        minutes=args.minutes,
     )

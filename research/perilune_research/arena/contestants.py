@@ -1,7 +1,6 @@
-"""The routers that the arena compares, as a table: what each is, its version, its settings and their reason.
+"""The routers that the arena compares: how each is started, its version, its settings and their reason.
 
-A router that comes as a Python package is one row of `CONTESTANTS`. A front says how the router is started;
-`play` starts it.
+Each router is one row of `CONTESTANTS`. Its front says how `play` starts it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Package:
 
 
 Arguments = Callable[[Sequence[EndpointSpec], str], tuple[str, ...]]
-"""(engines, name of their model) → command line of a program, without the addresses on which it listens."""
+"""(engines, name of their model) → arguments of a program, without the addresses on which it listens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +63,12 @@ Front = Ours | Balancer | Program | Remote
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
+    """A router that takes part."""
+
     name: str
     front: Front
     settings: str
-    """The settings, and why these."""
+    """The settings and their reason, in words."""
 
 
 def _workers(engines: Sequence[EndpointSpec]) -> tuple[str, ...]:
@@ -75,7 +76,7 @@ def _workers(engines: Sequence[EndpointSpec]) -> tuple[str, ...]:
 
 
 def _cache_aware(*first: str) -> Arguments:
-    """Arguments that the SGLang router and its two descendants have in common."""
+    """Returns the arguments that the SGLang router and its two descendants share."""
     return lambda engines, _model: (*first, "--policy", "cache_aware", *_workers(engines))
 
 
@@ -92,7 +93,11 @@ SMG = Package("smg", "1.13.0", "smg")
 OURS = "perilune"
 CONTESTANTS = (
     Contestant("envoy-round-robin", Balancer("ROUND_ROBIN"), "Envoy's default policy"),
-    Contestant("envoy-least-request", Balancer("LEAST_REQUEST"), "Envoy's own, with its default two choices"),
+    Contestant(
+        "envoy-least-request",
+        Balancer("LEAST_REQUEST"),
+        "Envoy's policy for the fewest active requests, with its default of two choices",
+    ),
     Contestant(OURS, Ours(), "all defaults, with KV events"),
     Contestant(
         "sglang-router",
@@ -114,7 +119,7 @@ CONTESTANTS = (
 def command(
     front: Program, executable: str, engines: Sequence[EndpointSpec], model: str, port: int, metrics_port: int
 ) -> list[str]:
-    """The command line of a program that listens on these ports of loopback."""
+    """Returns the command line of a program that listens on these ports of loopback."""
     return [
         executable,
         *front.arguments(engines, model),
@@ -123,9 +128,10 @@ def command(
     ]
 
 
-def balanced(endpoints: Sequence[str], lb_policy: str) -> envoy.Json:
-    """The lab's Envoy configuration with a load balancing policy of Envoy's own and without a gateway."""
-    config = envoy.config(endpoints, ())
+def balanced(endpoints: Sequence[str], lb_policy: str, port: int) -> envoy.Json:
+    """Returns the lab's Envoy configuration without a gateway, and with one of Envoy's own load balancing
+    policies."""
+    config = envoy.config(endpoints, (), listen=f"127.0.0.1:{port}")
     static = config["static_resources"]
     manager = static["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
     manager["http_filters"] = [f for f in manager["http_filters"] if "ext_proc" not in f["name"]]

@@ -1,6 +1,6 @@
 """Installs routers from PyPI, each into a virtual environment of its own in the user's cache.
 
-A package is installed once per version; later runs find it. An interrupted installation is begun again.
+A version of a package is installed once; later calls find it. An interrupted installation begins again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from perilune_research.arena.contestants import Package
 
 _DONE = "installed"
-"""File in the environment that says that the installation is complete."""
+"""Name of the file that marks an environment as complete."""
 
 
 class NotInstalledError(Exception):
@@ -22,14 +22,14 @@ class NotInstalledError(Exception):
 
 
 def cache() -> Path:
-    """Folder of the environments."""
+    """Returns the folder of the environments."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "perilune" / "arena"
 
 
 def executable(package: Package, folder: Path) -> Path:
-    """The package's program; installs the package below `folder` if it is not there. Raises
-    NotInstalledError."""
+    """Returns the path of the package's program, and installs the package under `folder` if it is not there.
+    Raises NotInstalledError if that fails."""
     place = folder / f"{package.name}-{package.version}"
     program = place / "bin" / package.program
     if not (place / _DONE).exists():

@@ -1,21 +1,26 @@
-"""Plays one cell: fresh engines, one router in front of them, one load; returns what the client measured."""
+"""Plays one cell: fresh engines, one router in front of them, and one load.
+
+`play` returns the client's measurements.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
+
+import aiohttp
 
 from perilune_lab import envoy_process, report
 from perilune_lab.bodies import Words
 from perilune_lab.child import Child, StackError, start
 from perilune_lab.client import Load, TargetError, models, run_load
 from perilune_lab.stack import Stack
-from perilune_lab.traces.model import Mode
 from perilune_research.arena.contestants import (
     Balancer,
     Contestant,
@@ -26,18 +31,21 @@ from perilune_research.arena.contestants import (
     balanced,
     command,
 )
-from perilune_research.arena.loads import Level, Setting, engine_options, sessions
+from perilune_research.arena.loads import SLOWED, Halfway, Level, Setting, engine_options, traffic
 
 READY_S = 60.0
+"""Seconds within which a router must list a model."""
 SETTLE_S = 1.0
-"""Some routers answer before they have found all engines, so every router gets this long."""
+"""Seconds that every router gets to find all engines, since some answer before they have found them."""
 _ASK_EVERY_S = 0.1
 _GRACE_S = 8.0
-"""Seconds that a router may take to end."""
+"""Seconds within which a router should end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
+    """One play of the arena: one router, under one load, with one seed."""
+
     contestant: Contestant
     level: Level
     named: bool
@@ -45,57 +53,108 @@ class Cell:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Front:
+    """A running router."""
+
+    url: str
+    restart: Callable[[], Awaitable[None]] | None
+    """Ends the router and starts it again at the same address; None if the user runs it."""
+
+
 async def play(cell: Cell, setting: Setting, programs: Mapping[Package, Path], words: Words) -> report.Run:
-    """Plays a cell. Raises StackError if a part does not start, or our gateway or its Envoy ends."""
-    played = sessions(setting, cell.level, cell.seed)
+    """Plays a cell. `programs`: paths of the routers that are packages. Raises StackError if a process does
+    not start, or the gateway or its Envoy ends; SpecError if a recording cannot be read."""
+    played = traffic(setting, cell.level, cell.seed)
     front = cell.contestant.front
     stack = Stack(setting.engines, engine_options(setting), with_gateway=isinstance(front, Ours))
-    async with stack, _fronted(cell.contestant, stack, programs) as url:
+    async with stack, _fronted(cell.contestant, stack, programs) as router:
         await asyncio.sleep(SETTLE_S)
-        load = Load(url, stack.options.model, send_session=cell.named)
-        results = await run_load(played, load, words)
-    return report.run(report.Measured(cell.contestant.name, results, played, Mode.THINKTIME))
+        load = Load(
+            router.url,
+            stack.options.model,
+            played.style,
+            played.mode,
+            speed=played.speed,
+            send_session=cell.named,
+        )
+        halfway = asyncio.create_task(_halfway(cell.level.halfway, setting, stack, router))
+        try:
+            results = await run_load(played.sessions, load, words)
+            await halfway
+        finally:
+            halfway.cancel()
+    measured = report.Measured(
+        cell.contestant.name, results, played.sessions, played.mode, speed=played.speed
+    )
+    return report.run(measured)
+
+
+async def _halfway(what: Halfway | None, setting: Setting, stack: Stack, router: _Front) -> None:
+    """Waits until half of the load's time is over, and does what the load demands then. Raises StackError if
+    the router cannot be restarted."""
+    if what is None:
+        return
+    await asyncio.sleep(setting.seconds / 2)
+    if what is Halfway.SLOW_ENGINE:
+        url = f"http://{stack.endpoints[0]}/fault"
+        async with aiohttp.ClientSession() as http, http.post(url, json={"slowdown": SLOWED}) as answer:
+            answer.raise_for_status()
+    elif router.restart is None:
+        raise StackError(f"only its owner can restart {router.url}")
+    else:
+        await router.restart()
 
 
 @asynccontextmanager
 async def _fronted(
     contestant: Contestant, stack: Stack, programs: Mapping[Package, Path]
-) -> AsyncIterator[str]:
-    """Runs the router in front of the stack's engines; gives its URL."""
+) -> AsyncIterator[_Front]:
+    """Runs the router in front of the stack's engines, as a context."""
     match contestant.front:
         case Ours():
-            yield stack.url
+            yield _Front(stack.url, stack.restart_gateway)
         case Remote(url):
             await _answers(contestant.name, url)
-            yield url
+            yield _Front(url, None)
         case Balancer(lb_policy):
-            bootstrap = balanced(stack.endpoints, lb_policy)
-            async with _child(
-                contestant.name, envoy_process.command(bootstrap, stack.folder), stack
-            ) as child:
-                _, url = await envoy_process.serving(child, stack.folder, READY_S)
-                yield url
+            (port,) = _free_ports(1)
+            line = envoy_process.command(balanced(stack.endpoints, lb_policy, port), stack.folder)
+            async with _Process(contestant.name, line, stack) as process:
+                _, url = await envoy_process.serving(process.child, stack.folder, READY_S)
+                yield _Front(url, process.restart)
         case Program(package) as front:
-            port, metrics_port = _free_ports()
+            port, metrics_port = _free_ports(2)
             engines, model = stack.pool.spec.endpoints, stack.options.model
             line = command(front, str(programs[package]), engines, model, port, metrics_port)
-            async with _child(contestant.name, line, stack) as child:
+            async with _Process(contestant.name, line, stack) as process:
                 url = f"http://127.0.0.1:{port}"
-                await _answers(contestant.name, url, child)
-                yield url
+                await _answers(contestant.name, url, process.child)
+                yield _Front(url, process.restart)
 
 
-@asynccontextmanager
-async def _child(name: str, line: list[str], stack: Stack) -> AsyncIterator[Child]:
-    child = await start(name, line, os.environ, stack.folder)
-    try:
-        yield child
-    finally:
-        await child.stop(_GRACE_S)
+class _Process:
+    """The process of a router, which runs within this context."""
+
+    child: Child
+
+    def __init__(self, name: str, line: list[str], stack: Stack) -> None:
+        self._how = name, line, os.environ, stack.folder
+
+    async def __aenter__(self) -> Self:
+        self.child = await start(*self._how)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.child.stop(_GRACE_S)
+
+    async def restart(self) -> None:
+        await self.child.stop(_GRACE_S)
+        self.child = await start(*self._how)
 
 
 async def _answers(name: str, url: str, child: Child | None = None) -> None:
-    """Waits until the router lists a model. Raises StackError."""
+    """Waits until the router lists a model. Raises StackError if it ends, or lists none in time."""
     cause = "it lists no model"
     loop = asyncio.get_running_loop()
     until_s = loop.time() + READY_S
@@ -111,9 +170,11 @@ async def _answers(name: str, url: str, child: Child | None = None) -> None:
     raise child.late(READY_S) if child is not None else StackError(f"{name} does not serve at {url}: {cause}")
 
 
-def _free_ports() -> tuple[int, int]:
-    """Two ports that were free a moment ago: these routers cannot report a port that the system chose."""
-    with socket.socket() as one, socket.socket() as two:
-        one.bind(("127.0.0.1", 0))
-        two.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], two.getsockname()[1]
+def _free_ports(number: int) -> list[int]:
+    """Returns ports that were free a moment ago. Routers need them, since they cannot report a port that the
+    system chose."""
+    with ExitStack() as opened:
+        sockets = [opened.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]

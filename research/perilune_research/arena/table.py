@@ -1,4 +1,5 @@
-"""The arena's result as Markdown: a row for each load and router, and where ours is ahead or behind."""
+"""The arena's result as Markdown: a row for each load and router, and by how much Perilune is ahead or
+behind."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ Played = Sequence[tuple[Cell, Run]]
 
 
 class Group(NamedTuple):
-    """What one comparison has in common."""
+    """One comparison: the load, and whether requests name their session in a header."""
 
     level: str
     named: bool
@@ -27,7 +28,7 @@ class Group(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds and its 95 % interval, which is the mean itself for one seed."""
+    """A mean over seeds and its 95 % interval. For one seed, the interval is the mean itself."""
 
     mean: float
     low: float
@@ -52,7 +53,7 @@ SEEDS_CANNOT_TELL = ", within what the seeds can tell"
 
 
 def estimate(runs: Iterable[Run], metric: Metric) -> Estimate | None:
-    """None if no run has the metric."""
+    """Returns the metric's mean over the runs; None if no run has the metric."""
     sample = [value for value in map(metric, runs) if value is not None]
     if not sample:
         return None
@@ -60,7 +61,7 @@ def estimate(runs: Iterable[Run], metric: Metric) -> Estimate | None:
 
 
 def grouped(played: Played) -> dict[Group, dict[str, list[Run]]]:
-    """Comparison → router → its runs, in the order of play."""
+    """Returns comparison → router → its runs, in the order of play."""
     found: dict[Group, dict[str, list[Run]]] = {}
     for cell, run in played:
         group = found.setdefault(Group(cell.level.name, cell.named), {})
@@ -69,7 +70,7 @@ def grouped(played: Played) -> dict[Group, dict[str, list[Run]]]:
 
 
 def table(played: Played) -> list[str]:
-    """Means over seeds, with 95 % intervals where there are several seeds."""
+    """Returns the lines of a table: means over seeds, with 95 % intervals if there are several seeds."""
     lines = [
         f"| load | router | {' | '.join(METRICS)} | failed | seeds |",
         f"|---|---|{'---:|' * (len(METRICS) + 2)}",
@@ -92,7 +93,8 @@ def _cell(value: Estimate | None) -> str:
 
 
 def verdicts(played: Played) -> list[str]:
-    """For each comparison and metric, how far ours is ahead of the best other router, or behind it."""
+    """Returns a line for each comparison and metric: by how much Perilune is ahead of the best other router,
+    or behind it."""
     lines = []
     for group, routers in grouped(played).items():
         for title in COMPARED:
@@ -113,7 +115,7 @@ def verdicts(played: Played) -> list[str]:
 
 
 def legend(contestants: Iterable[Contestant], left_out: Mapping[str, str]) -> list[str]:
-    """Versions and settings of the routers, and those that did not take part."""
+    """Returns a line for each router with its version and settings, and one for each that was left out."""
     lines = []
     for c in contestants:
         version = f" ({c.front.package})" if isinstance(c.front, Program) else ""

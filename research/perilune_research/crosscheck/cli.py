@@ -1,20 +1,21 @@
-"""`python -m perilune_research crosscheck`: runs one workload live and simulated, and compares the two.
+"""`python -m perilune_research crosscheck`: plays one workload live and simulated, and compares the two.
 
 Live means a real Envoy, a real gateway and simulated engines in real time.
 
     workload ─▶ play: live, a policy at a time ─┐
                 play: simulated ────────────────┴─▶ compare: a table, three verdicts
 
-The verdicts: TTFT p90 within 20 %, hit rate within 2 points, the same order of policies. A few milliseconds
-decide which endpoint a turn goes to, so no two live runs are equal. Simulated figures are therefore means
-over plays whose think times are up to 10 ms longer, with their standard deviation. The live run is one play,
-or the mean of `--plays`; two standard deviations of that mean in the hit rate count as chance.
+The verdicts say whether TTFT p90 agrees within 20 %, the hit rate within 2 points, and the order of policies.
+A few milliseconds decide which endpoint a turn goes to, so no two live plays are equal. Simulated figures are
+therefore means over plays whose think times are up to 10 ms longer, with their standard deviation. Live
+figures are those of one play, or pooled over `--plays` of them. In the hit rate, two standard deviations of
+the live mean count as chance.
 
-Live times are wall times, and a busy machine makes them longer. The time that the processes waited for a CPU
-is measured (Linux's schedstat) and printed; a run on a busy machine gives no verdict.
+Live times are wall times, which a busy machine makes longer. The command measures how long its processes
+waited for a CPU (Linux's schedstat) and prints it. If the machine was too busy, disagreement proves nothing.
 
 Exit status: 0 if everything agrees; 1 if it does not, or the stack failed; 2 for a wrong call; 3 if it does
-not agree but the machine was too busy to judge.
+not agree but the machine was too busy to judge; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from perilune_research.crosscheck.workload import POLICIES, Options
 
 FAILED, TOO_BUSY = 1, 3
 _MOST_ENGINES, _MOST_SESSIONS, _LEAST_TURNS = 64, 10_000, 50
-"""Limits of a crosscheck. Each engine is a process on this machine, and each session is played in real time.
+"""Limits of a crosscheck. Each engine is a process on this machine, and sessions are played in real time.
 With fewer turns, a single one would weigh more than the two points within which hit rates have to agree."""
 
 _EPILOG = """\
@@ -50,11 +51,12 @@ examples (after `python -m perilune_research`):
 
 
 def conclude(options: Options, pairs: Sequence[Pair], out: Console) -> int:
-    """Writes the JSON file; prints table and verdicts; returns the exit status."""
+    """Writes the JSON file, prints table and verdicts, and returns the exit status. Raises OSError if it
+    cannot write the file, but prints all the same."""
     try:
         if options.json:
             options.json.write_bytes(msgspec.json.format(msgspec.json.encode(pairs), indent=2) + b"\n")
-    finally:  # the rest comes all the same
+    finally:  # print the table even if the file cannot be written
         status = _print(pairs, out)
     return status
 
@@ -67,8 +69,8 @@ def _print(pairs: Sequence[Pair], out: Console) -> int:
     busiest = max(pairs, key=lambda pair: pair.waited_s)
     if busiest.disturbed:
         out.print(
-            f"This machine was busy with other things: a request waited {busiest.waited_s * 1e3:.0f} ms for a"
-            f" CPU ({busiest.policy}). Live times are too long; do not judge by this run.",
+            f"This machine was too busy: a request waited {busiest.waited_s * 1e3:.0f} ms for a CPU"
+            f" ({busiest.policy}). Live times are too long, so do not judge by this run.",
             highlight=False,
         )
     if all(holds for holds, _ in found):
@@ -84,21 +86,29 @@ def main(argv: Sequence[str]) -> int:
             raise SpecError(
                 f"{turns} turns are too few: at least {_LEAST_TURNS} are needed - at `--seconds`, `--rate`"
             )
-        pairs = uvloop.run(crosscheck.run())
+        out = Console(width=None if sys.stdout.isatty() else 140)
+        try:
+            pairs = uvloop.run(crosscheck.run())
+        except KeyboardInterrupt:
+            if crosscheck.pairs:
+                out.print(table(crosscheck.pairs))
+            done = f"{len(crosscheck.pairs)} of {len(options.policies)} policies were compared"
+            raise KeyboardInterrupt(f"{done}; there is no verdict") from None
     except SpecError as error:
         return wrong_call("python -m perilune_research crosscheck", error)
     except StackError as error:
         print(f"python -m perilune_research crosscheck: {error}", file=sys.stderr)
         return FAILED
-    return conclude(options, pairs, Console(width=None if sys.stdout.isatty() else 140))
+    return conclude(options, pairs, out)
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
+    """Parses the command line. Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
     default = Options()
     parser = argparse.ArgumentParser(
         prog="python -m perilune_research crosscheck",
-        description="Play one workload live (Envoy, gateway, engines in real time) and simulated; compare.",
+        description="Play one workload live (Envoy, gateway, simulated engines in real time) and in the"
+        " simulator, and compare the two.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -107,7 +117,7 @@ def parse(argv: Sequence[str]) -> Options:
         "--policies",
         default=",".join(POLICIES),
         metavar="A,B",
-        help="policies that are compared [%(default)s]",
+        help="policies to play [%(default)s]",
     )
     add(
         "--endpoints",
@@ -121,7 +131,7 @@ def parse(argv: Sequence[str]) -> Options:
         type=positive,
         default=default.seconds,
         metavar="S",
-        help="length of the traffic [%(default)s]",
+        help="length of the traffic, in seconds [%(default)s]",
     )
     add(
         "--rate",
@@ -136,9 +146,9 @@ def parse(argv: Sequence[str]) -> Options:
         type=count,
         default=default.plays,
         metavar="N",
-        help="live runs of each policy, whose results are pooled because single runs differ [%(default)s]",
+        help="live plays of each policy, whose results are pooled since single plays differ [%(default)s]",
     )
-    add("--json", type=output, metavar="FILE", help="write what was measured, live and simulated")
+    add("--json", type=output, metavar="FILE", help="write the live and simulated figures")
     args = parser.parse_args(argv)
     policies = live_policies(args.policies, "--policies")
     if args.endpoints > _MOST_ENGINES:

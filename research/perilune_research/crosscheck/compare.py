@@ -1,4 +1,4 @@
-"""One policy live and simulated, side by side; and three verdicts over all of them."""
+"""Compares the live and simulated figures of each policy, and gives three verdicts over all policies."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from perilune_lab.formats import as_percent
 from perilune_lab.report import Run
 
 TTFT_WITHIN = 0.20
+"""Share by which simulated TTFT p90 may differ from the live one."""
 APC_WITHIN = 0.02
+"""Difference allowed between simulated and live hit rate (0–1), chance aside."""
 CHANCE = 2.0
-"""Standard deviations by which a live play, or the mean of several, may differ from the simulated mean by
-chance."""
+"""Standard deviations by which the hit rate of a live play, or the mean of several, may differ from the
+simulated mean by chance."""
 TIE = 0.10
 """Policies whose TTFT p90 differ by a smaller share count as equal."""
 WAITED = 0.25
@@ -25,7 +27,7 @@ depend too much on this machine."""
 
 
 class Simulated(msgspec.Struct, frozen=True):
-    """Means over plays, with standard deviations."""
+    """Means over simulated plays; a spread is their standard deviation."""
 
     ttft_p50_s: float
     ttft_p90_s: float
@@ -46,6 +48,7 @@ class Pair(msgspec.Struct, frozen=True):
 
     @property
     def policy(self) -> str:
+        """The policy's name."""
         return self.live.policy
 
     @property
@@ -65,20 +68,22 @@ class Pair(msgspec.Struct, frozen=True):
 
     @property
     def agrees(self) -> bool:
+        """Whether live and simulated figures agree."""
         return abs(self.ttft_off) <= TTFT_WITHIN and self.apc_beyond_chance <= APC_WITHIN
 
     @property
     def disturbed(self) -> bool:
+        """Whether the machine was too busy to judge by the live times."""
         return self.waited_s > WAITED * (self.live.ttft_s.p50 if self.live.ttft_s else 0.0)
 
 
 def p90_s(run: Run) -> float:
-    """TTFT p90; inf if nothing was measured."""
+    """Returns TTFT p90 in seconds; inf if nothing was measured."""
     return run.ttft_s.p90 if run.ttft_s else inf
 
 
 def swapped(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
-    """Pairs of policies that the simulation clearly orders differently than the live run clearly does."""
+    """Returns the pairs of policies whose order is clear both live and simulated, and not the same."""
     found = []
     for a, b in combinations(pairs, 2):
         live = p90_s(a.live) / p90_s(b.live)
@@ -90,8 +95,8 @@ def swapped(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
 
 
 def table(pairs: Sequence[Pair]) -> Table:
-    """A row per policy, lowest live TTFT p90 first."""
-    grid = Table(title="live: real Envoy and gateway, simulated engines in real time · simulated: all of it")
+    """Returns a table with a row per policy, lowest live TTFT p90 first."""
+    grid = Table(title="live: real Envoy and gateway, simulated engines in real time · simulated: everything")
     grid.add_column("policy", no_wrap=True)
     for name in (
         "TTFT p50 live",
@@ -121,7 +126,7 @@ def table(pairs: Sequence[Pair]) -> Table:
 
 
 def verdicts(pairs: Sequence[Pair]) -> list[tuple[bool, str]]:
-    """The verdicts: (whether it holds, a sentence about it)."""
+    """Returns the three verdicts: (whether it holds, a sentence about it)."""
     ttft = max(pairs, key=lambda pair: abs(pair.ttft_off))
     apc = max(pairs, key=lambda pair: (pair.apc_beyond_chance, abs(pair.apc_off)))
     wrong = swapped(pairs)
@@ -133,9 +138,9 @@ def verdicts(pairs: Sequence[Pair]) -> list[tuple[bool, str]]:
         ),
         (
             apc.apc_beyond_chance <= APC_WITHIN,
-            f"hit rate within {APC_WITHIN * 100:.0f} points, {CHANCE:.0f} standard deviations aside:"
+            f"hit rate within {APC_WITHIN * 100:.0f} points beyond {CHANCE:.0f} standard deviations:"
             f" largest difference {apc.apc_off * 100:+.1f} ± {apc.simulated.apc_spread * 100:.1f}"
             f" ({apc.policy})",
         ),
-        (not wrong, f"the same order of policies: swapped {order} (closer than {TIE:.0%} is a tie)"),
+        (not wrong, f"same order of policies: swapped: {order} (less than {TIE:.0%} apart counts as equal)"),
     ]

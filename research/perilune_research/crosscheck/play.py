@@ -1,8 +1,8 @@
-"""Plays the workload both ways, policy by policy.
+"""Plays the workload live and simulated, policy by policy.
 
-Live: one stack, engines at their own speed; each request names the policy in a header, and sessions and texts
-are renamed, so that no play finds the caches of the one before. Simulated: the same engine model, beliefs
-that start right; engines do not pull KV from each other, as the live ones cannot.
+All live plays share one stack of processes. Each request names its policy in a header. Sessions and texts get
+new names in each play, so that no play finds the caches of the one before. The simulation has the same engine
+model and beliefs that are right from the start. In both, engines get no KV from each other.
 """
 
 from __future__ import annotations
@@ -40,20 +40,22 @@ from perilune_research.simulator.simulation import simulate
 from perilune_research.simulator.workload import prepare
 
 SIMULATED = 16
-"""Simulated plays of each policy."""
+"""Number of simulated plays of each policy."""
 
 
 class Crosscheck:
-    """Plays every policy live and simulated. `err`: where progress is printed."""
+    """Plays every policy live and simulated. `err`: where to print progress."""
 
     def __init__(self, options: Options, err: Console) -> None:
         self.options = options
         self.err = err
         self.trace = options.trace()
         self.words: Words = Vocabulary().words_for
+        self.pairs: list[Pair] = []
+        """The results so far, one per policy."""
 
     async def run(self) -> list[Pair]:
-        """Plays every policy. Raises StackError when a process of the live path ends."""
+        """Plays every policy and returns `pairs`. Raises StackError when a process of the live path ends."""
         o = self.options
         self.err.print(
             f"{self.trace.requests} turns of {len(self.trace.sessions)} sessions, {o.endpoints} engines,"
@@ -61,20 +63,21 @@ class Crosscheck:
             highlight=False,
         )
         engines = EngineOptions(kv_tokens=o.kv_tokens, context_tokens=o.context_tokens)
-        pairs = []
         async with Stack(o.endpoints, engines, pool.Routing(allow_policy_header=True)) as stack:
             for policy in o.policies:
                 live, waited_s = await self._live(stack, policy)
                 simulated = await asyncio.to_thread(self.simulated, policy)
-                pairs.append(Pair(live, simulated, waited_s, o.plays))
+                self.pairs.append(Pair(live, simulated, waited_s, o.plays))
                 self.err.print(
                     f"{policy}: {live.succeeded} of {live.requests} requests live, each waited"
                     f" {waited_s * 1e3:.1f} ms for a CPU",
                     highlight=False,
                 )
-        return pairs
+        return self.pairs
 
     async def _live(self, stack: Stack, policy: str) -> tuple[Run, float]:
+        """Plays a policy live. Returns the pooled run, and the seconds per request for which all processes
+        waited for a CPU."""
         named = ((names.POLICY_HEADER, policy),)
         load = Load(stack.url, stack.options.model, self.trace.style, headers=named)
         pids = [os.getpid(), *(child.pid for child in stack.children.values())]
@@ -92,6 +95,7 @@ class Crosscheck:
         return report.run(measured), waited_s
 
     def simulated(self, policy: str) -> Simulated:
+        """Simulates a policy `SIMULATED` times."""
         o = self.options
         hardware = replace(H20, engine=replace(H20.engine, kv_pool_tokens=o.kv_tokens))
         runs = []
@@ -99,7 +103,7 @@ class Crosscheck:
             workload = prepare(jittered(self.trace, Random(play)), hardware.engine)
             outcome = simulate(
                 workload,
-                Setting(policy, pullable=False),
+                Setting(policy),
                 SimulatedFleet(o.endpoints, hardware),
                 Faults(engine_belief=1.0, link_belief=1.0),
                 play,
@@ -111,8 +115,8 @@ class Crosscheck:
 
 
 def _waited_s(pids: Sequence[int]) -> float:
-    """Seconds that the running threads of these processes have waited for a CPU; 0 if Linux does not report
-    it."""
+    """Returns the seconds that the running threads of these processes have waited for a CPU; 0 if Linux does
+    not report it."""
     waited_ns = 0
     for pid in pids:
         for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):

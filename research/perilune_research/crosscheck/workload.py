@@ -1,7 +1,8 @@
-"""What a crosscheck plays: generated agentic sessions, cut to a window; the same again under other names.
+"""What a crosscheck plays: generated agentic sessions, cut to a window, and the same under other names.
 
-Lengths are a quarter of real ones, gaps a twentieth and sessions alike, so that half a minute holds hundreds
-of turns and gives a hit rate to one point; prompts go as text, so both sides count the same tokens.
+Texts have a quarter of the usual length and gaps a twentieth, and sessions are similar to each other, so that
+half a minute holds hundreds of turns, enough for a hit rate to one point. Prompts are sent as plain text, so
+that live and simulated plays count the same tokens.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from perilune_lab.traces.model import Style, Trace, Turn
 from perilune_research.simulator.workload import prepare
 
 JITTER_S = 0.01
+"""Most seconds by which `jittered` makes a start or a think time longer."""
 POLICIES = ("round_robin", "lmetric_plus_one", "sticky", "ear", "perilune", "dynamo")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
+    """The checked command line, and what it does not change."""
+
     policies: tuple[str, ...] = POLICIES
     endpoints: int = 3
     seconds: float = 33.0
@@ -30,13 +34,13 @@ class Options:
     """Sessions per second and endpoint."""
     seed: int = 1
     plays: int = 1
-    """Live plays of each policy."""
+    """Number of live plays of each policy."""
     json: Path | None = None
     kv_tokens: int = 100_000
     context_tokens: int = 32_768
 
     def trace(self) -> Trace:
-        """The turns that an unloaded system would see within the window."""
+        """Returns the sessions with the turns that an unloaded system would see within the window."""
         p = Agentic(
             sessions_per_s=self.rate * self.endpoints,
             turns_alpha=8.0,
@@ -60,7 +64,7 @@ class Options:
 
 
 def renamed(trace: Trace, prefix: str) -> Trace:
-    """The same trace with other session names and other texts of the same lengths."""
+    """Returns the same trace with other session names and other texts of the same lengths."""
 
     def turn(t: Turn) -> Turn:
         prompt = tuple(segment._replace(key=f"{prefix}{segment.key}") for segment in t.prompt)
@@ -73,7 +77,7 @@ def renamed(trace: Trace, prefix: str) -> Trace:
 
 
 def jittered(trace: Trace, rng: Random) -> Trace:
-    """The same trace with every start and think time up to `JITTER_S` longer."""
+    """Returns the same trace with every start and think time longer by up to `JITTER_S`."""
     return replace(
         trace,
         sessions=tuple(

@@ -1,9 +1,10 @@
-"""The evaluation's unit of work: one simulation, named by what it is made of.
+"""The evaluation's unit of work, a cell: one simulation, identified by its inputs.
 
-    Scenario (what is played, on what) + Arm (how the gateway routes) + seed = Cell ──compute──▶ Result
+    Scenario (traffic and fleet) + Profile (how the gateway routes) + seed = Cell ──compute──▶ Result
 
-A cell's key is its fields as JSON: equal keys, equal results, so a result is computed once and kept
-(`work.py`). Cells that differ only in the arm play the same workload, which is made once (`batches`).
+A cell's key is its fields as JSON. Cells with equal keys have equal results, so a result is computed once and
+kept (`work.py`). Cells that differ only in the profile play the same workload, which is made once
+(`batches`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Any
 import msgspec
 
 from perilune_api.policies import PolicyChoice, PolicyParams
-from perilune_api.pool import Routing
+from perilune_api.pool import Routing, SessionAdmission
 from perilune_lab.report import Run
 from perilune_lab.traces.agentic import Agentic
+from perilune_lab.traces.source import AGENTIC
 from perilune_research.evaluate import extra
 from perilune_research.evaluate.extra import Extra
 from perilune_research.simulator import measure
+from perilune_research.simulator.deployment import STORE_BYTES_PER_S, Deployment
 from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.fleet import SimulatedFleet
 from perilune_research.simulator.h20 import H20, with_store
@@ -30,112 +33,146 @@ from perilune_research.simulator.simulation import SimulatedOutcome
 from perilune_research.simulator.workload import Workload
 
 _BATCH = 12
+"""Most cells of a batch, so that an interruption loses little."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """The traffic and the fleet of a cell: generated agentic traffic, closed loop, on modelled H20s."""
+    """The traffic and the fleet of a cell: a closed loop on modelled H20 GPUs."""
 
     rate: float
-    """Sessions per second."""
+    """Sessions per second; for a recorded trace, a factor on the recorded speed."""
     endpoints: int = 8
     window_s: float = 1800.0
     warmup_s: float = 600.0
-    store_bytes_per_s: float = 0.0
-    """Speed at which one engine reads the shared KV store; 0 without a store."""
+    deployment: Deployment = Deployment.NONE
+    """How KV gets from one engine to another."""
+    admission: bool = False
+    """Whether new sessions wait while active contexts fill the KV pools (session admission)."""
+    trace: str = AGENTIC
+    """`agentic` for generated traffic, or the file of a recorded trace."""
+    compared: tuple[str, ...] = ()
+    """Policies of the main comparison; empty: all. It has no effect on a cell's result or key."""
+    engine_belief: float = Faults().engine_belief
+    """Ratio of believed to true seconds of prefill, at the start."""
+    unequal: float = 1.0
+    """Engines' compute times differ by up to this factor in both directions. The gateway starts with the
+    belief that they are equal."""
+    noise: float = 0.0
+    """Standard deviation of the logarithm of a factor on each prefill step's time."""
     kv_tokens: int = H20.kv_pool_tokens
-    """Tokens of one endpoint's KV pool."""
+    """Tokens in one endpoint's KV pool."""
     slowdown: float = 1.0
-    """Factor on every compute time; the turns that are played stay the same."""
+    """Factor on every compute time. It does not change which turns are played."""
     zipf_alpha: float = 0.0
+    """Zipf exponent of generated sessions; 0: no skew."""
     gap_s: float | None = None
-    """Seconds between the turns of a session, instead of the drawn gaps; the turns stay the same."""
+    """Seconds between the turns of a session, instead of the trace's gaps, for the same turns."""
     link_factor: float = 1.0
     """Factor on the duration of every transfer."""
     outlier_share: float = 0.0
-    """Share of the transfers that take another 20 times longer."""
+    """Share of the transfers that take 20 times as long."""
 
-    def comparison(self, arm: Arm) -> Comparison:
+    def comparison(self, profile: Profile) -> Comparison:
+        """Returns the simulator's input for this scenario and one profile."""
         hardware = replace(H20, engine=replace(H20.engine, kv_pool_tokens=self.kv_tokens))
-        if self.store_bytes_per_s:
-            hardware = with_store(hardware, self.store_bytes_per_s)
+        if self.deployment.reach.stores:
+            hardware = with_store(hardware, STORE_BYTES_PER_S)
         hardware = replace(hardware, engine=hardware.engine.scaled(self.slowdown))
         return Comparison(
-            policies=(arm.policy,),
+            policies=(profile.policy,),
             load=OfferedLoad(
+                trace=self.trace,
                 window_s=self.window_s,
                 warmup_s=self.warmup_s,
                 parameters=Agentic(zipf_alpha=self.zipf_alpha),
             ),
-            fleet=SimulatedFleet(self.endpoints, hardware, store=bool(self.store_bytes_per_s)),
-            faults=Faults(link_factor=self.link_factor, outlier_share=self.outlier_share),
-            routing=Routing(PolicyChoice(**msgspec.structs.asdict(arm.params))),
-            pullable=arm.pullable,
+            fleet=SimulatedFleet(self.endpoints, hardware),
+            faults=Faults(
+                link_factor=self.link_factor,
+                outlier_share=self.outlier_share,
+                engine_belief=self.engine_belief,
+                speed_spread=self.unequal,
+                step_noise=self.noise,
+            ),
+            routing=Routing(
+                PolicyChoice(**msgspec.structs.asdict(profile.params)),
+                session_admission=SessionAdmission(enabled=self.admission),
+            ),
+            deployment=self.deployment,
         )
 
     @property
     def workload_key(self) -> tuple[object, ...]:
         """Equal for scenarios that play the same workload."""
-        return (self.rate, self.window_s, self.warmup_s, self.zipf_alpha, self.gap_s)
+        return (self.trace, self.rate, self.window_s, self.warmup_s, self.zipf_alpha, self.gap_s)
 
     def workload(self, seed: int) -> Workload:
-        """The scenario's workload. Its ideal times are those of an engine without slowdown, so that a slower
-        one plays the same turns."""
-        comparison = replace(self, slowdown=1.0).comparison(Arm("round_robin"))
+        """Makes the scenario's workload. Its ideal times are those of an engine without slowdown, so that
+        slower engines play the same turns."""
+        comparison = replace(self, slowdown=1.0).comparison(Profile("round_robin"))
         workload = comparison.load.workload(self.rate, seed, comparison.fleet)
         return workload if self.gap_s is None else with_gaps(workload, self.gap_s)
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
-    """How the gateway routes."""
+class Profile:
+    """How the gateway routes: a policy with its parameters. The suffix `setting.PLANNER` adds the planner."""
 
     policy: str
     params: PolicyParams = PolicyParams()
-    pullable: bool = True
-    """Whether engines can pull KV from each other."""
 
     def __str__(self) -> str:
         changed = self.changed()
         return self.policy + "".join(f" {name}={value}" for name, value in changed.items())
 
     def changed(self) -> dict[str, Any]:
-        """Settings that differ from the defaults: parameters by BLOCK.NAME, and whether engines can pull."""
+        """Returns the parameters that differ from their defaults, by BLOCK.NAME."""
         defaults = msgspec.to_builtins(PolicyParams())
-        changed = {
+        return {
             f"{block}.{name}": value
             for block, fields in msgspec.to_builtins(self.params).items()
             for name, value in fields.items()
             if value != defaults[block][name]
         }
-        return changed if self.pullable else changed | {"pullable": False}
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
+    """One simulation of the evaluation."""
+
     scenario: Scenario
-    arm: Arm
+    profile: Profile
     seed: int
 
     @property
     def key(self) -> str:
-        played = {f.name: getattr(self.scenario, f.name) for f in fields(self.scenario)}
-        document = {"policy": self.arm.policy, "params": self.arm.changed(), "seed": self.seed, **played}
+        """JSON of everything that the result depends on, besides the code."""
+        played = {
+            f.name: getattr(self.scenario, f.name) for f in fields(self.scenario) if f.name != "compared"
+        }
+        document = {
+            "policy": self.profile.policy,
+            "params": self.profile.changed(),
+            "seed": self.seed,
+            **played,
+        }
         return msgspec.json.encode(document, order="sorted").decode()
 
 
 class Result(msgspec.Struct, frozen=True):
-    """A cell's numbers."""
+    """The figures of one cell."""
 
     run: Run
     extra: Extra
     simulated_s: float
     wall_s: float
-    """Seconds of one core for the simulation alone."""
+    """CPU seconds of the simulation alone."""
 
 
 def with_gaps(workload: Workload, gap_s: float) -> Workload:
-    """The same turns, with `gap_s` between an answer and the next turn."""
+    """Returns a workload of the same turns, with `gap_s` seconds between an answer and the next turn. Changes
+    the given workload's tasks."""
     jobs = []
     for job in workload.jobs:
         at_s, tasks = job.start_s, []
@@ -150,8 +187,8 @@ def with_gaps(workload: Workload, gap_s: float) -> Workload:
 
 
 def batches(cells: Iterable[Cell]) -> list[tuple[Cell, ...]]:
-    """Groups cells by workload and otherwise keeps their order; groups are small, so that an interruption
-    loses little."""
+    """Groups cells that play the same workload into batches of at most `_BATCH`, and otherwise keeps their
+    order."""
     found: dict[tuple[object, ...], list[Cell]] = defaultdict(list)
     for cell in cells:
         found[cell.scenario.workload_key, cell.seed].append(cell)
@@ -159,18 +196,19 @@ def batches(cells: Iterable[Cell]) -> list[tuple[Cell, ...]]:
 
 
 def compute(batch: Sequence[Cell]) -> list[tuple[Cell, Result]]:
-    """Simulates cells that share one workload."""
+    """Simulates the cells of a batch, which share one workload."""
     workload = batch[0].scenario.workload(batch[0].seed)
     return [(cell, _result(cell, workload)) for cell in batch]
 
 
 def play(cell: Cell, workload: Workload) -> SimulatedOutcome:
-    return cell.scenario.comparison(cell.arm).play(cell.arm.policy, workload, cell.seed)
+    """Simulates one cell with its workload."""
+    return cell.scenario.comparison(cell.profile).play(cell.profile.policy, workload, cell.seed)
 
 
 def _result(cell: Cell, workload: Workload) -> Result:
     outcome = play(cell, workload)
-    run = measure.run(outcome, workload, cell.arm.params.ear.cooldown_seconds)
+    run = measure.run(outcome, workload, cell.profile.params.ear.cooldown_seconds)
     return Result(
         run=msgspec.structs.replace(run, per_endpoint=msgspec.UNSET),
         extra=extra.measure(outcome, workload, cell.scenario.kv_tokens),

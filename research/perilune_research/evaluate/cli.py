@@ -1,10 +1,15 @@
-"""`python -m perilune_research evaluate`: simulates every policy; writes all bars, figures and tables.
+"""`python -m perilune_research evaluate`: simulates every policy in one arm, and writes tables, bars and
+figures.
 
-Steps: find R → simulate what the wanted parts need, as far as it is not already done → bars, figures, tables
-→ files under `--out` → a summary. Ctrl-C loses nothing but the simulations under way: the next call goes on.
-Nothing printed is a measurement of hardware.
+1. Find R, unless it is given.
+2. Simulate what the wanted parts need and an earlier call has not simulated yet.
+3. Write the figures, a page of bars and tables, and its data under `--out`, and print the bars and tables.
 
-Exit status: 0, also with missed bars; 2 for a wrong call or a file that cannot be written.
+Ctrl-C loses only the simulations under way: the next call goes on from there. Nothing that it prints is a
+measurement of hardware.
+
+Exit status: 0, also if bars are missed; 2 for a wrong call or a file that cannot be written; 130 after
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -22,47 +27,68 @@ from rich.markup import escape
 from rich.table import Table as Grid
 
 from perilune_api.pool import SpecError
-from perilune_lab.arguments import count
+from perilune_lab.arguments import count, one_of, positive
 from perilune_lab.console import Console
 from perilune_lab.exits import wrong_call
-from perilune_research.evaluate import document, plan, readme, tables
+from perilune_lab.policy_arguments import listed
+from perilune_research.evaluate import page, plan, tables
 from perilune_research.evaluate.bars import Bar, judge
 from perilune_research.evaluate.cells import Scenario
 from perilune_research.evaluate.evaluation import evaluate
 from perilune_research.evaluate.figures import FIGURES, Context
-from perilune_research.evaluate.plan import EVERYTHING, NEEDS, Size
+from perilune_research.evaluate.plan import BARS, EVERYTHING, NEEDS, Size
 from perilune_research.evaluate.table import Table
 from perilune_research.evaluate.traffic import traffic
 from perilune_research.evaluate.work import Progress, Work, default_folder
+from perilune_research.simulator.deployment import Deployment
+from perilune_research.simulator.policies import POLICIES
 
 _EVERY_S = 10.0
+"""Seconds between two lines of progress."""
 
 _EPILOG = f"""\
 examples (after `python -m perilune_research`):
-  evaluate --quick                   everything with {plan.QUICK_SEEDS} seeds: under 10 minutes
-  evaluate                           everything with {plan.FULL_SEEDS} seeds: under an hour
-  evaluate --seeds-from 1001         other seeds; the next `evaluate` says whether the verdicts agree
-  evaluate --only bars,f8 --out DIR  some parts, written elsewhere
-  evaluate --only P1,P3 --seeds 64   two bars with more seeds; printed, not written
+  evaluate --arm none --quick        everything with {plan.QUICK_SEEDS} seeds: under 10 minutes
+  evaluate --arm store --only main,P1,P2
+                                     the main tables and two bars of pools with a shared store
+  evaluate --trace FILE --only main --seeds 2
+                                     the main tables with recorded traffic
+  evaluate --only admission,door --seeds 16 --name admission-none
 
+arms (--arm): {", ".join(Deployment)} (see simulate --help); no pool can do {Deployment.PULL}
 parts (--only): {", ".join(NEEDS)}
-R: sessions per second at which lmetric has TTFT p90 = 5 × the floor (every turn alone, its session's prefix
-  cached); loads are R/2, R, 1.25 R and 1.6 R
-an evaluation that was interrupted goes on: simulations are kept under --work until the code changes
+R: the rate at which TTFT p90 of lmetric in arm {Deployment.NONE} is 5 × the floor, which is TTFT p90 if every
+  turn ran alone with its session's prefix cached. It is in sessions per second; for a recorded trace, it is a
+  factor on the recorded speed. Loads are R/2, R, 1.25 R and 1.6 R.
+An interrupted evaluation goes on when it is called again: --work keeps finished simulations until the code
+  changes.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
+    """The checked command line."""
+
     size: Size
     out: Path
     parts: tuple[str, ...]
     jobs: int
+    """Number of parallel processes."""
     work: Path
+    """Folder of the finished simulations."""
+    deployment: Deployment = Deployment.NONE
+    r: float | None = None
+    """R, if it is known already."""
+    name: str = "none"
+    """Name of the page and its data file."""
+    command: str = ""
+    """The command that the page tells its readers."""
     base: Scenario = plan.BASE
 
 
 def main(argv: Sequence[str]) -> int:
+    """Returns the exit status. Raises SystemExit for `--help` and unknown options, KeyboardInterrupt after
+    Ctrl-C, and BrokenPipeError."""
     try:
         shown = run(parse(argv), Console(stderr=True, soft_wrap=True))
     except BrokenPipeError:
@@ -72,8 +98,9 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         return wrong_call("python -m perilune_research evaluate", f"{error} - under `--out` or `--work`")
     except KeyboardInterrupt:
-        print("\ninterrupted: the next call goes on from here", file=sys.stderr)
-        raise
+        raise KeyboardInterrupt(
+            "finished simulations are kept, so the same command goes on from there"
+        ) from None
     out = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     for part in shown:
         out.print(part)
@@ -81,55 +108,51 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(options: Options, err: Console) -> list[Grid | str]:
-    """Simulates, writes the files, and returns what is to be printed. Raises SpecError, and OSError if a disk
-    is full."""
+    """Simulates, writes the files, and returns what is to be printed. Raises SpecError if a folder cannot be
+    written or there is no R, and OSError if a file cannot be written later."""
     began = time.perf_counter()
     work = Work(_folder(options.work, "--work"), options.jobs, _progress(err))
     _folder(options.out, "--out")
-    findings = evaluate(work, options.parts, options.size, options.base)
-    seeds = len(options.size.seeds)
-    some = f"{seeds} seed{'s' * (seeds != 1)}"
-    shown: list[Grid | str] = [f"SIMULATED · R = {findings.r:g} sessions/s · {some}"]
-    if "tables" in options.parts:
-        shown += [_grid(tables.end_to_end(findings, load)) for load in plan.LOADS]
-    context = Context(findings, traffic(options.size.seeds[0]))
-    for name in [part for part in options.parts if part in FIGURES]:
-        FIGURES[name].make(context, options.out, name)
-        err.print(f"{name}: {options.out / name}.svg", highlight=False)
-    if "bars" in options.parts:
-        shown += _conclude(options, context)
-    elif judged := judge(findings, options.parts):
-        shown += [_grid(tables.bars(judged)), *map(_line, judged)]
+    some = _some(len(options.size.seeds), "seed")
     err.print(
-        f"{work.computed} simulations and searches, {time.perf_counter() - began:.0f} s in all",
+        f"{_some(len(options.parts), 'part')}, arm {options.deployment}, {some}; finished simulations are"
+        f" kept in {options.work}, so an interrupted evaluation goes on",
+        highlight=False,
+        markup=False,
+    )
+    base = replace(options.base, deployment=options.deployment)
+    findings = evaluate(work, options.parts, options.size, base, options.r)
+    shown: list[Grid | str] = [f"SIMULATED · arm {options.deployment} · R = {findings.r:g} · {some}"]
+    if figures := [part for part in options.parts if part in FIGURES]:
+        context = Context(findings, traffic(options.size.seeds[0]))
+        for name in figures:
+            FIGURES[name].make(context, options.out, name)
+            err.print(f"{name}: {options.out / name}.svg", highlight=False)
+    names = BARS if "bars" in options.parts else options.parts
+    judged = judge(findings, names)
+    if judged or set(options.parts) & set(page.SECTIONS):
+        page.write(options.out, options.name, options.command, findings, options.parts, judged)
+        shown += [_grid(tables.bars(judged, tables.subject(findings))), *map(_line, judged)] if judged else []
+        shown += map(_grid, page.sections(findings, options.parts))
+    err.print(
+        f"{work.computed} new simulations and searches, {time.perf_counter() - began:.0f} s in all",
         highlight=False,
     )
     return shown
 
 
+def _some(n: int, one: str) -> str:
+    return f"{n} {one}{'s' * (n != 1)}"
+
+
 def _folder(path: Path, option: str) -> Path:
-    """Makes the folder and checks that it can be written to, before the work begins."""
+    """Makes the folder and checks that files can be written there. Raises SpecError if they cannot."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise SpecError(f"{path}: {error.strerror} - at `{option}`") from None
     return path
-
-
-def _conclude(options: Options, context: Context) -> list[Grid | str]:
-    """Writes the bars and, if every part was made, the documents; returns the bars, to be printed."""
-    findings = context.findings
-    judged = judge(findings)
-    made = document.document(findings, judged, document.read(options.out))
-    (options.out / document.RESULTS).write_bytes(document.encode(made))
-    if set(options.parts) >= set(EVERYTHING):
-        notes = readme.notes_of(options.out)
-        page = readme.readme(findings, judged, made, context.traffic.stats, notes)
-        (options.out / readme.README).write_text(page)
-        (options.out / readme.TABLES).write_text(readme.all_tables(findings))
-    agreement = [made.compared.agreement(made.bars)] if made.compared else []
-    return [_grid(tables.bars(judged)), *agreement, *map(_line, judged)]
 
 
 def _line(bar: Bar) -> str:
@@ -146,7 +169,7 @@ def _grid(table: Table) -> Grid:
 
 
 def _progress(err: Console) -> Callable[[Progress], None]:
-    """Prints a line now and then, with the time that is left."""
+    """Returns a function that prints progress and the time left, every few seconds at most."""
     began: dict[str, float] = {}
     shown: dict[str, float] = {}
 
@@ -154,6 +177,8 @@ def _progress(err: Console) -> Callable[[Progress], None]:
         now = time.perf_counter()
         if p.first:
             began[p.what] = shown[p.what] = now
+            kept = f", {p.kept} kept from before" if p.kept else ""
+            err.print(f"{p.what}: 0/{p.total}{kept}", highlight=False)
             return
         if now - shown[p.what] < _EVERY_S and p.done < p.total:
             return
@@ -165,35 +190,83 @@ def _progress(err: Console) -> Callable[[Progress], None]:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
+    """Parses the command line. Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
     parser = argparse.ArgumentParser(
         prog="python -m perilune_research evaluate",
-        description="The whole evaluation on modelled engines: bars, ten figures, tables, as files.",
+        description="Evaluate policies on modelled engines in one arm: write tables, bars and figures.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--quick", action="store_true", help=f"{plan.QUICK_SEEDS} seeds, not {plan.FULL_SEEDS}")
-    add("--out", type=Path, default=Path("docs/evaluation"), metavar="DIR", help="[%(default)s]")
-    add("--seeds", type=count, metavar="N", help="of the main comparison, paired; fewer for the rest")
+    add(
+        "--arm",
+        type=one_of(Deployment),
+        choices=list(Deployment),
+        default=Deployment.NONE,
+        help="how KV gets from one engine to another [%(default)s]",
+    )
+    add("--trace", type=Path, metavar="FILE", help="play a recorded trace instead of generated traffic")
+    add("--policies", metavar="A,B", help="policies of the main comparison [all]")
+    add("--r", type=positive, metavar="RATE", help="use this R instead of searching it")
+    add("--name", metavar="NAME", help="name of the page and its data [names of trace and arm]")
+    add("--quick", action="store_true", help=f"use {plan.QUICK_SEEDS} seeds instead of {plan.FULL_SEEDS}")
+    add(
+        "--out",
+        type=Path,
+        default=Path("docs/evaluation"),
+        metavar="DIR",
+        help="folder for page, data and figures [%(default)s]",
+    )
+    add(
+        "--seeds",
+        type=count,
+        metavar="N",
+        help="number of seeds of the main comparison; side studies have fewer",
+    )
     add("--seeds-from", type=count, default=1, metavar="N", help="first seed [%(default)s]")
-    add("--only", metavar="A,B", help="some parts: no README then")
-    add("--jobs", type=count, default=2, metavar="N", help="processes [%(default)s]")
+    add("--only", metavar="A,B", help="make only these parts; see below [all]")
+    add("--jobs", type=count, default=2, metavar="N", help="number of parallel processes [%(default)s]")
     add(
         "--work",
         type=Path,
         default=default_folder(),
         metavar="DIR",
-        help="finished simulations [%(default)s]",
+        help="folder that keeps finished simulations [%(default)s]",
     )
     args = parser.parse_args(argv)
+    if args.trace and not args.trace.is_file():
+        raise SpecError(f"{args.trace}: no such file - at `--trace`")
+    base = replace(plan.BASE, trace=str(args.trace), rate=1.0) if args.trace else plan.BASE
+    if args.name and Path(args.name).name != args.name:
+        raise SpecError(f"{args.name!r} must be a name without a folder - at `--name`")
+    compared = listed(args.policies, POLICIES) if args.policies else ()
+    if unknown := [name for name in compared if name not in POLICIES]:
+        raise SpecError(f"Unknown policy {unknown[0]!r}, known are {', '.join(POLICIES)} - at `--policies`")
     return Options(
         size=plan.size(args.quick, args.seeds, args.seeds_from),
         out=args.out,
         parts=_parts(args.only),
         jobs=args.jobs,
         work=args.work,
+        deployment=args.arm,
+        r=args.r,
+        name=args.name or "-".join([*([args.trace.name.split(".")[0]] if args.trace else []), args.arm]),
+        command=_command(argv),
+        base=replace(base, compared=compared),
     )
+
+
+def _command(argv: Sequence[str]) -> str:
+    """Returns the command as readers can repeat it: without options and paths of this machine."""
+    words, kept = iter(argv), ["python -m perilune_research evaluate"]
+    for word in words:
+        if word in ("--out", "--work", "--jobs"):
+            next(words)
+        elif word == "--trace":
+            kept += [word, Path(next(words)).name]
+        else:
+            kept.append(word)
+    return " ".join(kept)
 
 
 def _parts(text: str | None) -> tuple[str, ...]:

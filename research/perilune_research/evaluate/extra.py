@@ -1,6 +1,7 @@
-"""What the evaluation measures beside the report: concurrency, decode pools, what follows a move.
+"""What the evaluation measures besides the report: concurrency, KV of decoding requests, moves, sessions.
 
-Everything comes from the requests of one simulation after its warm-up. Cost: a sort of the requests.
+Figures per minute are over the whole simulation, all others over the requests after the warm-up. Cost: a sort
+of the requests.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
+from math import inf, isfinite
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from perilune_gateway.model import MOVING
+from perilune_gateway.model.handoff import HandoffOutcome
+from perilune_lab.quantiles import quantile
 from perilune_lab.report import Quantiles, quantiles
 from perilune_research.simulator.request import SimulatedRequest
 from perilune_research.simulator.simulation import SimulatedOutcome
@@ -20,40 +24,84 @@ from perilune_research.simulator.workload import Workload
 
 
 class Extra(msgspec.Struct, frozen=True):
+    """The figures of one simulation. Shares are 0–1."""
+
     in_flight: float
     """L: mean number of requests in the system over time."""
     turns_per_s: float
     """ΛN: measured turns that succeeded, per second."""
     transfers_per_minute: float
-    """KV pulls per minute, for any reason."""
+    """Transfers of KV between engines per minute, for any reason."""
     request_kv: Quantiles | UnsetType = UNSET
     """KV of one request at its end, divided by the KV pool of one endpoint."""
     decode_kv: Quantiles | UnsetType = UNSET
-    """KV of all requests that decode on an endpoint, divided by its pool, at each arrival there."""
+    """KV of all requests that decode on an endpoint, divided by its KV pool, whenever another one begins to
+    decode there."""
     turns_left: Quantiles | UnsetType = UNSET
-    """Turns that a session still had when it moved, without the one that moved it."""
+    """Turns that a session still had after the turn with which it moved."""
     moved_tokens: Quantiles | UnsetType = UNSET
-    """Tokens of one transfer."""
+    """Tokens of KV that one request got from another endpoint."""
+    switched_per_minute: float = 0.0
+    """Sessions that switched after a planned move had handed their KV over, per minute."""
+    given_up_per_minute: float = 0.0
+    """Planned hand-offs that were given up, per minute."""
+    hot_share: float = 0.0
+    """Share of the measured turns whose session's host was hot at submission, by ear's T_hot."""
+    sessions: int = 0
+    """Sessions that began after the warm-up."""
+    completion_p90_s: float | UnsetType = UNSET
+    """p90 of the seconds from a session's arrival to its end, where a session that was lost never ends.
+    Unset: fewer than 90 % of the sessions came to their end."""
+    completion_p99_s: float | UnsetType = UNSET
+    """p99 of the same; unset: fewer than 99 % came to their end."""
 
 
 def measure(outcome: SimulatedOutcome, workload: Workload, pool_tokens: int) -> Extra:
-    good = [r for r in outcome.requests if r.task.ideal_at_s >= workload.warmup_s and r.succeeded]
+    """Measures one simulation. `pool_tokens`: the KV pool of one endpoint."""
+    done = [r for r in outcome.requests if r.task.ideal_at_s >= workload.warmup_s]
+    good = [r for r in done if r.succeeded]
     span_s = max(r.finished_s for r in good) - min(r.submitted_s for r in good) if good else 0.0
     return Extra(
         in_flight=sum(r.e2e_s for r in good) / span_s if span_s else 0.0,
         turns_per_s=len(good) / span_s if span_s else 0.0,
         transfers_per_minute=60 * len(outcome.transfer_s) / (outcome.simulated_s or 1.0),
+        switched_per_minute=60 * outcome.handoffs[HandoffOutcome.SWITCHED] / (outcome.simulated_s or 1.0),
+        given_up_per_minute=60 * sum(outcome.given_up.values()) / (outcome.simulated_s or 1.0),
         request_kv=quantiles((r.prompt_tokens + r.output_tokens) / pool_tokens for r in good),
         decode_kv=quantiles(_occupancy(good, pool_tokens)),
         turns_left=quantiles(
             len(workload.jobs[r.task.session].tasks) - 1 - r.task.number for r in good if r.reason in MOVING
         ),
         moved_tokens=quantiles(r.moved_tokens for r in good if r.moved_tokens),
+        hot_share=sum(r.hot for r in good) / len(good) if good else 0.0,
+        sessions=len(ends := _ends_s(done, workload)),
+        completion_p90_s=_quantile(ends, 0.9),
+        completion_p99_s=_quantile(ends, 0.99),
     )
 
 
+def _ends_s(done: Sequence[SimulatedRequest], workload: Workload) -> list[float]:
+    """Returns the seconds from arrival to end of each session that began after the warm-up; inf for lost
+    ones."""
+    turns: dict[int, list[SimulatedRequest]] = defaultdict(list)
+    for r in done:
+        turns[r.task.session].append(r)
+    found = []
+    for session, rows in turns.items():
+        first, last = min(rows, key=lambda r: r.number), max(rows, key=lambda r: r.task.number)
+        if first.task.number == 0:
+            whole = last.succeeded and last.task.number + 1 == len(workload.jobs[session].tasks)
+            found.append(last.finished_s - first.submitted_s if whole else inf)
+    return found
+
+
+def _quantile(values_s: Sequence[float], q: float) -> float | UnsetType:
+    found = quantile(sorted(values_s), q) if values_s else inf
+    return found if isfinite(found) else UNSET
+
+
 def _occupancy(good: Sequence[SimulatedRequest], pool_tokens: int) -> list[float]:
-    """KV of decoding requests over the pool, seen by each request that begins to decode (itself included)."""
+    """Returns KV of decoding requests / KV pool, whenever a request begins to decode (itself included)."""
     by_endpoint: dict[int, list[tuple[float, int]]] = defaultdict(list)
     for r in good:
         tokens = r.prompt_tokens + r.output_tokens

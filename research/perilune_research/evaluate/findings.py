@@ -1,7 +1,8 @@
-"""What the simulations gave, as figures, tables and bars read it: a metric of a point, with its interval.
+"""The results of the simulations, as figures, tables and bars read them: metrics of points, with intervals.
 
-A metric is a path into `report.Run` ("ttft_s.p90", "apc") or, with the prefix "extra.", into `extra.Extra`.
-Means are over seeds; intervals are 95 % by bootstrap over seeds; two points are compared seed by seed.
+A metric is named by its path in `report.Run` ("ttft_s.p90", "apc") or, with the prefix "extra.", in
+`extra.Extra`. Means are over seeds, intervals are 95 % by bootstrap over seeds, and two points are compared
+seed by seed.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ from perilune_research.evaluate.cells import Cell, Result, Scenario
 from perilune_research.evaluate.plan import CAPACITIES, Point, Size
 from perilune_research.evaluate.search import Found, Search
 from perilune_research.simulator import measure
+from perilune_research.simulator.deployment import Deployment
 
 
 class Estimate(NamedTuple):
+    """A mean and its 95 % interval."""
+
     value: float
     low: float
     high: float
 
 
 class Findings:
-    """The results by point. Methods raise KeyError for a point that was not simulated."""
+    """The results by point. Methods, but not `has`, raise KeyError for a point that was not simulated."""
 
     def __init__(
         self,
@@ -45,20 +49,24 @@ class Findings:
         self._ratios: dict[tuple[Point, Point, str, str], Estimate] = {}
         self._by_point: dict[Point, dict[int, Result]] = defaultdict(dict)
         for cell, result in cells.items():
-            self._by_point[Point(cell.scenario, cell.arm)][cell.seed] = result
+            self._by_point[Point(cell.scenario, cell.profile)][cell.seed] = result
         self._capacity: dict[str, list[float]] = {}
-        for name, (arm, store) in CAPACITIES.items():
+        for name, profile in CAPACITIES.items():
             rates = [
                 value.rate
                 for search, value in sorted((found or {}).items(), key=lambda row: row[0].seed)
-                if search.arm == arm and search.scenario.store_bytes_per_s == store
+                if search.profile == profile
             ]
             if rates:
                 self._capacity[name] = rates
 
     @property
+    def deployment(self) -> Deployment:
+        return self.at_r.deployment
+
+    @property
     def r(self) -> float:
-        """Sessions per second."""
+        """R, in sessions per second; for a recorded trace, a factor on the recorded speed."""
         return self.at_r.rate
 
     @cached_property
@@ -70,26 +78,30 @@ class Findings:
         return Findings(self.size, self.at_r, kept)
 
     def results(self, point: Point) -> dict[int, Result]:
-        """The point's results by seed."""
+        """Returns the point's results by seed."""
         if point not in self._by_point:
-            raise KeyError(f"{point.arm} was not simulated in {point.scenario}")
+            raise KeyError(f"{point.profile} was not simulated in {point.scenario}")
         return dict(sorted(self._by_point[point].items()))
 
     def values(self, point: Point, metric: str) -> dict[int, float]:
-        """The metric by seed; seeds without it (no move to judge) are left out."""
+        """Returns the metric by seed, without the seeds that lack it, such as the accuracy where no session
+        moved."""
         found = {seed: _metric(result, metric) for seed, result in self.results(point).items()}
         return {seed: value for seed, value in found.items() if value is not None}
 
     def has(self, point: Point, metric: str) -> bool:
+        """Whether the point was simulated and has the metric with some seed."""
         return point in self._by_point and bool(self.values(point, metric))
 
     def estimate(self, point: Point, metric: str) -> Estimate:
+        """Returns the metric's mean over the seeds that have it."""
         if (point, metric) not in self._estimates:
             self._estimates[point, metric] = estimate(list(self.values(point, metric).values()))
         return self._estimates[point, metric]
 
     def ratio(self, ours: Point, theirs: Point, metric: str, their_metric: str = "") -> Estimate:
-        """Ratio of the means over the seeds that both points have."""
+        """Returns the ratio of the means over the seeds that both points have. `their_metric`: the metric of
+        `theirs`, if it is another one."""
         key = (ours, theirs, metric, their_metric)
         if key not in self._ratios:
             self._ratios[key] = self._ratio(*key)
@@ -101,21 +113,22 @@ class Findings:
         return Estimate(*measure.ratio([mine[s] for s in seeds], [other[s] for s in seeds]))
 
     def pooled(self, point: Point) -> Run:
-        """The point's runs pooled over seeds, in the report's format."""
+        """Returns the point's runs pooled over seeds, in the report's format."""
         results = self.results(point)
         return measure.pooled([r.run for r in results.values()], list(results), point.scenario.rate)
 
     @property
     def capacities(self) -> Mapping[str, Estimate]:
-        """SLO capacities in sessions per second, of the arms of `plan.CAPACITIES`."""
+        """SLO capacities of the profiles in `plan.CAPACITIES`, in sessions per second."""
         return {name: estimate(rates) for name, rates in self._capacity.items()}
 
     def capacity_ratio(self, ours: str, theirs: str) -> Estimate:
+        """Returns the ratio of two capacities, given by their names in `plan.CAPACITIES`."""
         return Estimate(*measure.ratio(self._capacity[ours], self._capacity[theirs]))
 
 
 def estimate(sample: Sequence[float]) -> Estimate:
-    """The mean and its interval; a single value is its own interval."""
+    """Returns the mean and its interval. The interval of a single value is that value."""
     value = mean(sample)
     return Estimate(value, *(measure.interval(sample) if len(sample) > 1 else (value, value)))
 

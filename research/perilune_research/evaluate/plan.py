@@ -1,10 +1,10 @@
-"""Lists what the evaluation simulates: named studies, each a list of points (a scenario and an arm), relative
-to that at R.
+"""Lists what the evaluation simulates: named studies, each of which makes a list of points from the scenario
+at R. A point is a scenario and a profile.
 
     scenario at R ──study──▶ points ──× seeds──▶ cells
 
-Points that several studies share are the same value, so they are simulated once. A figure, table or bar names
-the studies that it reads (`NEEDS`); with `--only`, just these are simulated.
+Equal points of several studies are simulated once. `NEEDS` names the studies that each figure, table or bar
+reads; with `--only`, nothing else is simulated.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ from itertools import product
 from typing import NamedTuple
 
 from perilune_api.policies import ConductorArm, ConductorParams, EarParams, PeriluneParams, PolicyParams
-from perilune_research.evaluate.cells import Arm, Cell, Scenario
+from perilune_research.evaluate.cells import Cell, Profile, Scenario
 from perilune_research.evaluate.search import Search
+from perilune_research.simulator.deployment import Deployment
 from perilune_research.simulator.policies import POLICIES
 from perilune_research.simulator.setting import PLANNER
 
-OURS = Arm("perilune")
-STAY = Arm("perilune", PolicyParams(perilune=PeriluneParams(least_gain_seconds=1e9)))
-"""Our policy without migration: no move ever saves that much."""
-AFFINITY_ONLY, BOTH = Arm("sticky"), Arm("ear")
-STRONGEST = Arm("lmetric_plus_one")
-EVERY = tuple(Arm(policy) for policy in POLICIES)
-SOME = (OURS, BOTH, STRONGEST, AFFINITY_ONLY, Arm("lmetric"), Arm("dynamo"))
-"""Policies of the sensitivities: a baseline of each kind."""
+OURS = Profile("perilune")
+STAY = Profile("perilune", PolicyParams(perilune=PeriluneParams(least_gain_seconds=1e9)))
+"""Our policy without migration: no move ever gains that many seconds."""
+AFFINITY_ONLY, BOTH = Profile("sticky"), Profile("ear")
+STRONGEST = Profile("lmetric_plus_one")
+EVERY = tuple(Profile(policy) for policy in POLICIES)
+SOME = (OURS, BOTH, STRONGEST, AFFINITY_ONLY, Profile("lmetric"), Profile("dynamo"), Profile("static_pd"))
+"""Profiles of the sensitivities: a baseline of each kind."""
 
 LOADS = {"R/2": 0.5, "R": 1.0, "1.25 R": 1.25, "1.6 R": 1.6}
+"""Loads as multiples of R."""
 BAR_LOADS = ("R/2", "R", "1.25 R")
+"""Loads at which bars are judged."""
 OVERLOAD = "1.6 R"
-STORE_BYTES_PER_S = 3e9
 
 LINK_FACTORS = (0.4, 1.0, 3.0, 10.0)
 OUTLIER_SHARES = (0.0, 0.05)
@@ -42,20 +44,27 @@ T_HOT_TOKENS = (2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
 T_COOL_S = (0.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 LEAST_GAIN_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
 GAPS_S = (0.0, None, 30.0)
-"""Gaps of the chatbot control; None for the drawn ones."""
+"""Seconds between turns in the chatbot control; None: the trace's own gaps."""
 GAP_LOADS = ("R/2", "R")
 SLOWDOWN = 1.1
-"""Slowdown of the engines for the measured amplification."""
-COUPLED = (OURS, BOTH, STRONGEST, AFFINITY_ONLY, Arm("lmetric"), Arm("least_loaded"))
+"""Factor on the engines' compute times for the measured amplification (f8)."""
+COUPLED = (
+    OURS,
+    BOTH,
+    STRONGEST,
+    AFFINITY_ONLY,
+    Profile("lmetric"),
+    Profile("least_loaded"),
+    Profile("dynamo"),
+    Profile("static_pd"),
+)
 
 CAPACITIES = {
-    "perilune": (OURS, 0.0),
-    "perilune, store": (OURS, STORE_BYTES_PER_S),
-    "lmetric_plus_one": (STRONGEST, 0.0),
-    "lmetric_plus_one, store": (STRONGEST, STORE_BYTES_PER_S),
-    "dynamo": (Arm("dynamo"), 0.0),
-    "sticky": (AFFINITY_ONLY, 0.0),
-    "round_robin": (Arm("round_robin"), 0.0),
+    "perilune": OURS,
+    "lmetric_plus_one": STRONGEST,
+    "dynamo": Profile("dynamo"),
+    "sticky": AFFINITY_ONLY,
+    "round_robin": Profile("round_robin"),
 }
 
 
@@ -66,43 +75,91 @@ BASE = Scenario(rate=0.8)
 
 
 class Point(NamedTuple):
+    """A scenario together with a profile. It is simulated once for each seed."""
+
     scenario: Scenario
-    arm: Arm
+    profile: Profile
 
 
 def scenario(at_r: Scenario, load: str = "R") -> Scenario:
-    """The scenario at that load. The rate is rounded for readers and for the cache of results."""
+    """Returns the scenario at that load. Its rate is rounded for readers, and so that results are found
+    again."""
     return replace(at_r, rate=round(at_r.rate * LOADS[load], 4))
 
 
+PLANNED = tuple(Profile(policy + PLANNER) for policy in ("sticky", "lmetric_plus_one", "mooncake", "llm_d"))
+"""Policies that move no sessions themselves, with the planner and every trigger on."""
+
+
+def every(at_r: Scenario) -> tuple[Profile, ...]:
+    """Returns the profiles of the main comparison: every policy, and where engines hand KV over, some of them
+    also with the planner."""
+    played = (*EVERY, *PLANNED) if at_r.deployment.reach.hands_over else EVERY
+    wanted = at_r.compared
+    return (
+        tuple(profile for profile in played if profile.policy.removesuffix(PLANNER) in wanted)
+        if wanted
+        else played
+    )
+
+
 def matrix(at_r: Scenario) -> list[Point]:
-    """Every policy at every load that bars look at."""
-    return [Point(scenario(at_r, load), arm) for load in BAR_LOADS for arm in EVERY]
+    """Returns every policy at every load of the bars."""
+    return [Point(scenario(at_r, load), profile) for load in BAR_LOADS for profile in every(at_r)]
 
 
 def own(at_r: Scenario) -> list[Point]:
-    """Our policies at every load of the bars, and the baseline whose wall-clock factor P6 names."""
-    return [*(Point(scenario(at_r, load), OURS) for load in BAR_LOADS), Point(scenario(at_r), Arm("lmetric"))]
+    """Returns our policy at every load of the bars, and the baseline that P6 names."""
+    return [
+        *(Point(scenario(at_r, load), OURS) for load in BAR_LOADS),
+        Point(scenario(at_r), Profile("lmetric")),
+    ]
 
 
 def overload(at_r: Scenario) -> list[Point]:
-    """Every policy at the highest load, where simulations take longest."""
-    return [Point(scenario(at_r, OVERLOAD), arm) for arm in (*EVERY, *ABLATION.values())]
+    """Returns every policy at the highest load, where simulations take longest."""
+    return [Point(scenario(at_r, OVERLOAD), profile) for profile in (*every(at_r), *ABLATION.values())]
 
 
-def stores(at_r: Scenario) -> list[Point]:
-    return [Point(with_store(scenario(at_r)), arm) for arm in (OURS, BOTH, STRONGEST)]
+def admission(at_r: Scenario) -> list[Point]:
+    """Returns our policy at every load, without and with session admission."""
+    return [Point(admission_scenario(at_r, load, on), OURS) for load in LOADS for on in (False, True)]
 
 
-def with_store(base: Scenario) -> Scenario:
-    return replace(base, store_bytes_per_s=STORE_BYTES_PER_S)
+def admission_scenario(at_r: Scenario, load: str, on: bool) -> Scenario:
+    return replace(scenario(at_r, load), admission=on)
+
+
+BELIEFS: Mapping[str, Mapping[str, float]] = {
+    "told 0.5 ×": {"engine_belief": 0.5, "noise": 0.2},
+    "told 0.75 ×": {"engine_belief": 0.75, "noise": 0.2},
+    "told 1.5 ×": {"engine_belief": 1.5, "noise": 0.2},
+    "told 2 ×": {"engine_belief": 2.0, "noise": 0.2},
+    "unequal 1.5": {"unequal": 1.5, "noise": 0.2},
+    "unequal 2, told 0.5 ×": {"unequal": 2.0, "noise": 0.3, "engine_belief": 0.5},
+}
+"""Name of a study's row → fields of a scenario in which engines differ from what the pool says."""
+BELIEF_LOADS = ("R/2", "R")
+BELIEVERS = (OURS, BOTH, Profile("mooncake"), STRONGEST, Profile("llm_d"))
+
+
+def beliefs(at_r: Scenario) -> list[Point]:
+    return [
+        Point(belief(at_r, load, name), profile)
+        for name, load in product(BELIEFS, BELIEF_LOADS)
+        for profile in BELIEVERS
+    ]
+
+
+def belief(at_r: Scenario, load: str, name: str) -> Scenario:
+    return replace(scenario(at_r, load), **BELIEFS[name])  # type: ignore[arg-type]
 
 
 def links(at_r: Scenario) -> list[Point]:
     return [
-        Point(link_scenario(at_r, factor, share), arm)
+        Point(link_scenario(at_r, factor, share), profile)
         for factor, share in product(LINK_FACTORS, OUTLIER_SHARES)
-        for arm in (OURS, STAY)
+        for profile in (OURS, STAY)
     ]
 
 
@@ -110,21 +167,21 @@ def link_scenario(at_r: Scenario, factor: float, outlier_share: float) -> Scenar
     return replace(scenario(at_r), link_factor=factor, outlier_share=outlier_share)
 
 
-ABLATION: Mapping[str, Arm] = {
+ABLATION: Mapping[str, Profile] = {
     "affinity only (sticky)": AFFINITY_ONLY,
-    "migration only (least loaded, planner)": Arm("least_loaded" + PLANNER),
-    "both (sticky, planner)": Arm("sticky" + PLANNER),
+    "migration only (least loaded, planner)": Profile("least_loaded" + PLANNER),
+    "both (sticky, planner)": Profile("sticky" + PLANNER),
     "both in one (ear)": BOTH,
     "perilune": OURS,
 }
 
 
 def ablation(at_r: Scenario) -> list[Point]:
-    return [Point(scenario(at_r, load), arm) for load in BAR_LOADS for arm in ABLATION.values()]
+    return [Point(scenario(at_r, load), profile) for load in BAR_LOADS for profile in ABLATION.values()]
 
 
 def zipf(at_r: Scenario) -> list[Point]:
-    return [Point(zipf_scenario(at_r, alpha), arm) for alpha in ZIPF_ALPHAS for arm in SOME]
+    return [Point(zipf_scenario(at_r, alpha), profile) for alpha in ZIPF_ALPHAS for profile in SOME]
 
 
 def zipf_scenario(at_r: Scenario, alpha: float) -> Scenario:
@@ -132,41 +189,41 @@ def zipf_scenario(at_r: Scenario, alpha: float) -> Scenario:
 
 
 def kv_pool(at_r: Scenario) -> list[Point]:
-    return [Point(pool_scenario(at_r, tokens), arm) for tokens in KV_TOKENS for arm in SOME]
+    return [Point(pool_scenario(at_r, tokens), profile) for tokens in KV_TOKENS for profile in SOME]
 
 
 def pool_scenario(at_r: Scenario, tokens: int) -> Scenario:
     return replace(scenario(at_r), kv_tokens=tokens)
 
 
-def t_hot_arm(tokens: int) -> Arm:
-    return Arm("ear", PolicyParams(ear=EarParams(hot_pending_tokens=tokens)))
+def t_hot_profile(tokens: int) -> Profile:
+    return Profile("ear", PolicyParams(ear=EarParams(hot_pending_tokens=tokens)))
 
 
 def t_hot(at_r: Scenario) -> list[Point]:
-    return [Point(scenario(at_r), t_hot_arm(tokens)) for tokens in T_HOT_TOKENS]
+    return [Point(scenario(at_r), t_hot_profile(tokens)) for tokens in T_HOT_TOKENS]
 
 
-def t_cool_arm(seconds: float) -> Arm:
-    return Arm("ear", PolicyParams(ear=EarParams(cooldown_seconds=seconds)))
+def t_cool_profile(seconds: float) -> Profile:
+    return Profile("ear", PolicyParams(ear=EarParams(cooldown_seconds=seconds)))
 
 
 def t_cool(at_r: Scenario) -> list[Point]:
-    return [Point(scenario(at_r), t_cool_arm(seconds)) for seconds in T_COOL_S]
+    return [Point(scenario(at_r), t_cool_profile(seconds)) for seconds in T_COOL_S]
 
 
-def least_gain_arm(seconds: float) -> Arm:
-    return Arm("perilune", PolicyParams(perilune=PeriluneParams(least_gain_seconds=seconds)))
+def least_gain_profile(seconds: float) -> Profile:
+    return Profile("perilune", PolicyParams(perilune=PeriluneParams(least_gain_seconds=seconds)))
 
 
 def least_gain(at_r: Scenario) -> list[Point]:
-    return [Point(scenario(at_r), least_gain_arm(seconds)) for seconds in LEAST_GAIN_S]
+    return [Point(scenario(at_r), least_gain_profile(seconds)) for seconds in LEAST_GAIN_S]
 
 
 def coupling(at_r: Scenario) -> list[Point]:
-    """Each load with engines as they are and with slightly slower ones."""
+    """Returns each load with engines as they are, and with slightly slower ones."""
     scenarios = [s for load in LOADS for s in (scenario(at_r, load), slower(scenario(at_r, load)))]
-    return [Point(s, arm) for s in scenarios for arm in COUPLED]
+    return [Point(s, profile) for s in scenarios for profile in COUPLED]
 
 
 def slower(base: Scenario) -> Scenario:
@@ -175,9 +232,9 @@ def slower(base: Scenario) -> Scenario:
 
 def gaps(at_r: Scenario) -> list[Point]:
     return [
-        Point(gap_scenario(at_r, load, gap_s), arm)
+        Point(gap_scenario(at_r, load, gap_s), profile)
         for load, gap_s in product(GAP_LOADS, GAPS_S)
-        for arm in COUPLED
+        for profile in COUPLED
     ]
 
 
@@ -186,30 +243,41 @@ def gap_scenario(at_r: Scenario, load: str, gap_s: float | None) -> Scenario:
 
 
 CONDUCTOR = {
-    "no scheduling": Arm(
-        "conductor", PolicyParams(conductor=ConductorParams(arm=ConductorArm.NO_SCHEDULING))
+    "no scheduling": (
+        Deployment.NONE,
+        Profile("conductor", PolicyParams(conductor=ConductorParams(arm=ConductorArm.NO_SCHEDULING))),
     ),
-    "cache-aware": Arm("conductor", pullable=False),
-    "cache-aware and hot migration": Arm("conductor"),
+    "cache-aware": (Deployment.NONE, Profile("conductor")),
+    "cache-aware and hot migration": (Deployment.PULL, Profile("conductor")),
 }
+"""Deployment and profile of each variant of Conductor's experiment. It copies hot prefixes when a request
+needs them, which is possible only in the hypothetical arm `pull`."""
 
 
 def conductor(at_r: Scenario) -> list[Point]:
-    return [Point(scenario(at_r), arm) for arm in CONDUCTOR.values()]
+    return [conductor_point(at_r, name) for name in CONDUCTOR]
+
+
+def conductor_point(at_r: Scenario, name: str) -> Point:
+    deployment, profile = CONDUCTOR[name]
+    return Point(replace(scenario(at_r), deployment=deployment), profile)
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
+    """A list of points, made from the scenario at R."""
+
     points: Callable[[Scenario], list[Point]]
     side: bool = True
-    """Whether it has the smaller number of seeds; then read it from `Findings.side`."""
+    """Whether the study has the smaller number of seeds. Then read its results from `Findings.side`."""
 
 
 STUDIES: Mapping[str, Study] = {
     "matrix": Study(matrix, side=False),
     "own": Study(own, side=False),
     "overload": Study(overload),
-    "stores": Study(stores, side=False),
+    "admission": Study(admission, side=False),
+    "beliefs": Study(beliefs),
     "links": Study(links),
     "ablation": Study(ablation, side=False),
     "zipf": Study(zipf),
@@ -235,8 +303,8 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "f8": ("coupling",),
     "f9": ("matrix", "overload", "zipf", "kv_pool", "t_hot", "t_cool", "least_gain"),
     "f10": (),
-    "bars": ("matrix", "stores", "links", CAPACITY),
-    "P1": ("own", "stores"),
+    "bars": ("matrix", "links", "admission", CAPACITY),
+    "P1": ("own",),
     "P2": ("matrix",),
     "P3": (CAPACITY,),
     "P4": ("links",),
@@ -244,41 +312,44 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "P6": ("own",),
     "P7": ("own",),
     "P8": ("matrix",),
-    "tables": (
-        "matrix",
-        "overload",
-        "stores",
-        "ablation",
-        "t_hot",
-        "t_cool",
-        "least_gain",
-        "coupling",
-        "gaps",
-        "conductor",
-        CAPACITY,
-    ),
+    "door": ("admission",),
+    "main": ("matrix",),
+    "overload": ("overload",),
+    "rivals": ("matrix",),
+    "moves": ("matrix",),
+    "admission": ("admission",),
+    "beliefs": ("beliefs", "matrix"),
+    "capacity": (CAPACITY,),
+    "ablation": ("ablation",),
+    "conductor": ("conductor",),
+    "decode": ("matrix", "overload"),
+    "chatbot": ("gaps",),
+    "thresholds": ("t_hot", "t_cool", "least_gain"),
 }
-"""Studies that each part of the evaluation needs. Each bar is a part, too, so that it can be simulated with
-more seeds."""
-EVERYTHING = tuple(name for name in NEEDS if not name.startswith("P"))
+"""Part of the evaluation → the studies that it needs. Each bar is a part of its own, too, so that it can be
+judged with more seeds."""
+BARS = ("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "door")
+EVERYTHING = tuple(name for name in NEEDS if name not in BARS)
 """All parts; `bars` stands for all bars."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How thorough the evaluation is."""
+    """The seeds of an evaluation."""
 
     name: str
     seeds: tuple[int, ...]
     side_seeds: tuple[int, ...]
+    """Seeds of the side studies, which have fewer."""
 
     def of(self, study: Study) -> tuple[int, ...]:
+        """Returns the seeds of a study."""
         return self.side_seeds if study.side else self.seeds
 
 
 def size(quick: bool, seeds: int | None, first: int) -> Size:
-    """Makes a size. `seeds`: those of the main studies. Side studies have half as many, in a quick evaluation
-    a third."""
+    """Makes a size. `seeds`: number of seeds of the main studies; None: the default. Side studies have half
+    as many, or a third in a quick evaluation. `first`: the first seed."""
     number = seeds or (QUICK_SEEDS if quick else FULL_SEEDS)
     side = max(1, number // (3 if quick else 2))
     return Size(
@@ -287,19 +358,18 @@ def size(quick: bool, seeds: int | None, first: int) -> Size:
 
 
 def cells(at_r: Scenario, studies: Iterable[str], size: Size) -> list[Cell]:
-    """The cells of all these studies; a point of two studies has the seeds of the larger one."""
+    """Returns the cells of all these studies. A point that is in two studies has the seeds of both."""
     found: dict[Cell, None] = {}
     for name in studies:
         study = STUDIES[name]
         for seed in size.of(study):
             for point in study.points(at_r):
-                found[Cell(point.scenario, point.arm, seed)] = None
+                found[Cell(point.scenario, point.profile, seed)] = None
     return list(found)
 
 
 def searches(at_r: Scenario, size: Size) -> list[Search]:
-    found = []
-    for arm, store in CAPACITIES.values():
-        base = with_store(scenario(at_r)) if store else scenario(at_r)
-        found += [Search(base, arm, seed) for seed in size.side_seeds]
-    return found
+    """Returns the searches of SLO capacities."""
+    return [
+        Search(scenario(at_r), profile, seed) for profile in CAPACITIES.values() for seed in size.side_seeds
+    ]

@@ -1,4 +1,4 @@
-"""One simulation, watched: what a single run looked like over time, for the figures that draw one."""
+"""What happened over time in a single simulation, for the figures that draw one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from perilune_research.simulator.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Scene:
+    """One simulation with all its requests."""
+
     cell: Cell
     workload: Workload
     requests: tuple[SimulatedRequest, ...]
-    """Requests that ended, ordered by submission."""
+    """Requests that succeeded, in the order of submission."""
 
 
 def watch(cell: Cell) -> Scene:
-    """Simulates the scene, in about a second."""
+    """Simulates a cell and keeps its requests. Takes about a second."""
     workload = cell.scenario.workload(cell.seed)
     outcome = play(cell, workload)
     ended = [r for r in outcome.requests if r.succeeded]
@@ -29,7 +31,8 @@ def watch(cell: Cell) -> Scene:
 def steps(
     spans: Sequence[tuple[float, float, float]], begin_s: float, end_s: float, bins: int
 ) -> list[float]:
-    """Mean over each bin of the sum of all (from, to, amount) that are there."""
+    """Returns, for each bin, the mean over time of the sum of the amounts of all spans (begin, end, amount)
+    that cover the moment."""
     width = (end_s - begin_s) / bins
     found = [0.0] * bins
     for start_s, stop_s, amount in spans:
@@ -44,8 +47,8 @@ def steps(
 
 
 def pending(scene: Scene, endpoint: int, *, in_seconds: bool) -> list[tuple[float, float, float]]:
-    """Spans of uncached prompts that wait or run on the endpoint, in tokens or in seconds, as the gateway
-    believed."""
+    """Returns the spans (begin, end, amount) of prefills that wait or run on the endpoint. The amount is what
+    the gateway predicted, in seconds or in tokens."""
     return [
         (r.submitted_s, r.first_token_s, r.predicted_s if in_seconds else float(r.uncached_tokens))
         for r in scene.requests
@@ -54,7 +57,7 @@ def pending(scene: Scene, endpoint: int, *, in_seconds: bool) -> list[tuple[floa
 
 
 def open_sessions(scene: Scene) -> list[tuple[float, float, float]]:
-    """Spans from each session's first submission to its last answer."""
+    """Returns the span (begin, end, 1) of each session, from its first submission to its last answer."""
     first: dict[int, float] = {}
     last: dict[int, float] = {}
     for r in scene.requests:

@@ -1,13 +1,14 @@
-"""What computed results depend on: the modules that compute them, and everything that these import.
+"""Finds the code on which computed results depend: the modules that compute them, and everything that these
+import.
 
-    dependencies(modules) → {name: what it is now}
+    dependencies(modules) → {name: its content}
 
-The imports are read from the sources, so no list has to be kept. Imports inside functions count, those for
-type checkers do not. A module counts with its bytes. A constant that is imported by name counts with its
-value, so `from candidates import MAX_LOCATIONS` does not depend on the rest of `candidates`.
+The imports are found in the source files. Imports inside functions count; imports for type checkers do not.
+The content of a module is its bytes. The content of a constant that is imported by
+name is its value, so `from candidates import MAX_LOCATIONS` does not depend on the rest of `candidates`.
 
-Cost: every module is parsed, half a second for the simulator and the policies. Modules imported by a computed
-name and packages of others are not seen.
+Cost: half a second to parse the modules of the simulator and the policies. Not found: modules that are
+imported by a computed name, and packages that are not Perilune's.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from pathlib import Path
 
 OURS = "perilune_"
 ONLY_SHOWN = frozenset({"perilune_lab.report.columns"})
-"""Modules that print results and do not change them."""
+"""Modules that only print results, and so do not count."""
 
 
 def dependencies(modules: Iterable[str]) -> Mapping[str, bytes]:
-    """The bytes of each module, or the value of each constant, by name in alphabetical order."""
+    """Returns the bytes of each module and the value of each constant, by name in alphabetical order. Raises
+    AssertionError or ModuleNotFoundError for a module that does not exist."""
     found: dict[str, bytes] = {}
     waiting = list(modules)
     while waiting:
@@ -36,7 +38,7 @@ def dependencies(modules: Iterable[str]) -> Mapping[str, bytes]:
         assert spec.origin is not None, name
         found[name] = Path(spec.origin).read_bytes()
         if package := name.rpartition(".")[0]:
-            waiting.append(package)  # its __init__ runs first
+            waiting.append(package)  # importing the module runs the package's __init__
         for module, attribute in _imports(ast.parse(found[name])):
             inner = f"{module}.{attribute}" if attribute else module
             if _is_module(inner):
@@ -68,7 +70,7 @@ def _for_type_checkers(node: ast.AST) -> bool:
 def _is_module(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # what is before the last dot is no package
+    except ModuleNotFoundError:  # the part before the last dot is no package
         return False
 
 

@@ -1,4 +1,4 @@
-"""A table as text: rows of cells, numbers with three significant digits, intervals in brackets."""
+"""A table of text: numbers have three significant digits, and intervals are in brackets."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from perilune_research.evaluate.plan import Point
 
 
 class Table(NamedTuple):
+    """Title, header, rows and an explanation."""
+
     title: str
     header: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     note: str = ""
 
     def markdown(self, heading: str = "###") -> str:
+        """Returns the table as Markdown."""
         lines = [f"{heading} {self.title}", ""]
         lines += [f"| {' | '.join(self.header)} |", f"|{'---|' * len(self.header)}"]
         lines += [f"| {' | '.join(row)} |" for row in self.rows]
@@ -29,17 +32,18 @@ class Table(NamedTuple):
 
 
 def percent(value: float) -> str:
+    """Returns a share (0–1) as text in percent."""
     return as_percent(value).replace("%", " %")
 
 
 def ranged(found: Estimate, form: Callable[[float], str] = as_number) -> str:
-    """Value and interval as text; one seed has no interval."""
+    """Returns value and interval as text; the value alone if there was one seed."""
     value, low, high = found
     return form(value) if low == high == value else f"{form(value)} [{form(low)}–{form(high)}]"
 
 
 class Cells:
-    """Cells of one point; an unknown metric is empty."""
+    """Returns a point's metrics as texts for a row. A metric that the point does not have is empty."""
 
     def __init__(self, findings: Findings, point: Point) -> None:
         self._findings = findings

@@ -1,4 +1,4 @@
-"""The generated traffic itself: how long its sessions are, what of it could be reused."""
+"""The generated traffic, apart from any policy: the lengths of its sessions, and its possible reuse."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ SESSIONS = 4_000
 
 
 class Traffic(NamedTuple):
+    """Statistics of generated traffic."""
+
     stats: Stats
     session_tokens: list[int]
     """Prompt tokens of all turns of each session, ascending."""
 
 
 def traffic(seed: int, sessions: int = SESSIONS) -> Traffic:
-    """Generates sessions to their end and compares them with an infinite cache. Costs a millisecond per
-    session."""
+    """Generates whole sessions and compares them with an infinite cache. Takes a millisecond per session."""
     trace = generate(Agentic(), seed, sessions)
     tokens = sorted(sum(t.prompt_tokens for t in s.turns) for s in trace.sessions)
     return Traffic(stats(trace), tokens)

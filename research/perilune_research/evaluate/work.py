@@ -1,10 +1,11 @@
-"""Does the work, in processes, and keeps what is done: an evaluation that was interrupted goes on.
+"""Computes cells and searches in parallel processes, and keeps the results, so that an interrupted evaluation
+can go on.
 
     Work(folder, jobs).results(cells) → {cell: result}
 
-Results are lines of one JSONL file in the folder, whose name carries a fingerprint of the code that they come
-from (`sources.py` finds which that is): other code, other file. A line that an interruption or a full disk
-cut short is dropped; two evaluations may share a folder.
+The results are the lines of one JSONL file in the folder. Its name contains a fingerprint of the code that
+computed them (`sources.py` finds that code), so changed code begins a new file. A line that an interruption
+or a full disk cut short is ignored. Two evaluations may share a folder.
 """
 
 from __future__ import annotations
@@ -38,20 +39,24 @@ class _Line(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of one call."""
+    """Progress of one call of `results` or `found`."""
 
     done: int
     total: int
+    """Number of results to compute."""
     what: str
+    kept: int = 0
+    """Number of further results that an earlier call has kept."""
 
     @property
     def first(self) -> bool:
-        """Whether nothing is done yet."""
+        """Whether nothing has been computed yet."""
         return self.done == 0
 
 
 class Work:
-    """Computes cells and keeps the results. Raises OSError if the folder cannot be written."""
+    """Computes cells and searches, and keeps the results. All methods raise OSError if the folder cannot be
+    read or written."""
 
     def __init__(self, folder: Path, jobs: int, show: Callable[[Progress], None] = lambda p: None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,20 +65,22 @@ class Work:
         self._show = show
         self._known: dict[str, msgspec.Raw] = {}
         self.computed = 0
-        """Cells that were not found in the file."""
+        """Number of results that this object has computed, since the file did not have them."""
         if self.path.exists():
             self._read()
 
     def results(self, cells: Iterable[Cell], what: str = "cells") -> dict[Cell, Result]:
+        """Returns the result of each cell. `what` names the work in reports of progress."""
         wanted = list(dict.fromkeys(cells))
         missing = [cell for cell in wanted if cell.key not in self._known]
-        self._do(compute, batches(missing), what)
+        self._do(compute, batches(missing), what, len(wanted) - len(missing))
         return {cell: self._value(cell.key, Result) for cell in wanted}
 
     def found(self, searches: Iterable[Search], what: str = "capacities") -> dict[Search, Found]:
+        """Returns the result of each search. `what` names the work in reports of progress."""
         wanted = list(dict.fromkeys(searches))
         missing = [(search,) for search in wanted if search.key not in self._known]
-        self._do(find, missing, what)
+        self._do(find, missing, what, len(wanted) - len(missing))
         return {search: self._value(search.key, Found) for search in wanted}
 
     def _value(self, key: str, kind: type[T]) -> T:
@@ -84,11 +91,12 @@ class Work:
         function: Callable[[Sequence[J]], list[tuple[J, T]]],
         work: Sequence[Sequence[J]],
         what: str,
+        kept: int,
     ) -> None:
         if not work:
             return
         total, done = sum(len(batch) for batch in work), 0
-        self._show(Progress(0, total, what))
+        self._show(Progress(0, total, what, kept))
         with self.path.open("ab") as file, mapped(function, work, self._jobs, ordered=False) as answers:
             for answer in answers:
                 for job, value in answer:
@@ -98,7 +106,7 @@ class Work:
                 file.flush()
                 done += len(answer)
                 self.computed += len(answer)
-                self._show(Progress(done, total, what))
+                self._show(Progress(done, total, what, kept))
 
     def _read(self) -> None:
         content = self.path.read_bytes()
@@ -114,14 +122,15 @@ class Work:
 
 
 def default_folder() -> Path:
+    """Returns the folder in the user's cache that keeps results by default."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "perilune" / "evaluate"
 
 
 @cache
 def fingerprint() -> str:
-    """Fingerprint of the code that computes results: policies and what they read, simulator, traces,
-    measurement."""
+    """Returns a fingerprint of the code that computes results: policies and what they read, simulator,
+    traces, measurement."""
     digest = hashlib.sha256()
     for name, content in dependencies(COMPUTES).items():
         digest.update(name.encode() + b"\0" + content + b"\0")

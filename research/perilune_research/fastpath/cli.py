@@ -2,8 +2,11 @@
 
     traffic ─▶ rig ─▶ pairs of verdicts ─▶ compare ─▶ table
 
-Every turn of a known session is decided twice on the same state, by the gateway's own code. Engines and time
-are simulated. Exit status: 0; 1 below the bar; 2 for a wrong call.
+The gateway's own code decides every turn of a known session twice on the same state. Engines and time are
+simulated.
+
+Exit status: 0; 1 if a policy is below the bar; 2 for a wrong call; 130 after Ctrl-C, which still prints the
+table of the policies that were done.
 """
 
 from __future__ import annotations
@@ -25,27 +28,37 @@ from perilune_lab.traces.agentic import Agentic
 from perilune_research.fastpath.compare import Tally
 from perilune_research.fastpath.rig import Rig, Setting
 from perilune_research.fastpath.traffic import Conversation, Habits, conversations
+from perilune_research.processes import ctrl_c_noticed
 
 BELOW = 1
+"""Exit status if a policy is below the bar."""
 BAR = 0.999
+"""Smallest share of equal decisions that passes."""
 USUAL = ("ear", "sticky", "perilune")
+TURNS_PER_S = 120
+"""Turns that one core decides twice in a second, roughly."""
 LENGTHS = 0.3
-"""Factor on the agent's measured lengths, on T_hot and on the KV pools, which makes a tenth of the work."""
+"""Factor on the measured lengths of agents' texts, on T_hot and on the KV pools. It reduces the work to a
+tenth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
+    """The checked command line."""
+
     policies: tuple[str, ...] = USUAL
     turns: int = 5000
+    """Number of turns to decide twice, per policy."""
     seed: int = 0
     endpoints: int = 8
     sessions_per_s: float = 1.0
     restart_every_s: float = 120.0
+    """Mean seconds between two engine restarts in the fleet."""
     bar: float = BAR
 
 
 def traffic(options: Options) -> Iterable[Conversation]:
-    """The sessions that are sent: agents' at LENGTHS of their length, with contexts of at most 20,000 tokens,
+    """Returns agents' sessions with LENGTHS of their measured lengths. Contexts have at most 20,000 tokens,
     so that many are compacted."""
     parameters = Agentic(
         sessions_per_s=options.sessions_per_s,
@@ -62,7 +75,8 @@ def traffic(options: Options) -> Iterable[Conversation]:
 def measure(
     options: Options, policy: str, progress: Callable[[int], None] | None = None
 ) -> tuple[Tally, Rig]:
-    """Runs one policy over the traffic."""
+    """Plays the traffic with one policy. `progress` is called now and then with the number of turns that were
+    decided."""
     tally = Tally(policy)
     setting = Setting(
         PolicyChoice(
@@ -85,23 +99,25 @@ examples (after `python -m perilune_research`):
 
 columns:
   turns        turns of sessions that the gateway knew
-  body read    turns whose headers did not suffice, so that the body decides in any case
+  body read    share of the turns whose headers did not suffice, so that the gateway reads the body
   equal        share of the turns decided by headers that the body would have sent to the same endpoint
-  same         share of all turns with the same decision, turns whose body is read included; --bar limits it
-  tokens, held error of the estimated length of the prompt, and of what the host holds of it, relative to the
-               prompt: median and 99 % quantile
+  same         share of all turns with the same decision, including those whose body is read; --bar limits it
+  tokens, held errors of the estimated length of the prompt, and of the estimated tokens of it that the
+               session's host holds, relative to the prompt's length: median and 99 % quantile
+  restarts     engine restarts
+  failed       requests that failed and were sent again
 """
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
+    """Parses the command line. Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
     default = Options()
     parser = argparse.ArgumentParser(
         prog="python -m perilune_research fastpath",
-        description="Decides every turn of a known session twice on the same state, by its headers alone and"
-        " by its body, over agentic traffic with hot hosts, rewritten prompts, engine restarts, evictions,"
-        " sub-agents and reused ids; counts how often and why the decisions differ. Engines and time are"
-        " simulated, the decisions are the gateway's.",
+        description="Decide every turn of a known session twice on the same state, by its headers alone and"
+        " by its body, and count how often and why the decisions differ. The traffic is agentic, with hot"
+        " hosts, rewritten prompts, engine restarts, evictions, sub-agents and reused ids. Engines and time"
+        " are simulated; the gateway's own code decides.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -112,7 +128,10 @@ def parse(argv: Sequence[str]) -> Options:
         help=f"all, or some of: {', '.join(POLICIES)} (default %(default)s)",
     )
     parser.add_argument(
-        "--turns", type=count, default=default.turns, help="turns to decide twice (default %(default)s)"
+        "--turns",
+        type=count,
+        default=default.turns,
+        help="number of turns to decide twice, per policy (default %(default)s)",
     )
     parser.add_argument(
         "--endpoints", type=count, default=default.endpoints, help="number of engines (default %(default)s)"
@@ -122,7 +141,8 @@ def parse(argv: Sequence[str]) -> Options:
         type=positive,
         default=default.sessions_per_s,
         metavar="RATE",
-        help="sessions that begin per second; 1 loads 8 endpoints well, 3 too much (default %(default)s)",
+        help="sessions that begin per second; 1 is a good load for 8 endpoints, 3 too much"
+        " (default %(default)s)",
     )
     parser.add_argument(
         "--seed", type=int, default=default.seed, help="seed of traffic and decisions (default %(default)s)"
@@ -139,7 +159,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def render(tallies: Sequence[tuple[Tally, Rig]]) -> str:
-    """Prints the table, then the differences by cause, with a few examples."""
+    """Returns the table, then the differences by cause, with a few examples."""
     lines = [
         f"{'':10} turns  body read     equal      same   tokens p50  p99    held p50  p99   restarts failed"
     ]
@@ -164,24 +184,53 @@ def main(argv: Sequence[str]) -> int:
         options = parse(argv)
     except SpecError as error:
         return wrong_call("python -m perilune_research fastpath", error)
-    done = []
-    for policy in options.policies:
-        started = time.monotonic()
-        line = Line(f"{policy}: turns weighed", options.turns)
-        done.append(measure(options, policy, line.show))
-        line.end(f"{policy}: {time.monotonic() - started:.0f} s")
+    number = len(options.policies)
     print(
-        f"simulated, seed {options.seed}, {options.endpoints} endpoints, {options.sessions_per_s} sessions/s"
+        f"{number} {'policy' if number == 1 else 'policies'}, {options.turns:,} turns each, decided twice;"
+        f" about {options.turns / TURNS_PER_S * number:.0f} s",
+        file=sys.stderr,
+        flush=True,
     )
-    print(render(done))
+    done: list[tuple[Tally, Rig]] = []
+    try:
+        with ctrl_c_noticed() as check:
+            for policy in options.policies:
+                done.append(_measured(options, policy, check))
+    except KeyboardInterrupt:
+        if done:
+            _print(options, done)
+        raise KeyboardInterrupt(f"{len(done)} of {number} policies were done") from None
+    _print(options, done)
     short = [tally.policy for tally, _ in done if tally.same_share < options.bar]
     if short:
         print(f"below {options.bar:.1%}: {', '.join(short)}")
     return BELOW if short else 0
 
 
+def _measured(options: Options, policy: str, check: Callable[[], None]) -> tuple[Tally, Rig]:
+    """Measures one policy and shows progress. Calls `check` now and then, which raises KeyboardInterrupt
+    after Ctrl-C."""
+    started = time.monotonic()
+    line = Line(f"{policy}: turns decided:", options.turns)
+
+    def show(turns: int) -> None:
+        check()
+        line.show(turns)
+
+    found = measure(options, policy, show)
+    line.end(f"{policy}: {time.monotonic() - started:.0f} s")
+    return found
+
+
+def _print(options: Options, done: Sequence[tuple[Tally, Rig]]) -> None:
+    print(
+        f"simulated, seed {options.seed}, {options.endpoints} endpoints, {options.sessions_per_s} sessions/s"
+    )
+    print(render(done))
+
+
 class Line:
-    """Progress on standard error, rewritten in place on a terminal, silent elsewhere."""
+    """Shows progress on standard error: in one line on a terminal; elsewhere, only its end."""
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total = what, total
@@ -192,5 +241,4 @@ class Line:
             print(f"\r{self._what} {n} of {self._total} ", end="", file=sys.stderr, flush=True)
 
     def end(self, text: str) -> None:
-        if self._on:
-            print(f"\r\033[K{text}", file=sys.stderr)
+        print(f"\r\033[K{text}" if self._on else text, file=sys.stderr, flush=True)

@@ -1,10 +1,10 @@
-"""Compares two decisions on one turn, from its headers and from its body, and finds why they differ.
+"""Compares the decisions on one turn from its headers and from its body, and finds why they differ.
 
-The result of a pair is one of
+The result is one of
 
-- *read*: the headers did not suffice, so the body is read and both decisions are one;
-- *equal*: the same endpoint (or the same refusal);
-- *different*, with its cause: the fact whose correction makes them equal (`Cause`).
+- *read*: the headers did not suffice, so the gateway reads the body, and there is only one decision;
+- *equal*: both decisions name the same endpoint, or both are the same refusal;
+- *different*, with a cause: the fact whose correction makes the decisions equal (`Cause`).
 """
 
 from __future__ import annotations
@@ -37,37 +37,39 @@ _EXAMPLES = 5
 
 
 class Cause(StrEnum):
-    """The fact that the headers do not contain."""
+    """The fact that the gateway must guess if it reads the headers only."""
 
     TOKENS = "tokens"
-    """How long the prompt is."""
+    """The length of the prompt."""
     HOST_HOLDS = "host_holds"
-    """How much of the prompt the session's host holds."""
+    """The tokens of the prompt that the session's host holds."""
     OTHERS_HOLD = "others_hold"
-    """How much of the prompt other endpoints hold."""
+    """The tokens of the prompt that other endpoints hold."""
     BODY = "body"
     """Anything else that a body says."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """One policy's turns."""
+    """Counts the results of one policy's turns."""
 
     policy: str
     turns: int = 0
     read: int = 0
+    """Turns whose headers did not suffice."""
     equal: int = 0
-    """Turns that the headers decided, equal to the body's decision."""
+    """Turns that the headers decided as the body did."""
     different: Counter[tuple[Cause, str]] = field(default_factory=Counter)
-    """Differences by cause and `header's reason → body's reason`."""
+    """Turns that they decided differently, by cause and `header's reason → body's reason`."""
     examples: list[str] = field(default_factory=list)
     token_errors: list[float] = field(default_factory=list)
-    """|estimated − true| / true prompt tokens of turns that the headers decided."""
+    """|estimated − true| / true prompt tokens, of each turn that the headers decided."""
     held_errors: list[float] = field(default_factory=list)
-    """Error in what the host holds, relative to the prompt."""
+    """|estimated − true| tokens that the session's host holds / true prompt tokens, of each such turn."""
 
     @property
     def by_headers(self) -> int:
+        """Turns that the headers decided."""
         return self.turns - self.read
 
     @property
@@ -81,6 +83,7 @@ class Tally:
         return self.equal / self.by_headers if self.by_headers else 1.0
 
     def add(self, pair: Pair) -> None:
+        """Counts one turn."""
         self.turns += 1
         (_, view, verdict), (_, full, other) = pair.by_headers, pair.by_body
         if isinstance(verdict, NeedBody):
@@ -103,7 +106,8 @@ class Tally:
 
 
 def cause_of(pair: Pair) -> Cause:
-    """Corrects one fact after the other until the decisions are equal; returns the fact that made them so."""
+    """Returns why the decisions differ: corrects one fact after the other until they are equal, and returns
+    the last one."""
     (asked, view, _), (full_asked, full, other) = pair.by_headers, pair.by_body
     host = full.session.host if full.session else ""
     right = _target(other)

@@ -1,4 +1,4 @@
-"""One engine of the rig: a scheduler over a KV cache of real blocks, and the requests that run there."""
+"""One engine of the rig: the lab's scheduler and KV cache, and the requests that run there."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from perilune_lab.engine.scheduler import Limits, Scheduler
 from perilune_research.fastpath.traffic import Conversation, Request
 
 BLOCK = 16
+"""Tokens of a block."""
 
 
 @dataclass(slots=True)
 class Sent:
-    """A request on an engine."""
+    """A request that was sent to an engine."""
 
     ticket: int
     conversation: Conversation
@@ -38,12 +39,14 @@ class RigEngine:
         self.restart()
 
     def restart(self) -> None:
+        """Loses the cache and all requests."""
         hasher = BlockHasher(Algorithm.SHA256_CBOR, BLOCK, seed="0")
         cache = KvCache(hasher, self.kv_tokens // BLOCK)
         self.scheduler = Scheduler(cache, self.model, Limits())
         self.running.clear()
 
     def metrics(self) -> EngineMetrics:
+        """Returns the metrics that the engine would serve now."""
         scheduler = self.scheduler
         return EngineMetrics(
             len(scheduler.running),

@@ -1,16 +1,16 @@
-"""Gateway and engines in one virtual time: the router as it is, engines that announce what they really hold.
+"""Runs the gateway's router and simulated engines in one virtual time.
 
     conversations ─▶ router (headers, else body) ─▶ scheduler and KV cache of an engine ─▶ KV events ─▶ index
 
-1. Every turn of a session that the gateway knows is weighed twice on the same state, by its headers alone and
-   by its body (`Router.weigh`, which keeps nothing), with the same seed; the pair goes to `on_pair`.
-2. Then it is routed as a gateway does it: by the headers, and by the body where these do not suffice.
-3. The chosen engine runs it (engine/scheduler.py over engine/kv_cache.py, H20 times); its events go through
-   vLLM's encoding, the gateway's decoder and its block map into the index, `event_lag_s` late.
-4. Engines restart now and then: what runs there fails and is sent again, its cache is lost, and the gateway
-   hears of it with its next look at the event stream.
+1. The router decides every turn of a session that it knows twice on the same state and with the same seed, by
+   its headers alone and by its body (`Router.weigh`, which records nothing). The pair goes to `on_pair`.
+2. Then the router routes the turn as in a gateway: by its headers, or by its body where they do not suffice.
+3. The chosen engine runs it with the lab's scheduler and KV cache and the times of an H20. After
+   `event_lag_s`, its KV events reach the index through vLLM's encoding and the gateway's decoder.
+4. Engines restart now and then. A restart loses the cache, and the requests that run there fail and are sent
+   again. The gateway hears of the restart when the engine is up again.
 
-Costs about 3 ms per turn of 10,000 tokens. Not there: Envoy, bytes, tokenization (ids are given).
+Takes about 3 ms per turn of 10,000 tokens. Envoy, request bytes and tokenization are not part of it.
 """
 
 from __future__ import annotations
@@ -44,10 +44,12 @@ from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.recorder import Recorder
 from perilune_gateway.request import block_hashes as blocks
-from perilune_gateway.request.openai import Api, ParsedRequest, TokenPrompt
+from perilune_gateway.request.openai import ParsedRequest, TokenPrompt
+from perilune_gateway.request.paths import Api
 from perilune_gateway.routing.context import Prompt, RequestContext
+from perilune_gateway.routing.new_router import new_router
 from perilune_gateway.routing.new_sessions import Queued
-from perilune_gateway.routing.router import Encode, new_router
+from perilune_gateway.routing.router import Encode
 from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.pool_state import PoolState
 from perilune_lab.engine.events import encode_batch
@@ -57,13 +59,14 @@ from perilune_research.fastpath.traffic import Conversation, Request, ids_of
 
 MODEL = "agent"
 RESEND_S = 0.5
-"""Seconds until a failed request is sent again."""
+"""Seconds until a failed or refused request is sent again."""
 SCRAPE_S = 1.0
+"""Seconds between two readings of the engines' metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The fleet, and what happens to it."""
+    """The policy, the fleet, and what happens to the fleet."""
 
     policy: PolicyChoice
     endpoints: int = 8
@@ -79,7 +82,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One turn of a known session, weighed twice on the same state."""
+    """The two decisions on one turn of a known session, made on the same state."""
 
     policy: str
     by_headers: tuple[RequestContext, RequestView, Verdict]
@@ -88,7 +91,7 @@ class Pair:
 
 
 class Rig:
-    """Runs until `turns` turns of known sessions were weighed, or the traffic ends."""
+    """A gateway's router with its engines and traffic. `on_pair` gets the two decisions on each turn."""
 
     def __init__(
         self, setting: Setting, traffic: Iterable[Conversation], on_pair: Callable[[Pair], None]
@@ -138,7 +141,8 @@ class Rig:
     # -- the loop ----------------------------------------------------------------------------------
 
     def run(self, turns: int, progress: Callable[[int], None] | None = None) -> None:
-        """Runs until `turns` turns were weighed. `progress` is called now and then with the number so far."""
+        """Runs until `turns` turns were decided twice, or the traffic ends. `progress` is called now and then
+        with the number of these turns so far."""
         self._scrape()
         self._next_conversation()
         if self.setting.restart_every_s:
@@ -208,7 +212,7 @@ class Rig:
         try:
             by_headers = self.router.weigh(head, None, seed)
         except KeyError:
-            return  # the session is not known: its body is read in any case
+            return  # the gateway does not know the session, so it reads the body in any case
         self.pairs += 1
         by_body = self.router.weigh(head, prompt, seed)
         self._on_pair(Pair(self.setting.policy.name, by_headers, by_body, self._pool.spec.routing))
@@ -262,7 +266,7 @@ class Rig:
 
     def _on_events(self, engine: RigEngine, payload: bytes) -> None:
         for event in kv_events.decode(payload).events:
-            self.router.lifecycle.on_applied(self._blocks.apply(engine.address, event, self.now))
+            self.router.on_applied(self._blocks.apply(engine.address, event, self.now))
 
     def _done(self, sent: Sent) -> None:
         self.router.finished(sent.ticket, Outcome.COMPLETED)
@@ -292,7 +296,7 @@ class Rig:
 
     def _up(self, engine: RigEngine) -> None:
         engine.up = True
-        self.router.lifecycle.on_applied(self._blocks.reset(engine.address, self.now))
+        self.router.on_applied(self._blocks.reset(engine.address, self.now))
 
     def _scrape(self) -> None:
         for engine in self._engines.values():
@@ -301,7 +305,7 @@ class Rig:
 
 
 class _NoTokenizer:
-    """A tokenizer that is never called, since token ids are given."""
+    """A tokenizer that must not be called, since the rig has the token ids."""
 
     def now(self, request: ParsedRequest) -> Tokens | None:
-        raise AssertionError("tokens are given")
+        raise AssertionError("the rig has the token ids")

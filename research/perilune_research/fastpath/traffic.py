@@ -1,14 +1,15 @@
-"""Agentic sessions with what makes an unread body hard to guess.
+"""Agentic sessions whose bodies are hard to guess from their headers.
 
-The generator's sessions (traces/agentic.py: growing prompts, compaction), and beside them:
+The sessions of the generator (traces/agentic.py) have growing prompts and compaction. This module adds:
 
 - *reasoning*: some sessions leave the first part of every answer out of later prompts, as templates do;
 - *sub-agents*: sessions of their own that name their parent; half of them begin with its whole context;
-- *side requests*: short prompts of another kind under the session's own id, while it goes on;
-- *id reuse*: a new session under the id of one that has ended.
+- *side requests*: short prompts of another kind under a session's own id, while the session goes on;
+- *id reuse*: new sessions under the id of one that has ended.
 
-Text is token ids and a length in bytes, both drawn from the segment's key; bytes per token differ from
-segment to segment, as prose, code and JSON do. Equal (parameters, seed) give equal traffic.
+A text consists of token ids and a length in bytes, both of which depend on the segment's key. The bytes per
+token vary between segments, as they do between prose, code and JSON. Equal parameters, habits and seeds give
+equal traffic.
 """
 
 from __future__ import annotations
@@ -26,20 +27,25 @@ from perilune_lab.traces.model import Role, Segment, Turn
 MARKUP_TOKENS, MARKUP_BYTES = 5, 40
 """Overhead of a message: tokens in the prompt, bytes in the body."""
 BODY_BYTES = 300
-"""Bytes of a body beside its messages."""
+"""Bytes of a body besides its messages."""
 BYTES_PER_TOKEN = (2.6, 5.2)
+"""Lowest and highest bytes per token of a segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """Shares of sessions or turns."""
+    """How often sessions do what makes bodies hard to guess. All values are 0–1."""
 
     reasoning_sessions: float = 0.3
+    """Share of the sessions that leave reasoning out of later prompts."""
     reasoning_share: float = 0.6
     """Share of an answer that is reasoning."""
     sub_agent_turns: float = 0.04
+    """Share of the turns after which a sub-agent begins."""
     side_turns: float = 0.04
+    """Share of the turns with a side request."""
     reused_ids: float = 0.08
+    """Share of the sessions that have the id of one that has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,7 @@ class Request:
     spawns: tuple[Conversation, ...] = ()
     """Conversations that begin when this turn ends."""
     side: Request | None = None
-    """A side request that is sent with it, under the same id."""
+    """A side request that is sent together with this one, under the same id."""
 
     @property
     def tokens(self) -> list[int]:
@@ -65,6 +71,7 @@ class Request:
 
     @property
     def body_bytes(self) -> int:
+        """Length of the body, in bytes."""
         return BODY_BYTES + sum(bytes_of(segment) for segment in self.prompt)
 
 
@@ -80,20 +87,21 @@ class Conversation:
 
 @lru_cache(maxsize=4096)
 def ids_of(segment: Segment) -> list[int]:
-    """Token ids of a segment's message: markup, then one id per token. Callers must not change the list."""
+    """Returns the token ids of a segment's message: markup, then one id per token. Callers must not change
+    the list."""
     raw = hashlib.shake_128(segment.key.encode()).digest(2 * segment.tokens)
     return [70_000 + len(segment.role), *range(70_100, 70_099 + MARKUP_TOKENS), *array("H", raw)]
 
 
 @lru_cache(maxsize=65_536)
 def bytes_of(segment: Segment) -> int:
-    """Bytes of a segment's message in a body."""
+    """Returns the bytes of a segment's message in a body."""
     low, high = BYTES_PER_TOKEN
     return MARKUP_BYTES + int(segment.tokens * (low + (high - low) * Random(segment.key).random()))
 
 
 def conversations(parameters: Agentic, habits: Habits, seed: int) -> Iterator[Conversation]:
-    """Conversations without end, ordered by start."""
+    """Yields conversations in the order of their starts, without end."""
     rng = Random(seed)
     ended: list[str] = []
     for session in sessions(parameters, seed):
@@ -114,7 +122,7 @@ def conversations(parameters: Agentic, habits: Habits, seed: int) -> Iterator[Co
 
 
 def _without_reasoning(turn: Turn, share: float) -> tuple[Segment, ...]:
-    """The prompt with the first part of each answer left out."""
+    """Returns the prompt without the first part of each answer."""
     return tuple(
         Segment(f"{s.key}/said", max(1, int(s.tokens * (1 - share))), s.role)
         if s.role is Role.ASSISTANT
@@ -136,8 +144,7 @@ def _sub_agent(parent: str, turn: Turn, prompt: tuple[Segment, ...], rng: Random
 
 
 def _side(turn: Turn, rng: Random) -> Request:
-    """A side request, such as for a title or a summary: another system prompt, and a part of the last
-    message."""
+    """Returns a side request, such as for a title or a summary, with a system prompt of its own."""
     name = f"{turn.session}/side{turn.number}"
     prompt = (Segment("side/system", 120, Role.SYSTEM), Segment(name, rng.randrange(10, 800)))
     return Request(prompt, Segment(f"{name}/answer", rng.randrange(3, 30), Role.ASSISTANT))

@@ -1,9 +1,9 @@
-"""What the gateway knows of its endpoints in a simulation: load, readiness, sessions, speeds.
+"""What the gateway of a simulation believes about its endpoints: load, readiness, sessions, speeds.
 
-The same accounting as the gateway's `Fleet` and `Sessions` (a property test holds them side by side), kept so
-that a decision costs only what changed since the last one: an endpoint's `Load` is built again when it
-changed. Speeds and links start wrong by the faults' beliefs and are corrected by the gateway's own
-`Calibration`, fed with what a gateway can observe: when it decided, and the event that ends the prefill.
+The accounting is that of the gateway's `Fleet`, `InFlight` and `Sessions`, and a property test compares them.
+Here an endpoint's `Load` is built again only when it has changed, which keeps decisions cheap. Speeds and
+links start wrong, by the factors in `Faults`. The gateway's own `Calibration` corrects them from what a
+gateway can observe: when it decided, and the event that ends the prefill.
 """
 
 from __future__ import annotations
@@ -25,26 +25,31 @@ from perilune_research.simulator.h20 import Hardware
 from perilune_research.simulator.request import SimulatedRequest
 
 _LINK_S = 5.0
+"""Seconds for which a link is not looked up again."""
 _POOL_S = 5.0
+"""Seconds between two updates of all endpoints' speeds."""
 
 
 @dataclass(slots=True)
 class KnownSession:
-    """A session as the gateway remembers it."""
+    """A session as the gateway remembers it. Times are in seconds of the simulation."""
 
     name: str
     host: int = -1
+    """Number of the endpoint to which it is bound; -1 before its first turn and after its end."""
     moved_s: float = -inf
+    """When it last moved to another endpoint."""
     turns: int = 0
     context_tokens: int = 0
     number: int = 0
     run: int = -1
     """Run in which the session's last prompt ends; -1 before the first."""
     seen_s: float = -inf
+    """When its last turn was routed; set only while the planner runs."""
 
 
 class Beliefs:
-    """The gateway's beliefs; endpoints are numbers."""
+    """The gateway's beliefs about its endpoints, which are given by their numbers."""
 
     def __init__(
         self,
@@ -81,32 +86,36 @@ class Beliefs:
         self.ready = [True] * n
         self.calibration = Calibration()
         self.uncorrected = hardware.engine.scaled(faults.engine_belief)
-        """The model before anything was observed."""
+        """The engine model that the gateway believes before it has observed anything."""
         self._bandwidth = [
             hardware.bandwidth_bytes_per_s(level) * hardware.link.share / faults.link_belief
             for level in Level
         ]
         self._fabric = fabric
         self.models = [self.uncorrected] * n
-        """Engine model of each endpoint, as believed and corrected by observations."""
+        """Engine model of each endpoint, corrected by observations."""
         self.ttft_ratio = [1.0] * n
+        """Observed over predicted TTFT of each endpoint."""
         self.unseen = set(range(n))
-        """Endpoints without observations, which are believed to be like the pool."""
+        """Endpoints without observations. The gateway believes that they are like the rest of the pool."""
         self._pool_ratio = 1.0
         self._all_due_s = 0.0
         self._links: list[dict[str, tuple[float, Link]]] = [{} for _ in range(n)]
-        """Per target, by source: valid until, link."""
+        """Per target, by source: (time until which the link is valid, link)."""
         self._prefilled_s = [0.0] * n
+        """When each endpoint's last observed prefill ended."""
         self._loads: list[Load | None] = [None] * n
         self.changed = set(range(n))
         """Endpoints whose load, speed or readiness changed since this set was last cleared."""
         self._metrics = [(0, 0, 0.0)] * n
+        """Each engine's (running, waiting, KV usage) when its metrics were last read."""
         self._metrics_s = 0.0
         self._interval_s = interval_s(n)
 
     # -- reading -----------------------------------------------------------------------------------
 
     def load(self, e: int, now: float) -> Load:
+        """Returns the endpoint's load as the gateway believes it."""
         known = self._loads[e]
         if known is not None:
             return known
@@ -131,7 +140,7 @@ class Beliefs:
         return load
 
     def scrape(self, now: float) -> None:
-        """Reads all engines' metrics if their interval has passed; decisions use the last ones."""
+        """Reads all engines' metrics if the interval since the last time has passed."""
         if now - self._metrics_s < self._interval_s and self._metrics_s:
             return
         self._metrics_s = now
@@ -140,11 +149,11 @@ class Beliefs:
         self._loads = [None] * len(self.engines)
 
     def links(self, target: int, locations: Iterable[Location], now: float) -> dict[str, Link]:
-        """As believed, and as slow as they were observed to be (looked up again every few seconds: what was
-        learned fades slowly)."""
+        """Returns the links from the locations' endpoints to the target, by address, with the slowdown that
+        the gateway has observed. A link is looked up again after `_LINK_S`, since observations fade."""
         known, here = self._links[target], self.endpoints[target].address
         links = {}
-        for address, _ in locations:
+        for address, *_ in locations:
             if address != here:
                 entry = known.get(address)
                 if entry is None or entry[0] < now:
@@ -155,9 +164,14 @@ class Beliefs:
                 links[address] = entry[1]
         return links
 
+    def link(self, source: int, target: int) -> float:
+        """Returns the bytes per second between two endpoints that the gateway believes before it has observed
+        a transfer."""
+        return self._bandwidth[self._fabric.level(source, target)]
+
     @contextmanager
     def peeking(self) -> Iterator[None]:
-        """Values that are read within this context are not cached."""
+        """Keeps values that are read within this context out of the caches."""
         loads, links = self._loads[:], [known.copy() for known in self._links]
         yield
         self._loads, self._links = loads, links
@@ -176,7 +190,7 @@ class Beliefs:
         self._touch(e)
 
     def prefill_starts(self, e: int, uncached_tokens: int, prefill_s: float) -> None:
-        """Records where a prefill runs; e < 0 if nowhere yet."""
+        """Records a prefill on endpoint `e`; nothing if `e` is negative, since no endpoint runs it yet."""
         if e < 0:
             return
         self.pending_tokens[e] += uncached_tokens
@@ -185,6 +199,7 @@ class Beliefs:
         self._touch(e)
 
     def prefill_done(self, e: int, uncached_tokens: int, prefill_s: float) -> None:
+        """Records that a prefill has ended; takes the arguments of its `prefill_starts`."""
         if e < 0:
             return
         self.pending_tokens[e] -= uncached_tokens
@@ -204,7 +219,7 @@ class Beliefs:
         self._touch(e)
 
     def bind(self, session: KnownSession, e: int, now: float) -> None:
-        """The session's host is `e`; leaving another one is a move."""
+        """Makes `e` the session's host. If the session had another host, it has moved now."""
         if session.host == e:
             return
         if session.host >= 0:
@@ -216,13 +231,14 @@ class Beliefs:
         self._touch(e)
 
     def unbind(self, session: KnownSession) -> None:
-        """Ends the session."""
+        """Records that the session has ended."""
         if session.host >= 0:
             self.bound[session.host] -= 1
             self._touch(session.host)
             session.host = -1
 
     def moved(self, source: int, target: int, now: float) -> None:
+        """Records that a session has moved between two endpoints."""
         self.moved_s[source] = self.moved_s[target] = now
 
     def dead(self, e: int) -> None:
@@ -232,24 +248,29 @@ class Beliefs:
         self._touch(e)
 
     def observe_prefill(self, request: SimulatedRequest, now: float) -> None:
-        """Learns from the event that ends the request's prefill. Engines prefill one request after the other,
-        so this prefill began at the end of the previous one or at its own decision, then with its overhead,
-        whichever was later. What the predicted prefill does not explain counts as the time of the pull."""
+        """Learns from the event that ends the request's prefill.
+
+        Engines prefill one request after the other, so this prefill began when the previous one had ended or
+        when the gateway routed the request, whichever was later. In the latter case, its time includes the
+        request's overhead. If the endpoint pulled KV, the time that the predicted prefill does not explain
+        counts as the time of the pull.
+        """
         e, new = request.endpoint, request.uncached_tokens
         before, self._prefilled_s[e] = self._prefilled_s[e], now
         alone_s = now - max(request.routed_s, before)
         expected_s = self.uncorrected.prefill_s(new, max(0, request.prompt_tokens - new))
         address, know = self.endpoints[e].address, self.calibration
-        if request.source >= 0:
+        if request.held_s and request.source < 0:
+            return  # a leg failed, and the gateway does not know what it has left on the endpoint
+        if request.source >= 0 and not request.held_s:
             if before < request.routed_s:
                 source = self.endpoints[request.source].address
                 bandwidth = self._bandwidth[self._fabric.level(request.source, e)]
                 rest_s = expected_s * know.prefill_ratio(address, now)
                 rest_s += self.uncorrected.request_overhead_s(request.prompt_tokens)
-                pull_s = self.uncorrected.transfer_s(request.moved_tokens, bandwidth)
+                pull_s = self.uncorrected.transfer_s(request.moved_tokens, bandwidth) + request.loaded_s
                 know.transfer(source, address, max(0.001, alone_s - rest_s), pull_s, now)
-                for links in self._links:
-                    links.pop(source, None)
+                self._forget_links(source)
         elif expected_s:
             if before <= request.routed_s:
                 expected_s += self.uncorrected.request_overhead_s(request.prompt_tokens)
@@ -257,9 +278,22 @@ class Beliefs:
             know.ttft(address, now - request.routed_s, request.expected_ttft_s, now)
             self._learned(e, now)
 
+    def observe_transfer(self, source: int, target: int, tokens: int, seconds: float, now: float) -> None:
+        """Learns from KV that was handed over before its request was sent."""
+        there, here = self.endpoints[source].address, self.endpoints[target].address
+        predicted_s = self.uncorrected.transfer_s(tokens, self.link(source, target))
+        self.calibration.transfer(there, here, seconds, predicted_s, now)
+        self._forget_links(there)
+
+    def _forget_links(self, source: str) -> None:
+        """Has the links from an endpoint looked up again."""
+        for links in self._links:
+            links.pop(source, None)
+
     def _learned(self, e: int, now: float) -> None:
-        """Takes over an observation of `e`. It also changes the ratios of the whole pool, the priors of all
-        other endpoints: those without observations follow at once, the rest every few seconds."""
+        """Updates speeds after an observation of `e`. It also changes the ratios of the whole pool, which are
+        the priors of all other endpoints: those without observations follow at once, the others with the next
+        update of all endpoints."""
         know, n = self.calibration, len(self.endpoints)
         self.unseen.discard(e)
         self.changed.add(e)

@@ -1,14 +1,16 @@
-"""One engine's KV cache as runs: how much of each run is cached, by how many requests it is used, and what
-is evicted first.
+"""One engine's KV cache, as runs instead of blocks (see `runs`).
 
-The rules are vLLM's, applied to runs instead of blocks. A sequence pins what it uses. When its last user
-leaves, a path is released from its end to its beginning and joins the end of the LRU queue, so a run is
-always evicted after those that continue it. Room is taken from the front of the queue, a run's last tokens
-first. Depths count from the beginning of a prompt (see `runs`).
+The cache knows how much of each run is cached, how many requests use it, and which run to evict next, by
+vLLM's rules:
 
-Cost: O(runs of a path) per call, two to five; eviction O(1) amortised. Not modelled: equal
-blocks that two sequences compute at the same time and that vLLM then keeps twice; the unused rest of a
-sequence's last block.
+- A sequence pins the path of runs that it uses.
+- When the last user of a path leaves, its runs join the end of the LRU queue from the leaf to the root, so a
+  run is always evicted after the runs that continue it.
+- Eviction takes the run at the front of the queue, its last tokens first.
+
+Cost: a call takes time proportional to the runs of a path, which are two to five; eviction is amortised O(1).
+Not modelled: equal blocks that two sequences compute at the same time, which vLLM keeps twice; the unused
+rest of a sequence's last block.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from collections.abc import Callable, Sequence
 from perilune_research.simulator.runs import ROOT, Runs
 
 OnChange = Callable[[int, int], None]
-"""(run, depth that is held now; the run's start: nothing)"""
+"""Called with (run, depth down to which it is cached now). A depth at the run's start means that nothing of
+the run is cached."""
 
 
 class RunCache:
@@ -29,7 +32,7 @@ class RunCache:
         self.capacity_tokens = capacity_tokens
         self.used_tokens = 0
         self.idle_tokens = 0
-        """Tokens that are cached and unused, and may be evicted."""
+        """Cached tokens that no request uses, which may be evicted."""
         self.held: dict[int, int] = {}
         """Cached depth per run."""
         self._runs = runs
@@ -38,7 +41,7 @@ class RunCache:
         self._on_change = on_change
 
     def match(self, run: int, depth: int) -> int:
-        """Leading tokens of the prompt (run, depth) that are cached."""
+        """Returns how many leading tokens of the prompt (run, depth) are cached."""
         held, end = self.held, self._runs.end
         matched = 0
         for r in self._runs.chain[run]:
@@ -51,12 +54,12 @@ class RunCache:
         return matched if matched < depth else depth
 
     def idle_on(self, run: int) -> int:
-        """Tokens on the path to `run` that count as idle now and would not once it is pinned."""
+        """Returns the idle tokens on the path to `run`, which pinning it would take from `idle_tokens`."""
         start, held = self._runs.start, self.held
         return sum(held[r] - start[r] for r in self._runs.chain[run] if r in self._lru)
 
     def pin(self, run: int) -> None:
-        """Counts a user of the path to `run`."""
+        """Adds a user to the path to `run`."""
         users = self._users
         for r in self._runs.chain[run]:
             n = users.get(r, 0)
@@ -66,7 +69,7 @@ class RunCache:
                 self.idle_tokens -= self.held[r] - self._runs.start[r]
 
     def unpin(self, run: int) -> None:
-        """Removes a user of the path. Raises KeyError if there is none."""
+        """Removes a user from the path to `run`. Raises KeyError if it has none."""
         users, held = self._users, self.held
         for r in reversed(self._runs.chain[run]):
             n = users[r] - 1
@@ -79,7 +82,7 @@ class RunCache:
                 self.idle_tokens += held[r] - self._runs.start[r]
 
     def grow(self, run: int, depth: int) -> None:
-        """Caches the pinned prompt (run, depth)."""
+        """Caches the prompt (run, depth), whose path must be pinned."""
         runs, held = self._runs, self.held
         start, end, parent = runs.start, runs.end, runs.parent
         while run != ROOT:
@@ -92,12 +95,12 @@ class RunCache:
                 if self._on_change:
                     self._on_change(run, top)
             if have > begin:
-                return  # what is above it was there before
+                return  # the runs above it are cached already
             depth = begin
             run = parent[run]
 
     def trim(self, limit_tokens: int) -> None:
-        """Evicts idle tokens until at most `limit_tokens` are cached, or none is idle."""
+        """Evicts idle tokens until at most `limit_tokens` are cached, or no idle tokens are left."""
         start, held = self._runs.start, self.held
         while self.used_tokens > limit_tokens and self._lru:
             run = next(iter(self._lru))
@@ -114,7 +117,7 @@ class RunCache:
                 self._on_change(run, left)
 
     def release(self, runs: Sequence[int]) -> None:
-        """Frees these runs, leaf first, unless they are in use."""
+        """Frees those of these runs, given leaf first, that no request uses."""
         for run in runs:
             if run not in self._lru:
                 continue
@@ -126,7 +129,7 @@ class RunCache:
                 self._on_change(run, self._runs.start[run])
 
     def clear(self) -> None:
-        """Loses everything, including users."""
+        """Forgets all cached tokens and all users."""
         self.held.clear()
         self._users.clear()
         self._lru.clear()

@@ -1,9 +1,9 @@
 """SLO capacity: the largest load at which a policy meets its SLOs.
 
-Each seed has its own bisection over the rate, so a policy has one capacity per seed: the mean is reported,
-the interval comes from the seeds, and two policies are compared pair by pair.
+A bisection over the rate for each seed gives a policy one capacity per seed. Their mean is reported, their
+spread gives the interval, and two policies are compared seed by seed.
 
-Cost: 6 to 10 simulations per policy and seed; seeds run in processes of their own.
+Cost: 6 to 10 simulations per policy and seed, in parallel processes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ class Slo:
 
     ttft_p90_s: float = 5.0
     stretch: float = 1.25
-    """Highest stretch of the median session; inf: no limit. Open loops have no stretch."""
+    """Highest stretch of the median session; inf: no limit. Open loops have no stretch, so it always holds
+    there."""
 
     def holds(self, run: Run) -> bool:
+        """Whether a run meets the SLOs."""
         if not run.ttft_s or run.success_rate < 1.0:
             return False
         stretch = run.stretch.p50 if run.stretch else 0.0
@@ -45,10 +47,12 @@ class Capacity:
 
     policy: str
     by_seed: tuple[float, ...]
-    """One capacity for each seed, in the trace's unit: sessions per second, or times as fast as recorded."""
+    """One capacity per seed: in sessions per second for generated traffic, for a file a factor on the
+    recorded speed."""
 
     @property
     def rate(self) -> float:
+        """The mean capacity."""
         return mean(self.by_seed)
 
     @property
@@ -57,15 +61,17 @@ class Capacity:
         return measure.interval(self.by_seed)
 
     def over(self, other: Capacity) -> tuple[float, float, float]:
-        """(ratio of the means, and its 95 % interval by bootstrap over the seeds, which are paired)."""
+        """Returns (ratio of the mean capacities, low, high) with the 95 % interval, by bootstrap over the
+        pairs of one seed."""
         return measure.ratio(self.by_seed, other.by_seed)
 
 
 def slo_capacity(
     comparison: Comparison, seeds: Sequence[int], jobs: int = 1, slo: Slo | None = None
 ) -> Iterator[Capacity]:
-    """Yields the capacity of each policy as it is found. A policy that holds nowhere between 1/64 and 64
-    times the first guess has 0 there, one that holds everywhere the largest rate tried."""
+    """Yields the capacity of each policy as it is found. The search covers 1/64 to 64 times the first guess.
+    A seed with which the policy meets the SLOs nowhere there has capacity 0; one with which it meets them
+    everywhere has the largest rate tried."""
     one = partial(_of_seed, comparison, slo or Slo())
     work = [(policy, seed) for policy in comparison.policies for seed in seeds]
     with mapped(one, work, jobs) as rates:

@@ -1,9 +1,12 @@
-"""`python -m perilune_research simulate`: policies side by side on modelled engines, the same seeds for all.
+"""`python -m perilune_research simulate`: compares policies on modelled engines, with the same seeds for all.
 
-Steps: find R where a rate is given in it → play every (rate, seed) with every policy → JSON and a figure if
-requested, then a table per rate with 95 % intervals over seeds. Nothing printed is a measurement of hardware.
+1. Find R, if a rate is given as a multiple of it.
+2. Play every rate and seed with every policy.
+3. Write JSON and a figure if requested, and print a table per rate with 95 % intervals over seeds. Nothing
+   that it prints is a measurement of hardware.
 
-Exit status: 0; 2 for a wrong call or trace, or a file that cannot be written.
+Exit status: 0; 2 for a wrong call or trace, or a file that cannot be written; 130 after Ctrl-C, which still
+prints the tables of what was simulated until then.
 """
 
 from __future__ import annotations
@@ -20,15 +23,17 @@ from perilune_lab.console import Console
 from perilune_lab.exits import wrong_call
 from perilune_lab.traces.source import AGENTIC
 from perilune_research.simulator import large_fleet, output
-from perilune_research.simulator.harness import Comparison, NoRateError, play, pooled, r_of
+from perilune_research.simulator.harness import Comparison, NoRateError, Played, play, pooled, r_of
 from perilune_research.simulator.options import Options, parse, times_r
 
 _SEEDS_FOR_R = 8
 _MOST_SESSIONS = 1_000_000
-"""Upper limit; more would take days."""
+"""Upper limit of sessions in one simulation; more would take days."""
 
 
 def main(argv: Sequence[str]) -> int:
+    """Returns the exit status. Raises SystemExit for `--help` and unknown options, KeyboardInterrupt after
+    Ctrl-C."""
     try:
         options = parse(argv)
         out = Console(width=None if sys.stdout.isatty() else 200)
@@ -38,33 +43,43 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(options: Options, out: Console, err: Console) -> int:
-    """Simulates, writes the files and prints the tables. Raises SpecError."""
+    """Simulates, writes the files and prints the tables; returns 0. Raises SpecError for a wrong trace or
+    option, and where a file cannot be written."""
     comparison, began = options.comparison, time.perf_counter()
     mode = comparison.load.mode
     rates = _rates(options, err)
     pieces = len(rates) * len(options.seeds)
-    err.print(
-        f"simulating {_some(len(comparison.policies), 'policy', 'policies')} × {_some(len(rates), 'rate')} ×"
-        f" {_some(len(options.seeds), 'seed')} on {comparison.fleet.endpoints} modelled H20, mode {mode},"
-        f" {_some(options.jobs, 'process', 'processes')}",
-        highlight=False,
-    )
-    rows = []
-    for i, piece in enumerate(play(comparison, rates, options.seeds, options.jobs), 1):
-        rows += piece
-        simulated_s, wall_s = sum(p.simulated_s for p in piece), sum(p.wall_s for p in piece)
+    rows: list[Played] = []
+    try:
         err.print(
-            f"{i}/{pieces}: rate {piece[0].rate:.4g}, seed {piece[0].seed}, {piece[0].run.requests} requests,"
-            f" {simulated_s / max(wall_s, 1e-9):,.0f} × real time per core",
+            f"simulating {_some(len(comparison.policies), 'policy', 'policies')} ×"
+            f" {_some(len(rates), 'rate')} × {_some(len(options.seeds), 'seed')}"
+            f" on {comparison.fleet.endpoints} modelled H20, mode {mode},"
+            f" {_some(options.jobs, 'process', 'processes')}",
             highlight=False,
         )
+        for i, piece in enumerate(play(comparison, rates, options.seeds, options.jobs), 1):
+            rows += piece
+            simulated_s, wall_s = sum(p.simulated_s for p in piece), sum(p.wall_s for p in piece)
+            err.print(
+                f"{i}/{pieces}: rate {piece[0].rate:.4g}, seed {piece[0].seed}, {piece[0].run.requests}"
+                f" requests, {simulated_s / max(wall_s, 1e-9):,.0f} × real time per core",
+                highlight=False,
+            )
+    except KeyboardInterrupt:
+        for grid in output.tables(pooled(comparison, rows), _unit(comparison)):
+            out.print(grid)
+        done = len({(row.rate, row.seed) for row in rows})
+        raise KeyboardInterrupt(
+            f"{done} of {pieces} rates and seeds were simulated; no file was written"
+        ) from None
     if not any(row.run.requests for row in rows):
-        raise SpecError("no request falls into what is measured - at `--rates`, `--window`")
+        raise SpecError("no request arrives in the measured time - at `--rates`, `--window`")
     runs = pooled(comparison, rows)
     took_s = time.perf_counter() - began
     try:
         _write(options, runs, err)
-    finally:  # the tables come all the same
+    finally:  # print the tables even if a file cannot be written
         for grid in output.tables(runs, _unit(comparison)):
             out.print(grid)
         simulated_s, wall_s = sum(p.simulated_s for p in rows), sum(p.wall_s for p in rows)
@@ -74,13 +89,13 @@ def run(options: Options, out: Console, err: Console) -> int:
             f" {requests / max(wall_s, 1e-9):,.0f} requests per second, {took_s:.1f} s in all",
             highlight=False,
         )
-        for line in large_fleet.lines(rows):
+        for line in (*output.pulls(rows), *large_fleet.lines(rows)):
             out.print(line, highlight=False)
     return 0
 
 
 def _write(options: Options, runs: Sequence[report.Run], err: Console) -> None:
-    """Writes report and figure, if requested. Raises SpecError."""
+    """Writes report and figure, if requested. Raises SpecError if it cannot write them."""
     comparison = options.comparison
     document = report.Report(
         simulated=True,
@@ -99,7 +114,7 @@ def _write(options: Options, runs: Sequence[report.Run], err: Console) -> None:
             output.draw(runs, options.png, _unit(comparison), title)
             err.print(f"figure: {options.png}", highlight=False)
     except OSError as error:
-        raise SpecError(f"not written: {error} - at `--json`, `--png`") from None
+        raise SpecError(f"the report or the figure was not written: {error} - at `--json`, `--png`") from None
 
 
 def _some(n: int, one: str, more: str = "") -> str:
@@ -107,7 +122,7 @@ def _some(n: int, one: str, more: str = "") -> str:
 
 
 def describe(options: Options) -> dict[str, object]:
-    """The workload and everything that was assumed."""
+    """Returns the workload and everything that the simulation assumes, for the report."""
     comparison = options.comparison
     load, fleet = comparison.load, comparison.fleet
     generated = {
@@ -120,10 +135,13 @@ def describe(options: Options) -> dict[str, object]:
         "name": load.trace,
         "rate_unit": _unit(comparison),
         **(generated if load.trace == AGENTIC else {}),
-        "store_bytes_per_s": fleet.hardware.engine.store_bytes_per_s if fleet.store else 0,
+        "store_bytes_per_s": fleet.hardware.engine.store_bytes_per_s
+        if comparison.deployment.reach.stores
+        else 0,
         "kv_tokens": fleet.hardware.kv_pool_tokens,
-        "host_tokens": fleet.host_tokens,
-        "pullable": comparison.pullable,
+        "host_tokens": fleet.host_tokens
+        or comparison.deployment.host_tokens(fleet.hardware.engine.kv_bytes_per_token),
+        "arm": comparison.deployment,
         "transfers": "overlapped" if fleet.overlapped else "serial",
         "link": msgspec.to_builtins(fleet.hardware.link),
         "faults": msgspec.to_builtins(comparison.faults),
@@ -136,7 +154,7 @@ def _unit(comparison: Comparison) -> str:
 
 
 def _rates(options: Options, err: Console) -> list[float]:
-    """The rates as numbers, with `R` resolved."""
+    """Returns the rates as numbers. If some are multiples of R, finds R first."""
     found_r = 0.0
     rates = []
     for text in options.rates:
@@ -145,6 +163,11 @@ def _rates(options: Options, err: Console) -> list[float]:
             continue
         if not found_r:
             seeds = options.seeds[:_SEEDS_FOR_R]
+            err.print(
+                f"searching R, the rate at which TTFT p90 of {options.reference} is 5 × the floor:"
+                f" several simulations with {_some(len(seeds), 'seed')} each",
+                highlight=False,
+            )
             try:
                 found_r = r_of(options.comparison, seeds, options.reference, options.jobs)
             except NoRateError as error:

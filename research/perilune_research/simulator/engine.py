@@ -1,20 +1,25 @@
-"""One simulated engine, from event to event: continuous batching with chunked prefill, in closed form.
+"""One simulated engine: continuous batching with chunked prefill, which jumps from event to event.
 
-Between events a batch that only decodes is a run of steps of known lengths (each sequence's context grows by
-one a step), so any number of them costs one formula. Events: a step with prefill in it ends; a sequence has
-produced its last token; a waiting request becomes ready, which cuts a run of decode steps at the next step's
-end.
+A stretch is the time between two events: one step with prefill in it, or a number of decode steps. The
+lengths of decode steps are known, since each sequence's context grows by one token a step, so one formula
+gives the length of any number of them. A stretch ends when its step with prefill ends, when a sequence has
+produced its last token, or, after a whole decode step, when a waiting request has become ready.
 
-One step, as in vLLM: every decoding sequence gets one token; beside them up to `tokens_per_step` prompt
-tokens are prefilled, first those of sequences already running, then of waiting ones in order of (priority,
-arrival) while slots and KV room last. A waiting request looks up its prefix when it is admitted; blocks count
-as held as soon as they are scheduled, so of equal prompts in one batch the first is computed and the others
-hit (all misses of a step are one prefill). What host memory or the store hold beyond the device is loaded
-first. A prefix that comes from another engine is fetched before admission (serial) or while the rest is
-prefilled (overlapped: the first token waits for both). When the pool is full, idle runs are evicted, then the
-youngest decoding sequence is preempted and recomputed later.
+A step works as in vLLM:
 
-Cost: some 5 events of 10 µs per request. Not modelled: blocks' rounding, speculative decoding.
+1. Every decoding sequence gets one token.
+2. Up to `tokens_per_step` prompt tokens are prefilled: first those of sequences that already run, then those
+   of waiting requests in the order of (priority, arrival), while sequence slots and KV room last.
+3. The engine looks up the prefix of a waiting request when it admits it. Blocks count as cached as soon as
+   they are scheduled, so the first of several equal prompts in one batch is computed and the others hit. All
+   misses of a step are one prefill.
+4. The engine loads what host memory or the store hold beyond the device before it prefills. A prefix from
+   another engine arrives before admission (serial), or while the rest is prefilled (overlapped: the first
+   token waits for both).
+5. When the KV pool is full, idle runs are evicted. If that is not enough, the youngest decoding sequence is
+   preempted and recomputed later.
+
+Cost: some 5 events of 10 µs per request. Not modelled: rounding to blocks, speculative decoding.
 """
 
 from __future__ import annotations
@@ -33,7 +38,8 @@ OnRequest = Callable[[SimulatedRequest, float], None]
 
 
 class SimulatedEngine:
-    """Number `number` of the fleet. `schedule(at_s, version)`: call `event(at_s, version)` then."""
+    """Engine number `number` of the fleet. It calls `schedule(at_s, version)` to have the simulation call
+    `event(at_s, version)` at that time."""
 
     def __init__(
         self,
@@ -49,7 +55,8 @@ class SimulatedEngine:
         measured_from_s: float = 0.0,
         noise: Callable[[], float] | None = None,
     ) -> None:
-        """`noise`: draws a factor for each step that prefills."""
+        """`noise` draws a factor on the seconds of each step that prefills. Gaps between tokens are kept from
+        `measured_from_s` on."""
         self.number = number
         self.hardware = hardware
         self._noise = noise
@@ -57,7 +64,7 @@ class SimulatedEngine:
         self.cache = cache
         self.store = store
         self.host = host
-        """The DRAM tier: everything computed here is also written to it."""
+        """The engine's host memory, to which it also writes everything that it computes."""
         self.alive = True
         self._schedule = schedule
         self._on_first_token = on_first_token
@@ -66,14 +73,14 @@ class SimulatedEngine:
         self._waiting: list[tuple[int, int, SimulatedRequest]] = []
         self._prefilling: list[SimulatedRequest] = []
         self._held: list[tuple[float, int, SimulatedRequest]] = []
-        """Requests that are prefilled but whose transfer has not ended."""
+        """Requests whose prefill has ended but whose transfer has not."""
         self._decoding: list[tuple[int, int, SimulatedRequest]] = []
         self._context_tokens = 0
         """Context tokens of the decoding sequences."""
         self._generated_tokens = 0
-        """Tokens of answers in progress, which are not in the cache yet."""
+        """Tokens of unfinished answers. The cache takes them over when the answer ends."""
         self._reserved_tokens = 0
-        """Tokens of admitted prompts that are not computed yet."""
+        """Tokens of admitted prompts that remain to be computed."""
         self._step = 0
         self._busy = False
         self._began_s = 0.0
@@ -81,41 +88,44 @@ class SimulatedEngine:
         self._steps = 0
         """Decode steps in the stretch that ends at `_ends_s`."""
         self._mixed = False
+        """Whether the present stretch prefills."""
         self._version = 0
         self._store_free_s = 0.0
-        """When the current load ends; loads run one after the other."""
+        """When the current load from host memory or the store ends; loads run one after the other."""
         self._measured_from_s = measured_from_s
         self.gap_s = array("d")
-        """Seconds between two tokens of a request, one entry per stretch of steps …"""
+        """Seconds between two tokens of a request, one entry per stretch."""
         self.gaps = array("q")
-        """… and how many such gaps there were, over all sequences."""
+        """Number of such gaps over all sequences, one entry per stretch."""
         self._step_cost: dict[int, float] = {}
 
     # -- reading -----------------------------------------------------------------------------------
 
     @property
     def running(self) -> int:
+        """Number of admitted requests."""
         return len(self._decoding) + len(self._prefilling) + len(self._held)
 
     @property
     def waiting(self) -> int:
+        """Number of requests that wait for admission."""
         return len(self._waiting) + len(self._arriving)
 
     @property
     def kv_usage(self) -> float:
-        """Share of the KV pool that sequences use, 0–1."""
+        """Share of the KV pool that running sequences use, 0–1. It may exceed 1 for a moment."""
         used = self.cache.used_tokens - self.cache.idle_tokens + self._generated_tokens
         return used / self.cache.capacity_tokens
 
     def requests(self) -> list[SimulatedRequest]:
-        """All requests that have not ended."""
+        """Returns all requests that have not ended."""
         heaps = (self._arriving, self._waiting, self._held, self._decoding)
         return [entry[2] for heap in heaps for entry in heap] + self._prefilling
 
     # -- writing -----------------------------------------------------------------------------------
 
     def add(self, request: SimulatedRequest, now: float) -> None:
-        """Adds a request; it may run once its overhead has passed, and its transfer if that is serial."""
+        """Adds a request. It is ready once its overhead has passed, and a serial transfer has ended."""
         request.ready_s = max(now + self.model.request_overhead_s(request.prompt_tokens), request.ready_s)
         heapq.heappush(self._arriving, (request.ready_s, request.number, request))
         if not self._busy:
@@ -127,8 +137,15 @@ class SimulatedEngine:
                 self._steps = steps
                 self._plan(self._began_s + self._decode_s(steps))
 
+    def cancel(self, request: SimulatedRequest) -> None:
+        """Removes a request that has not been admitted; one that runs goes on."""
+        self._arriving = [entry for entry in self._arriving if entry[2] is not request]
+        self._waiting = [entry for entry in self._waiting if entry[2] is not request]
+        heapq.heapify(self._arriving)
+        heapq.heapify(self._waiting)
+
     def die(self) -> list[SimulatedRequest]:
-        """Fails the engine, which loses its cache; returns the requests that ran there."""
+        """Fails the engine, which loses its caches; returns the requests that waited or ran there."""
         lost = self.requests()
         self.alive = False
         self.host = None
@@ -140,7 +157,7 @@ class SimulatedEngine:
         return lost
 
     def event(self, now: float, version: int) -> None:
-        """Handles a scheduled event; an old version is ignored."""
+        """Handles a scheduled event; ignores it if the engine has scheduled another one since."""
         if version != self._version:
             return
         if self._busy:
@@ -176,7 +193,7 @@ class SimulatedEngine:
             self.cache.trim(self.cache.used_tokens - surplus)
 
     def _prefilled(self, request: SimulatedRequest, now: float) -> None:
-        """The request's prefill is over and its next token exists now."""
+        """Starts to decode a request: its prefill is over and its next token exists now."""
         if not request.produced:
             request.first_token_s = now
             self._on_first_token(request, now)
@@ -238,8 +255,8 @@ class SimulatedEngine:
             self._schedule(at_s, self._version)
 
     def _chunks(self, now: float) -> tuple[int, float, bool]:
-        """Schedules prompt tokens: (how many, pairs attended, whether a prompt's first chunk is among
-        them)."""
+        """Chooses the prompt tokens of the next step. Returns their number, the pairs of tokens that they
+        attend to, and whether a prompt's first chunk is among them."""
         budget = self.model.tokens_per_step
         tokens, attended, begins = 0, 0.0, False
         for request in self._prefilling:
@@ -253,7 +270,7 @@ class SimulatedEngine:
             if not self._admit(request, now):
                 break
             heapq.heappop(self._waiting)
-            if request.ready_s > now:  # it loads from the store first
+            if request.ready_s > now:  # it loads from host memory or the store first
                 heapq.heappush(self._arriving, (request.ready_s, request.number, request))
                 continue
             self._prefilling.append(request)
@@ -273,7 +290,8 @@ class SimulatedEngine:
         return attended
 
     def _admit(self, request: SimulatedRequest, now: float) -> bool:
-        """Admits a request with its cached prefix, if the rest fits into the pool."""
+        """Admits a request with its cached prefix, or starts to load more of it from a lower tier. Returns
+        False if the rest of the prompt does not fit into the KV pool."""
         cache, block = self.cache, self.hardware.block_tokens
         run = request.run if not request.produced else request.answer_run
         most = (request.depth - 1) // block * block
@@ -297,8 +315,8 @@ class SimulatedEngine:
         return True
 
     def _load(self, request: SimulatedRequest, run: int, cached: int, most: int, now: float) -> bool:
-        """Starts to load what host memory holds beyond `cached`, then what the store holds beyond that;
-        returns False if there is nothing."""
+        """Starts to load what host memory holds beyond `cached` tokens, then what the store holds beyond
+        that. Returns False if there is nothing to load."""
         block, seconds, reach = self.hardware.block_tokens, 0.0, cached
         if self.host is not None:
             held = min(self.host.match(run, request.depth) // block * block, most)
@@ -318,7 +336,7 @@ class SimulatedEngine:
         return True
 
     def _write(self, run: int, depth: int) -> None:
-        """Writes the prompt (run, depth), now on the device, to the tiers below."""
+        """Writes the prompt (run, depth) from the device to host memory and the store."""
         if self.host is not None:
             self.host.put(run, depth)
         if self.store is not None:
@@ -349,8 +367,8 @@ class SimulatedEngine:
         self._plan(now + self._decode_s(steps))
 
     def _preempt(self) -> int:
-        """Preempts the youngest decoding request, which will be recomputed; returns the tokens that this
-        frees."""
+        """Preempts the youngest decoding request, which will be recomputed. Returns the number of tokens that
+        this frees."""
         youngest = max(self._decoding, key=lambda entry: entry[1])
         self._decoding.remove(youngest)
         heapq.heapify(self._decoding)
@@ -366,10 +384,10 @@ class SimulatedEngine:
         heapq.heappush(self._waiting, (request.priority, request.number - (1 << 40), request))
         return before - (self._generated_tokens - self.cache.idle_tokens)
 
-    # -- runs of decode steps ----------------------------------------------------------------------
+    # -- several decode steps ----------------------------------------------------------------------
 
     def _slope(self) -> tuple[float, float, float]:
-        """Step i of this batch takes scale × max(floor, base + i × slope)."""
+        """Returns (floor, base, slope): step i of this batch takes scale × max(floor, base + i × slope)."""
         m, sequences = self.model, len(self._decoding)
         base = self._step_cost.get(sequences)
         if base is None:
@@ -380,7 +398,7 @@ class SimulatedEngine:
         return m.decode_floor_s, base + self._context_tokens * token_s, sequences * token_s
 
     def _decode_s(self, steps: int) -> float:
-        """Seconds of the next `steps` decode steps."""
+        """Returns the seconds of the next `steps` decode steps."""
         floor, base, slope = self._slope()
         flat = min(steps, max(0, ceil((floor - base) / slope)))
         rest = steps - flat
@@ -388,7 +406,7 @@ class SimulatedEngine:
         return self.model.scale * (flat * floor + rest * first + slope * rest * (rest - 1) / 2)
 
     def _steps_until(self, at_s: float) -> int:
-        """Decode steps until the end of the one in which `at_s` lies, at least 1."""
+        """Returns the number of decode steps up to the one in which `at_s` lies, at least 1."""
         floor, base, slope = self._slope()
         left = (at_s - self._began_s) / self.model.scale
         flat = max(0, ceil((floor - base) / slope))

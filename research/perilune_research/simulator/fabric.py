@@ -1,4 +1,8 @@
-"""KV transfers between engines: one queue per source NIC, bandwidth by distance, slow links and outliers."""
+"""KV transfers between engines.
+
+Each source NIC sends one transfer after the other. The bandwidth depends on the topology level that both
+endpoints share. Faults can make links slow and single transfers outliers.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,20 @@ from perilune_research.simulator.h20 import Hardware
 
 
 class SimulatedFabric:
+    """The network between the engines, and statistics of what was sent over it."""
+
     def __init__(self, hardware: Hardware, faults: Faults, rng: Random) -> None:
         self._hardware = hardware
         self._faults = faults
         self._rng = rng
         self._free_s: dict[int, float] = {}
-        """When each NIC has sent what is queued."""
+        """NIC → the time at which it will have sent everything in its queue."""
         self.bytes = 0
         self.seconds: list[float] = []
-        """Seconds of each transfer, including its wait."""
+        """Seconds of each transfer, including its wait for the NIC."""
 
     def level(self, a: int, b: int) -> Level:
-        """The topology level that two endpoints share."""
+        """Returns the lowest topology level that contains both endpoints, given by their numbers."""
         h = self._hardware
         if a == b:
             return Level.NODE
@@ -31,7 +37,7 @@ class SimulatedFabric:
         return Level.SPINE if rack_a // h.racks_per_spine == rack_b // h.racks_per_spine else Level.FABRIC
 
     def send(self, source: int, target: int, tokens: int, now: float) -> float:
-        """Starts to send the KV of `tokens`; returns the time of its arrival."""
+        """Queues the transfer of the KV of `tokens`; returns the time of its arrival, in seconds."""
         h, f = self._hardware, self._faults
         seconds = h.transfer_s(tokens, self.level(source, target)) * f.link_factor
         if f.outlier_share and self._rng.random() < f.outlier_share:

@@ -1,4 +1,4 @@
-"""Faults of a simulation, and errors in the gateway's view of it."""
+"""Faults of a simulated fleet, and errors in what the gateway believes about it."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from perilune_api.pool import SpecError
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """The faults of a simulation. The default has none, but the gateway's beliefs start wrong."""
+    """The faults of a simulation. By default the fleet has none, but the gateway's beliefs start wrong."""
 
     link_factor: float = 1.0
     """Factor on the duration of every transfer."""
     outlier_share: float = 0.0
-    """Share of the transfers that take another `outlier_factor` times longer."""
+    """Share of the transfers that take `outlier_factor` times as long."""
     outlier_factor: float = 20.0
     dead_endpoint: int = -1
-    """The endpoint that fails …"""
+    """Number of the endpoint that fails; -1: none."""
     dead_at_s: float = 0.0
-    """… at this time, in seconds. What runs there fails, and the gateway learns of it from that."""
+    """When `dead_endpoint` fails, in seconds. Its requests fail, from which the gateway learns of it."""
     event_lag_s: float = 0.0
-    """Seconds by which KV events and the end of prefills reach the gateway later."""
+    """Seconds after which the gateway learns of KV events and of the ends of prefills."""
     token_error: float = 0.0
-    """Prompt lengths are estimates: off by up to this share, drawn per session; no exact prefix match then,
-    only what the gateway remembers of the session."""
+    """Largest relative error of the gateway's estimates of prompt lengths, drawn per session; 0: it knows the
+    tokens. Where it estimates, it matches no prefix, but remembers the length of the session's context."""
     engine_belief: float = 1.3
     """Ratio of believed to true seconds of prefill, at the start."""
     speed_spread: float = 1.0
-    """Engines are unequal: the compute times of each are multiplied by its own factor, drawn log-uniformly
-    between 1 / this and this. The gateway is told that all are equal."""
+    """Each engine's compute times are multiplied by a factor of its own, drawn log-uniformly between 1 /
+    `speed_spread` and `speed_spread`. The gateway starts with the belief that all engines are equal."""
     step_noise: float = 0.0
-    """Standard deviation of the logarithm of a factor on each step that prefills; its mean is 1. Runs of
-    decode steps have none, since it evens out over many steps."""
+    """Standard deviation of the logarithm of a factor on each step that prefills; the factor's mean is 1.
+    Decode steps have no noise, since it evens out over many steps."""
     link_belief: float = 0.7
     """Ratio of believed to true seconds of a transfer on a link without faults, at the start. Below 1, the
     gateway believes that links are faster than they are."""
@@ -51,6 +51,7 @@ NAMES = {
     "unequal": "speed_spread",
     "noise": "step_noise",
 }
+"""Name of a fault in `--faults` → field of `Faults`."""
 DEFAULTS = {
     "slow-links": "10",
     "outliers": "0.05",
@@ -60,13 +61,14 @@ DEFAULTS = {
     "unequal": "1.5",
     "noise": "0.2",
 }
+"""Value of a fault that is named without one."""
 _FROM_0_TO_1 = {"outlier_share", "token_error"}
 _MAY_BE_0 = _FROM_0_TO_1 | {"event_lag_s", "dead_endpoint", "dead_at_s", "step_noise"}
 
 
 def parse(text: str) -> Faults:
-    """Parses `slow-links=10,outliers=0.05,dead=3@120,lag=2,estimates=0.2`; a name without a value takes its
-    default. Raises SpecError."""
+    """Parses faults such as `slow-links=10,outliers=0.05,dead=3@120,lag=2,estimates=0.2`. A name without a
+    value takes its default. Raises SpecError for an unknown name and a wrong value."""
     faults = Faults()
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, value = part.partition("=")

@@ -1,4 +1,4 @@
-"""The engines of a simulation."""
+"""The fleet of a simulation: the number and kind of its engines, and the tiers below their devices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from perilune_research.simulator.h20 import H20, Hardware
 
 _STORE_TOKENS = 40_000_000
-"""About 4 TB of BF16 KV."""
+"""Default size of the shared store: about 4 TB of BF16 KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +19,9 @@ class SimulatedFleet:
     store: bool = False
     store_tokens: int = _STORE_TOKENS
     host_tokens: int = 0
-    """Tokens of each endpoint's DRAM tier; 0 without one."""
+    """Tokens that each engine can keep in its own host memory; 0: none."""
     overlapped: bool = False
-    """Transferred KV arrives layer by layer while the rest is prefilled, instead of before it."""
+    """True: KV arrives layer by layer while the endpoint prefills the rest of the prompt. False: the prefill
+    begins when all KV has arrived."""
     prefill_endpoints: int = 0
-    """Number of endpoints, from the first, that only prefill while the others only decode; 0 if all do
-    both."""
+    """The first this many endpoints only prefill and the others only decode; 0: all endpoints do both."""

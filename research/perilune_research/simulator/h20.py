@@ -1,12 +1,13 @@
-"""The simulated hardware: every parameter of an H20 fleet in one place, with its unit and source.
+"""The simulated hardware: every parameter of a fleet of NVIDIA H20 GPUs, with its unit and source.
 
-Compute and memory times are the gateway's `EngineModel` (prefill, mixed steps, decode, request overhead, KV
-bytes), which the real-time simulated engine takes its time from too; here is what it leaves out: KV transfer
-between engines, the DRAM tier, the shape of a node. `tests/research/simulator/test_h20.py` compares
-every one of them with its measured points.
+The gateway's `EngineModel` gives compute and memory times: prefill, mixed steps, decode, request overhead, KV
+bytes. The lab's simulated engine uses it as well. This module adds what it leaves out: KV transfer between
+engines, loads from host memory, and the shape of a node. `tests/research/simulator/test_h20.py` compares all
+of them with measured points (see `points`).
 
-H20: 96 GB HBM3, 4.0 TB/s, 148 TFLOPS BF16 / 296 FP8, NVLink 900 GB/s; a node has 8 of them and 4 NICs of 200
-or 400 Gb/s (sites differ: `LinkModel`). Nothing that comes out of this is an H20 measurement.
+An H20 has 96 GB HBM3 with 4.0 TB/s, 148 TFLOPS in BF16, 296 in FP8, and NVLink with 900 GB/s. A node has 8 of
+them and 4 NICs of 200 or 400 Gb/s; since sites differ, `LINKS` has three links. No result of the model is a
+measurement of an H20.
 """
 
 from dataclasses import dataclass, replace
@@ -20,10 +21,10 @@ GIB = 2.0**30
 
 @dataclass(frozen=True, slots=True)
 class LinkModel:
-    """KV transfer between two engines, one transfer alone. Transfers from one NIC follow each other."""
+    """The time of one KV transfer that has the link between two engines to itself."""
 
     fixed_s: float = H20_30B.transfer_fixed_s
-    """2.5 ms, measured on an idle link."""
+    """Seconds before the first byte: 2.5 ms, measured on an idle link."""
     share: float = 1.0
     """Factor on the topology's bandwidth (`Bandwidth`: 9.7 GB/s between nodes, measured up to 3 GiB)."""
     fast_bytes: float = 3 * GIB
@@ -32,7 +33,7 @@ class LinkModel:
     """Share of the bandwidth for further bytes, fitted to 4.5 GB/s at 6 GiB and 3.4 GB/s at 12 GiB."""
 
     def seconds(self, size_bytes: float, bandwidth_bytes_per_s: float) -> float:
-        """Seconds of a transfer of that many bytes; 0 for none."""
+        """Returns the seconds that a transfer of that many bytes takes; 0 for none."""
         if size_bytes <= 0:
             return 0.0
         fast = min(size_bytes, self.fast_bytes)
@@ -42,56 +43,61 @@ class LinkModel:
 
 IDLE = LinkModel()
 LOADED = LinkModel(fixed_s=0.3, share=3.5 / 9.7, fast_bytes=inf)
-"""0.3 s + bytes / 3–4 GB/s: the same link under load."""
+"""The same link under load: 0.3 s + bytes / 3–4 GB/s."""
 BEST = LinkModel(fixed_s=0.0019, share=168 / 9.7, fast_bytes=inf)
-"""1.9 ms + bytes / 168 GB/s: best published, 4 × 400 GbE on H20-3e."""
+"""The best published link, 4 × 400 GbE on H20-3e: 1.9 ms + bytes / 168 GB/s."""
 LINKS = {"idle": IDLE, "loaded": LOADED, "best": BEST}
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One kind of engine and what connects them."""
+    """One kind of engine, and what connects such engines."""
 
     engine: EngineModel = H20_30B
     max_sequences: int = 256
     """vLLM's --max-num-seqs."""
     block_tokens: int = 16
-    """A cache hit covers whole blocks, never the last token."""
+    """Tokens of a block. A cache hit covers whole blocks, and never the prompt's last token."""
     link: LinkModel = IDLE
     bandwidth: Bandwidth = Bandwidth()
-    """Bandwidth by the narrowest level that contains both ends."""
+    """Bandwidth by the lowest topology level that contains both endpoints."""
     endpoints_per_nic: int = 2
-    """8 GPUs and 4 NICs a node."""
+    """A node has 8 GPUs and 4 NICs."""
     endpoints_per_rack: int = 8
-    """Engines that meet under one top-of-rack switch; KV goes over the NICs, also inside a node."""
+    """Engines under one top-of-rack switch. KV goes over the NICs even inside a node."""
     racks_per_spine: int = 16
     host_fixed_s: float = 0.0135
-    """DRAM tier: fitted to 57 ms at 1k, 272 ms at 64k for a whole request, with the next one."""
+    """Seconds before a load from host memory begins. With `host_share`, fitted to TTFT of requests that host
+    memory caches whole: 57 ms at 1k tokens, 272 ms at 64k."""
     host_share: float = 44 / 54
-    """Share of the engine model's published 54 GB/s from DRAM to device that requests get."""
+    """Share that requests get of the engine model's published 54 GB/s from host memory to device."""
 
     @property
     def kv_pool_tokens(self) -> int:
+        """Tokens in one engine's KV pool."""
         return self.engine.kv_pool_tokens
 
     def bandwidth_bytes_per_s(self, level: Level) -> float:
+        """Returns the bandwidth between two endpoints whose lowest common topology level is `level`."""
         b = self.bandwidth
         return (b.node, b.rack, b.spine, b.fabric)[level]
 
     def transfer_s(self, tokens: int, level: Level = Level.RACK) -> float:
-        """Seconds to send the KV of `tokens` from engine to engine."""
+        """Returns the seconds to send the KV of `tokens` from engine to engine, without waiting for the
+        NIC."""
         return self.link.seconds(self.engine.kv_bytes(tokens), self.bandwidth_bytes_per_s(level))
 
     def host_s(self, tokens: int) -> float:
-        """Seconds to load the KV of `tokens` from host memory."""
+        """Returns the seconds to load the KV of `tokens` from host memory to the device; 0 for none."""
         if tokens <= 0:
             return 0.0
         bytes_per_s = self.engine.host_bytes_per_s * self.host_share
         return self.host_fixed_s + self.engine.kv_bytes(tokens) / bytes_per_s
 
     def interference_tpot_s(self, prompt_tokens: int, streams: int = 8, context_tokens: int = 2_500) -> float:
-        """TPOT of `streams`, each with `context_tokens`, from the submission of a prompt to its first token:
-        they decode alone while the request's overhead passes, then one token a chunk."""
+        """Returns the TPOT, in seconds, of `streams` that decode at `context_tokens` each, from a prompt's
+        submission to its first token. They decode alone while the request's overhead passes, then get one
+        token per chunk of the prompt."""
         e = self.engine
         alone_s = e.request_overhead_s(prompt_tokens)
         tokens = alone_s / e.decode_step_s(streams, streams * context_tokens)
@@ -105,7 +111,7 @@ class Hardware:
 
 
 H20 = Hardware()
-"""Qwen3-Coder-30B-A3B in BF16, one H20 an endpoint."""
+"""Qwen3-Coder-30B-A3B in BF16, with one H20 per endpoint."""
 
 H20_480B = Hardware(
     engine=EngineModel(
@@ -121,10 +127,11 @@ H20_480B = Hardware(
     ),
     endpoints_per_nic=1,
 )
-"""Qwen3-Coder-480B-A35B in FP8 with BF16 KV, 8 H20 an endpoint (TP8). From the model's shape; no measured
-point to hold it against, and tensor parallelism's communication is left out."""
+"""Qwen3-Coder-480B-A35B in FP8 with BF16 KV, with 8 H20 per endpoint (tensor parallelism of 8). The figures
+follow from the model's shape. No measured time checks them, and they leave the communication of tensor
+parallelism out."""
 
 
 def with_store(hardware: Hardware, bytes_per_s: float) -> Hardware:
-    """The same hardware with a shared store that each engine reads at `bytes_per_s`."""
+    """Returns the same hardware with a shared store that each engine reads at `bytes_per_s`."""
     return replace(hardware, engine=replace(hardware.engine, store_bytes_per_s=bytes_per_s))

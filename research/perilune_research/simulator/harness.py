@@ -1,7 +1,7 @@
-"""Runs policies × rates × seeds, with equal seeds for every policy, and finds R.
+"""Simulates every policy at every rate with the same seeds, and finds the rate R.
 
-A piece of work is (rate, seed): its workload is made once and every policy plays it. Up to `jobs` pieces run
-in parallel processes.
+A piece of work is one rate with one seed: its workload is made once, and every policy plays it. Up to `jobs`
+pieces run in parallel processes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from perilune_lab.traces.source import AGENTIC, open_trace
 from perilune_research.processes import mapped
 from perilune_research.simulator import measure
 from perilune_research.simulator.bisection import last_that
+from perilune_research.simulator.deployment import Deployment
 from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.fleet import SimulatedFleet
 from perilune_research.simulator.policies import SPLIT
@@ -43,16 +44,18 @@ class OfferedLoad:
     """`agentic`, or a file's path."""
     mode: Mode = Mode.THINKTIME
     window_s: float = 1800.0
-    """Generated traffic: turns that an unloaded system would see later than this are left out."""
+    """Generated traffic leaves out turns that an unloaded system would see at this time or later."""
     warmup_s: float = 600.0
-    """Generated traffic: turns that an unloaded system would see earlier than this are not measured."""
+    """Turns of generated traffic that an unloaded system would see before this time are not measured."""
     limit: int | None = None
-    """A file: number of requests to play, from the first."""
+    """Number of a file's requests to play, from the first; None: all."""
     parameters: Agentic = field(default_factory=Agentic)
+    """Parameters of generated traffic."""
 
     def workload(self, rate: float, seed: int, fleet: SimulatedFleet) -> Workload:
-        """Makes the workload. `rate`: sessions per second, or times as fast as recorded. Seeds change
-        generated traffic only."""
+        """Makes the workload. `rate` is in sessions per second for generated traffic, and for a file a factor
+        on the recorded speed. The seed has no effect on a file. Raises SpecError if the file is no trace, or
+        lacks the timestamps that the mode needs."""
         engine = fleet.hardware.engine
         if self.trace != AGENTIC:
             return prepare(open_trace(self.trace, self.limit), engine, self.mode, rate)
@@ -72,23 +75,23 @@ class Comparison:
     faults: Faults = field(default_factory=Faults)
     routing: Routing = field(default_factory=Routing)
     """Routing parameters; each of `policies` replaces the policy in it."""
-    pullable: bool = True
-    """Whether engines can pull KV from each other; otherwise a moved session is recomputed or read from the
-    store."""
+    deployment: Deployment = Deployment.NONE
+    """How KV gets from one engine to another."""
 
     def fleet_for(self, policy: str) -> SimulatedFleet:
-        """Policies that split prefill and decode get half of the endpoints for each."""
-        if policy in SPLIT:
-            return replace(self.fleet, prefill_endpoints=max(1, self.fleet.endpoints // 2))
-        return self.fleet
+        """Returns the fleet with a store if the deployment has one. For policies that split prefill and
+        decode, the first half of the endpoints prefills and the rest decodes."""
+        split = max(1, self.fleet.endpoints // 2) if policy in SPLIT else 0
+        return replace(self.fleet, store=self.deployment.reach.stores, prefill_endpoints=split)
 
     def play(self, policy: str, workload: Workload, seed: int) -> SimulatedOutcome:
-        setting = Setting(policy, self.routing, pullable=self.pullable)
+        """Simulates one policy."""
+        setting = Setting(policy, self.routing, deployment=self.deployment)
         return simulate(workload, setting, self.fleet_for(policy), self.faults, seed)
 
 
 class Played(NamedTuple):
-    """One simulation's numbers."""
+    """The results of one simulation."""
 
     rate: float
     seed: int
@@ -121,21 +124,23 @@ def _fits(workload: Workload, kv_tokens: int) -> None:
     if longest > kv_tokens:
         raise SpecError(
             f"a request of {longest:,} tokens, with its answer, does not fit into a KV pool of {kv_tokens:,}:"
-            " give the pool as many, or play shorter requests - at `--kv-tokens`"
+            " enlarge the pool, or play shorter requests - at `--kv-tokens`"
         )
 
 
 def play(
     comparison: Comparison, rates: Sequence[float], seeds: Sequence[int], jobs: int = 1
 ) -> Iterator[list[Played]]:
-    """Plays the pieces in order, rates outside and seeds inside; yields each piece's results."""
+    """Plays every piece, all seeds of a rate before the next rate; yields the results of each piece, one per
+    policy."""
     work = [(rate, seed) for rate in rates for seed in seeds]
     with mapped(partial(piece, comparison), work, jobs) as pieces:
         yield from pieces
 
 
 def pooled(comparison: Comparison, played: Iterable[Played]) -> list[Run]:
-    """Runs pooled over seeds, rates outside and policies inside."""
+    """Pools the runs of each rate and policy over the seeds. Returns all policies of a rate before the next
+    rate."""
     rows = list(played)
     runs = []
     for rate in dict.fromkeys(row.rate for row in rows):
@@ -147,7 +152,7 @@ def pooled(comparison: Comparison, played: Iterable[Played]) -> list[Run]:
 
 
 def first_guess(comparison: Comparison) -> float:
-    """The rate with which a search begins."""
+    """Returns the rate with which a search begins."""
     return 0.1 * comparison.fleet.endpoints if comparison.load.trace == AGENTIC else 1.0
 
 
@@ -161,10 +166,12 @@ class NoRateError(Exception):
 
 
 def find_r(runs_at: Callable[[float], Sequence[Run]], guess: float) -> float:
-    """R: the rate at which a policy has TTFT p90 = 5 × the unloaded floor, both the mean over seeds; to 3 %.
+    """Finds R, to 3 %: the rate at which a policy's TTFT p90 is 5 times the unloaded floor, where both are
+    means over the seeds.
 
-    `runs_at`: its runs at a rate, one per seed. Raises NoRateError where no rate between 1/64 and 64 times
-    the guess is it."""
+    `runs_at` returns the policy's runs at a rate, one per seed. Raises NoRateError if R is not between 1/64
+    and 64 times the guess.
+    """
 
     def below(rate: float) -> bool:
         runs = runs_at(rate)
@@ -174,7 +181,7 @@ def find_r(runs_at: Callable[[float], Sequence[Run]], guess: float) -> float:
     low, high = last_that(below, guess, _TOLERANCE_OF_R)
     if not low:
         raise NoRateError(
-            f"at any load TTFT p90 is above {REGRET_AT_R:g} × the floor, or no request is measured"
+            f"TTFT p90 is {REGRET_AT_R:g} × the floor or above at any load, or no request is measured"
         )
     if high == inf:
         raise NoRateError(f"TTFT p90 stays below {REGRET_AT_R:g} × the floor at any load")

@@ -1,8 +1,8 @@
-"""The gateway's prefix index in session-run form: answers like `PrefixIndex`, at the cost of a few look-ups.
+"""The gateway's prefix index in the form of runs (see `runs`), which a look-up answers in a few steps.
 
-Per run, which endpoint holds it down to what depth; beside it claims: a prompt that was just routed counts as
-held until the engine's event confirms it or its time is over. Events arrive `lag_s` late. A property test
-holds it against the gateway's own index.
+The index keeps, per run, which endpoint holds it down to what depth, and claims. A claim lets a prompt that
+was just routed count as held until the engine's event confirms it or the claim expires. Events arrive `lag_s`
+seconds late. A property test compares the answers with those of the gateway's own `PrefixIndex`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Collection
 from perilune_research.simulator.runs import Runs
 
 _Claim = tuple[int, int, float]
-"""(above this depth, down to this one, until)"""
+"""(depth from which the claim holds, depth down to which it holds, time at which it expires)"""
 
 
 class RunIndex:
-    """The index; endpoints are numbers."""
+    """How many tokens of each run each endpoint holds. An endpoint is named by its number."""
 
     def __init__(self, runs: Runs, claim_ttl_s: float, lag_s: float = 0.0) -> None:
         self.runs = runs
@@ -28,8 +28,8 @@ class RunIndex:
         self._late: deque[tuple[float, int, int, int]] = deque()
 
     def changed(self, endpoint: int, run: int, depth: int, now: float) -> None:
-        """Queues the event that `endpoint` now holds `run` down to `depth`; the run's start means nothing of
-        it."""
+        """Sends the event that `endpoint` now holds `run` down to `depth`, where a depth at the run's start
+        means that it holds nothing of it. The index applies the event after the lag."""
         if self._lag_s:
             self._late.append((now + self._lag_s, endpoint, run, depth))
         else:
@@ -71,7 +71,7 @@ class RunIndex:
             self._set_claims(r, endpoint, [(held, top, until), *beyond])
 
     def _set_claims(self, run: int, endpoint: int, claims: list[_Claim]) -> None:
-        """Sets the claims, in the order of depth."""
+        """Replaces the claims of an endpoint on a run. `claims` is in the order of depth."""
         if claims:
             self._claims.setdefault(run, {})[endpoint] = claims
         elif self._claims[run].pop(endpoint, None) is not None and not self._claims[run]:
@@ -85,11 +85,12 @@ class RunIndex:
             self._set_claims(run, endpoint, [])
 
     def match(self, run: int, depth: int, now: float, most: int = 1 << 30) -> dict[int, int]:
-        """Leading tokens of the prompt (run, depth) by endpoint, those that hold none left out.
+        """Returns by endpoint how many leading tokens of the prompt (run, depth) it holds, without the
+        endpoints that hold none.
 
-        `most`: a run that more endpoints hold is skipped unless an endpoint holds what follows it. What all
-        endpoints hold (a system prompt) does not distinguish them, and the answer stays small in a large
-        fleet.
+        Endpoints whose prefix ends in a run that more than `most` endpoints hold are left out, too. What all
+        endpoints hold, such as a system prompt, does not distinguish them, and the answer stays small in a
+        large fleet.
         """
         found: dict[int, int] = {}
         chain, start = self.runs.chain[run], self.runs.start
@@ -105,7 +106,8 @@ class RunIndex:
         return {endpoint: tokens for endpoint, tokens in found.items() if tokens}
 
     def common(self, run: int, most: int) -> Collection[int]:
-        """Holders of the last run of the prompt that more than `most` endpoints hold."""
+        """Returns the holders of the deepest run of the prompt that more than `most` endpoints hold; nothing
+        if there is no such run."""
         for r in reversed(self.runs.chain[run]):
             holders = self._held.get(r)
             if holders and len(holders) > most:
@@ -113,8 +115,21 @@ class RunIndex:
         return ()
 
     def of(self, endpoint: int, run: int, depth: int, now: float) -> int:
-        """Leading tokens of the prompt that one endpoint holds."""
+        """Returns how many leading tokens of the prompt (run, depth) one endpoint holds, claims included."""
         return self._of(endpoint, self.runs.chain[run], depth, now)
+
+    def announced(self, endpoint: int, run: int, depth: int) -> int:
+        """Returns how many leading tokens of the prompt (run, depth) one endpoint's events have announced,
+        claims not included."""
+        matched = 0
+        for r in self.runs.chain[run]:
+            d = self._held.get(r, {}).get(endpoint, 0)
+            if d <= self.runs.start[r]:
+                break
+            matched = d
+            if d < self.runs.end[r]:
+                break
+        return min(matched, depth)
 
     def _of(self, endpoint: int, chain: tuple[int, ...], depth: int, now: float) -> int:
         held, claims, start, end = self._held, self._claims, self.runs.start, self.runs.end

@@ -1,7 +1,7 @@
-"""What a simulation measured, in the report's format.
+"""Turns the outcome of a simulation into a report's figures.
 
-`run` gives one policy's `report.Run` of one simulation; a test holds it against `report.run` over the same
-requests. `pooled` joins runs over seeds: means, and 95 % intervals by bootstrap over the seeds.
+`run` measures one policy with one seed; a test compares it with `report.run` on the same requests. `pooled`
+joins the runs of several seeds: means, with 95 % intervals by bootstrap over the seeds.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ from perilune_research.simulator.simulation import SimulatedOutcome
 from perilune_research.simulator.workload import Task, Workload
 
 RESAMPLES = 1000
+"""Samples drawn by a bootstrap."""
 
 
 def run(outcome: SimulatedOutcome, workload: Workload, cooldown_s: float = 30.0) -> Run:
-    """Measures one policy with one seed, over the turns after the warm-up; makespans are over all turns."""
+    """Measures one policy with one seed. Only the turns after the warm-up count, except in makespans.
+    `cooldown_s`: seconds within which a session's second move counts as thrashing."""
     done = [r for r in outcome.requests if r.task.ideal_at_s >= workload.warmup_s]
     good = [r for r in done if r.succeeded]
     prompt = sum(r.prompt_tokens for r in good)
@@ -89,14 +91,15 @@ def run(outcome: SimulatedOutcome, workload: Workload, cooldown_s: float = 30.0)
 
 
 def ideal_makespan_s(workload: Workload) -> float:
-    """Makespan if every turn ran alone with its session's prefix cached, and with the recorded gaps."""
+    """Returns the seconds from the first turn's start to the last one's end, if every turn ran alone with its
+    session's prefix cached, and with the recorded gaps between turns."""
     ends = [job.tasks[-1].ideal_at_s + job.tasks[-1].ideal_s for job in workload.jobs if job.tasks]
     return max(ends) - min(job.tasks[0].ideal_at_s for job in workload.jobs if job.tasks)
 
 
 def _legacy_factor(outcome: SimulatedOutcome, workload: Workload) -> float | UnsetType:
-    """Makespan / the trace's span: from its first turn to its last, as recorded; of generated traffic, as an
-    unloaded system would record it."""
+    """Makespan / span of the trace, which goes from its first turn to its last as recorded. For generated
+    traffic, the span is the one that an unloaded system would record."""
     at_s = [task.ideal_at_s for job in workload.jobs for task in job.tasks]
     span_s = max(at_s) - min(at_s)
     return outcome.simulated_s / span_s if span_s else UNSET
@@ -109,7 +112,7 @@ def _inside(r: SimulatedRequest) -> bool:
 
 
 def weighted(gaps: Iterable[tuple[float, int]]) -> Quantiles | UnsetType:
-    """Quantiles of values that each occurred a given number of times."""
+    """Returns the quantiles of values, each given with how many times it occurred; UNSET without values."""
     ordered = sorted(gap for gap in gaps if gap[1])
     if not ordered:
         return UNSET
@@ -170,7 +173,7 @@ def _per_endpoint(
 
 
 def _stretches(good: Sequence[SimulatedRequest], workload: Workload) -> list[float]:
-    """Duration / ideal duration of each session that was played to its end."""
+    """Returns duration / ideal duration of each session that was played to its end."""
     found = []
     for tasks, took_s in _completed(good, workload):
         ideal_s = sum(task.ideal_s for task in tasks) + sum(task.gap_s for task in tasks[1:])
@@ -181,7 +184,8 @@ def _stretches(good: Sequence[SimulatedRequest], workload: Workload) -> list[flo
 def _completed(
     good: Sequence[SimulatedRequest], workload: Workload
 ) -> Iterator[tuple[Sequence[Task], float]]:
-    """Yields the turns of each session that was played to its end, and its seconds from its arrival."""
+    """Yields each session that was played to its end: its turns, and its seconds from the first turn's
+    submission to the last one's end."""
     for session, rows in _by_session(good).items():
         tasks = workload.jobs[session].tasks
         if len(rows) == len(tasks):
@@ -201,7 +205,8 @@ def _sessions(done: Sequence[SimulatedRequest], workload: Workload) -> PlayedSes
 
 
 def pooled(runs: Sequence[Run], seeds: Sequence[int], rate: float) -> Run:
-    """Means over seeds with intervals. Endpoints are not pooled, since they differ by seed."""
+    """Returns the means over seeds with their intervals; of counts such as `requests`, the sums. Figures per
+    endpoint are left out, since they differ by seed."""
     rows = [_flat(msgspec.to_builtins(run)) for run in runs]
     values: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for row in rows:
@@ -228,7 +233,8 @@ def pooled(runs: Sequence[Run], seeds: Sequence[int], rate: float) -> Run:
 
 
 def interval(sample: Sequence[float], share: float = 0.95) -> tuple[float, float]:
-    """Interval of the mean, by bootstrap. The seed is fixed, so equal samples give equal intervals."""
+    """Returns the confidence interval of the mean at level `share`, by bootstrap. Equal samples give equal
+    intervals, since the random generator's seed is fixed."""
     rng = Random(len(sample))
     n = len(sample)
     means = sorted(sum(rng.choices(sample, k=n)) / n for _ in range(RESAMPLES))
@@ -236,8 +242,8 @@ def interval(sample: Sequence[float], share: float = 0.95) -> tuple[float, float
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float], share: float = 0.95) -> tuple[float, float, float]:
-    """(mean of ours / mean of theirs, low, high), by bootstrap over pairs of one seed; inf where theirs are
-    all 0."""
+    """Returns (mean of ours / mean of theirs, low, high): the ratio and its interval, by bootstrap over the
+    pairs of values of one seed. The ratio is inf if theirs are all 0."""
     rng, n = Random(len(ours)), len(ours)
     pairs = list(zip(ours, theirs, strict=True))
     found = sorted(_quotient(rng.choices(pairs, k=n)) for _ in range(RESAMPLES))

@@ -1,20 +1,24 @@
-"""The migration planner of a simulation: the gateway's own `Planner`, its facts from the simulated gateway.
+"""The migration planner of a simulation: the gateway's own `Planner` on facts of the simulated gateway.
 
-Facts are read from beliefs and the run index; what a plan offers is carried out by the session's next
-request, whose pull starts with it. When the target has the KV, the source's copy is freed (an engine's LRU
-would get to it later), as far as it belongs to that session alone.
+The facts come from `Beliefs` and `RunIndex`. Where engines hand KV over, `handing_over` copies it before a
+session switches. In the other arms, the session's next request carries an offered move out. In arm `pull`,
+that request pulls the KV; when the target has it, the source frees those parts of its copy that no other
+session has used, which its LRU would evict only later.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import islice
 from math import sqrt
 
 from perilune_api.topology import Link
 from perilune_gateway.model import Candidate, Location, Move, Overlap, Subject
+from perilune_gateway.moves.handoff import Handoffs, Standing
 from perilune_gateway.moves.plan import PrefixFacts, SessionFacts
 from perilune_gateway.moves.planner import Planner
+from perilune_gateway.routing.pull_limits import OpenPulls, PullLimits
 from perilune_research.simulator.beliefs import Beliefs, KnownSession
 from perilune_research.simulator.index import RunIndex
 from perilune_research.simulator.request import SimulatedRequest
@@ -22,10 +26,12 @@ from perilune_research.simulator.setting import Setting
 from perilune_research.simulator.store import SimulatedStore
 
 SHARED = -1
+"""Owner of a run through which several sessions go."""
 
 
 class Moving:
-    """Sessions are named by their numbers, prefixes by the run in which they end."""
+    """The planner, the hand-offs and the limits of pulls, and the facts that they ask for. A session is named
+    by its number, and a prefix that ends in run r by -1 - r."""
 
     def __init__(
         self,
@@ -34,17 +40,26 @@ class Moving:
         index: RunIndex,
         store: SimulatedStore | None,
         sessions: Sequence[KnownSession],
+        block_tokens: int = 16,
     ) -> None:
         self.planner = Planner(self)
+        open_pulls = OpenPulls()
+        self.handoffs = Handoffs(open_pulls.copies)
+        self.limits = PullLimits(self.planner, self.handoffs, open_pulls)
         self.planner.configure(setting.migration, setting.policy_name)
         self.on = bool(self.planner.triggers)
-        self.pullable = setting.pullable
-        self.ahead = False
+        reach = setting.deployment.reach
+        self._reads = reach.reads_peers and setting.routing.pull.enabled
+        self.pullable = reach.hands_over or self._reads or setting.deployment.pulls
+        self.ahead = reach.hands_over
         self.interval_s = setting.migration.interval_seconds
+        self._block = block_tokens
         self._beliefs, self._index, self._store, self._all = beliefs, index, store, sessions
         self._at: list[dict[int, KnownSession]] = [{} for _ in beliefs.endpoints]
-        """Sessions by endpoint, the most recent last; some have left since."""
+        """For each endpoint, the sessions that have run there, the most recent last. Some may have left."""
         self._tickets: dict[SimulatedRequest, int] = {}
+        self._busy: Counter[int] = Counter()
+        """Requests in flight by session."""
         self._begun: dict[int, tuple[float, int]] = {}
         """Per run: when a new session first began with it, and how many did."""
         self._owner: dict[int, int] = {}
@@ -55,8 +70,8 @@ class Moving:
     def offer(
         self, request: SimulatedRequest, session: KnownSession, known_tokens: int, now: float
     ) -> Move | None:
-        """The planner's offer for a request. `known_tokens`: the longest prefix of its prompt that any
-        endpoint holds."""
+        """Returns the planner's offer for a request, if any. `known_tokens`: the length of the longest prefix
+        of its prompt that any endpoint holds."""
         if session.host >= 0:
             return self.planner.offer(session.number, None)
         if not known_tokens:
@@ -65,12 +80,13 @@ class Moving:
         prefix = next(r for r in runs.chain[request.run] if known_tokens <= runs.end[r])
         since, times = self._begun.get(prefix, (now, 0))
         self._begun[prefix] = since, times + 1
-        self.planner.saw(prefix, known_tokens)
-        return self.planner.offer(None, prefix)
+        self.planner.saw(_prefix(prefix), known_tokens)
+        return self.planner.offer(None, _prefix(prefix))
 
     def recorded(
         self, request: SimulatedRequest, session: KnownSession, move: Move | None, now: float
     ) -> None:
+        """Records that a request was routed, with the move that it carries out."""
         session.run, session.seen_s = request.run, now
         there = self._at[request.endpoint]
         there.pop(session.number, None)
@@ -79,12 +95,24 @@ class Moving:
             owner = self._owner.setdefault(run, session.number)
             if owner != session.number:
                 self._owner[run] = SHARED
+        self._busy[session.number] += 1
         if move:
             self._tickets[request] = self.planner.started(move, now)
 
+    def over(self, request: SimulatedRequest) -> None:
+        """Records that a request which was routed has ended."""
+        self._busy[request.task.session] -= 1
+
+    def rebind(self, number: int, target: int, now: float) -> None:
+        """Switches a session to the target without a request."""
+        session = self._all[number]
+        self._at[session.host].pop(number, None)
+        self._beliefs.bind(session, target, now)
+        self._at[target][number] = session
+
     def ended(self, request: SimulatedRequest, now: float, *, arrived: bool) -> Sequence[int]:
-        """Ends the request's move when its first token exists or never will. Returns the runs that the source
-        may forget, leaf first."""
+        """Ends the move that a request carries out, if any. `arrived`: the target has the KV. Returns the
+        runs that the source may free, leaf first."""
         ticket = self._tickets.pop(request, -1)
         if ticket < 0:
             return ()
@@ -94,7 +122,7 @@ class Moving:
         return self.own_runs(request)
 
     def own_runs(self, request: SimulatedRequest) -> list[int]:
-        """Runs of the request's prompt that only its session has used, leaf first."""
+        """Returns the runs of the request's prompt that only its session has used, leaf first."""
         mine = request.task.session
         chain = self._index.runs.chain[request.run]
         return [run for run in reversed(chain) if self._owner.get(run) == mine]
@@ -121,15 +149,34 @@ class Moving:
         there = self._at[e]
         for gone in [number for number, session in there.items() if session.host != e]:
             del there[gone]
-        return [self._facts(session, host, e, now) for session in islice(reversed(there.values()), limit)]
+        recent = islice(reversed(there.values()), limit)
+        if not self.ahead:
+            return [self._facts(s, host, self._readable(s, e, now), now) for s in recent]
+        return [
+            self._facts(s, host, 0 if self.handoffs.gave_up(s.number, now) else self._handed(s, e), now)
+            for s in recent
+            if not (self.handoffs.moves(s.number) or (self._busy[s.number] and not self._handed(s, e)))
+        ]
 
-    def _facts(self, s: KnownSession, host: str, e: int, now: float) -> SessionFacts:
+    def _readable(self, s: KnownSession, e: int, now: float) -> int:
+        """Tokens of the session's context that others can read at the endpoint, with a request."""
+        host = self._beliefs.engines[e].host if self._reads else None
+        if host is None:
+            return self._index.of(e, s.run, s.context_tokens, now)
+        return min(host.match(s.run, s.context_tokens), s.context_tokens)
+
+    def _handed(self, s: KnownSession, e: int) -> int:
+        """Returns how many tokens of the session's context the endpoint has announced, and so can hand
+        over."""
+        return self._index.announced(e, s.run, s.context_tokens)
+
+    def _facts(self, s: KnownSession, host: str, held_tokens: int, now: float) -> SessionFacts:
         context = s.context_tokens
         return SessionFacts(
             s.number,
             host,
             context,
-            self._index.of(e, s.run, context, now),
+            held_tokens,
             self._store.match(s.run, context) if self._store else 0,
             s.turns,
             now - s.moved_s,
@@ -138,13 +185,45 @@ class Moving:
 
     def prefix(self, name: Subject, tokens: int, now: float) -> PrefixFacts | None:
         assert isinstance(name, int), "a prefix is named by a run"
-        held = self._index.match(name, tokens, now)
+        if self.handoffs.moves(name):
+            return None
+        run = _prefix(name)
+        held = self._index.match(run, tokens, now)
         addresses = self._beliefs.endpoints
         locations = [Location(addresses[e].address, held_tokens) for e, held_tokens in held.items()]
         if not locations:
             return None
-        since, times = self._begun[name]
+        since, times = self._begun[run]
         score = times / sqrt(max(1.0, now - since))
-        stored = self._store.match(name, tokens) if self._store else 0
+        stored = self._store.match(run, tokens) if self._store else 0
         locations.sort(key=lambda location: -location.tokens)
         return PrefixFacts(name, tokens, score, tuple(locations), stored)
+
+    # -- what can be handed over -------------------------------------------------------------------
+
+    def standing(self, subject: Subject, now: float) -> Standing | None:
+        """Returns where a session stands; None for a session that has ended, and for a prefix."""
+        assert isinstance(subject, int), "sessions and prefixes are numbers"
+        if subject < 0 or self._all[subject].host < 0:
+            return None
+        session = self._all[subject]
+        host = self._beliefs.endpoints[session.host].address
+        return Standing(host, self._handed(session, session.host), self._busy[subject] > 0)
+
+    def content(self, subject: Subject) -> tuple[int, int] | None:
+        """Returns (run, tokens) of what can be handed over, in whole blocks; None if there is nothing."""
+        assert isinstance(subject, int), "sessions and prefixes are numbers"
+        if subject < 0:
+            run = _prefix(subject)
+            depth = self._index.runs.end[run]
+            held = max((self._index.announced(e, run, depth) for e in range(len(self._at))), default=0)
+        else:
+            session = self._all[subject]
+            run, held = session.run, self._handed(session, session.host)
+        tokens = held // self._block * self._block
+        return (run, tokens) if tokens else None
+
+
+def _prefix(run: int) -> int:
+    """Returns the name of the prefix that ends in a run; given a prefix's name, returns its run."""
+    return -1 - run

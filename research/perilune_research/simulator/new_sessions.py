@@ -1,9 +1,11 @@
 """Session admission in a simulation: the gateway's own `ActiveContexts` and `SessionQueue` decide when new
 sessions begin.
 
-The facts are those that a gateway has: prompts, ends of answers, and what the prefix index knows. Which
-turn is a session's last is not told. A refused session comes back as with OpenAI's SDKs: after the seconds of
-`Retry-After`, `RETRIES` times; then its client gives up, and the session is lost."""
+They get the facts that a gateway has: prompts, ends of answers, and what the prefix index knows, but not
+which turn is a session's last. The client of a refused session does what OpenAI's SDKs do: it sends the
+request again after the seconds of `Retry-After`, up to `RETRIES` times. Then it gives up, and the session is
+lost.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,17 @@ from perilune_research.simulator.request import SimulatedRequest
 LOOK_S = 0.25
 """Seconds between two looks at the sessions that wait, as in the gateway's service."""
 RETRIES = 2
-"""How often OpenAI's SDKs send a refused request again unless they are told otherwise. They obey
-`Retry-After` up to 60 s, and the queue names no more."""
+"""How many times OpenAI's SDKs send a refused request again by default. They obey `Retry-After` up to 60 s,
+and the queue never asks for more."""
 
 
 def retry_after_s(request: SimulatedRequest, refused: Refused) -> float | None:
-    """Return after how many seconds the client of a refused request sends it again; None: it gives up."""
+    """Returns the seconds after which the client of a refused request sends it again; None: it gives up."""
     return None if request.refusals > RETRIES else float(ceil(refused.retry_after_s))
 
 
 class SimulatedNewSessions:
-    """The new sessions of the simulated pool, and the contexts of those that are active."""
+    """The new sessions that wait, and the contexts of the sessions that are active."""
 
     def __init__(self, rules: SessionAdmission, beliefs: Beliefs, index: RunIndex) -> None:
         self.on = rules.enabled
@@ -44,10 +46,11 @@ class SimulatedNewSessions:
         """Session → its last turn that was routed."""
 
     def __len__(self) -> int:
+        """Number of new sessions that wait."""
         return len(self._queue)
 
     def arrive(self, request: SimulatedRequest, now: float) -> Waiting | Refused | None:
-        """The request has come. None: it is routed now."""
+        """Decides about a request that has arrived. Returns None if it is to be routed now."""
         session = request.task.session
         if not self.on or session in self._turns:
             return None
@@ -57,22 +60,22 @@ class SimulatedNewSessions:
         return verdict
 
     def due(self, now: float) -> Iterator[tuple[SimulatedRequest, Refused | None]]:
-        """Yield the requests that are routed now (None) or refused. The next one is looked for when the one
-        before has been routed."""
+        """Yields the requests that are to be routed now (with None) or are refused. Each is chosen only when
+        the caller has routed the one before."""
         while first := self._queue.begin(self._room(now), now):
             yield self._waiting.pop(first.ticket), None
         for late, refused in self._queue.refuse(now):
             yield self._waiting.pop(late.ticket), refused
 
     def turn_began(self, request: SimulatedRequest) -> None:
-        """The request was routed."""
+        """Records that a request was routed."""
         if self.on:
             task = request.task
             self._turns[task.session] = request
             self._contexts.began(task.session, request.prompt_tokens, task.number + 1)
 
     def turn_ended(self, request: SimulatedRequest, now: float) -> None:
-        """A request that was routed has ended."""
+        """Records that a request which was routed has ended."""
         if self.on:
             self._contexts.ended(request.task.session, _context_tokens(request), now)
 
@@ -88,5 +91,5 @@ class SimulatedNewSessions:
 
 
 def _context_tokens(request: SimulatedRequest) -> int:
-    """Tokens of the session's context after the request."""
+    """Returns the tokens of the session's context after the request."""
     return request.prompt_tokens + request.output_tokens

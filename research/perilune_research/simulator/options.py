@@ -10,12 +10,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from perilune_api.pool import Routing, SessionAdmission, SpecError
-from perilune_lab.arguments import assignments, count, figure, is_positive, not_negative, output, positive
+from perilune_lab.arguments import (
+    assignments,
+    count,
+    figure,
+    is_positive,
+    not_negative,
+    one_of,
+    output,
+    positive,
+)
 from perilune_lab.policy_arguments import changed, listed
 from perilune_lab.traces.agentic import Agentic
 from perilune_lab.traces.model import Mode
 from perilune_lab.traces.source import AGENTIC
 from perilune_research.simulator import faults as faults_of
+from perilune_research.simulator.deployment import STORE_BYTES_PER_S, Deployment
 from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.fleet import SimulatedFleet
 from perilune_research.simulator.h20 import H20, LINKS, Hardware, with_store
@@ -24,7 +34,7 @@ from perilune_research.simulator.policies import POLICIES
 from perilune_research.simulator.setting import PLANNER
 
 _MOST_ENDPOINTS = 10_000
-"""Upper limit, because of memory."""
+"""Upper limit of endpoints, because of memory."""
 _DEFAULT = OfferedLoad()
 _RATE = re.compile(r"(?P<times>\d*\.?\d*)R(?:/(?P<by>\d+\.?\d*))?")
 
@@ -36,26 +46,42 @@ examples (after `python -m perilune_research`):
   simulate --policies ear,perilune --rates 1 --faults slow-links=10,outliers=0.05
   simulate --policies lmetric_plus_one --endpoints 1000 --rates 100 --seeds 1 --window 60 --warmup 0
 
-rates: sessions per second of generated traffic, times as fast as recorded for a file. R is the rate at which
-  lmetric (or --reference) has TTFT p90 = 5 × the floor: every turn alone, its session's prefix cached.
-faults: name=value,… of {", ".join(faults_of.NAMES)} (dead=ENDPOINT@SECONDS)
-modes: {Mode.THINKTIME} closed loop, recorded gaps; {Mode.TIMESTAMPS} open loop; {Mode.MAX} the later of both
+arms, by how KV gets from one engine to another:
+  {Deployment.NONE}: not at all, as in a pool with defaults
+  {Deployment.HANDOFF}: engines hand KV over, in planned moves and for requests (within pull.maxSeconds)
+  {Deployment.STORE}: all engines share one store
+  {Deployment.BOTH}: hand-off and store
+  {Deployment.OFFLOAD}: engines keep KV in host memory and read each other's for requests
+  {Deployment.PULL}: any engine pulls any prefix for a request, without limits, which no pool can do
+rates: sessions per second for generated traffic; for a file, a factor on the recorded speed. R is the rate at
+  which TTFT p90 of lmetric (or --reference) is 5 × the floor, which is TTFT p90 if every turn ran alone with
+  its session's prefix cached.
+faults: NAME=VALUE,… (dead=ENDPOINT@SECONDS), of
+  {", ".join(faults_of.NAMES)}
+modes: {Mode.THINKTIME}: a turn follows the previous one after the recorded gap (closed loop);
+  {Mode.TIMESTAMPS}: at its timestamp (open loop); {Mode.MAX}: when the previous one has ended, but not before
+  its timestamp
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
+    """The checked command line."""
+
     comparison: Comparison
     rates: tuple[str, ...]
+    """Rates as given: numbers and multiples of R."""
     reference: str
+    """The policy that defines R."""
     seeds: tuple[int, ...]
     jobs: int
+    """Number of parallel processes."""
     json: Path | None
     png: Path | None
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
+    """Parses the command line. Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
     args = _parser().parse_args(argv)
     if args.endpoints > _MOST_ENDPOINTS:
         raise SpecError(f"{args.endpoints:,} endpoints: at most {_MOST_ENDPOINTS:,} - at `--endpoints`")
@@ -68,7 +94,6 @@ def parse(argv: Sequence[str]) -> Options:
             fleet=SimulatedFleet(
                 args.endpoints,
                 hardware,
-                bool(args.store),
                 overlapped=args.overlapped,
                 host_tokens=args.host_tokens,
             ),
@@ -78,7 +103,7 @@ def parse(argv: Sequence[str]) -> Options:
                 assignments(args.param, "--param"),
                 "--param",
             ),
-            pullable=not args.no_pull,
+            deployment=args.arm,
         ),
         rates=_rates(args),
         reference=_reference(args.reference),
@@ -90,7 +115,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def times_r(text: str) -> float | None:
-    """The factor of `R`, `R/2` or `1.25R`; None if the text is not a multiple of R."""
+    """Returns the factor in a text such as `R`, `R/2` or `1.25R`; None if it is not a multiple of R."""
     match = _RATE.fullmatch(text)
     if match is None or not all(map(is_positive, found := (match["times"] or "1", match["by"] or "1"))):
         return None
@@ -100,7 +125,7 @@ def times_r(text: str) -> float | None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m perilune_research simulate",
-        description="Play a trace through the gateway's policies on modelled engines, and compare.",
+        description="Compare the gateway's policies: play a trace through each of them on modelled engines.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -125,59 +150,71 @@ def _parser() -> argparse.ArgumentParser:
         type=count,
         default=16,
         metavar="N",
-        help="how many, the same for all policies [%(default)s]",
+        help="number of seeds, which are the same for all policies [%(default)s]",
     )
     add("--seeds-from", type=count, default=1, metavar="N", help="first seed [%(default)s]")
     add(
         "--mode",
-        type=Mode,
+        type=one_of(Mode),
         choices=list(Mode),
         default=Mode.THINKTIME,
-        help="when turns are submitted, see below [%(default)s]",
+        help="when turns are submitted; see below [%(default)s]",
     )
     add(
         "--window",
         type=positive,
         default=_DEFAULT.window_s,
         metavar="S",
-        help="length of generated traffic [%(default)s]",
+        help="length of generated traffic, in seconds [%(default)s]",
     )
     add(
         "--warmup",
         type=not_negative,
         default=_DEFAULT.warmup_s,
         metavar="S",
-        help="first part of the window, which is not measured [%(default)s]",
+        help="first seconds of the window, which are not measured [%(default)s]",
     )
     add("--limit", type=count, metavar="N", help="play only the first N requests of a file")
     add(
         "--zipf", type=not_negative, default=0.0, metavar="A", help="skew of generated sessions [%(default)s]"
     )
-    add("--store", metavar="3GBps", help="add a shared KV store, which one engine reads at this speed")
-    add("--host-tokens", type=count, default=0, metavar="N", help="size of each endpoint's DRAM tier [none]")
+    add(
+        "--arm",
+        type=one_of(Deployment),
+        choices=list(Deployment),
+        default=Deployment.NONE,
+        help="how KV gets from one engine to another; see below [%(default)s]",
+    )
+    add("--store", metavar="3GBps", help="speed at which one engine reads the shared store [3GBps]")
+    add(
+        "--host-tokens",
+        type=count,
+        default=0,
+        metavar="N",
+        help=f"tokens that each engine keeps in its host memory [none; 64 GiB in arm {Deployment.OFFLOAD}]",
+    )
     add("--link", choices=sorted(LINKS), default="idle", help="speed of KV transfers [%(default)s]")
-    add("--kv-tokens", type=count, metavar="N", help="size of each endpoint's KV pool [281600]")
+    add("--kv-tokens", type=count, metavar="N", help="tokens in each engine's KV pool [281600]")
     add(
         "--context-tokens",
         type=count,
         metavar="N",
-        help="longest generated request, with its answer [131072]",
+        help="tokens of the longest generated request with its answer [131072]",
     )
-    add("--no-pull", action="store_true", help="engines cannot pull KV from each other")
-    add("--overlapped", action="store_true", help="transfers run beside the prefill, not before it")
+    add("--overlapped", action="store_true", help="transfer KV during the prefill, not before it")
     add(
         "--admission",
         action="store_true",
-        help="new sessions wait while active contexts fill the KV pools; refused ones come back twice",
+        help="let new sessions wait while active contexts fill the KV pools; refused ones come back twice",
     )
-    add("--faults", default="", metavar="NAME=V,…", help="see below")
+    add("--faults", default="", metavar="NAME=V,…", help="faults of fleet and gateway; see below [none]")
     add(
         "--param",
         "--params",
         action="append",
         default=[],
         metavar="BLOCK.NAME=V",
-        help="a parameter of a policy, e.g. ear.cooldownSeconds=10, of migration or of enginePriority",
+        help="a parameter of a policy (e.g. ear.cooldownSeconds=10), or of migration, enginePriority or pull",
     )
     add(
         "--jobs",
@@ -195,7 +232,11 @@ def _hardware(args: argparse.Namespace) -> Hardware:
     hardware = replace(H20, link=LINKS[args.link])
     if args.kv_tokens:
         hardware = replace(hardware, engine=replace(hardware.engine, kv_pool_tokens=args.kv_tokens))
-    return with_store(hardware, _bytes_per_s(args.store)) if args.store else hardware
+    if not args.arm.reach.stores:
+        if args.store:
+            raise SpecError(f"arm {args.arm} has no store, so it has no speed - at `--store`")
+        return hardware
+    return with_store(hardware, _bytes_per_s(args.store) if args.store else STORE_BYTES_PER_S)
 
 
 def _load(args: argparse.Namespace, hardware: Hardware) -> OfferedLoad:
@@ -215,11 +256,11 @@ def _check_generated(load: OfferedLoad, hardware: Hardware) -> None:
     if load.mode is not Mode.THINKTIME:
         raise SpecError(f"generated traffic has no timestamps, which mode {load.mode} needs - at `--mode`")
     if load.limit:
-        raise SpecError("generated traffic has no end but that of `--window` - at `--limit`")
+        raise SpecError("only a file can be limited; generated traffic ends with `--window` - at `--limit`")
     if longest > room:
         raise SpecError(
             f"generated requests have up to {longest:,} tokens, which a KV pool of {room:,} does not hold:"
-            f" give as many, or shorten the requests with `--context-tokens {room}` - at `--kv-tokens`"
+            f" enlarge the pool, or shorten the requests with `--context-tokens {room}` - at `--kv-tokens`"
         )
     if load.warmup_s >= load.window_s:
         raise SpecError("nothing is measured: the warm-up is as long as the window - at `--warmup`")
@@ -274,5 +315,5 @@ def _policies(text: str, option: str) -> tuple[str, ...]:
 def _bytes_per_s(text: str) -> float:
     match = re.fullmatch(r"(\d+\.?\d*)\s*GBps", text)
     if match is None or not float(match[1]):
-        raise SpecError(f"{text!r}: bytes per second like 3GBps - at `--store`")
+        raise SpecError(f"{text!r}: must be a speed such as 3GBps - at `--store`")
     return float(match[1]) * 1e9

@@ -1,7 +1,8 @@
-"""Tables and figures of simulations; everything says that it is simulated."""
+"""Tables and figures of simulations. All of them say that they are simulated."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rich.table import Table
 from perilune_lab.formats import as_number, as_percent, as_seconds
 from perilune_lab.report import Run
 from perilune_lab.report.columns import cell
+from perilune_research.simulator.harness import Played
 
 _COLUMNS = (
     "TTFT p50",
@@ -30,8 +32,22 @@ _COLUMNS = (
 )
 
 
+def pulls(rows: Sequence[Played]) -> Iterable[str]:
+    """Yields a line per policy that could have KV fetched for requests: how often it did, and how often it
+    did not for which reason."""
+    for policy in dict.fromkeys(row.run.policy for row in rows):
+        done: Counter[str] = Counter()
+        for row in rows:
+            if row.run.policy == policy:
+                done.update(row.seen.pulls)
+                done.update(row.seen.unpulled)
+        if done:
+            counts = ", ".join(f"{name} {count:,}" for name, count in done.most_common())
+            yield f"{policy}: requests whose prefix another endpoint cached, by what happened to it: {counts}"
+
+
 def tables(runs: Sequence[Run], unit: str) -> Iterable[Table]:
-    """One table per rate, a row per policy, lowest TTFT p90 first."""
+    """Yields one table per rate, with a row per policy, lowest TTFT p90 first. `unit`: that of the rate."""
     for rate in dict.fromkeys(run.rate for run in runs):
         mine = [run for run in runs if run.rate == rate]
         seeds = mine[0].seeds or ()
@@ -83,8 +99,8 @@ _FIGURES = (
 
 
 def draw(runs: Sequence[Run], path: Path, unit: str, title: str) -> None:
-    """Draws four panels over the rate, with 95 % intervals as bands; with a single rate, bars. Raises
-    OSError."""
+    """Draws four panels with lines over the rate and their 95 % intervals as bands; for a single rate, bars.
+    Raises OSError if it cannot write the file."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -119,7 +135,7 @@ def draw(runs: Sequence[Run], path: Path, unit: str, title: str) -> None:
 
 
 def _point(run: Run, name: str) -> tuple[float, float, float, float] | None:
-    """(rate, value, low, high)."""
+    """Returns (rate, value, low, high) of a figure such as `ttft_s.p90`; None if the run does not have it."""
     value: object = run
     for part in name.split("."):
         value = getattr(value, part, UNSET)

@@ -1,7 +1,7 @@
-"""Points measured on H20s, to which the engine model is fitted, beside the values of the model.
+"""Points measured on H20 GPUs, beside the values of the engine model that was fitted to them.
 
-Each is (measured, modelled), in seconds unless its name says bytes or tokens. A test and the evaluation hold
-every one within 10 %.
+Each value is (measured, modelled): in seconds for times, in bytes for KV and in tokens for the KV pool. A
+test and the evaluation check that each modelled value is within 10 % of the measured one.
 """
 
 from perilune_research.simulator.h20 import BEST, GIB, H20, H20_480B, IDLE, LOADED

@@ -1,4 +1,4 @@
-"""Prefill and decode on separate endpoints: the endpoints of a role."""
+"""Selects endpoints by role, for policies that prefill on one endpoint and decode on another."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,10 +7,10 @@ from perilune_gateway.model import Candidate
 
 
 def is_split(candidates: Iterable[Candidate]) -> bool:
-    """Whether prefill has endpoints of its own."""
+    """Whether some endpoint only prefills."""
     return any(c.endpoint.role is Role.PREFILL for c in candidates)
 
 
 def with_role(candidates: Sequence[Candidate], role: Role) -> Sequence[Candidate]:
-    """Endpoints of that role; all endpoints if none has it."""
+    """Returns the candidates that can play this role, or all candidates if none can."""
     return [c for c in candidates if c.endpoint.role in (role, Role.BOTH)] or candidates

@@ -1,23 +1,31 @@
-"""The gateway of a simulation: facts → the gateway's own policy function → bookkeeping.
+"""The gateway of a simulation: gathers facts, lets a production policy decide, and records the decision.
 
-For every submission: what each endpoint holds of the prompt (session-run index) and has to do (beliefs)
-become the `RequestView` and `Candidate`s that the production policies read; the same admission checks run;
-the decision is recorded.
+For every submission:
 
-In a large fleet a policy sees a shortlist (see `shortlist`). Every `AUDIT_EVERY`-th of its choices is
-checked against a look at all endpoints; the time of each decision, from facts to choice, is kept. Policies
-that use no facts see all endpoints, since a shortlist would change their choices.
+1. What each endpoint holds of the prompt (`RunIndex`) and what it has to do (`Beliefs`) become the
+   `RequestView` and the `Candidate`s that policies read.
+2. The policy decides, and the gateway's own admission checks run.
+3. Where engines hand KV over or read each other's host memory, the functions of `routing/pull.py` say what
+   policies know of it and what is fetched for the request, within the gateway's own limits.
+4. The decision is recorded.
+
+In a large fleet a policy sees a shortlist (see `shortlist`), unless it uses no facts: then a shortlist would
+change its choices. Every `AUDIT_EVERY`-th choice from a shortlist is compared with the choice from all
+endpoints, and the CPU time of each decision, from facts to choice, is kept.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from random import Random
 from time import thread_time
 from typing import TypeVar
+
+from msgspec import structs
 
 from perilune_api.pool import Role
 from perilune_gateway.model import (
@@ -32,14 +40,19 @@ from perilune_gateway.model import (
     RequestView,
     SessionView,
     TokenSource,
+    Unpulled,
 )
+from perilune_gateway.model.handoff import HandoffOutcome
 from perilune_gateway.policy import Policy
+from perilune_gateway.policy.cost import target_of
 from perilune_gateway.routing import admission
 from perilune_gateway.routing.candidates import MAX_LOCATIONS
+from perilune_gateway.routing.pull import ANSWER_S, gives, pull, unpulled, waits_s, without
 from perilune_research.simulator.beliefs import Beliefs, KnownSession
 from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.index import RunIndex
 from perilune_research.simulator.moving import Moving
+from perilune_research.simulator.pulling import Fetch, fetch_of
 from perilune_research.simulator.request import SimulatedRequest
 from perilune_research.simulator.setting import Setting
 from perilune_research.simulator.shortlist import Shortlist
@@ -48,15 +61,18 @@ from perilune_research.simulator.store import SimulatedStore
 CLAIM_TTL_S = 120.0
 AUDIT_EVERY = 50
 _BLIND = frozenset({"power_of_two", "random", "round_robin"})
+"""Policies that use no facts and see all endpoints."""
 _WIDELY_HELD = 32
-"""If more endpoints than this hold a prefix (a system prompt), not every holder is a candidate in a large
-fleet."""
+"""A prefix counts as widely held if more endpoints hold it, as they do a system prompt. In a large fleet, its
+holders are not all candidates."""
 _NOTHING = Overlap()
 _T = TypeVar("_T")
 
 
 @dataclass(slots=True)
 class _Hotness:
+    """When a prompt's run was first requested, and how often since."""
+
     born_s: float
     hits: int = 0
 
@@ -74,10 +90,19 @@ class Seen:
     """Choices from a shortlist that were made again from all endpoints."""
     agreed: int = 0
     """Audited choices that equal the choice from all endpoints."""
+    pulls: Counter[HandoffOutcome] = field(default_factory=Counter)
+    """Number of requests for which KV was fetched or read from another endpoint, by outcome."""
+    unpulled: Counter[Unpulled] = field(default_factory=Counter)
+    """Number of requests for which KV that another endpoint caches was not fetched, by reason."""
+
+
+def _most(here: Mapping[int, int], there: Mapping[int, int]) -> dict[int, int]:
+    """Returns the higher of two numbers for each endpoint."""
+    return {e: max(here.get(e, 0), there.get(e, 0)) for e in {**here, **there}}
 
 
 class _RecordingRandom(Random):
-    """A copy of a generator that keeps the candidates among which it chose last."""
+    """A copy of a random generator that keeps the candidates among which it last chose."""
 
     def __init__(self, like: Random) -> None:
         super().__init__()
@@ -90,6 +115,8 @@ class _RecordingRandom(Random):
 
 
 class SimulatedGateway:
+    """Routes requests as the gateway does, on facts of the simulation."""
+
     def __init__(
         self,
         setting: Setting,
@@ -119,14 +146,24 @@ class SimulatedGateway:
         self._large = n > setting.shortlist_above and together
         self._shorten = self._large and setting.policy_name not in _BLIND
         self._everyone = range(n)
+        reach = setting.deployment.reach
+        self.pulls = together and reach.hands_over and setting.routing.pull.enabled
+        """Whether endpoints fetch KV for requests within `routing.pull`. They do not where prefill and decode
+        are on separate endpoints."""
+        self.reads = together and reach.reads_peers and setting.routing.pull.enabled
+        """Whether endpoints read each other's host memory for requests."""
+        self.fetches: dict[SimulatedRequest, Fetch] = {}
+        """What the endpoint of the request that was routed last fetches or reads for it."""
         self._tiered = any(engine.host for engine in beliefs.engines)
         self.prefill_queue = 0
+        """Number of prefill legs that wait for a free prefill endpoint."""
         self._shortlist = Shortlist(beliefs, setting.routing.policy.perilune)
-        self.moves = Moving(setting, beliefs, index, store, self.sessions)
+        self.moves = Moving(setting, beliefs, index, store, self.sessions, block_tokens)
 
     def route(self, request: SimulatedRequest, now: float) -> Decision | Refusal:
-        """Decides, and records the decision: load, binding, claims. Sets the request's endpoint and what the
-        gateway believes about it."""
+        """Decides where the request goes and records its load, its session's endpoint and its claims. Sets
+        the request's endpoint and what the gateway predicts for it. Returns a Refusal, and records nothing
+        but the refusal, if admission fails."""
         task, b = request.task, self.beliefs
         self.index.catch_up(now)
         b.scrape(now)
@@ -135,12 +172,30 @@ class SimulatedGateway:
         tokens, overlaps, source = self._prompt(request, session, now)
         stored = self._stored(request) if self._store else 0
         hotness = self._hot.get(task.run)
-        prefix = self._prefix(overlaps, hotness, now)
+        hosts = self._in_hosts(request) if self._tiered else {}
+        waits = self._waits_s(overlaps, tokens, now) if self.pulls else {}
+        if self.reads:
+            waits = {b.endpoints[e].address: ANSWER_S for e in hosts if gives(b.endpoints[e])}
+            prefix = self._prefix(_most(overlaps, hosts), hotness, waits, now, hosts)
+            cause = unpulled(prefix.locations, waits, lambda _: None)
+            prefix = structs.replace(prefix, pullable=bool(prefix.locations) and not cause, from_host=True)
+        else:
+            prefix = self._prefix(overlaps, hotness, waits, now)
+            cause = self._unpulled(request, prefix, waits) if self.pulls else None
+        if self.pulls and prefix.locations and not cause:
+            routing = self.setting.routing
+            prefix = structs.replace(
+                prefix,
+                pullable=True,
+                fetch_within_s=routing.pull.max_seconds,
+                legs_first=routing.engine_priority.used,
+            )
         offer = self.moves.offer(request, session, prefix.tokens, now) if self.moves.on else None
         numbers: Sequence[int] = self._everyone
         if self._shorten:
             numbers, overlaps = self._few(request, overlaps, session, offer, now)
-        candidates = self._candidates(request, tokens, overlaps, prefix, stored, numbers, now)
+        facts = (prefix, stored, hosts, waits, now)
+        candidates = self._candidates(tokens, overlaps, numbers, *facts)
         if not candidates:
             self.seen.refused += 1
             return admission.no_endpoint(admission.Wanted(), {})
@@ -161,6 +216,7 @@ class SimulatedGateway:
             prefix=prefix,
             block_size=self._block,
             prefill_queue=self.prefill_queue,
+            unpulled=cause,
         )
         audit = self._shorten and self.seen.decisions % AUDIT_EVERY == 0
         recording = _RecordingRandom(self._rng) if audit else None
@@ -170,7 +226,7 @@ class SimulatedGateway:
         if recording and isinstance(verdict, Decision):
             held = self._prompt(request, session, now, widely=True)[1]
             with b.peeking():
-                everyone = self._candidates(request, tokens, held, prefix, stored, self._everyone, now)
+                everyone = self._candidates(tokens, held, self._everyone, *facts)
             whole = self.policy(view, everyone, self.setting.routing.policy, recording)
             self._compare(verdict, whole, recording)
         assert not isinstance(verdict, NeedBody), "a policy asked for a body that it had seen"
@@ -187,10 +243,59 @@ class SimulatedGateway:
             return verdict
         if offer:
             verdict = self.moves.planner.apply(offer, verdict, view, candidates, now)
+        if self.pulls or self.reads:
+            verdict = self._with_kv(request, verdict, view, candidates, now)
         self._record(request, session, verdict, candidates, tokens, hotness, now)
         return verdict
 
+    def _with_kv(
+        self,
+        request: SimulatedRequest,
+        decision: Decision,
+        view: RequestView,
+        candidates: Sequence[Candidate],
+        now: float,
+    ) -> Decision:
+        """Returns the decision with the endpoint from which the target fetches or reads KV, if any."""
+        made = pull(view, decision, candidates, self.setting.routing.pull)
+        assert isinstance(made, Decision), "the body is known"
+        target = target_of(made, candidates)
+        if made.replicate_from:
+            fetch = fetch_of(made, target, view.prompt_tokens, from_host=self.reads)
+            move = fetch.move
+            cause = self.moves.limits.refuses(move.source, move.target, move.transfer_bytes, now)
+            if cause is None:
+                self.fetches[request] = fetch
+                return made
+            made = without(made, target, view, cause)
+        if made.unpulled:
+            self.seen.unpulled[made.unpulled] += 1
+        return made
+
     # -- facts -------------------------------------------------------------------------------------
+
+    def _waits_s(self, overlaps: Mapping[int, int], tokens: int, now: float) -> Mapping[str, float]:
+        """Returns the addresses of holders that can hand KV over now, with the predicted seconds until each
+        begins."""
+        b, limit = self.beliefs, (tokens - 1) // self._block * self._block
+        givers = ((b.endpoints[e].address, b.load(e, now)) for e in overlaps if gives(b.endpoints[e]))
+        return waits_s(givers, b.uncorrected, limit, first=self.setting.routing.engine_priority.used)
+
+    def _unpulled(
+        self, request: SimulatedRequest, prefix: Prefix, givers: Collection[str]
+    ) -> Unpulled | None:
+        """Returns why the longest cached prefix cannot be fetched from its holders; None if it can, or if no
+        endpoint caches any of the prompt."""
+
+        def why_not(tokens: int) -> Unpulled | None:
+            """A gateway knows a prompt's tokens from events only, so a holder must have announced them."""
+            holders = (self.beliefs.number[address] for address, *_ in prefix.locations)
+            told = not self._faults.token_error and any(
+                self.index.announced(e, request.run, tokens) >= tokens for e in holders
+            )
+            return None if told else Unpulled.TOKENS
+
+        return unpulled(prefix.locations, givers, why_not)
 
     def _few(
         self,
@@ -200,7 +305,7 @@ class SimulatedGateway:
         offer: Move | None,
         now: float,
     ) -> tuple[list[int], dict[int, int]]:
-        """The shortlist, and how much of the prompt each of its endpoints holds."""
+        """Returns the shortlist, and how many tokens of the prompt each endpoint holds."""
         others = [session.host] if session.host >= 0 else []
         if offer:
             others.append(self.beliefs.number[offer.target])
@@ -214,9 +319,9 @@ class SimulatedGateway:
         return numbers, overlaps | {e: min(tokens, most) for e, tokens in held.items() if tokens}
 
     def _compare(self, verdict: Decision, whole: object, rng: _RecordingRandom) -> None:
-        """Compares the choice from the shortlist with the one from all endpoints. They agree if they are the
-        same endpoint, or one of the equals among which it was drawn."""
-        assert isinstance(whole, Decision), "more candidates to choose from, and none chosen"
+        """Counts whether the choice from the shortlist agrees with the choice from all endpoints: if both are
+        the same endpoint, or both are among the equals from which the policy drew."""
+        assert isinstance(whole, Decision), "the policy decided on a shortlist, but not on all endpoints"
         equals = [c.address for c in rng.equals if isinstance(c, Candidate)]
         self.seen.audited += 1
         self.seen.agreed += verdict.target == whole.target or (
@@ -226,8 +331,8 @@ class SimulatedGateway:
     def _prompt(
         self, request: SimulatedRequest, session: KnownSession, now: float, *, widely: bool = False
     ) -> tuple[int, dict[int, int], TokenSource]:
-        """Tokens of the prompt, and how many of them each endpoint holds, as the gateway knows. `widely`:
-        include prefixes that most endpoints hold."""
+        """Returns the number of tokens of the prompt, how many of them each endpoint holds, and where the
+        gateway has this from. `widely`: include prefixes that most endpoints hold."""
         depth = request.prompt_tokens
         if not self._faults.token_error:
             most = (depth - 1) // self._block * self._block
@@ -241,9 +346,18 @@ class SimulatedGateway:
         held = {session.host: min(session.context_tokens, tokens - 1)} if session.host >= 0 else {}
         return tokens, held, TokenSource.ESTIMATE
 
-    def _prefix(self, overlaps: Mapping[int, int], hotness: _Hotness | None, now: float) -> Prefix:
+    def _prefix(
+        self,
+        overlaps: Mapping[int, int],
+        hotness: _Hotness | None,
+        waits: Mapping[str, float],
+        now: float,
+        offloaded: Mapping[int, int] | None = None,
+    ) -> Prefix:
+        """Returns what policies see of the cached prefix. `waits`: see `_waits_s`. `offloaded`: tokens in
+        host memory by endpoint, where other endpoints can read them."""
         if not overlaps:
-            return Prefix(pullable=self.setting.pullable)
+            return Prefix(pullable=self.setting.deployment.pulls)
         endpoints = self.beliefs.endpoints
         best = (
             sorted(overlaps, key=overlaps.__getitem__, reverse=True)[:MAX_LOCATIONS]
@@ -253,35 +367,53 @@ class SimulatedGateway:
         hits = hotness.hits if hotness else 0
         score = hits / sqrt(max(1.0, now - hotness.born_s)) if hotness else 0.0
         return Prefix(
-            tuple(Location(endpoints[e].address, overlaps[e]) for e in best),
+            tuple(
+                Location(
+                    at := endpoints[e].address,
+                    overlaps[e],
+                    waits.get(at, 0.0),
+                    offloaded.get(e, 0) if offloaded and at in waits else 0,
+                )
+                for e in best
+            ),
             hits,
             score,
-            self.setting.pullable,
+            self.setting.deployment.pulls,
         )
 
     def _stored(self, request: SimulatedRequest) -> int:
-        """Tokens of the prompt in the shared store."""
+        """Returns how many tokens of the prompt the shared store holds, in whole blocks."""
         assert self._store is not None
         depth, block = request.prompt_tokens, self._block
         return min(self._store.match(request.run, depth), depth - 1) // block * block
 
-    def _in_host(self, request: SimulatedRequest, e: int) -> int:
-        """Tokens of the prompt in the endpoint's host memory."""
-        host, depth, block = self.beliefs.engines[e].host, request.prompt_tokens, self._block
-        return min(host.match(request.run, depth), depth - 1) // block * block if host else 0
+    def _in_hosts(self, request: SimulatedRequest) -> dict[int, int]:
+        """Returns by endpoint how many tokens of the prompt its host memory holds, in whole blocks, without
+        the endpoints that hold none."""
+        depth, block, found = request.prompt_tokens, self._block, {}
+        for e, engine in enumerate(self.beliefs.engines):
+            if engine.host and (held := min(engine.host.match(request.run, depth), depth - 1) // block):
+                found[e] = held * block
+        return found
 
     def _candidates(
         self,
-        request: SimulatedRequest,
         tokens: int,
         overlaps: Mapping[int, int],
+        numbers: Sequence[int],
         prefix: Prefix,
         stored: int,
-        numbers: Sequence[int],
+        hosts: Mapping[int, int],
+        givers: Collection[str],
         now: float,
     ) -> list[Candidate]:
+        """Returns the ready ones among the endpoints `numbers` as candidates. `hosts`: tokens of the prompt
+        in host memory, by endpoint. `givers`: where endpoints fetch or read KV for requests, the addresses of
+        the holders that can give it."""
         b = self.beliefs
         locations, know = prefix.locations, b.calibration
+        if self.pulls or self.reads:
+            locations = tuple(location for location in locations if location.address in givers)
         candidates = []
         nothing = Overlap(0, 0, stored) if stored else _NOTHING
         for e in numbers:
@@ -291,7 +423,7 @@ class SimulatedGateway:
             model = b.models[e]
             endpoint = b.endpoints[e]
             overlap = Overlap(held, held, max(held, stored)) if held else nothing
-            if self._tiered and (there := self._in_host(request, e)) > held:
+            if (there := hosts.get(e, 0)) > held:
                 overlap = Overlap(held, there, max(there, stored))
             candidates.append(
                 Candidate(

@@ -1,12 +1,12 @@
-"""Prompts as positions in a tree of runs: the session-run form of a prefix.
+"""Prompts as positions in a tree of runs.
 
-A run is a stretch of text inside which no prompt branches off: one session's context is usually one
-run, however many turns it has, after a run for what it shares with others (system prompt, task). A prompt is
-then two numbers, (run, depth): everything from the root down to token `depth`, which lies in `run`. Prefix
+A run is a stretch of text inside which no prompt branches off. A session's context usually consists of a run
+that it shares with others (system prompt, task) and one run of its own, however many turns it has. A prompt
+is then two numbers, (run, depth): everything from the root down to token `depth`, which lies in `run`. Prefix
 caches and the index keep one depth per run instead of thousands of blocks.
 
-Built once per trace: segments into a tree, then every chain without branches into one run. Cost: a dict
-look-up per segment that a turn adds to its session's previous prompt.
+`build` makes the tree once per trace: it puts the prompts' segments into a tree and joins every chain without
+branches into one run. Cost: a dict look-up per segment that a turn adds to its session's previous prompt.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Runs:
         self.start: list[int] = []
         self.end: list[int] = []
         self.chain: list[tuple[int, ...]] = []
-        """Runs from the root down to this run."""
+        """By run: the runs from the root down to this run."""
 
     def __len__(self) -> int:
         return len(self.parent)
 
     def add(self, parent: int, tokens: int) -> int:
-        """A new run of `tokens` behind `parent` (or ROOT)."""
+        """Adds a run of `tokens` that continues `parent` (or ROOT); returns its number."""
         run = len(self.parent)
         start = self.end[parent] if parent != ROOT else 0
         self.parent.append(parent)
@@ -44,11 +44,11 @@ class Runs:
 
 
 Position = tuple[int, int]
-"""(run, depth in tokens from the beginning)"""
+"""(run, depth in tokens from the beginning of the prompt)"""
 
 
 def build(sessions: Sequence[Sequence[Turn]]) -> tuple[Runs, list[list[tuple[Position, Position]]]]:
-    """The tree of all turns, and per session and turn where its prompt ends and where its answer ends."""
+    """Returns the tree of all turns, and per session and turn where its prompt and its answer end."""
     tree = _Tree()
     nodes = [_session_nodes(tree, turns) for turns in sessions]
     runs, run_of = tree.compress()
@@ -75,14 +75,14 @@ def _session_nodes(tree: _Tree, turns: Sequence[Turn]) -> list[tuple[int, int]]:
 
 
 class _Tree:
-    """One node per distinct prefix that ends at a segment's end; 0 is the root."""
+    """A tree with one node per distinct prefix that ends at a segment's end; node 0 is the root."""
 
     def __init__(self) -> None:
         self.children: dict[tuple[int, str, int], int] = {}
         self.parent = [-1]
         self.depth = [0]
         self.branches = [2]
-        """Children; the root always counts as branching."""
+        """By node: number of its children. The root always counts as branching."""
 
     def child(self, parent: int, segment: Segment) -> int:
         key = (parent, segment.key, segment.tokens)

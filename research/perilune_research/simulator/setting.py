@@ -1,4 +1,4 @@
-"""How the gateway of a simulation routes."""
+"""The settings of the simulated gateway."""
 
 from __future__ import annotations
 
@@ -7,29 +7,32 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from perilune_api.pool import Migration, MoveTrigger, Routing
+from perilune_research.simulator.deployment import Deployment
 
 PLANNER = "+planner"
-"""Suffix of a policy's name: with the migration planner, every trigger on."""
+"""A policy's name with this suffix also runs the migration planner, with every trigger on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Policy, parameters, and what the gateway may do."""
+    """The policy, its parameters, and how KV can get from one engine to another."""
 
     policy: str
     """A policy's name, optionally with the suffix PLANNER."""
     routing: Routing = Routing()
-    """Parameters of policies and planner, and limits; the policy's name in it is not read."""
+    """Parameters of policies, planner and limits. The policy name in it is ignored."""
     shortlist_above: int = 64
-    """Number of endpoints from which on a policy sees a shortlist."""
-    pullable: bool = True
-    """Whether engines can pull KV from each other."""
+    """With more endpoints than this, a policy sees a shortlist of them (see `shortlist`)."""
+    deployment: Deployment = Deployment.NONE
+    """How KV gets from one engine to another."""
 
     @property
     def migration(self) -> Migration:
+        """The planner's settings. Its triggers depend on the suffix PLANNER alone."""
         triggers = tuple(MoveTrigger) if self.policy.endswith(PLANNER) else ()
         return replace(self.routing.migration, triggers=triggers)
 
     @property
     def policy_name(self) -> str:
+        """The policy's name without the suffix PLANNER."""
         return self.policy.removesuffix(PLANNER)

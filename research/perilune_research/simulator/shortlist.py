@@ -1,21 +1,25 @@
 """Chooses the endpoints of a large fleet that a policy looks at, so that it decides as it would among all.
 
+The shortlist consists of:
+
 1. Every holder of the prefix, and the session's host.
-2. The `LEAST_LOADED` by what policies call load: pending prefill tokens, requests in flight, sessions.
-3. The `CHEAPEST` for a prompt that no endpoint holds: by the time to its first token, and by its whole cost
-   in seconds (policy/cost.py) at three lengths, since observed speed, decodes and sessions weigh differently
-   in each. Endpoints whose speed was observed and endpoints believed to be like the pool are ranked apart,
-   since an observation moves the estimates of all the latter together.
+2. The `LEAST_LOADED` endpoints by what policies call load: pending prefill tokens, requests in flight,
+   sessions.
+3. The `CHEAPEST` endpoints for a prompt that no endpoint holds: by the time to its first token, and by its
+   whole cost in seconds (policy/cost.py) at three lengths, since observed speed, decodes and sessions weigh
+   differently in each. Endpoints whose speed was observed are ranked apart from those that are believed to be
+   like the pool, since one observation changes the estimates of all the latter.
 4. The cheapest endpoints without sessions and those with one session, because policies choose the endpoint
    with the fewest sessions when costs are nearly equal.
 5. For a prefix with too many holders to look at each of them: the least loaded and the cheapest holders.
-6. The least loaded and the cheapest among the neighbours (one spine) of the deepest holder, and the cheapest
-   beside (one rack) each of the deepest: they pull its KV faster than others.
+6. The least loaded and the cheapest endpoints in the spine of the deepest holder, and the cheapest in the
+   racks of the deepest holders, since they pull KV from these holders faster than others do.
 
-The rankings stay sorted: an endpoint is placed again after each change, three or four times a request. Cost:
-about 70 µs per placement and 50 µs per answer, which has some 42 candidates of 1,000; 1 KB of memory per
-endpoint. Limits: changes of engine metrics alone are not seen, and a policy that ranks by other facts may
-decide differently (mooncake, which considers neither decodes nor sessions, agrees in 80 to 95 %).
+Rankings stay sorted: an endpoint is placed again after each change, three or four times a request. Cost:
+about 70 µs per placement and 50 µs per shortlist, which has some 42 of 1,000 endpoints; 1 KB of memory per
+endpoint. Limits: changes of engine metrics alone do not place an endpoint again, and a policy that ranks by
+other facts may decide differently (mooncake, which considers neither decodes nor sessions, agrees in 80 to
+95 %).
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ CHEAPEST = 4
 _SESSIONS = range(2)
 _PROMPTS = tuple(RequestView("", 0, tokens) for tokens in (1_000, 8_000, 40_000))
 _MIDDLE = 1
+"""Index of the middle length in `_PROMPTS`."""
 _COLD = Overlap()
 
 Key = tuple[float, ...]
@@ -49,7 +54,7 @@ class Ranking:
         self._key: dict[int, Key] = {}
 
     def place(self, number: int, key: Key) -> None:
-        """Sets the key of a number."""
+        """Sets the key of an endpoint, and so its place in the order."""
         entry = (*key, number)
         before = self._key.get(number)
         if before != entry:
@@ -64,11 +69,11 @@ class Ranking:
             del self._order[bisect_left(self._order, before)]
 
     def first_of(self, some: Collection[int], count: int) -> Iterable[int]:
-        """The first of the given numbers."""
+        """Returns the first `count` of the given endpoints in this ranking's order."""
         return islice((int(entry[-1]) for entry in self._order if entry[-1] in some), count) if some else ()
 
     def first(self, count: int, behind: Key = ()) -> Iterable[int]:
-        """The first number. `behind`: only among those whose key is not less."""
+        """Returns the first `count` endpoints whose key is not less than `behind`."""
         at = bisect_left(self._order, behind)
         return [int(entry[-1]) for entry in self._order[at : at + count]]
 
@@ -112,8 +117,9 @@ class Shortlist:
     def of(
         self, overlaps: Mapping[int, int], others: Iterable[int], common: Collection[int], now: float
     ) -> list[int]:
-        """The endpoints to look at, in ascending order. `overlaps`: how many tokens each holder holds, all of
-        which are included, as are `others`. `common`: holders of a prefix with too many holders."""
+        """Returns the endpoints to look at, in ascending order of their numbers. They include all holders in
+        `overlaps`, which has each one's cached tokens, and all `others`, but only some of `common`, the
+        holders of a prefix that too many endpoints hold."""
         self._catch_up(now)
         chosen = {*overlaps, *others, *self._load.first(LEAST_LOADED)}
         for costs in self._costs:

@@ -1,18 +1,24 @@
-"""One simulation: a workload, a policy, a fleet, faults. Deterministic: equal arguments give equal results.
+"""One simulation of a workload, a policy, a fleet and faults. Equal arguments give equal results.
 
-Events in one heap: submissions, looks at the new sessions that wait, engines' stretches, late news for the
-gateway, a death. A session's next turn
-is submitted at finish + gap (thinktime), at its timestamp, or at the later of both (max). A decision that
-pulls the prefix from elsewhere (`replicate_from`) starts a transfer in the source NIC's queue: serial: the
-request waits for it; overlapped: its first token does. A decision that splits prefill and decode runs the
-prefill where it says, then sends the KV to the target.
+One heap holds all events: submissions, looks at the new sessions that wait, the ends of engines' stretches,
+news that reaches the gateway late, and the death of an engine. The mode says when a session's next turn is
+submitted: when the previous one has ended and its gap has passed (thinktime), at its timestamp (timestamps),
+or at the later of both (max).
+
+If a decision names an endpoint to fetch the prefix from (`replicate_from`), the arm says what follows:
+
+- Where engines hand KV over, the endpoint fetches the prefix before it gets the request (see `pulling`).
+- Where engines read each other's host memory, and in arm `pull`, a transfer joins the queue of the source's
+  NIC. The request waits for a serial transfer; only its first token waits for an overlapped one.
+
+If a decision splits prefill and decode, one endpoint prefills and then sends the KV to the target.
 """
 
 from __future__ import annotations
 
 import heapq
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +26,10 @@ from random import Random
 
 from perilune_api.pool import Role
 from perilune_gateway.model import Decision, Refusal
+from perilune_gateway.model.handoff import GivenUp, HandoffOutcome
+from perilune_gateway.model.handoff import Leg as LegKind
 from perilune_gateway.policy import Policy
+from perilune_gateway.routing.pull import ANSWER_S
 from perilune_gateway.state.session_queue import Refused
 from perilune_lab.traces.model import Mode
 from perilune_research.simulator.beliefs import Beliefs
@@ -30,10 +39,12 @@ from perilune_research.simulator.fabric import SimulatedFabric
 from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.fleet import SimulatedFleet
 from perilune_research.simulator.h20 import Hardware
+from perilune_research.simulator.handing_over import SimulatedHandingOver
 from perilune_research.simulator.index import RunIndex
 from perilune_research.simulator.new_sessions import LOOK_S, SimulatedNewSessions, retry_after_s
 from perilune_research.simulator.policies import POLICIES
-from perilune_research.simulator.request import SimulatedRequest
+from perilune_research.simulator.pulling import Fetch, SimulatedPulling
+from perilune_research.simulator.request import Leg, SimulatedRequest
 from perilune_research.simulator.routing import CLAIM_TTL_S, Seen, SimulatedGateway
 from perilune_research.simulator.setting import Setting
 from perilune_research.simulator.store import SimulatedStore
@@ -44,26 +55,32 @@ _QUEUE_SAMPLE_S = 1.0
 
 @dataclass(slots=True)
 class SimulatedOutcome:
-    """Result of a simulation: every request with its times, and the samples taken meanwhile."""
+    """Result of a simulation: every request with its times, and the statistics of the run."""
 
     policy: str
     requests: list[SimulatedRequest]
     """Requests in the order of their ends."""
     addresses: list[str]
+    """Addresses of the endpoints, in the order of their numbers."""
     moved_bytes: int = 0
     transfer_s: list[float] = field(default_factory=list)
+    """Seconds of each KV transfer, including its wait."""
     queue_variance: list[float] = field(default_factory=list)
     """Variance of the queue length over endpoints, sampled evenly in time."""
     gaps: list[tuple[float, int]] = field(default_factory=list)
     """Seconds between two tokens of one request, and the number of such gaps, after the warm-up."""
     seen: Seen = field(default_factory=Seen)
+    handoffs: Counter[HandoffOutcome] = field(default_factory=Counter)
+    """Number of the planned hand-offs that have ended, by outcome."""
+    given_up: Counter[GivenUp] = field(default_factory=Counter)
+    """Number of the planned hand-offs that were given up, by cause."""
     preemptions: int = 0
     simulated_s: float = 0.0
     wall_s: float = 0.0
 
     @property
     def speed(self) -> float:
-        """Simulated seconds per wall second, of the simulation alone."""
+        """Simulated seconds per second of CPU time that the simulation took."""
         return self.simulated_s / self.wall_s if self.wall_s else 0.0
 
 
@@ -75,8 +92,8 @@ def simulate(
     seed: int = 0,
     stopwatch: Callable[[], float] = time.process_time,
 ) -> SimulatedOutcome:
-    """Plays the whole workload. `stopwatch` measures the simulator's own speed; nothing else depends on
-    it."""
+    """Plays the whole workload. `stopwatch` returns seconds, by which the outcome tells the simulator's own
+    speed; nothing else depends on it."""
     began = stopwatch()
     simulation = Simulation(
         workload, setting, POLICIES[setting.policy_name], fleet or SimulatedFleet(), faults or Faults(), seed
@@ -87,6 +104,8 @@ def simulate(
 
 
 class Simulation:
+    """The state of one simulation: engines, gateway, fabric and the heap of events."""
+
     def __init__(
         self,
         workload: Workload,
@@ -96,16 +115,21 @@ class Simulation:
         faults: Faults,
         seed: int,
     ) -> None:
+        if not fleet.host_tokens:
+            tokens = setting.deployment.host_tokens(fleet.hardware.engine.kv_bytes_per_token)
+            fleet = replace(fleet, host_tokens=tokens)
         self.workload = workload
         self.fleet = fleet
         self.faults = faults
         self.setting = setting
         self.now = 0.0
         self.heap: list[tuple[float, int, int, int, Callable[[], None] | None]] = []
-        """(time, tie, engine, version, None) or (time, tie, -1, 0, action)"""
+        """Events: (time, tie, engine, version, None) or (time, tie, -1, 0, action)."""
         self.tie = 0
+        """Number of the last event; events of equal time happen in this order."""
         self.done: list[SimulatedRequest] = []
         self.open = 0
+        """Number of requests that were routed and have not ended."""
         h = fleet.hardware
         rng = Random(seed)
         self.store = SimulatedStore(workload.runs, fleet.store_tokens) if fleet.store else None
@@ -127,12 +151,14 @@ class Simulation:
             block_tokens=h.block_tokens,
             store=self.store,
         )
+        self.handing_over = SimulatedHandingOver(self, self.gateway.moves.handoffs)
+        self.pulling = SimulatedPulling(self)
         self.new_sessions = SimulatedNewSessions(setting.routing.session_admission, self.beliefs, self.index)
         self.submitted = 0
         self.waiting_legs: deque[SimulatedRequest] = deque()
-        """The prefill queue: prefills for which no endpoint was chosen."""
+        """The prefill queue: prefill legs that wait for a free prefill endpoint."""
         self.leg_of: dict[SimulatedRequest, SimulatedRequest] = {}
-        """Maps a prefill leg to its request."""
+        """Prefill leg → the request whose prompt it prefills."""
         self.variances: list[float] = []
         self.sample_s = 0.0
 
@@ -168,13 +194,15 @@ class Simulation:
             noise=noise if faults.step_noise else None,
         )
 
-    def _at(self, at_s: float, action: Callable[[], None]) -> None:
+    def at(self, at_s: float, action: Callable[[], None]) -> None:
+        """Has `action` called at that time, in seconds of the simulation."""
         self.tie += 1
         heapq.heappush(self.heap, (at_s, self.tie, -1, 0, action))
 
     # -- the loop ----------------------------------------------------------------------------------
 
     def run(self) -> SimulatedOutcome:
+        """Handles events until none is left."""
         self._begin()
         heap, engines, pop = self.heap, self.engines, heapq.heappop
         while heap:
@@ -193,27 +221,29 @@ class Simulation:
         for job in workload.jobs:
             if workload.mode is Mode.TIMESTAMPS:
                 for task in job.tasks:
-                    self._at(task.timestamp_s, partial(self._submit, task))
+                    self.at(task.timestamp_s, partial(self._submit, task))
             elif job.tasks:
                 first = job.tasks[0]
-                self._at(
+                self.at(
                     job.start_s if workload.mode is Mode.THINKTIME else first.timestamp_s,
                     partial(self._submit, first),
                 )
         if 0 <= self.faults.dead_endpoint < self.fleet.endpoints:
-            self._at(self.faults.dead_at_s, partial(self._die, self.engines[self.faults.dead_endpoint]))
+            self.at(self.faults.dead_at_s, partial(self._die, self.engines[self.faults.dead_endpoint]))
 
         if self.gateway.moves.on:
-            self._at(self.gateway.moves.interval_s, self._plan_moves)
+            self.at(self.gateway.moves.interval_s, self._plan_moves)
 
     def _plan_moves(self) -> None:
-        """Runs the migration planner at its interval, as long as other events are pending."""
+        """Runs the migration planner, and again after its interval if other events are pending."""
         moves = self.gateway.moves
         if self.open or moves.planner.offers:
             self.index.catch_up(self.now)
             moves.planner.plan(self.now)
+            if moves.ahead:
+                self.handing_over.planned()
         if self.heap:
-            self._at(self.now + moves.interval_s, self._plan_moves)
+            self.at(self.now + moves.interval_s, self._plan_moves)
 
     def _outcome(self) -> SimulatedOutcome:
         ends = [s.finished_s for s in self.done if not (s.failed or s.rejected)]
@@ -227,12 +257,14 @@ class Simulation:
             self.variances,
             [gap for engine in self.engines for gap in zip(engine.gap_s, engine.gaps, strict=True)],
             self.gateway.seen,
+            self.handing_over.outcomes,
+            self.handing_over.given_up,
             sum(s.preemptions for s in self.done),
             max(ends) - min(starts) if ends else 0.0,
         )
 
     def _sample(self, now: float) -> None:
-        """Samples queue lengths, once per sampling interval in which something happened."""
+        """Samples queue lengths. The loop calls this once per interval in which an event happens."""
         lengths = [engine.running + engine.waiting for engine in self.engines]
         middle = sum(lengths) / len(lengths)
         self.variances.append(sum((n - middle) ** 2 for n in lengths) / len(lengths))
@@ -241,12 +273,15 @@ class Simulation:
     # -- requests ----------------------------------------------------------------------------------
 
     def _submit(self, what: Task) -> None:
-        request = SimulatedRequest(what, self.submitted, self.now, self.now)
+        self._arrive(SimulatedRequest(what, self.next_number(), self.now, self.now))
+
+    def next_number(self) -> int:
+        """Returns the number of the next request, in the order of submission."""
         self.submitted += 1
-        self._arrive(request)
+        return self.submitted - 1
 
     def _arrive(self, request: SimulatedRequest) -> None:
-        """The request comes to the gateway, for the first time or again."""
+        """Receives a request at the gateway, for the first time or after a refusal."""
         idle = not len(self.new_sessions)
         verdict = self.new_sessions.arrive(request, self.now)
         if verdict is None:
@@ -254,24 +289,25 @@ class Simulation:
         elif isinstance(verdict, Refused):
             self._refused(request, verdict)
         elif idle:
-            self._at(self.now + LOOK_S, self._begin_sessions)
+            self.at(self.now + LOOK_S, self._begin_sessions)
 
     def _begin_sessions(self) -> None:
-        """Routes or refuses the first requests of sessions for which it is time; again while some wait."""
+        """Routes or refuses the first requests of new sessions that have waited long enough, and looks again
+        later if others wait."""
         for request, refused in self.new_sessions.due(self.now):
             if refused:
                 self._refused(request, refused)
             else:
                 self._route(request, self.now)
         if len(self.new_sessions):
-            self._at(self.now + LOOK_S, self._begin_sessions)
+            self.at(self.now + LOOK_S, self._begin_sessions)
 
     def _refused(self, request: SimulatedRequest, refused: Refused) -> None:
-        """The client comes back later, or gives up its session."""
+        """Lets the client send the request again later, or give up its session."""
         request.refusals += 1
         after_s = retry_after_s(request, refused)
         if after_s is not None:
-            self._at(self.now + after_s, partial(self._arrive, request))
+            self.at(self.now + after_s, partial(self._arrive, request))
             return
         request.rejected = True
         request.finished_s = self.now
@@ -289,16 +325,61 @@ class Simulation:
         if decision.prefill_queued or (decision.prefill and decision.prefill != decision.target):
             self._split(request, decision, now)
             return
+        if self._fetches(request):
+            return
         self._pull(request, decision, request.endpoint, now)
-        self._send(request, request.endpoint, now)
+        self.send(request, request.endpoint, now)
 
-    def _send(self, request: SimulatedRequest, e: int, now: float) -> None:
+    def _fetches(self, request: SimulatedRequest) -> bool:
+        """Starts to fetch or read KV for a request that was just routed, if its decision says so. Returns
+        whether the request must wait until its endpoint has fetched it."""
+        fetch = self.gateway.fetches.pop(request, None)
+        if fetch is None:
+            return False
+        if self.gateway.reads:
+            self._read(request, fetch)
+            return False
+        self.pulling.begin(request, fetch)
+        return True
+
+    def _read(self, request: SimulatedRequest, fetch: Fetch) -> None:
+        """Starts to read KV from another endpoint's host memory into that of the request's endpoint, from
+        where it is loaded to the device. The endpoint computes what the source does not have any more."""
+        limits, seen, now = self.gateway.moves.limits, self.gateway.seen, self.now
+        move, ticket, target = fetch.move, limits.began(fetch.move), self.engines[request.endpoint]
+        source = self.beliefs.number[move.source]
+        run, depth, giver = request.run, request.prompt_tokens, self.engines[source].host
+        held = giver.match(run, depth) if giver else 0
+        device = target.cache.match(run, depth)
+        there = max(device, target.host.match(run, depth) if target.host else 0)
+        if held <= there:
+            limits.ended(ticket)
+            limits.failed(LegKind.GIVE, move.source, now)
+            seen.pulls[HandoffOutcome.FAILED] += 1
+            return
+        request.loaded_s = self.fleet.hardware.host_s(held - device)
+        ends_s = self._transfer(request, source, request.endpoint, held, held - there, now + ANSWER_S)
+        self.at(ends_s, partial(self._has_read, target, run, held, ticket))
+        limits.worked(move.source, move.target)
+        seen.pulls[HandoffOutcome.COPIED] += 1
+
+    def _has_read(self, target: SimulatedEngine, run: int, held: int, ticket: int) -> None:
+        self.gateway.moves.limits.ended(ticket)
+        if target.host is not None:
+            target.host.put(run, held)
+
+    def unreachable(self, e: int) -> None:
+        """Lets the gateway learn that a connection to endpoint `e` has failed."""
+        self.beliefs.dead(e)
+        self.index.forget(e)
+
+    def send(self, request: SimulatedRequest, e: int, now: float) -> None:
+        """Sends a routed request to engine `e`. If that engine is dead, routes the request again."""
         engine = self.engines[e]
         if engine.alive:
             engine.add(request, now)
             return
-        self.beliefs.dead(e)
-        self.index.forget(e)
+        self.unreachable(e)
         self.beliefs.prefill_done(request.prefill_endpoint, request.uncached_tokens, request.predicted_s)
         self.beliefs.finish(e, request.prompt_tokens, 0.0)
         self._move_over(request, arrived=False)
@@ -310,11 +391,16 @@ class Simulation:
             self._ended(request, now)
             return
         self.open += 1
-        self._send(request, request.endpoint, now)
+        if self.gateway.moves.on:
+            self.gateway.moves.over(request)  # it was routed twice
+        if request.held_s:
+            request.source, request.moved_tokens = -1, 0  # what was fetched is lost
+        if not self._fetches(request):
+            self.send(request, request.endpoint, now)
 
     def _pull(self, request: SimulatedRequest, decision: Decision, target: int, now: float) -> None:
-        """Starts the transfer that the decision asks for."""
-        if not decision.replicate_from:
+        """Starts the transfer that the decision asks for in arm `pull`."""
+        if not decision.replicate_from or self.gateway.reads:
             return
         source = self.beliefs.number[decision.replicate_from]
         held = self.engines[source].cache.match(request.run, request.prompt_tokens)
@@ -328,8 +414,10 @@ class Simulation:
 
     def _transfer(
         self, request: SimulatedRequest, source: int, target: int, reach: int, tokens: int, now: float
-    ) -> None:
-        ends_s = self.fabric.send(source, target, tokens, now)
+    ) -> float:
+        """Starts a transfer of `tokens`, after which the target holds the first `reach` tokens of the prompt.
+        Returns the time at which they are on its device."""
+        ends_s = self.fabric.send(source, target, tokens, now) + request.loaded_s
         request.source = source
         request.fetched_tokens = reach
         request.moved_tokens = tokens
@@ -338,29 +426,33 @@ class Simulation:
             request.transfer_ends_s = ends_s
         else:
             request.ready_s = ends_s
+        return ends_s
 
     def _first_token(self, request: SimulatedRequest, now: float) -> None:
+        if isinstance(request, Leg):
+            request.prefilled()
+            return
         if request in self.leg_of:
             self._prefill_leg_done(request, now)
             return
         if self.faults.event_lag_s:
-            self._at(now + self.faults.event_lag_s, partial(self._prefill_known, request))
+            self.at(now + self.faults.event_lag_s, partial(self._prefill_known, request))
         else:
             self._prefill_known(request)
 
     def _prefill_known(self, what: SimulatedRequest) -> None:
-        """The gateway learns that a prefill has ended."""
+        """Lets the gateway learn that a prefill has ended."""
         if self._prefill_over(what) and what.prefill_endpoint == what.endpoint:
             self.beliefs.observe_prefill(what, self.now)
         self._move_over(what, arrived=True)
 
     def _move_over(self, request: SimulatedRequest, *, arrived: bool) -> None:
-        """Ends the planned move that the request carries out: the target has the KV, or never will."""
+        """Ends the planned move that the request carries out, if any. `arrived`: the target has the KV."""
         if self.gateway.moves.on and (runs := self.gateway.moves.ended(request, self.now, arrived=arrived)):
             self.engines[request.moved_from].cache.release(runs)
 
     def _prefill_over(self, request: SimulatedRequest) -> bool:
-        """Records that the request's prefill is no longer pending; returns False if that was known."""
+        """Records that the request's prefill is no longer pending. Returns False if the gateway knew it."""
         if request.prefill_known:
             return False
         request.prefill_known = True
@@ -368,6 +460,9 @@ class Simulation:
         return True
 
     def _finished(self, request: SimulatedRequest, now: float) -> None:
+        if isinstance(request, Leg):
+            request.finished()
+            return
         if request in self.leg_of:
             del self.leg_of[request]
             return
@@ -380,6 +475,8 @@ class Simulation:
         self.done.append(request)
         if not request.rejected:
             self.new_sessions.turn_ended(request, now)
+            if self.gateway.moves.on and request.endpoint >= 0:
+                self.gateway.moves.over(request)
         task, workload = request.task, self.workload
         tasks = workload.jobs[task.session].tasks
         if workload.mode is Mode.TIMESTAMPS:
@@ -387,14 +484,16 @@ class Simulation:
         if task.number + 1 == len(tasks):
             self.beliefs.unbind(self.gateway.sessions[task.session])
             return
+        if self.gateway.moves.ahead:
+            self.handing_over.turn_ended()
         after = tasks[task.number + 1]
         at_s = now + after.gap_s if workload.mode is Mode.THINKTIME else max(now, after.timestamp_s)
-        self._at(at_s, partial(self._submit, after))
+        self.at(at_s, partial(self._submit, after))
 
-    # -- prefill and decode apart ------------------------------------------------------------------
+    # -- prefill and decode on separate endpoints --------------------------------------------------
 
     def _split(self, request: SimulatedRequest, decision: Decision, now: float) -> None:
-        """Starts a separate prefill leg, for which the request itself waits."""
+        """Starts a prefill leg on a prefill endpoint, or queues it. The request waits until the leg ends."""
         leg = SimulatedRequest(request.task, request.number, now, now)
         leg.output_tokens = 1
         leg.answer_run = leg.run
@@ -410,7 +509,7 @@ class Simulation:
         self.engines[e].add(leg, now)
 
     def _feed_prefill(self, now: float) -> None:
-        """Gives the next prefills of the queue to free prefill endpoints."""
+        """Gives the next prefill legs of the queue to free prefill endpoints."""
         free = [
             e
             for e in range(self.fleet.prefill_endpoints)
@@ -434,8 +533,8 @@ class Simulation:
         )
         whole.transfer_ends_s = 0.0  # there is nothing to overlap it with
         whole.ready_s = now + whole.transfer_s
-        self._at(whole.ready_s, partial(self._join_decode, whole))
-        self._at(now, self._feed)
+        self.at(whole.ready_s, partial(self._join_decode, whole))
+        self.at(now, self._feed)
 
     def _feed(self) -> None:
         if self.waiting_legs:
@@ -444,7 +543,7 @@ class Simulation:
     def _join_decode(self, what: SimulatedRequest) -> None:
         self.engines[what.endpoint].add(what, self.now)
 
-    # -- a death -----------------------------------------------------------------------------------
+    # -- the death of an engine --------------------------------------------------------------------
 
     def _die(self, what: SimulatedEngine) -> None:
         e, now = what.number, self.now
@@ -453,6 +552,9 @@ class Simulation:
         if lost:
             self.beliefs.dead(e)
         for request in lost:
+            if isinstance(request, Leg):
+                request.lost()
+                continue
             whole = self.leg_of.pop(request, request)
             whole.failed = True
             whole.finished_s = now

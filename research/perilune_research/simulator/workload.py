@@ -1,6 +1,8 @@
-"""A trace made ready for simulation: positions in a tree of runs, ideal times, best possible reuse.
+"""Prepares a trace for simulation, once for all policies.
 
-Done once per trace and shared by all policies. Cost: about 5 µs per turn beside the tree.
+`prepare` turns prompts into positions in a tree of runs (see `runs`), and computes for each turn how many
+tokens an infinite cache would serve and how long the turn takes alone. Cost: about 5 µs per turn beside the
+tree.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from perilune_research.simulator.runs import Position, Runs, build
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One turn, reduced to numbers."""
+    """One turn of a session, reduced to numbers. Times are in seconds since the trace begins."""
 
     session: int
     number: int
@@ -26,27 +28,32 @@ class Task:
     """Run in which the prompt ends."""
     prompt_tokens: int
     answer_run: int
+    """Run in which the answer ends."""
     output_tokens: int
     gap_s: float
+    """Seconds from the end of the session's previous turn to this one."""
     timestamp_s: float
+    """When the turn was recorded; in mode thinktime, when its session starts."""
     own_tokens: int = 0
     """Tokens that an infinite cache of the session alone would serve."""
     any_tokens: int = 0
-    """Tokens that an infinite cache would serve."""
+    """Tokens that an infinite cache shared by all sessions would serve."""
     ideal_ttft_s: float = 0.0
-    """Seconds if the turn ran alone with its session's prefix cached."""
+    """TTFT in seconds if the turn ran alone with its session's prefix cached."""
     ideal_decode_s: float = 0.0
+    """Seconds from the first token to the last if the turn ran alone."""
     ideal_at_s: float = 0.0
-    """When an unloaded system would see it."""
+    """When an unloaded system would see the turn."""
 
     @property
     def ideal_s(self) -> float:
+        """Seconds of the turn if it ran alone with its session's prefix cached."""
         return self.ideal_ttft_s + self.ideal_decode_s
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One session."""
+    """One session: its turns, and when it starts."""
 
     name: str
     start_s: float
@@ -55,7 +62,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The jobs that are played, and the mode."""
+    """The sessions that a simulation plays, and the mode that says when it submits their turns."""
 
     name: str
     mode: Mode
@@ -63,18 +70,21 @@ class Workload:
     jobs: tuple[Job, ...]
     parameters: Mapping[str, float | int | str] = field(default_factory=dict)
     warmup_s: float = 0.0
-    """Turns that an unloaded system would see earlier are played, so that caches fill, but not measured."""
+    """Turns that an unloaded system would see before this time fill the caches, but are not measured."""
 
     @property
     def measured(self) -> list[Task]:
+        """The turns after the warm-up."""
         return [t for job in self.jobs for t in job.tasks if t.ideal_at_s >= self.warmup_s]
 
     @property
     def requests(self) -> int:
+        """Number of turns, including those of the warm-up."""
         return sum(len(job.tasks) for job in self.jobs)
 
     def floor_ttft_s(self, q: float) -> float:
-        """Quantile of TTFT if every turn ran alone with a perfect cache of its own session."""
+        """Returns the `q` quantile of TTFT, in seconds, if every measured turn ran alone with its session's
+        prefix cached."""
         return quantile(sorted(t.ideal_ttft_s for t in self.measured), q)
 
 
@@ -86,10 +96,13 @@ def prepare(
     window_s: float = inf,
     warmup_s: float = 0.0,
 ) -> Workload:
-    """Prepares a trace. `speed` divides its start times and timestamps, but not its gaps. `window_s` keeps
-    the turns that an unloaded system would see before that time, as a recording of that length would; without
-    a window the last few long sessions run for hours on an idle fleet. Turns before `warmup_s` are played and
-    not measured. Raises SpecError if the mode needs timestamps that the trace does not have."""
+    """Prepares a trace.
+
+    `speed` divides its start times and timestamps, but not its gaps. `window_s` keeps the turns that an
+    unloaded system would see before that time, as a recording of that length would; without a window the last
+    few long sessions run for hours on an idle fleet. Turns before `warmup_s` are played but not measured.
+    Raises SpecError if the mode needs timestamps that the trace does not have.
+    """
     runs, ends = build([session.turns for session in trace.sessions])
     first_s = min((s.start_s for s in trace.sessions), default=0.0)
     jobs = []
@@ -120,8 +133,8 @@ def prepare(
 
 
 def _within(job: Job, mode: Mode, window_s: float) -> Job:
-    """The session's turns until the window's end, perhaps none, each with the time at which an unloaded
-    system would see it."""
+    """Returns the session with its turns until the end of the window, perhaps none, and sets in each the time
+    at which an unloaded system would see it."""
     at_s, kept = job.start_s, []
     for task in job.tasks:
         if mode is Mode.THINKTIME:
@@ -137,7 +150,8 @@ def _within(job: Job, mode: Mode, window_s: float) -> Job:
 
 
 def _reuse(runs: Runs, jobs: list[Job]) -> None:
-    """Sets what infinite caches would serve, in the order in which an unloaded system sees the turns."""
+    """Sets in each turn how many tokens infinite caches would serve. The caches see the turns in the order in
+    which an unloaded system would."""
     everybody: dict[int, int] = {}
     own: list[dict[int, int]] = [{} for _ in jobs]
     order = []

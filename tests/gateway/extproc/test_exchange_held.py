@@ -1,13 +1,15 @@
 """Requests that wait until another endpoint has accepted their prompt."""
 
+from array import array
+
 import pytest
 from exchange_rig import BUFFERED, DUPLEX, OK, ROUTED, A, B, FakeRouter, converse, head, request
 from msgspec.structs import replace
 
-from perilune_gateway.extproc.exchange import Accepted, Hold
-from perilune_gateway.extproc.messages import Body, Continue, Echo, Kind, Pick
+from perilune_gateway.extproc.exchange import SEND_ANSWER, Accepted, Hold
+from perilune_gateway.extproc.messages import Body, Continue, Echo, Kind, Override, Pick, ResponseHeaders
 from perilune_gateway.model import EngineFields, Outcome, ProtocolError
-from perilune_gateway.model.handoff import Attachment, RemotePrefill
+from perilune_gateway.model.handoff import Attachment, Content, Fetched, KvPull, RemotePrefill
 
 GIFT = RemotePrefill("t", B, A, "10.0.0.2:8998", 0.3, 60.0)
 HELD = {"on_body_": replace(ROUTED, remote=GIFT, fields=EngineFields(priority=5))}
@@ -56,3 +58,51 @@ def test_an_answer_of_the_proxy_itself_overtakes_the_wait() -> None:
 def test_a_body_that_comes_twice_is_an_error() -> None:
     with pytest.raises(ProtocolError):
         converse(FakeRouter(**HELD), request(BUFFERED), BODY, BODY)
+
+
+PULL = KvPull("t", "m", Content(array("I"), ()), B, A, "10.0.0.2:8998", 0.4)
+
+
+@pytest.mark.parametrize(("came", "told"), [(Fetched(), "fetched"), (None, "prefills_itself")])
+def test_a_request_whose_kv_is_fetched_first_goes_on_unchanged(came: Fetched | None, told: str) -> None:
+    router = FakeRouter(on_body_=replace(ROUTED, pull=PULL))
+    (_, held, pick), _ = converse(router, request(BUFFERED), BODY, Accepted(came))
+    assert held == [Hold(7, PULL, head(), BODY.chunk)]
+    assert pick == [Pick(Kind.REQUEST_BODY, (A, B))]
+    assert (told, 7) in router.calls
+
+
+READS = {"on_body_": replace(ROUTED, attachment=ATTACHED, fields=EngineFields(priority=5))}
+
+
+def test_a_request_whose_endpoint_reads_from_another_one_goes_on_at_once() -> None:
+    (_, pick), _ = converse(FakeRouter(**READS), request(BUFFERED), BODY)
+    assert pick == [Pick(Kind.REQUEST_BODY, (A, B), body=WHOLE, headers=ATTACHED.headers)]
+    (_, said), _ = converse(FakeRouter(**READS), request(DUPLEX), BODY)
+    assert said == [
+        Pick(Kind.REQUEST_HEADERS, (A, B), headers=ATTACHED.headers),
+        Echo(Kind.REQUEST_BODY, WHOLE, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "override"),
+    [
+        (OK, SEND_ANSWER),
+        (replace(OK, content_type="text/event-stream"), None),
+        (replace(OK, end_of_stream=True), None),
+    ],
+)
+def test_its_answer_as_a_whole_is_asked_for(answer: ResponseHeaders, override: Override | None) -> None:
+    """The engine's report in it says whether it has found the KV."""
+    (_, _, said), _ = converse(FakeRouter(**READS), request(BUFFERED), BODY, answer)
+    assert said == [Continue(Kind.RESPONSE_HEADERS, override=override)]
+
+
+def test_the_report_goes_to_the_router_before_the_end() -> None:
+    router = FakeRouter(**READS)
+    usage = Body(Kind.RESPONSE_BODY, b'{"usage":{"prompt_tokens_details":{"cached_tokens":640}}}')
+    (*_, said), exchange = converse(router, request(BUFFERED), BODY, OK, usage)
+    assert said == [Continue(Kind.RESPONSE_BODY)]
+    exchange.closed()
+    assert router.calls[-2:] == [("on_usage", 7, 640), ("finished", 7, Outcome.COMPLETED)]

@@ -43,13 +43,13 @@ class Tokenizer:
 class Rig:
     def __init__(self, server: Server, service: Service, router: ScriptedRouter, port: int, channel) -> None:
         self.server, self.service, self.router, self.port = server, service, router, port
-        self._channel = channel
+        self.channel = channel
 
     def call(self):
-        return self._channel.stream_stream(METHOD)()
+        return self.channel.stream_stream(METHOD)()
 
     async def health(self, service: str) -> int:
-        stub = health_pb2_grpc.HealthStub(self._channel)
+        stub = health_pb2_grpc.HealthStub(self.channel)
         return (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status
 
 
@@ -266,7 +266,7 @@ async def test_unknown_service_is_not_found(serving):
 async def test_stop_lets_running_streams_end(serving):
     async with serving() as rig:
         await rig.server.set_ready(True)
-        watch = health_pb2_grpc.HealthStub(rig._channel).Watch(health_pb2.HealthCheckRequest())
+        watch = health_pb2_grpc.HealthStub(rig.channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == SERVING
         call = rig.call()
         await ask(call, request_headers())

@@ -9,6 +9,7 @@ from perilune_api.pool import Topology
 from perilune_gateway.feeds.drained import SILENT_S, drained, is_idle
 from perilune_gateway.model import SessionKey
 from perilune_gateway.state.fleet import Fleet
+from perilune_gateway.state.in_flight import InFlight
 from perilune_gateway.state.sessions import Sessions
 
 Object = dict[str, Any]
@@ -44,16 +45,17 @@ def test_which_pods_are_drained(given: Object, busy: tuple[str, ...], expected: 
 
 
 def test_idle_is_nothing_in_flight_and_no_session_of_late() -> None:
-    fleet, sessions = Fleet(10_000), Sessions(max_sessions=10, idle_s=1800.0)
+    in_flight = InFlight()
+    fleet, sessions = Fleet(10_000, in_flight), Sessions(max_sessions=10, idle_s=1800.0)
     fleet.set_endpoints([endpoint("a"), endpoint("b")], Topology())
 
     def idle(now: float) -> bool:
         return is_idle(fleet, sessions, "a", now)
 
     assert idle(0.0)
-    fleet.start(1, "a", uncached_tokens=10, prefill_s=0.1, context_tokens=10)
+    in_flight.start(1, "a", uncached_tokens=10, prefill_s=0.1, context_tokens=10)
     assert not idle(0.0)
-    fleet.finish(1)
+    in_flight.finish(1)
     sessions.bind(sessions.touch(SessionKey("t", "old"), 0.0), "a", 0.0)
     sessions.bind(sessions.touch(SessionKey("t", "new"), 10.0), "a", 10.0)
     assert not idle(10.0 + SILENT_S)

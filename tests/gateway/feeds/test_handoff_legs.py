@@ -2,80 +2,22 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 from handing_rig import Handing, text
+from leg_engines import Engine, never
 
 from perilune_gateway.feeds import handoff_legs
 from perilune_gateway.model.handoff import GivenUp, HandoffOutcome
 from perilune_gateway.moves.handoff import Stage
 from perilune_gateway.state.connectors import Connector
 
-Handler = Callable[["Engine", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 PROMPT = text(1, 320)
-
-
-async def whole(engine: "Engine", request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    """What an engine does: a stream if it is asked for one, else an answer with everything found."""
-    if not body["stream"]:
-        details = {"cached_tokens": len(body["prompt"])}
-        return web.json_response({"usage": {"prompt_tokens_details": details}})
-    answer = web.StreamResponse()
-    await answer.prepare(request)
-    engine.accepted.set()
-    await engine.go_on.wait()
-    await answer.write_eof(b"data: [DONE]\n\n")
-    return answer
-
-
-@dataclass
-class Engine:
-    """One server with its bootstrap page."""
-
-    handler: Handler = whole
-    bodies: list[dict[str, Any]] = field(default_factory=list)
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
-    accepted: asyncio.Event = field(default_factory=asyncio.Event)
-    go_on: asyncio.Event = field(default_factory=asyncio.Event)
-    left: asyncio.Event = field(default_factory=asyncio.Event)
-    """Its client has gone before the end."""
-    has_page: bool = True
-    address: str = ""
-
-    async def complete(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.bodies.append(body)
-        self.asked.set()
-        try:
-            return await self.handler(self, request, body)
-        except asyncio.CancelledError:
-            self.left.set()
-            raise
-
-    async def query(self, _: web.Request) -> web.Response:
-        if not self.has_page:
-            return web.Response(status=404)
-        worker = {"0": {"0": "tcp://127.0.0.1:1"}}
-        return web.json_response({"0": {"engine_id": f"process of {self.address}", "worker_addr": worker}})
-
-    @contextlib.asynccontextmanager
-    async def served(self) -> AsyncIterator[str]:
-        app = web.Application()
-        app.router.add_post("/v1/completions", self.complete)
-        app.router.add_get("/query", self.query)
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.address = "{}:{}".format(*runner.addresses[0])
-        try:
-            yield self.address
-        finally:
-            await runner.cleanup()
 
 
 @dataclass
@@ -111,11 +53,12 @@ async def scene() -> AsyncIterator[Scene]:
     async with contextlib.AsyncExitStack() as stack:
         engines = [Engine(), Engine()]
         addresses = [await stack.enter_async_context(engine.served()) for engine in engines]
-        rig = Handing(pages=dict(zip(addresses, addresses, strict=True)))
+        due = asyncio.Event()
+        rig = Handing(pages=dict(zip(addresses, addresses, strict=True)), on_legs_due=due.set)
         made = Scene(rig, dict(zip(addresses, engines, strict=True)))
         made.source = rig.turn("s", PROMPT).target
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        run = asyncio.create_task(handoff_legs.run(rig.handing_over, rig.state.connectors, http))
+        run = asyncio.create_task(handoff_legs.run(rig.handing_over, due, rig.state.connectors, http))
         yield made
         run.cancel()
         await asyncio.wait({run})
@@ -164,11 +107,6 @@ async def test_nobody_is_asked_to_take_what_was_not_accepted() -> None:
         assert await on.ended() == (HandoffOutcome.FAILED, GivenUp.REFUSED)
         assert on.taker.bodies == []
         assert on.rig.host("s") == on.source
-
-
-async def never(engine: Engine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    await asyncio.Event().wait()
-    raise AssertionError
 
 
 @pytest.mark.parametrize(

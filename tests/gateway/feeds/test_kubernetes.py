@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from perilune_api.pool import (
     dump,
 )
 from perilune_gateway.feeds.kubernetes import KubernetesPool, endpoint, with_pods
+from perilune_gateway.feeds.leaving import Use
 
 Object = dict[str, Any]
 
@@ -63,6 +65,11 @@ def document(policy: str = "ear", model: str = "m", **topology: Any) -> Pool:
             EndpointSpec("10.0.0.1:8000", node="n1", bootstrap="10.0.0.1:8998", role=Role.PREFILL),
             id="only prefills",
         ),
+        pytest.param(
+            pod(annotations={"perilune.dev/kv-peer-port": "5710"}),
+            EndpointSpec("10.0.0.1:8000", node="n1", peer="10.0.0.1:5710"),
+            id="read by peers",
+        ),
         pytest.param(pod(ready=False), None, id="not ready"),
         pytest.param(pod(ready=False, started=False), None, id="starting"),
         pytest.param(
@@ -75,6 +82,16 @@ def document(policy: str = "ear", model: str = "m", **topology: Any) -> Pool:
             pod(labels={"perilune.dev/role": "decode"}, annotations={"perilune.dev/kv-events-port": "5557"}),
             EndpointSpec("10.0.0.1:8000", "n1", ("tcp://10.0.0.1:5557",), ("tcp://10.0.0.1:5558",)),
             id="role and events",
+        ),
+        pytest.param(
+            pod(annotations={"perilune.dev/kv-events-port": "5557", "perilune.dev/ranks": "2"}),
+            EndpointSpec(
+                "10.0.0.1:8000",
+                "n1",
+                ("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558"),
+                ("tcp://10.0.0.1:5559", "tcp://10.0.0.1:5560"),
+            ),
+            id="data-parallel ranks",
         ),
         pytest.param(
             pod(annotations={"perilune.dev/draining": ""}),
@@ -146,6 +163,30 @@ def test_a_terminating_pod_is_chosen_only_when_all_are(pods: list[Object], chose
     assert [e.address for e in with_pods(document(), pods).spec.endpoints if e.ready] == chosen
 
 
+HANDS_OVER = {"annotations": {"perilune.dev/kv-bootstrap-port": "8998"}}
+GIVES = HANDS_OVER | LEAVES
+
+
+@pytest.mark.parametrize(
+    ("leaving", "draining"),
+    [
+        pytest.param(pod("b", "10.0.0.2", uid="b", **GIVES), ["10.0.0.2:8000"], id="hands KV over"),
+        pytest.param(pod("b", "10.0.0.2", uid="b", **LEAVES), [], id="hands nothing over"),
+        pytest.param(pod("b", "10.0.0.2", uid="c", **GIVES), [], id="its time is over"),
+        pytest.param(pod("b", "10.0.0.2", ready=False, started=True, uid="b", **GIVES), [], id="has ended"),
+        pytest.param(
+            pod("b", "10.0.0.2", uid="b", labels={"perilune.dev/component": "prefill"}, **GIVES),
+            [],
+            id="only prefills",
+        ),
+    ],
+)
+def test_a_terminating_pod_that_hands_kv_over_drains(leaving: Object, draining: list[str]) -> None:
+    endpoints = with_pods(document(), [pod("a"), leaving], {"b"}).spec.endpoints
+    assert [e.address for e in endpoints if e.draining] == draining
+    assert [e.address for e in endpoints if not e.draining] == ["10.0.0.1:8000"]
+
+
 class Api:
     """One API server's list and watch of two collections."""
 
@@ -156,6 +197,8 @@ class Api:
         self.watchers: dict[str, asyncio.Queue[Object]] = {k: asyncio.Queue() for k in self.objects}
         self.queries: list[dict[str, str]] = []
         self.gone = False
+        self.wall = 1_800_000_000.0
+        """The time of day."""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         kind = request.match_info["kind"]
@@ -222,7 +265,7 @@ async def watched(api: Api) -> AsyncIterator[KubernetesPool]:
     await site.start()
     client = kube.Client(Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}"))
     try:
-        yield KubernetesPool(client, "ns", "p")
+        yield KubernetesPool(client, "ns", "p", wall_clock=lambda: api.wall)
     finally:
         await client.close()
         await runner.cleanup()
@@ -238,7 +281,7 @@ async def taker(api: Api, watched: KubernetesPool) -> AsyncIterator[Taker]:
     for queue in api.watchers.values():
         while not queue.empty():
             queue.get_nowait()
-    task = asyncio.create_task(watched.run(made))
+    task = asyncio.create_task(watched.run(made, lambda address: Use(0, in_flight=1)))
     yield made
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -256,6 +299,16 @@ async def test_a_pod_comes_and_another_leaves_at_once(api: Api, taker: Taker) ->
     await taker.until(lambda: taker.addresses() == ["10.0.0.1:8000", "10.0.0.2:8000"])
     api.put("pods", pod("a", deletionTimestamp="2026-01-01T00:00:00Z"))
     await taker.until(lambda: taker.addresses() == ["10.0.0.2:8000"])
+
+
+async def test_a_pod_that_hands_kv_over_drains_until_its_time_is_over(api: Api, taker: Taker) -> None:
+    """Its time lies ahead at first; that it is left is no event of the API server."""
+    api.put("pods", pod("b", "10.0.0.2", uid="b", **HANDS_OVER), "ADDED")
+    leaves = {"deletionTimestamp": "2100-01-01T00:00:00Z", "deletionGracePeriodSeconds": 150}
+    api.put("pods", pod("b", "10.0.0.2", uid="b", **HANDS_OVER | leaves))
+    await taker.until(lambda: any(e.draining for e in taker.pools[-1].spec.endpoints))
+    api.wall = datetime(2100, 1, 1, tzinfo=UTC).timestamp()
+    await taker.until(lambda: taker.addresses() == ["10.0.0.1:8000"])
 
 
 async def test_an_edited_document_is_taken(api: Api, taker: Taker) -> None:

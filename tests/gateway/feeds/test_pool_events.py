@@ -54,7 +54,7 @@ def sink(router: Router) -> EventSink:
 def stored(first: int, hashing: Hashing) -> Batch:
     """One block at a prompt's beginning, as an engine with these settings names it."""
     ids = tuple(range(first, first + 4))
-    names = tuple(blocks.low64(digest) for digest in blocks.vllm_hashes(ids, 4, hashing))
+    names = tuple(blocks.low64(digest) for digest in blocks.vllm_chain(ids, 4, hashing))
     return Batch(0.0, (BlockStored(names, None, ids, 4, medium="GPU"),))
 
 

@@ -10,6 +10,7 @@ import pytest
 from waiting import until
 
 from perilune_api.pool import Pool, SpecError, load
+from perilune_gateway.feeds.leaving import Use
 from perilune_gateway.feeds.pool_file import PoolFile
 
 DOCUMENT = """
@@ -152,7 +153,7 @@ class TestPoolFile:
 class TestRun:
     @contextlib.asynccontextmanager
     async def watching(self, file, on_pool, **options):
-        task = asyncio.create_task(file.run(on_pool, poll_s=0.01, **options))
+        task = asyncio.create_task(file.run(on_pool, lambda address: Use(0, 0), poll_s=0.01, **options))
         try:
             yield
         finally:

@@ -338,7 +338,7 @@ def test_renaming_endpoints_renames_the_plan(candidates, sessions, prefixes, mov
         ],
         Budget(moves, 30_000_000),
         prefixes=[
-            replace(p, locations=tuple(Location(new(a), tokens) for a, tokens in p.locations))
+            replace(p, locations=tuple(place._replace(address=new(place.address)) for place in p.locations))
             for p in prefixes
         ],
     )

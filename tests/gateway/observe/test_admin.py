@@ -64,6 +64,7 @@ class World:
             ready=lambda: self.ready,
             about=lambda: {"pool": "default/p"},
             new_sessions=SessionAdmissionStats,
+            handoffs=list,
             wall=lambda: 0.0,
         )
 
@@ -269,7 +270,10 @@ class TestListening:
         first, second = Admin(world.data()), Admin(world.data())
         port = await first.start()
         try:
-            with pytest.raises(OSError, match=f"admin cannot listen on 127.0.0.1:{port}: .*in use"):
+            with pytest.raises(
+                OSError,
+                match=f"admin cannot listen on 127.0.0.1:{port}: .*in use; choose another with --admin",
+            ):
                 await second.start(port=port)
             await second.stop()
         finally:

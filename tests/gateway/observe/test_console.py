@@ -36,6 +36,7 @@ class World:
     endpoints: tuple[EndpointStats, ...] = (A, B)
     decisions: Decisions = field(default_factory=Decisions)
     new_sessions: SessionAdmissionStats = SessionAdmissionStats()
+    handoffs: tuple[dict[str, Any], ...] = ()
     now: float = 0.0
 
     def wall(self) -> float:
@@ -72,6 +73,7 @@ async def streaming(world: World, **options: float):
     stream = Stream(
         lambda: world.endpoints,
         lambda: world.new_sessions,
+        lambda: world.handoffs,
         world.decisions,
         lambda: {"pool": "default/p"},
         world.wall,
@@ -160,6 +162,16 @@ async def test_new_sessions_are_shown_where_they_may_have_to_wait():
         while not (shown := (await browser.event("state"))["new_sessions"]):
             pass
         assert shown == {"waiting": 2, "begun": 7, "refused": 1}
+
+
+async def test_open_handoffs_are_told_at_once_and_until_they_end():
+    world = World(handoffs=({"copied": 0.25},))
+    async with streaming(world) as browse:
+        browser = await browse()
+        assert (await browser.event("hello"))["handoffs"] == [{"copied": 0.25}]
+        world.handoffs = ()
+        while (await browser.event("state"))["handoffs"]:
+            pass
 
 
 async def test_the_history_grows_without_a_browser():

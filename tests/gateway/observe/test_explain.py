@@ -155,7 +155,8 @@ class TestCounterfactual:
         assert summary(taken)["estimated_s"] == pytest.approx(decision.estimated_ttft_s)
         assert sentence(taken).startswith(
             "b because the session moves here from a, which costs more: 900 of 1,000 prompt tokens cached"
-            " there or at a; 0 tokens (0.00 s) queued before it; first token expected after 0.28 s"
+            " there or fetched from a first; 0 tokens (0.00 s) queued before it; first token expected after"
+            " 0.28 s"
         )
 
     @pytest.mark.parametrize(

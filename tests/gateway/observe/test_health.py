@@ -80,6 +80,15 @@ def test_a_decision_log_that_cannot_be_written_is_a_problem_of_the_gateways_own(
     assert problem.message == "/var/log/d cannot be written (disk full); 3 entries are lost"
 
 
+def test_an_endpoint_whose_port_for_peers_is_silent_is_named():
+    about = {"block_size": 16, "pool": "ns/p", "policy": "ear", "version": "1", "uptime_s": 5.0}
+    rows = [EndpointStats(Endpoint(a, peer=f"{a}:5710"), Load(metrics_age_s=1.0)) for a in ("a", "b")]
+    assert report(rows, **about, peers={"a", "b"}).status is Status.OK
+    (problem,) = report(rows, **about, peers={"a"}).problems
+    assert (problem.kind, problem.endpoint) == (ProblemKind.PEER, "b")
+    assert "b:5710" in problem.message
+
+
 def test_a_server_of_shared_state_that_is_away_is_a_problem_of_the_gateways_own():
     about = {"block_size": 16, "pool": "ns/p", "policy": "ear", "version": "1", "uptime_s": 5.0}
     fine = SharedStats("redis://state:6379", connected=True)

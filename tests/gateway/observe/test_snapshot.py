@@ -3,9 +3,11 @@
 import json
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from random import Random
 
 import pytest
+from handing_rig import Handing, text
 from router_rig import A, B, Rig, pool
 from routing_objects import head
 
@@ -21,16 +23,22 @@ def rig() -> Rig:
     return Rig(pool(endpoints=[A, B]))
 
 
-@pytest.fixture
-async def snapshots(rig: Rig) -> AsyncIterator[Snapshots]:
+@asynccontextmanager
+async def snapshots_of(rig: Rig) -> AsyncIterator[Snapshots]:
     blocks = EngineBlocks(rig.router.state.index, rig.block_size, store=False)
     feeds = EventFeeds(
-        EventSink(blocks, rig.state.parity, rig.router.lifecycle, lambda: rig.now, rig.state.block_tokens),
+        EventSink(blocks, rig.state.parity, rig.router, lambda: rig.now, rig.state.block_tokens),
         time.time,
         Random(1),
     )
     yield Snapshots(rig.router, blocks, feeds, None, lambda: rig.now)
     await feeds.close()
+
+
+@pytest.fixture
+async def snapshots(rig: Rig) -> AsyncIterator[Snapshots]:
+    async with snapshots_of(rig) as made:
+        yield made
 
 
 def scrapes_fail(rig: Rig, address: str, *, answered_before: bool) -> None:
@@ -77,3 +85,23 @@ async def test_bodies_that_go_on_where_another_ended_are_counted(rig, snapshots)
         body = json.dumps({"model": "m", "messages": [turn] * turns}).encode()
         rig.router.on_body(head("/v1/chat/completions"), body)
     assert snapshots.snapshot().bodies_parsed_in_part == 2
+
+
+async def test_a_handoff_on_its_way_says_how_much_the_target_has_announced() -> None:
+    rig = Handing()
+    source = rig.turn("s", text(1, 320)).target
+    target = B if source == A else A
+    async with snapshots_of(rig) as snapshots:
+        assert snapshots.handoffs() == []
+        (legs,) = rig.drain(source)
+        rig.handing_over.giving(legs)
+        (row,) = snapshots.handoffs()
+        assert row["session_id"] == "s"
+        assert (row["source"], row["target"], row["reason"]) == (source, target, "drain")
+        assert (row["stage"], row["tokens"], row["copied"]) == ("copying", 320, 0.0)
+        rig.announce(target, text(1, 80))
+        assert snapshots.handoffs()[0]["copied"] == 0.25
+        rig.handing_over.took(legs, 320, 0.1)
+        rig.announce(target, text(1, 320), after=80)
+        assert rig.host("s") == target
+        assert snapshots.handoffs() == []

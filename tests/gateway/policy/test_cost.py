@@ -9,9 +9,10 @@ from routing_objects import PLAIN, candidate, fleet, link, prefix, request
 
 from perilune_api.policies import PeriluneParams
 from perilune_api.pool import Migration
-from perilune_gateway.model import H20_30B, Cost
+from perilune_gateway.model import H20_30B, Cost, Location, Prefix
 from perilune_gateway.policy.cost import (
     KvSource,
+    can_pull,
     lasting_turns,
     least_pending,
     lowest,
@@ -75,6 +76,31 @@ def test_the_cheapest_way_to_the_cached_part(
 def test_no_peer_where_engines_cannot_pull() -> None:
     r = request(prefix=prefix(pullable=False, b=900))
     assert seconds(candidate(engine=PLAIN, links={"b": FAST}), r, PARAMS).source is KvSource.DEVICE
+
+
+@pytest.mark.parametrize(
+    ("within_s", "wait_s", "pending_s", "first", "pulls"),
+    [
+        pytest.param(0.0, 9.0, 9.0, False, True, id="no bound"),
+        pytest.param(0.5, 0.3, 0.0, False, True, id="in time"),
+        pytest.param(0.5, 0.4, 0.0, False, False, id="the giver's queue is too long"),
+        pytest.param(0.5, 0.1, 0.4, False, False, id="the target's queue is too long"),
+        pytest.param(0.5, 0.3, 0.3, False, True, id="both legs wait at the same time"),
+        pytest.param(0.5, 0.1, 0.4, True, True, id="the legs overtake"),
+    ],
+)
+def test_policies_count_only_on_what_a_request_may_be_held_for(
+    within_s: float, wait_s: float, pending_s: float, first: bool, pulls: bool
+) -> None:
+    """The transfer takes 0.18 s, and computing 900 tokens 0.9 s."""
+    held = Prefix((Location("b", 900, wait_s),), 0, 0.0, True, within_s, first)
+    r, there = (
+        request(tokens=1000, prefix=held),
+        candidate(engine=PLAIN, links={"b": SLOW}, pending_s=pending_s),
+    )
+    assert can_pull(there, r, "b") is pulls
+    got = seconds(there, r, PARAMS).source
+    assert got is (KvSource.PEER if pulls and wait_s < 0.7 else KvSource.DEVICE)
 
 
 def test_every_term_by_hand() -> None:

@@ -30,13 +30,14 @@ def repeated(case, key, default):
 def test_digests_equal_those_that_vllm_computed(fixtures):
     checked = 0
     for case in golden(fixtures)["cases"]:
-        digests = blocks.vllm_hashes(
+        chain = blocks.vllm_chain(
             repeated(case, "token_ids", []),
             case["block_size"],
             Hashing(HashAlgorithm.SHA256, "0", ExtraKeys.BARE),
             lora_name=repeated(case, "lora_name", ""),
             salt=repeated(case, "cache_salt", ""),
         )
+        digests = list(chain)
         assert [d.hex() for d in digests] == [e["digest"] for e in case["expected"]], case["name"]
         assert [blocks.low64(d) for d in digests] == [int(e["projected_decimal"]) for e in case["expected"]]
         checked += len(digests)
@@ -52,9 +53,9 @@ def test_roots_equal_those_that_vllm_computed(fixtures):
 @pytest.mark.parametrize("algorithm", list(HashAlgorithm))
 def test_a_chain_can_be_continued_from_its_parent(algorithm):
     hashing = Hashing(algorithm, "42")
-    whole = blocks.vllm_hashes(TOKENS, 16, hashing, salt="s")
-    tail = blocks.vllm_hashes(TOKENS[16:], 16, hashing, salt="s", parent=whole[0])
-    assert tail == whole[1:]
+    whole = list(blocks.vllm_chain(TOKENS, 16, hashing, salt="s"))
+    tail = blocks.vllm_chain(TOKENS[16:], 16, hashing, salt="s", parent=whole[0])
+    assert list(tail) == whole[1:]
     assert len(whole[0]) == (16 if "xxhash" in algorithm else 32)
 
 
@@ -72,15 +73,15 @@ def test_settings_never_share_a_digest():
             ("", "", [[("a", 1)]]),
         )
     ]
-    first = [blocks.vllm_hashes(TOKENS, 16, **variant)[0] for variant in variants]
+    first = [next(blocks.vllm_chain(TOKENS, 16, **variant)) for variant in variants]
     assert len(set(first)) == len(first)
 
 
 def test_equal_lora_name_and_path_hash_like_two_objects():
     name = "adapter"
-    same = blocks.vllm_hashes(TOKENS, 16, Hashing(), lora_name=name, lora_path=name)
-    two = blocks.vllm_hashes(TOKENS, 16, Hashing(), lora_name=name, lora_path="".join(list(name)))
-    assert same == two
+    same = blocks.vllm_chain(TOKENS, 16, Hashing(), lora_name=name, lora_path=name)
+    two = blocks.vllm_chain(TOKENS, 16, Hashing(), lora_name=name, lora_path="".join(list(name)))
+    assert list(same) == list(two)
 
 
 @pytest.mark.parametrize(

@@ -6,18 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune_gateway.model import NO_FIELDS, EngineFields, Refusal, RefuseReason
-from perilune_gateway.request.openai import (
-    Api,
-    ChatPrompt,
-    ParsedRequest,
-    TextPrompt,
-    TokenPrompt,
-    error_body,
-    for_engine,
-    is_model_path,
-    parse,
-)
+from perilune_gateway.model import Refusal, RefuseReason
+from perilune_gateway.request.openai import ChatPrompt, ParsedRequest, TextPrompt, TokenPrompt, parse
+from perilune_gateway.request.paths import Api
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
     "/v1/chat/completions",
@@ -33,67 +24,6 @@ def accepted(path, **body) -> ParsedRequest:
     request = parse(path, json.dumps({"model": "m"} | body).encode())
     assert isinstance(request, ParsedRequest), request
     return request
-
-
-@pytest.mark.parametrize(
-    ("path", "yes"),
-    [
-        pytest.param(CHAT, True, id="chat"),
-        pytest.param(COMPLETIONS, True, id="completions"),
-        pytest.param(RESPONSES, True, id="responses"),
-        pytest.param(MESSAGES, True, id="messages"),
-        pytest.param(CHAT + "?beta=true&x=/", True, id="query string ignored"),
-        pytest.param(MESSAGES + "?", True, id="empty query string"),
-        pytest.param("/v1/chat/completion%73", True, id="an escape is decoded as the engine decodes it"),
-        pytest.param("/v1/%63ompletions?x=%2F", True, id="an escape before a query string"),
-        pytest.param("/v1/chat/completion%2573", False, id="an escaped escape"),
-        pytest.param("/v1/models", False, id="models"),
-        pytest.param("/v1/chat/completions/render", False, id="longer path"),
-        pytest.param("/v1/messages/count_tokens", False, id="count_tokens"),
-        pytest.param("/x?/v1/completions", False, id="path inside a query string"),
-        pytest.param("", False, id="empty"),
-    ],
-)
-def test_only_paths_that_name_a_model_are_parsed(path, yes):
-    assert is_model_path(path) is yes
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        pytest.param(b'{"model": "m", "prompt": "}{"}', id="braces in a text"),
-        pytest.param(b'{"model":"m","prompt":"x","priority":-5}\n ', id="the client's own is overruled"),
-        pytest.param(b'{"model":"m","prompt":"x","metadata":{"a":{}}}', id="ends in an object"),
-    ],
-)
-def test_a_priority_is_all_that_changes(body: bytes):
-    changed = for_engine(body, EngineFields(priority=41))
-    assert changed is not None
-    assert json.loads(changed) == json.loads(body) | {"priority": 41}
-    parsed = parse(COMPLETIONS, changed)
-    assert isinstance(parsed, ParsedRequest)
-    assert parsed.priority == 41
-
-
-@pytest.mark.parametrize(
-    ("body", "xargs"),
-    [
-        pytest.param(b'{"model":"m","prompt":"}"}', {}, id="none"),
-        pytest.param(b'{"model":"m","vllm_xargs":null} ', {}, id="null"),
-        pytest.param(
-            b'{"vllm_xargs":{"session_id":"s","n":1},"model":"m"}', {"session_id": "s", "n": 1}, id="own"
-        ),
-    ],
-)
-def test_asking_for_a_full_report_keeps_the_clients_own_arguments(body: bytes, xargs: dict):
-    changed = for_engine(body, EngineFields(0, "tenant", "resp_1", full_report=True))
-    assert changed is not None
-    assert json.loads(changed) == json.loads(body) | {
-        "vllm_xargs": {"kv_cache_report_mode": "full"} | xargs,
-        "cache_salt": "tenant",
-        "request_id": "resp_1",
-        "priority": 0,
-    }
 
 
 @pytest.mark.parametrize(
@@ -114,10 +44,6 @@ def test_claude_code_names_its_session_in_the_body_where_no_header_does(user_id:
     parsed = parse("/v1/messages", json.dumps(body).encode())
     assert isinstance(parsed, ParsedRequest)
     assert parsed.session_id == session_id
-
-
-def test_a_body_to_which_nothing_is_added_stays():
-    assert for_engine(b'{"model":"m"}', NO_FIELDS) is None
 
 
 @pytest.mark.parametrize("path", MODEL_PATHS)
@@ -470,47 +396,3 @@ def test_prefix_text_of_completions():
     assert accepted(COMPLETIONS, prompt="hé").prefix_text() == "hé".encode()
     assert accepted(COMPLETIONS, prompt=["a", "b"]).prefix_text() == b"a"
     assert accepted(COMPLETIONS, prompt=[1, 2]).prefix_text() == b""
-
-
-@pytest.mark.parametrize(
-    ("status", "reason", "path", "body"),
-    [
-        pytest.param(
-            404,
-            RefuseReason.UNKNOWN_MODEL,
-            CHAT,
-            {
-                "error": {
-                    "message": "é",
-                    "type": "invalid_request_error",
-                    "param": "model",
-                    "code": "unknown_model",
-                }
-            },
-            id="OpenAI, unknown model",
-        ),
-        pytest.param(
-            429,
-            RefuseReason.OVERLOADED,
-            "",
-            {"error": {"message": "é", "type": "rate_limit_error", "param": None, "code": "overloaded"}},
-            id="OpenAI, overloaded",
-        ),
-        pytest.param(
-            503,
-            RefuseReason.NO_ENDPOINT,
-            MESSAGES + "?beta=true",
-            {"type": "error", "error": {"type": "overloaded_error", "message": "é"}},
-            id="Anthropic, no endpoint",
-        ),
-        pytest.param(
-            400,
-            RefuseReason.BAD_JSON,
-            MESSAGES,
-            {"type": "error", "error": {"type": "invalid_request_error", "message": "é"}},
-            id="Anthropic, bad JSON",
-        ),
-    ],
-)
-def test_an_error_has_the_form_of_the_api_that_was_called(status, reason, path, body):
-    assert json.loads(error_body(status, reason, "é", path)) == body

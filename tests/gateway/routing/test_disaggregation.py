@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 from msgspec import structs
-from routing_objects import candidate, chosen, head, request, session
+from routing_objects import candidate, chosen, head, prefix, request, session
 
 from perilune_api.pool import Disaggregation, Limits, Role, Routing
 from perilune_api.topology import Level, Link
@@ -102,6 +102,17 @@ def test_a_session_stays_with_the_endpoint_that_decodes_it() -> None:
     view = request(tokens=TOKENS, of=session("far"))
     made = decision(view, prefiller("p"), decoder("far", {"p": SLOW}), decoder("near", {"p": FAST}))
     assert (made.target, made.prefill, made.moved_from) == ("far", "p", "")
+
+
+def test_a_prompt_that_is_prefilled_elsewhere_is_fetched_from_nowhere_else() -> None:
+    """Although `ear` takes the hot session's KV along."""
+    links = {"p": FAST, "h": FAST}
+    hot = decoder("h", {"p": FAST}, cached=2_000, pending=100_000)
+    view = request(tokens=TOKENS, of=session("h"), prefix=prefix(h=2_000))
+    alone = decision(view, hot, decoder("d", links))
+    assert (alone.target, alone.replicate_from, alone.moved_from) == ("d", "h", "h")
+    made = decision(view, prefiller("p"), hot, decoder("d", links))
+    assert (made.target, made.prefill, made.replicate_from, made.cached_tokens) == ("d", "p", "", 0)
 
 
 def test_headers_suffice_for_a_short_rest_but_not_for_a_long_one() -> None:

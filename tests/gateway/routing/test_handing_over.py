@@ -9,11 +9,10 @@ from routing_objects import head
 
 from perilune_api.pool import MoveTrigger
 from perilune_gateway.model import MoveReason, Reason, Routed
-from perilune_gateway.model.handoff import GivenUp, Immovable
+from perilune_gateway.model.handoff import GivenUp, Immovable, Leg
 from perilune_gateway.observe import moves as move_rows
 from perilune_gateway.observe.explain import to_json
 from perilune_gateway.observe.stats import Snapshot
-from perilune_gateway.routing.handing_over import Leg
 
 BLOCK = 16
 
@@ -75,7 +74,12 @@ def test_a_failed_leg_leaves_the_session_where_it_is_and_says_why() -> None:
     assert rig.turn("s", text(1, 480)).target == source
     router, planner = rig.router, rig.router.planner
     page = move_rows.page(
-        planner, router.handing_over.stats(), router.remote_prefills.stats(), rig.state.calibration, rig.now
+        planner,
+        router.handing_over.stats(),
+        router.remote_prefills.stats(),
+        router.pulling.stats(),
+        rig.state.calibration,
+        rig.now,
     )
     (ended,) = [one for one in page["ended"] if one["handoff"]]
     assert (ended["state"], ended["handoff"]["outcome"], ended["handoff"]["cause"]) == (
@@ -84,7 +88,11 @@ def test_a_failed_leg_leaves_the_session_where_it_is_and_says_why() -> None:
         "unreachable",
     )
     rig.metrics.mirror(
-        lambda: Snapshot(handoffs=router.handing_over.stats(), remote_prefills=router.remote_prefills.stats())
+        lambda: Snapshot(
+            handoffs=router.handing_over.stats(),
+            remote_prefills=router.remote_prefills.stats(),
+            pulls=router.pulling.stats(),
+        )
     )
     shown = generate_latest(rig.metrics.registry).decode()
     assert 'perilune_handoffs_total{outcome="failed",reason="drain"} 1.0' in shown

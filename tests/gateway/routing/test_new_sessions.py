@@ -5,6 +5,7 @@ from msgspec.structs import replace
 from router_rig import A, Rig, pool
 from routing_objects import head
 
+from perilune_api import names
 from perilune_api.pool import Engine, Routing, SessionAdmission
 from perilune_gateway.model import Refusal, RefuseReason, Routed
 from perilune_gateway.routing.new_sessions import Queued
@@ -58,6 +59,24 @@ def test_a_session_that_waited_too_long_is_refused_with_429(rig):
     assert (ticket, refusal.reason, refusal.status) == (waiting.ticket, RefuseReason.NO_ROOM, 429)
     assert 1.0 <= refusal.retry_after_s <= 60.0
     assert isinstance(rig.router.on_begun(waiting, refusal), Refusal)
+
+
+def test_the_wait_at_the_door_is_part_of_the_time_to_the_first_token(rig):
+    """Whoever begins then, is refused, or leaves."""
+    first = rig.route(range(800), named("a"))
+    begins, refused, leaves = (rig.ask(range(2_000, 2_100), named(name)) for name in "bcd")
+    rig.now += 50.0
+    rig.router.left(leaves)
+    rig.finish(first)
+    rig.now += 10.0
+    routed = rig.router.on_begun(begins, None)
+    rig.router.on_begun(refused, Refusal(RefuseReason.NO_ROOM, "full"))
+    rig.now += 5.0
+    rig.router.on_response(routed.ticket, 200, A, streamed=True)
+    rig.stored(A, range(2_000, 2_100))
+    value = rig.metrics.registry.get_sample_value
+    assert value(f"{names.FIRST_TOKENS}_count") == 3
+    assert value(f"{names.FIRST_TOKENS}_sum") == 50.0 + 60.0 + 65.0
 
 
 def test_who_waits_begins_when_admission_is_turned_off(rig):

@@ -8,6 +8,7 @@ from msgspec import structs
 from router_rig import A, B, Rig, completion, pool
 from routing_objects import head
 
+from perilune_api import names
 from perilune_api.pool import Lora, Metadata, Model, Pool, Routing, SessionKeys
 from perilune_gateway.model import Answer, NeedBody, Outcome, Refusal, RefuseReason, RequestHead, Routed
 from perilune_gateway.routing.pools import Chosen, Pools, by_weight
@@ -72,6 +73,16 @@ def test_a_session_is_decided_by_its_headers_until_it_has_two_pools(front: Front
     read = head("/v1/completions", x_session_id="s", content_length="10")  # shorter than before
     assert front.ask("m", read)[::2] == ("one", True)
     assert [front.ask(model, s)[::2] for model in ("n", "m")] == [("two", True), ("one", True)]
+
+
+def test_the_time_to_the_first_token_runs_from_the_headers(front: Front) -> None:
+    h, rig = head("/v1/completions"), front.rigs[0]
+    assert isinstance(front.pools.on_headers(h), NeedBody)
+    rig.now += 3.0
+    chosen = front.pools.on_body(h, completion(range(40), model="m"))
+    assert isinstance(chosen, Chosen)
+    rig.stored(A, range(40))
+    assert rig.metrics.registry.get_sample_value(f"{names.FIRST_TOKENS}_sum") == 3.0
 
 
 def test_after_a_404_of_the_engine_the_body_is_read(front: Front) -> None:

@@ -41,6 +41,7 @@ class Split(Handing):
             router.planner,
             router.handing_over.stats(),
             router.remote_prefills.stats(),
+            router.pulling.stats(),
             self.state.calibration,
             self.now,
         )
@@ -49,7 +50,9 @@ class Split(Handing):
         router = self.router
         self.metrics.mirror(
             lambda: Snapshot(
-                handoffs=router.handing_over.stats(), remote_prefills=router.remote_prefills.stats()
+                handoffs=router.handing_over.stats(),
+                remote_prefills=router.remote_prefills.stats(),
+                pulls=router.pulling.stats(),
             )
         )
         return generate_latest(self.metrics.registry).decode()
@@ -137,16 +140,26 @@ def test_a_prefill_endpoint_that_fails_costs_no_answer(cause: GivenUp) -> None:
 
 def test_a_request_that_another_endpoint_serves_has_no_remote_any_more() -> None:
     rig = Split()
-    ended = []
-    rig.router.remote_prefills.on_ended = ended.append
+    cancelled = []
     routed = rig.send("s", PROMPT)
+    assert routed.remote
+    rig.router.remote_prefills.giving(routed.ticket, routed.remote, lambda: cancelled.append("leg"))
     target = routed.destinations[0]
     other = B if target == C else C
     rig.router.on_response(routed.ticket, 200, other, True)
     assert rig.load(A).in_flight == 0
     rig.finish(routed)
     assert rig.router.remote_prefills.stats().given_up == {GivenUp.ELSEWHERE: 1}
-    assert ended == [routed.remote]
+    assert cancelled == ["leg"]
+
+
+def test_a_leg_that_begins_after_its_request_has_ended_is_cancelled_at_once() -> None:
+    rig, cancelled = Split(), []
+    routed = rig.send("s", PROMPT)
+    assert routed.remote
+    rig.finish(routed, Outcome.CANCELLED)
+    rig.router.remote_prefills.giving(routed.ticket, routed.remote, lambda: cancelled.append("leg"))
+    assert cancelled == ["leg"]
 
 
 def test_a_client_that_leaves_ends_the_prefill() -> None:

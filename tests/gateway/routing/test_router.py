@@ -37,7 +37,7 @@ def test_what_is_not_for_the_model_goes_to_any_ready_endpoint(rig: Rig, h: Reque
     assert rig.record(routed).reason == Reason.PASS_THROUGH
     assert len(routed.destinations) == 2
     rig.finish(routed)
-    assert rig.router.state.fleet.in_flight == 0
+    assert rig.router.state.in_flight.count == 0
 
 
 def test_the_conformance_header_counts_only_in_conformance_mode(rig: Rig) -> None:
@@ -45,6 +45,8 @@ def test_the_conformance_header_counts_only_in_conformance_mode(rig: Rig) -> Non
     assert isinstance(rig.router.on_headers(h), NeedBody)
     forced = Rig(pool(), conformance=True)
     assert forced.route(h=h).destinations == (B, A)
+    ip = B.partition(":")[0]
+    assert forced.route(h=head("/v1/completions", test_epp_endpoint_selection=ip)).destinations[0] == B
     refusal = forced.ask(h=head("/v1/completions", test_epp_endpoint_selection="1.1.1.1:1"))
     assert isinstance(refusal, Refusal)
     assert refusal.status == 503

@@ -12,7 +12,7 @@ from perilune_api.pool import EndpointSpec, Hashing, Lora, Model, Routing
 from perilune_gateway.model import NEED_BODY, DecisionRecord, Outcome, Routed, Tier, TokenSource
 from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.request.tokens.prompts import MEDIA_TOKENS
-from perilune_gateway.routing.lifecycle import MAX_ASKING
+from perilune_gateway.routing.full_reports import MAX_ASKING
 from perilune_gateway.state.parity import ParityCheck
 
 
@@ -77,7 +77,8 @@ def test_the_blocks_of_an_unread_turn_may_come_back_with_new_ones() -> None:
     rig.router.state.index.removed(host, Tier.DEVICE, blocks.chain(range(40), rig.block_size, 0)[-2:])
     rig.finish(rig.route(h=h))
     rig.stored(host, range(48), after=8)
-    assert rig.record(rig.route(h=h)).cached_tokens == 48
+    longer = head("/v1/completions", x_session_id="s", content_length="1100")
+    assert rig.record(rig.route(h=longer)).cached_tokens == 48
 
 
 def test_a_refused_request_leaves_no_claims(rig: Rig) -> None:
@@ -134,6 +135,19 @@ def test_events_correct_the_estimate_of_an_unread_turn(rig: Rig) -> None:
     assert len(session.chain) * rig.block_size == 48
     rig.finish(second)
     assert rig.pending()[host] == 0
+
+
+def test_each_of_many_unread_turns_is_estimated_from_the_one_before(rig: Rig) -> None:
+    """Every prompt is a quarter of the first one longer, and so is every body."""
+    quarter = len(completion(range(400))) // 4
+    estimates = []
+    for turn in range(4):
+        h = head("/v1/completions", x_session_id="s", content_length=str((4 + turn) * quarter))
+        routed = rig.route(h=h) if turn else rig.route(range(400), h)
+        estimates.append(rig.record(routed).prompt_tokens)
+        rig.stored(routed.destinations[0], range(400 + 100 * turn))
+        rig.finish(routed)
+    assert estimates == pytest.approx([400, 500, 600, 700], abs=8)
 
 
 def test_overlap_is_what_engines_announced_in_whole_blocks_without_the_last_token(rig: Rig) -> None:
@@ -227,9 +241,13 @@ def test_parity_hears_whether_a_prompts_blocks_showed_up() -> None:
     rig.finish(second)
     rig.stored(first.destinations[0], range(20))
     assert heard.seen == []
+    third = rig.route(range(200, 220))
+    rig.stored(third.destinations[0], range(200, 220))
+    rig.finish(third)
+    assert heard.seen == [True], "at once, as the blocks may soon be evicted"
     rig.now += 2.0
-    rig.router.finished(rig.route().ticket, Outcome.COMPLETED)
-    assert heard.seen == [True, False]
+    rig.router.finished(rig.route(range(300, 320)).ticket, Outcome.COMPLETED)
+    assert heard.seen == [True, True, False]
 
 
 def picture_chat(seed: int, question: str, *, encoded_bytes: int = 200_000) -> bytes:
@@ -266,12 +284,12 @@ def test_while_an_endpoint_is_learnt_requests_ask_it_to_tell_its_blocks_again() 
     rig = Rig(pool(routing=Routing(chosen("ear")), endpoints=[A]))
     h = head("/v1/completions", x_session_id="s", content_length="1000")
     assert not rig.route(range(40), h).fields.full_report
-    rig.router.lifecycle.on_learning(A, True)
+    rig.router.on_learning(A, True)
     assert rig.router.on_headers(h) is NEED_BODY, "only a body can ask"
     asked = [rig.route(range(40), h).fields.full_report for _ in range(MAX_ASKING + 1)]
     assert asked == [True] * MAX_ASKING + [False], "within a budget"
-    rig.router.lifecycle.on_learning(A, True)
+    rig.router.on_learning(A, True)
     assert not rig.route(range(40), h).fields.full_report
-    rig.router.lifecycle.on_learning(A, False)
-    rig.router.lifecycle.on_learning(A, True)
+    rig.router.on_learning(A, False)
+    rig.router.on_learning(A, True)
     assert rig.route(range(40), h).fields.full_report

@@ -1,15 +1,22 @@
 """A request's load, from its decision until its end, and what its answer says of the endpoint."""
 
-import tracemalloc
+from collections.abc import Callable, Sequence
+from functools import partial
+from json import dumps
 
 import pytest
-from router_rig import A, B, Rig, pool
+from prometheus_client import generate_latest
+from router_rig import A, B, Rig, completion, pool
 from routing_objects import head
 
+from perilune_api import names
 from perilune_api.pool import EndpointSpec, Routing
-from perilune_gateway.model import EngineMetrics, Outcome, Refusal
+from perilune_gateway.model import EngineMetrics, NeedBody, Outcome, Refusal, Routed
 from perilune_gateway.observe.explain import to_json
 from perilune_gateway.state.fleet import DEAD_SCRAPES
+
+EVENTS, QUIET = EndpointSpec(A, events=(f"tcp://{A}",)), EndpointSpec(A)
+"""An endpoint that announces its blocks, and one that does not."""
 
 
 @pytest.mark.parametrize(
@@ -175,14 +182,99 @@ def test_pages_of_one_engine_are_not_answered_by_any(rig: Rig) -> None:
     assert refusal.status == 404
 
 
-def test_what_clients_send_is_kept_in_bounds() -> None:
+def test_long_words_of_clients_are_cut_short_in_pages_metrics_and_answers() -> None:
     rig = Rig(pool(endpoints=[A, B], routing=Routing(allow_policy_header=True)))
-    tracemalloc.start()
-    try:
-        for i in range(20):
-            rig.finish(rig.route(prompt_cache_key=f"{i}" + "k" * 1_000_000))
-            rig.ask(h=head("/v1/completions", x_perilune_policy=f"{i}" + "p" * 1_000_000))
-        kept, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert kept < 5_000_000
+    for i in range(20):
+        routed = rig.route(prompt_cache_key=f"{i}" + "k" * 1_000_000)
+        rig.finish(routed)
+        assert len(dumps(to_json(rig.record(routed)))) < 10_000
+        refusal = rig.ask(h=head("/v1/completions", x_perilune_policy=f"{i}" + "p" * 1_000_000))
+        assert isinstance(refusal, Refusal)
+        assert len(refusal.message) < 1_000
+    assert len(generate_latest(rig.metrics.registry)) < 200_000
+
+
+def counted(rig: Rig) -> tuple[float | None, float | None]:
+    """How many times to the first token were counted, and their seconds in all."""
+    value = rig.metrics.registry.get_sample_value
+    return value(f"{names.FIRST_TOKENS}_count"), value(f"{names.FIRST_TOKENS}_sum")
+
+
+def answer(rig: Rig, routed: Routed, *, status: int = 200, streamed: bool = True) -> None:
+    """The answer's head, 2 s after the prefill's end."""
+    rig.now += 2.0
+    rig.router.on_response(routed.ticket, status, routed.destinations[0], streamed)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "then", "times"),
+    [
+        pytest.param(EVENTS, lambda rig, routed: rig.stored(A, range(20)), (1, 3.0), id="its KV event"),
+        pytest.param(EVENTS, answer, (1, 5.0), id="the head of a stream, if the event never comes"),
+        pytest.param(QUIET, answer, (1, 5.0), id="the head of a stream without KV events"),
+        pytest.param(QUIET, partial(answer, streamed=False), (0, 0.0), id="a whole answer without them"),
+        pytest.param(EVENTS, partial(answer, status=503), (0, 0.0), id="an error"),
+        pytest.param(QUIET, lambda rig, routed: None, (0, 0.0), id="no answer"),
+    ],
+)
+def test_the_time_to_the_first_token_is_counted_once_from_the_arrival(
+    endpoint: EndpointSpec, then: Callable[[Rig, Routed], None], times: tuple[float, float]
+) -> None:
+    one = Rig(pool(endpoints=[endpoint]))
+    arriving = head("/v1/completions")
+    assert isinstance(one.router.on_headers(arriving), NeedBody)
+    one.now += 1.0  # the body takes its time
+    routed = one.router.on_body(arriving, completion(range(20)))
+    assert isinstance(routed, Routed)
+    one.now += 2.0
+    then(one, routed)
+    one.now += 60.0
+    one.finish(routed)
+    assert counted(one) == times
+
+
+@pytest.mark.parametrize(
+    ("announced", "seconds"),
+    [
+        pytest.param([48], 3.0, id="all in one event"),
+        pytest.param([36, 48], 4.0, id="chunk by chunk"),
+        pytest.param([32, 36], 4.0, id="fewer than expected, then a block of the answer"),
+        pytest.param([], 2.0, id="none: the head of the answer"),
+    ],
+)
+def test_a_turn_decided_from_its_headers_has_its_first_token_when_its_session_grows(
+    announced: Sequence[int], seconds: float
+) -> None:
+    """The answer's head comes first, as of vLLM."""
+    rig = Rig(pool(endpoints=[A]))
+    first = rig.route(range(20), head("/v1/completions", x_session_id="s", content_length="80"))
+    rig.stored(A, range(20))
+    rig.finish(first)
+    assert counted(rig) == (1, 0.0)
+    h = head("/v1/completions", x_session_id="s", content_length=str(3 * 80))
+    turn = rig.router.on_headers(h)
+    assert isinstance(turn, Routed)
+    answer(rig, turn)
+    assert counted(rig)[0] == 1
+    before = 20
+    for upto in announced:
+        rig.now += 1.0
+        rig.stored(A, range(upto), after=before // 4)
+        before = upto
+    rig.now += 60.0
+    rig.finish(turn)
+    assert counted(rig) == (2, seconds)
+
+
+def test_a_client_that_leaves_before_the_first_token_counts_with_its_wait(rig: Rig) -> None:
+    routed = rig.route()
+    rig.now += 9.0
+    rig.finish(routed, Outcome.CANCELLED)
+    assert counted(rig) == (1, 9.0)
+
+
+def test_requests_without_a_prompt_have_no_first_token(rig: Rig) -> None:
+    routed = rig.route(h=head("/v1/models", has_body=False))
+    answer(rig, routed)
+    rig.finish(routed)
+    assert counted(rig) == (0, 0.0)

@@ -52,6 +52,7 @@ class Moving(Rig):
             router.planner,
             router.handing_over.stats(),
             router.remote_prefills.stats(),
+            router.pulling.stats(),
             router.state.calibration,
             self.now,
         )

@@ -65,7 +65,7 @@ def test_a_body_that_cannot_be_served_is_refused_with_its_reason(
     refusal = rig.router.on_body(head("/v1/completions"), body)
     assert isinstance(refusal, Refusal)
     assert (refusal.reason, refusal.status) == (reason, status)
-    assert rig.router.state.fleet.in_flight == 0
+    assert rig.router.state.in_flight.count == 0
     kept = rig.decisions.query(n=1)[0]
     assert kept.reason == reason
     assert kept.timings_us["total"] > 0

@@ -37,8 +37,10 @@ def test_recomputed_hashes_equal_the_announced_ones(captures, name):
             assert set(event.block_hashes) <= digests.keys()
             continue
         parent = None if event.parent_block_hash is None else digests[event.parent_block_hash]
-        ours = blocks.vllm_hashes(
-            event.token_ids, event.block_size, capture.hashing, salt=salt_of(event), parent=parent
+        ours = list(
+            blocks.vllm_chain(
+                event.token_ids, event.block_size, capture.hashing, salt=salt_of(event), parent=parent
+            )
         )
         assert tuple(map(blocks.low64, ours)) == event.block_hashes
         digests.update(zip(event.block_hashes, ours, strict=True))

@@ -77,7 +77,7 @@ def test_an_engine_that_tells_again_makes_a_late_gateway_know_all() -> None:
                 asked += 1
                 tokens = tuple(turn["prompt"][: turn["cached"]])
                 names = tuple(
-                    map(blocks.low64, blocks.vllm_hashes(tokens, size, Hashing(HashAlgorithm.SHA256_CBOR)))
+                    map(blocks.low64, blocks.vllm_chain(tokens, size, Hashing(HashAlgorithm.SHA256_CBOR)))
                 )
                 engine.apply(ENGINE, BlockStored(names, None, tokens, size, medium="GPU"), 0.0)
             for event in turn["events"]:

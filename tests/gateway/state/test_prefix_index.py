@@ -75,6 +75,18 @@ def test_tiers_are_cumulative():
     assert matches.of("never seen") == (0, 0, 4)
 
 
+def test_what_is_in_host_memory_is_told_apart():
+    it = index()
+    it.stored("1", DEVICE, [A, B, C], 0)
+    it.stored("1", HOST, [A, B], 0)
+    it.stored("2", HOST, [A, B, C], 0)
+    it.stored("2", DEVICE, [D], 0)
+    it.stored("3", DEVICE, [A], 0)
+    assert it.find_matches(PROMPT, 0).offloaded == {"1": 2, "2": 3}
+    it.removed("2", HOST, [B])
+    assert it.find_matches(PROMPT, 0).offloaded == {"1": 2, "2": 1}
+
+
 def test_store_and_own_blocks_make_one_prefix():
     """The store lacks the head, which one endpoint has: only that one reaches the rest."""
     it = index()

@@ -10,7 +10,7 @@ from router_rig import A, B, Rig, pool
 from routing_objects import head
 
 from perilune_api.pool import Ejection, Engine, Pool, Routing, SessionAdmission
-from perilune_gateway.model import RequestHead, SessionKey
+from perilune_gateway.model import MoveReason, RequestHead, SessionKey
 from perilune_gateway.model.shared import (
     Alive,
     Batch,
@@ -20,13 +20,17 @@ from perilune_gateway.model.shared import (
     Ejected,
     Loaded,
     Names,
+    Offered,
+    OfferStage,
     decode,
     encode,
 )
 from perilune_gateway.routing.new_sessions import Queued
 from perilune_gateway.state.active_contexts import HORIZON_S
 from perilune_gateway.state.ejection import Cause
-from perilune_gateway.state.replicas import LEASE_S, Replicas
+from perilune_gateway.state.peers import LEASE_S
+from perilune_gateway.state.replicas import Replicas
+from perilune_gateway.state.sharing import Sharing
 
 ROUTING = Routing(ejection=Ejection(pause_seconds=10.0))
 WITH_ADMISSION = pool(
@@ -41,17 +45,10 @@ class Replica(Rig):
     """A router whose state is shared."""
 
     def __init__(self, name: str, seed: int = 0, document: Pool | None = None) -> None:
-        super().__init__(document or pool(routing=ROUTING), seed=seed)
+        sharing = Sharing(name, Names(b"key"), lambda: self.now, lambda: 1_700_000_000.0 + self.now)
+        super().__init__(document or pool(routing=ROUTING), seed=seed, sharing=sharing)
         self.name = name
-        self.shared = Replicas(
-            self.state,
-            self.router.new_sessions,
-            Names(b"key"),
-            name,
-            lambda: self.now,
-            lambda: 1_700_000_000.0 + self.now,
-        )
-        self.router.lifecycle.on_claimed = self.shared.claimed
+        self.shared = Replicas(self.state, sharing, self.router.new_sessions, self.router.handing_over)
 
     def tells(self, *others: "Replica", alive: bool = False) -> bytes:
         """Sends what has changed to the others. Returns it."""
@@ -256,6 +253,19 @@ def test_a_context_counts_once_wherever_the_sessions_turns_go():
         assert active(first) < 400
 
 
+def test_a_context_counts_still_when_the_planner_has_moved_its_session():
+    planner, other = admitting(2)
+    routed = other.route(range(400), turn("a"))
+    tell(planner, other)
+    name = other.state.sessions.matching("a")[0].name
+    moved = planner.state.sessions.of(name, planner.now)
+    planner.state.sessions.hand_over(moved, B, planner.now)
+    tell(planner, other)
+    assert other.host("a") == B
+    assert active(planner) == active(other) == 400
+    other.finish(routed)
+
+
 @pytest.mark.parametrize("number", [2, 4])
 def test_replicas_that_decide_at_one_moment_give_away_no_more_room_than_there_is(number: int):
     replicas = admitting(number)
@@ -318,11 +328,11 @@ def test_what_one_replica_measures_corrects_the_predictions_of_all_once():
 
 def test_an_endpoint_that_one_replica_ejects_is_avoided_by_all_until_it_is_healthy():
     first, second = two()
-    first.state.ejection.on_judged(A, Cause.FAILURES)
+    first.state.changes.judged(A, Cause.FAILURES)
     first.tells(second)
     assert second.ejected() == {A}
     assert {second.route(range(9 * n, 9 * n + 20)).destinations[0] for n in range(9)} == {B}
-    first.state.ejection.on_judged(A, "")
+    first.state.changes.judged(A, "")
     first.tells(second)
     assert second.ejected() == set()
 
@@ -379,6 +389,18 @@ changes: st.SearchStrategy[Change] = st.one_of(
     ),
     st.builds(Loaded, stamps, st.sampled_from((A, B)), st.integers(0, 3)),
     st.builds(Counted, stamps, st.integers(0, 3), st.integers(0, 3)),
+    st.builds(
+        Offered,
+        stamps,
+        st.sampled_from(NAMES),
+        st.just(MoveReason.DRAIN),
+        st.just(A),
+        st.just(B),
+        st.sampled_from(OfferStage),
+        st.just(10.0),
+        st.sampled_from((None, 1.0)),
+        st.integers(0, 3),
+    ),
     st.builds(Ejected, stamps, st.sampled_from((A, B)), st.sampled_from(("", *Cause))),
 )
 
@@ -405,4 +427,5 @@ def _outcome(listed: Sequence[tuple[str, Change]]) -> object:
         replica.shared.apply(decode(encode(Batch(sender, (change,), 1))))
     replica.shared.reconcile(())
     kept = dict(replica.shared.take().sessions)
-    return replica.in_flight(), replica.ejected(), active(replica), kept
+    offers = set(map(str, replica.state.offers.all_elsewhere(replica.now)))
+    return replica.in_flight(), replica.ejected(), active(replica), kept, offers

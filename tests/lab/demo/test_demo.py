@@ -235,11 +235,16 @@ def gateway_pid(run: str) -> int:
     return pid
 
 
-def test_runs_compares_and_reports(start, tmp_path):
-    status, out, errors = start(
-        *("--seconds", "2", "--time-scale", "10", "--json", str(tmp_path / "demo.json"))
-    ).end()
-    assert (status, errors) == (0, "")
+def test_runs_compares_reports_and_stays_until_ctrl_c(start, tmp_path):
+    running = start(
+        *("--seconds", "2", "--time-scale", "10", "--keep", "--json", str(tmp_path / "demo.json"))
+    )
+    running.until("stays up until Ctrl-C")
+    assert "/v1/chat/completions" in running.until("curl")
+    running.until("/metrics")
+    running.process.send_signal(signal.SIGINT)
+    status, out, errors = running.end()
+    assert (status, errors) == (130, "")
     assert "Simulated engines" in out
     assert "perilune / round_robin" in out
     document = msgspec.json.decode((tmp_path / "demo.json").read_bytes(), type=report.Report)
@@ -295,14 +300,3 @@ def test_death_of_a_vital_part_ends_it_with_a_clear_line(start, run):
     assert status == 1
     assert errors.startswith("perilune demo: gateway (pid ")
     assert "was killed by SIGKILL" in errors.splitlines()[0]
-
-
-def test_keep_stays_until_ctrl_c(start):
-    running = start("--seconds", "2", "--compare", "", "--keep")
-    running.until("stays up until Ctrl-C")
-    curl = running.until("curl")
-    assert "/v1/chat/completions" in curl
-    running.until("/metrics")
-    running.process.send_signal(signal.SIGINT)
-    status, _, errors = running.end()
-    assert (status, errors) == (130, "")

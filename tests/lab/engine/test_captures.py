@@ -20,7 +20,7 @@ from vllm_captures import Message, namespace_of, read_messages, read_requests, r
 
 from perilune_lab.engine.events import END_OF_REPLAY, Publisher, to_event
 from perilune_lab.engine.hashing import Algorithm, BlockHasher, low64
-from perilune_lab.engine.kv_cache import Stored
+from perilune_lab.engine.kv_cache import Medium, Stored
 from perilune_lab.engine.store import FileStore
 
 CAPTURES = Path(__file__).parents[2] / "fixtures" / "vllm-kv-events"
@@ -156,11 +156,14 @@ def test_engines_on_one_store_pool_answer_and_announce_as_vllm_with_mooncake(tmp
         stored = [c for _, batches in outcomes for changes in batches for c in changes if type(c) is Stored]
         for shared, medium in ((False, "GPU"), (True, "cpu")):
             ours = {
-                low64(digest) for change in stored if change.shared is shared for digest in change.digests
+                low64(digest)
+                for change in stored
+                if (change.medium is Medium.SHARED) is shared
+                for digest in change.digests
             }
             theirs = {h for e in stores_of(events, medium) for h in e["block_hashes"]}
             assert ours == theirs
-        shared = [c for c in stored if c.shared]
+        shared = [c for c in stored if c.medium is Medium.SHARED]
         stores.append(len(shared))
         by_hash = {e["block_hashes"][0]: e for e in stores_of(events, "cpu")}
         for change in shared:

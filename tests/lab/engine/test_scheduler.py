@@ -9,7 +9,7 @@ import pytest
 from stepped_engine import SteppedEngine
 
 from perilune_gateway.model import H20_30B
-from perilune_lab.engine.kv_cache import Stored
+from perilune_lab.engine.kv_cache import Medium, Stored
 from perilune_lab.engine.request import Finish
 from perilune_lab.engine.scheduler import Limits
 
@@ -45,6 +45,16 @@ def test_one_prompt_takes_what_the_engine_model_says():
     decode = H20_30B.decode_step_s(1, 20_001) + H20_30B.decode_step_s(1, 20_002)
     assert request.last_token_s - request.first_token_s == pytest.approx(decode)
     assert request.finish is Finish.LENGTH
+
+
+def test_steps_of_an_unsteady_engine_take_as_many_times_longer():
+    steady, unsteady = SteppedEngine(), SteppedEngine(noise=iter([2.0, 0.5]).__next__)
+    times = []
+    for engine in (steady, unsteady):
+        engine.add(prompt(1, 1_000), 2)
+        times.append([step.ends_s - step.started_s for step in engine.run()])
+    (prefill_s, decode_s), twice_and_half = times
+    assert twice_and_half == pytest.approx([2 * prefill_s, decode_s / 2])
 
 
 def test_decode_goes_on_beside_the_chunks_of_another_prompt():
@@ -285,8 +295,11 @@ def test_a_prefix_in_the_store_is_loaded_instead_of_computed():
     assert warm.first_token_s == pytest.approx(expected)
     assert warm.first_token_s < 0.3 * cold.first_token_s
     # What was loaded is announced as an ordinary device store; the pool had everything already.
-    assert [len(c.digests) for c in step.changes if isinstance(c, Stored) and not c.shared] == [1999, 1]
-    assert not [c for c in step.changes if isinstance(c, Stored) and c.shared]
+    assert [len(c.digests) for c in step.changes if isinstance(c, Stored) and c.medium is Medium.DEVICE] == [
+        1999,
+        1,
+    ]
+    assert not [c for c in step.changes if isinstance(c, Stored) and c.medium is Medium.SHARED]
 
 
 def test_only_prompt_blocks_are_put_and_announced_one_by_one():
@@ -294,7 +307,9 @@ def test_only_prompt_blocks_are_put_and_announced_one_by_one():
     engine = SteppedEngine(store=pool)
     request = engine.add(prompt(1, 40), prompt(7, 100))
     steps = engine.run()
-    shared = [c for step in steps for c in step.changes if isinstance(c, Stored) and c.shared]
+    shared = [
+        c for step in steps for c in step.changes if isinstance(c, Stored) and c.medium is Medium.SHARED
+    ]
     assert [len(change.digests) for change in shared] == [1, 1]
     assert pool.held == set(request.table.chain[:2])
 

@@ -12,11 +12,12 @@ from perilune_lab.report import Quantiles, Run
 from perilune_research.arena import cli, install, table
 from perilune_research.arena.contestants import CONTESTANTS, OURS, Package, Program, balanced, command
 from perilune_research.arena.install import NotInstalledError, executable
-from perilune_research.arena.loads import LEVELS, Setting, engine_options, sessions
+from perilune_research.arena.loads import LEVELS, Setting, engine_options, sessions, traffic
 from perilune_research.arena.play import Cell
 
 BY_NAME = {contestant.name: contestant for contestant in CONTESTANTS}
-EASE = LEVELS[0]
+BY_LEVEL = {level.name: level for level in LEVELS}
+EASE = BY_LEVEL["ease"]
 ENGINES = [
     EndpointSpec("127.0.0.1:1", events=("tcp://127.0.0.1:11",), replay=("tcp://127.0.0.1:21",)),
     EndpointSpec("127.0.0.1:2", events=("tcp://127.0.0.1:12",), replay=("tcp://127.0.0.1:22",)),
@@ -40,7 +41,7 @@ def test_the_router_that_reads_kv_events_is_told_where_they_are():
 
 
 def test_envoy_alone_balances_by_itself_and_asks_no_gateway():
-    config = balanced(["127.0.0.1:1"], "LEAST_REQUEST")
+    config = balanced(["127.0.0.1:1"], "LEAST_REQUEST", 8000)
     clusters = config["static_resources"]["clusters"]
     assert [(c["name"], c["lb_policy"]) for c in clusters] == [("endpoints", "LEAST_REQUEST")]
     assert b"ext_proc" not in msgspec.json.encode(config)
@@ -57,8 +58,24 @@ def test_engines_are_unequal_and_none_is_as_the_gateway_believes():
 def test_a_seed_gives_every_router_the_same_sessions_and_more_load_more_of_them():
     setting = Setting(engines=2, seconds=20.0)
     assert sessions(setting, EASE, 1) == sessions(setting, EASE, 1) != sessions(setting, EASE, 2)
-    counts = [sum(len(s.turns) for s in sessions(setting, level, 1)) for level in LEVELS]
+    counts = [sum(len(s.turns) for s in sessions(setting, level, 1)) for level in LEVELS[:3]]
     assert counts == sorted(set(counts))
+
+
+def test_a_recorded_load_is_another_part_of_the_recording_for_each_seed_with_what_prompts_share(tmp_path):
+    lines = [
+        {"timestamp": at_s * 1000, "input_length": 1024, "output_length": 9, "hash_ids": [0, at_s + 1]}
+        for at_s in range(0, 1200, 10)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(msgspec.json.Encoder().encode_lines(lines))
+    setting = Setting(engines=4, seconds=20.0, trace=path)
+    first, second = (traffic(setting, BY_LEVEL["recorded"], seed) for seed in (0, 1))
+    assert [s.turns[0].timestamp_s for s in first.sessions] == [0.0, 10.0, 20.0]
+    assert [s.start_s for s in second.sessions] == [600.0, 610.0, 620.0]
+    prompts = [s.turns[0].prompt for s in first.sessions]
+    assert {prompt[0] for prompt in prompts} == {prompts[0][0]}
+    assert [segment.tokens for segment in prompts[0]] == [128, 128]
 
 
 def run(ttft_s: float, *, requests: int = 10, succeeded: int = 10) -> Run:
@@ -150,7 +167,46 @@ def test_an_installed_package_is_found_again_and_an_interrupted_one_is_not_trust
 def test_without_arguments_every_router_plays_every_load_with_and_without_session_headers():
     options = cli.parse([])
     assert options.contestants == CONTESTANTS
-    assert len(list(options.cells())) == len(CONTESTANTS) * len(LEVELS) * 2 * options.seeds
+    generated = [level for level in LEVELS if not level.recorded]
+    assert len(list(options.cells())) == len(CONTESTANTS) * len(generated) * 2 * options.seeds
+
+
+def test_a_router_of_the_users_own_plays_every_load_except_its_restart():
+    argv = ["--routers", OURS, "--url", "mine=http://127.0.0.1:8080", "--engine-port", "18000"]
+    cells = list(cli.parse(argv).cells())
+    loads = {name: {c.level.name for c in cells if c.contestant.name == name} for name in (OURS, "mine")}
+    assert loads[OURS] - loads["mine"] == {"restart"}
+
+
+def test_cells_that_the_file_has_are_kept_and_the_others_are_played(tmp_path, monkeypatch, capsys):
+    seen = []
+
+    async def plays(cell, *_):
+        seen.append(cell.seed)
+        return run(1.0)
+
+    monkeypatch.setattr(cli, "play", plays)
+    path = tmp_path / "arena.json"
+    argv = [
+        *("--routers", "perilune", "--loads", "ease", "--headers", "with"),
+        "--json",
+        str(path),
+        "--seeds",
+    ]
+    assert [cli.main([*argv, "2"]), cli.main([*argv, "3"])] == [0, 0]
+    assert seen == [0, 1, 2]
+    assert "| 0 of 30 | 3 |" in capsys.readouterr().out
+    with pytest.raises(SpecError, match="4 engines and 30 seconds: name another file - at `--json`"):
+        cli.kept(cli.parse([*argv, "3", "--seconds", "20"]))
+    path.write_text("{}")
+    with pytest.raises(SpecError, match="no file of the arena"):
+        cli.kept(cli.parse([*argv, "3"]))
+
+
+def test_time_ends_before_a_cell_that_would_end_later_and_the_same_command_goes_on(capsys):
+    argv = "--routers perilune --loads ease --headers with --seeds 1 --minutes 0.5"
+    assert cli.main(argv.split()) == cli.NOTHING_PLAYED
+    assert "1 cells remain: the same command plays them" in capsys.readouterr().err
 
 
 def test_a_router_by_url_takes_part_under_its_name():
@@ -165,6 +221,7 @@ def test_a_router_by_url_takes_part_under_its_name():
     ("argv", "said"),
     [
         (["--routers", "nginx"], "unknown 'nginx' .*perilune.* - at `--routers`"),
+        (["--loads", "recorded"], "add --trace FILE - at `--loads`"),
         (["--loads", "heavy"], "unknown 'heavy' .*knee.* - at `--loads`"),
         (["--headers", "maybe"], "unknown 'maybe' .*without.* - at `--headers`"),
         (["--url", "http://127.0.0.1:80"], "is not NAME=VALUE - at `--url`"),

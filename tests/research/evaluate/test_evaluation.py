@@ -9,15 +9,12 @@ from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import pytest
-from msgspec import UNSET
 from rich.console import Console
 
 from perilune_lab.exits import WRONG_CALL
-from perilune_lab.formats import as_number
-from perilune_research.evaluate import cli, document, plan, readme, tables, thresholds
-from perilune_research.evaluate.bars import METRICS, Bar, Check, judge, rivals
+from perilune_research.evaluate import cells, cli, extra, page, plan, tables
+from perilune_research.evaluate.bars import METRICS, judge, rivals
 from perilune_research.evaluate.cells import Scenario
 from perilune_research.evaluate.evaluation import evaluate
 from perilune_research.evaluate.figures import FIGURES
@@ -26,11 +23,11 @@ from perilune_research.evaluate.plan import NEEDS
 from perilune_research.evaluate.traffic import traffic
 from perilune_research.evaluate.work import Work
 from perilune_research.simulator import measure
+from perilune_research.simulator.deployment import Deployment
 
 BASE = Scenario(rate=0.4, endpoints=2, window_s=50.0, warmup_s=5.0)
 SIZE = plan.size(quick=True, seeds=2, first=1)
 pytestmark = pytest.mark.timeout(600)
-BARS = ("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -57,11 +54,17 @@ class Written(NamedTuple):
     shown: str
 
 
+def tiny(options: cli.Options) -> cli.Options:
+    small = replace(options.base, endpoints=2, window_s=50.0, warmup_s=5.0)
+    recorded = small.trace != BASE.trace
+    return replace(options, base=small if recorded else replace(small, rate=BASE.rate))
+
+
 def play(work: Path, out: Path, *more: str) -> str:
     """`python -m perilune_research evaluate` on the tiny scenario; what it prints."""
     argv = ["--quick", "--seeds", "2", "--jobs", "1", "--out", str(out), "--work", str(work), *more]
     shown = Console(record=True, width=200, file=StringIO())
-    for part in cli.run(replace(cli.parse(argv), base=BASE), Console(quiet=True)):
+    for part in cli.run(tiny(cli.parse(argv)), Console(quiet=True)):
         shown.print(part)
     return shown.export_text()
 
@@ -69,7 +72,6 @@ def play(work: Path, out: Path, *more: str) -> str:
 @pytest.fixture(scope="module")
 def written(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
     out = tmp_path_factory.mktemp("out")
-    (out / readme.NOTES).write_text("P9 was tried twice.")
     return Written(out, play(folder, out))
 
 
@@ -86,7 +88,7 @@ def test_every_figure_is_drawn_with_its_data_and_its_label(name: str, written: W
 
 def test_all_bars_are_judged(findings: Findings):
     bars = judge(findings)
-    assert tuple(bar.name for bar in bars) == BARS
+    assert tuple(bar.name for bar in bars) == plan.BARS
     assert all(bar.checks for bar in bars)
 
 
@@ -102,7 +104,7 @@ def test_rivals_are_the_best_of_the_others_and_static_pd_has_no_say_in_tpot(find
     assert "perilune" not in {row.best for row in rows}
     assert "static_pd" not in {row.best for row in rows if row.metric.name.startswith("TPOT")}
     ttft = next(row for row in rows if row.metric.name == "TTFT p90")
-    runs = [findings.pooled(plan.Point(plan.scenario(findings.at_r), arm)) for arm in plan.EVERY]
+    runs = [findings.pooled(plan.Point(plan.scenario(findings.at_r), profile)) for profile in plan.EVERY]
     others = {run.policy: run.ttft_s.p90 for run in runs if run.policy != "perilune"}
     assert ttft.best == min(others, key=others.__getitem__)
 
@@ -120,81 +122,85 @@ def test_a_point_that_was_not_simulated_is_named(findings: Findings):
 
 def test_the_end_to_end_table_has_every_policy_lowest_ttft_first(findings: Findings):
     table = tables.end_to_end(findings, "R")
-    assert {row[0] for row in table.rows} == {arm.policy for arm in plan.EVERY}
+    assert {row[0] for row in table.rows} == {profile.policy for profile in plan.EVERY}
     p90 = [
-        findings.pooled(plan.Point(plan.scenario(findings.at_r), plan.Arm(row[0]))).ttft_s.p90
+        findings.pooled(plan.Point(plan.scenario(findings.at_r), plan.Profile(row[0]))).ttft_s.p90
         for row in table.rows
     ]
     assert p90 == sorted(p90)
     assert all(len(row) == len(table.header) for row in table.rows)
 
 
-def test_everything_is_written_and_read_again(written: Written):
-    out = written.out
-    names = {path.name for path in out.iterdir()}
-    assert names >= {"README.md", "tables.md", "results.json", *(f"{f}.svg" for f in FIGURES)}
-    page = (out / readme.README).read_text()
-    assert "**simulated**" in page
-    assert "P9 was tried twice." in page
-    assert "- Sessions per second within the SLO, highest first: " in page
-    assert "begin per simulation at R" in page
-    assert all(f"![{name}, simulated]({name}.svg)" in page for name in FIGURES)
-    assert all(f"\n{name} " in written.shown for name in BARS)
-    assert "agree with those of" not in written.shown  # there was nothing to compare with
-    table = (out / readme.TABLES).read_text()
-    assert all(f"## End to end at {load} = " in table for load in plan.LOADS)
-    kept = document.read(out)
-    assert kept is not None
-    assert tuple(kept.verdicts) == BARS
+def test_everything_is_written_and_every_table_names_its_arm(written: Written, findings: Findings):
+    names = {path.name for path in written.out.iterdir()}
+    assert names == {
+        "none.md",
+        "none.json",
+        *(f"{f}.{end}" for f in FIGURES for end in ("svg", "png", "json")),
+    }
+    text = (written.out / "none.md").read_text()
+    assert "**simulated**" in text
+    assert "--quick --seeds 2`" in text
+    assert str(written.out) not in text
+    titles = [line for line in text.splitlines() if line.startswith("## ")]
+    assert len(titles) == 2 + len(page.sections(findings, tuple(page.SECTIONS)))
+    for table in page.sections(findings, tuple(page.SECTIONS)):
+        assert "arm none, generated traffic" in table.title or "deployment arm" in table.header, table.title
+    assert all(f"\n{name} " in written.shown for name in plan.BARS)
 
 
-def test_verdicts_survive_writing_and_reading(written: Written, findings: Findings):
-    kept = document.read(written.out)
-    assert kept is not None
-    judged = judge(findings)
-    assert [(bar.verdict, bar.clear) for bar in kept.bars] == [(bar.verdict, bar.clear) for bar in judged]
+def test_the_data_file_names_arm_and_traffic_and_has_every_policy_at_every_load(written: Written):
+    data = json.loads((written.out / "none.json").read_text())
+    assert (data["simulated"], data["arm"], data["ships"], data["traffic"]) == (
+        True,
+        "none",
+        True,
+        "generated traffic",
+    )
+    played = {(row["policy"], row["load"]) for row in data["main"]}
+    assert played == {(profile.policy, load) for profile in plan.EVERY for load in plan.BAR_LOADS}
+    assert {(row["load"], row["admission"]) for row in data["admission"]} == {
+        (load, on) for load in plan.LOADS for on in (False, True)
+    }
+    verdicts = {bar["name"]: bar["checks"] for bar in data["bars"]}
+    assert tuple(verdicts) == plan.BARS
 
 
-def test_other_seeds_say_whether_verdicts_agree(written: Written, findings: Findings):
-    before = document.read(written.out)
-    assert before is not None
-    assert before.compared is UNSET
-    other = msgspec.structs.replace(before, seeds=(11, 12))
-    made = document.document(findings, before.bars, other)
-    close = tuple(bar.name for bar in before.bars if not bar.clear)
-    assert made.compared == document.Compared("quick", (11, 12), other.r, other.verdicts, close)
-    again = document.document(findings, before.bars, made)
-    assert again.compared == made.compared  # equal seeds prove nothing: what was compared is kept
+def test_a_session_that_was_lost_never_ends():
+    cell = cells.Cell(replace(BASE, warmup_s=0.0), plan.OURS, 1)
+    workload = cell.scenario.workload(1)
+    outcome = cells.play(cell, workload)
+    whole = extra.measure(outcome, workload, 1)
+    assert whole.completion_p90_s
+    firsts = [r for r in outcome.requests if r.task.number == 0]
+    for first in firsts[: len(firsts) // 5]:
+        first.rejected = True
+    lossy = extra.measure(outcome, workload, 1)
+    assert lossy.sessions == whole.sessions == len(firsts)
+    assert not lossy.completion_p90_s
 
 
-@pytest.mark.parametrize("seeds", [(11, 12), None], ids=["other seeds", "the same seeds"])
-def test_what_other_code_found_is_not_compared(
-    written: Written, findings: Findings, seeds: tuple[int, ...] | None
-):
-    before = document.read(written.out)
-    assert before is not None
-    assert before.code
-    compared = document.Compared("quick", (11, 12), 1.0, before.verdicts)
-    other = msgspec.structs.replace(before, seeds=seeds or before.seeds, code="other", compared=compared)
-    assert document.document(findings, before.bars, other).compared is UNSET
+@pytest.mark.parametrize("arm", [Deployment.STORE, Deployment.PULL])
+def test_other_arms_are_played_with_the_traffic_of_arm_none(arm: Deployment, folder: Path, tmp_path: Path):
+    shown = play(folder, tmp_path, "--arm", arm, "--only", "moves", "--r", "0.5")
+    assert {path.name for path in tmp_path.iterdir()} == {f"{arm}.md", f"{arm}.json"}
+    assert f"arm {arm} · R = 0.5" in shown
+    assert f"| arm | {arm}: {tables.MEANS[arm]} |" in (tmp_path / f"{arm}.md").read_text()
 
 
-def test_the_text_names_the_thresholds_that_were_chosen(findings: Findings, written: Written):
-    page = (written.out / readme.README).read_text()
-    for choice in thresholds.choices(findings):
-        assert f"- {choice.name}: {as_number(choice.chosen)}, {choice.reason}." in page
-
-
-def test_the_text_says_at_every_load_where_others_are_better(findings: Findings, written: Written):
-    page = (written.out / readme.README).read_text()
-    for load in plan.LOADS:
-        starts = (f"- At {load}, other policies are better in ", f"- At {load}, no policy is better ")
-        (line,) = (row for row in page.splitlines() if row.startswith(starts))
-        for rival in rivals(findings, load):
-            assert (f"{rival.metric.name} ({rival.best}, " in line) == (rival.worse.value > 0)
-        unsure = sum(rival.worse.value > 0 >= rival.worse.low for rival in rivals(findings, load))
-        assert line.count("within the interval") == unsure
-    assert "- At R with a shared store of 3 GB/s, the TTFT p90 of perilune is " in page
+def test_a_recorded_trace_is_played_and_named_without_its_folder(folder: Path, tmp_path: Path):
+    lines = [
+        {"timestamp": 400 * i, "input_length": 2048, "output_length": 20, "hash_ids": [1, 2, 3, 10 + i]}
+        for i in range(60)
+    ]
+    trace = tmp_path / "recorded.jsonl"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "out"
+    play(folder, out, "--trace", str(trace), "--only", "main", "--r", "2")
+    text = (out / "recorded-none.md").read_text()
+    assert "## End to end at R = 2 × recorded speed — arm none, recorded traffic recorded.jsonl" in text
+    assert "--trace recorded.jsonl" in text
+    assert str(tmp_path) not in text
 
 
 def test_a_part_alone_writes_that_part_alone(folder: Path, tmp_path: Path):
@@ -202,46 +208,8 @@ def test_a_part_alone_writes_that_part_alone(folder: Path, tmp_path: Path):
     assert {path.name for path in tmp_path.iterdir()} == {"f5.svg", "f5.png", "f5.json"}
 
 
-def bar(name: str, value: float, low: float, high: float) -> Bar:
-    return Bar(name, "at most 1", (Check("it", value, low, high, 1.0, at_most=True),))
-
-
-MET, CLOSE, MISSED = (0.5, 0.4, 0.6), (0.9, 0.8, 1.1), (1.5, 1.4, 1.6)
-
-
-@pytest.mark.parametrize(
-    ("mine", "says"),
-    [
-        pytest.param({"P1": MET, "P2": MISSED, "P3": MET}, "All verdicts agree with those of", id="all"),
-        pytest.param(
-            {"P1": MET, "P2": MET}, "contradict those of seeds 1–8 (full, R = 1.2) for P2.", id="one"
-        ),
-        pytest.param(
-            {"P1": MET, "P2": CLOSE},
-            "differ from those of seeds 1–8 (full, R = 1.2) for P2, where the limit lies within an interval",
-            id="within the interval here",
-        ),
-        pytest.param(
-            {"P2": MISSED, "P3": MISSED},
-            "differ from those of seeds 1–8 (full, R = 1.2) for P3, where the limit lies within an interval",
-            id="within the interval there",
-        ),
-        pytest.param(
-            {"P1": MISSED, "P2": CLOSE}, "for P1. Verdicts differ for P2, where the limit", id="one of each"
-        ),
-    ],
-)
-def test_agreement_with_other_seeds_is_put_into_words(mine: dict[str, tuple[float, float, float]], says: str):
-    verdicts = {"P1": "met", "P2": "missed", "P3": "met"}
-    before = document.Compared("full", tuple(range(1, 9)), 1.2, verdicts, close=("P3",))
-    assert says in before.agreement(bar(name, *values) for name, values in mine.items())
-
-
-def test_bars_alone_are_judged_as_with_all_others_and_written_nowhere(
-    folder: Path, tmp_path: Path, findings: Findings
-):
+def test_bars_alone_are_judged_as_with_all_others(folder: Path, tmp_path: Path, findings: Findings):
     shown = play(folder, tmp_path, "--only", "P6,P1")
-    assert not list(tmp_path.iterdir())
     p1, p6 = judge(findings, ("P1", "P6"))
     assert (p1.name, p6.name) == ("P1", "P6")
     assert p6.checks == next(bar for bar in judge(findings) if bar.name == "P6").checks

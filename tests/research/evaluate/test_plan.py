@@ -1,11 +1,14 @@
 """The plan: what is simulated for what, each point once."""
 
+from dataclasses import replace
+
 import pytest
 
 from perilune_research.evaluate import plan
 from perilune_research.evaluate.cells import Cell, Scenario
 from perilune_research.evaluate.evaluation import studies_of
 from perilune_research.evaluate.figures import FIGURES
+from perilune_research.simulator.deployment import Deployment
 from perilune_research.simulator.policies import POLICIES
 
 AT_R = Scenario(rate=1.0)
@@ -20,9 +23,9 @@ def test_seeds_are_paired_and_the_side_studies_have_half_of_them():
 
 def test_every_policy_plays_every_load_with_every_seed():
     cells = plan.cells(AT_R, ["matrix"], SIZE)
-    played = {(cell.arm.policy, cell.scenario.rate, cell.seed) for cell in cells}
+    played = {(cell.profile.policy, cell.scenario.rate, cell.seed) for cell in cells}
     assert played == {(p, r, s) for p in POLICIES for r in (0.5, 1.0, 1.25) for s in SIZE.seeds}
-    beyond = {(cell.arm.policy, cell.seed) for cell in plan.cells(AT_R, ["overload"], SIZE)}
+    beyond = {(cell.profile.policy, cell.seed) for cell in plan.cells(AT_R, ["overload"], SIZE)}
     assert beyond >= {(p, s) for p in POLICIES for s in SIZE.side_seeds}
 
 
@@ -42,7 +45,7 @@ def test_every_part_is_drawn_from_studies_that_exist(name: str):
 
 def test_only_what_a_part_needs_is_simulated():
     assert studies_of(["f7"]) == ["overload", "ablation"]
-    assert studies_of(["f7", "bars"]) == ["matrix", "overload", "stores", "links", "ablation", "capacity"]
+    assert studies_of(["f7", "bars"]) == ["matrix", "overload", "admission", "links", "ablation", "capacity"]
 
 
 def test_a_cell_is_named_by_everything_that_it_is_made_of():
@@ -50,11 +53,13 @@ def test_a_cell_is_named_by_everything_that_it_is_made_of():
     others = [
         Cell(AT_R, plan.OURS, 2),
         Cell(AT_R, plan.STAY, 1),
-        Cell(plan.with_store(AT_R), plan.OURS, 1),
+        Cell(replace(AT_R, deployment=Deployment.STORE), plan.OURS, 1),
+        Cell(plan.admission_scenario(AT_R, "R", on=True), plan.OURS, 1),
+        Cell(plan.belief(AT_R, "R", "told 2 ×"), plan.OURS, 1),
         Cell(plan.gap_scenario(AT_R, "R", 30.0), plan.OURS, 1),
         Cell(plan.slower(AT_R), plan.OURS, 1),
     ]
-    assert len({one.key, *(other.key for other in others)}) == 6
+    assert len({one.key, *(other.key for other in others)}) == 8
 
 
 def test_other_gaps_leave_the_turns_as_they_are():
@@ -66,3 +71,15 @@ def test_other_gaps_leave_the_turns_as_they_are():
     chatbot = plan.gap_scenario(small, "R", 30.0)
     assert turns(chatbot) == turns(small)
     assert {t.gap_s for job in chatbot.workload(3).jobs for t in job.tasks} == {0.0, 30.0}
+
+
+def test_every_study_plays_the_arm_of_the_evaluation_and_names_the_one_that_does_not():
+    at_r = replace(AT_R, deployment=Deployment.BOTH)
+    for name, study in plan.STUDIES.items():
+        arms = {point.scenario.deployment for point in study.points(at_r)}
+        assert arms == ({Deployment.NONE, Deployment.PULL} if name == "conductor" else {Deployment.BOTH})
+
+
+def test_only_where_engines_hand_kv_over_policies_are_played_beside_the_planner():
+    beside = {arm: set(plan.every(replace(AT_R, deployment=arm))) - set(plan.EVERY) for arm in Deployment}
+    assert {arm for arm, planned in beside.items() if planned} == {Deployment.HANDOFF, Deployment.BOTH}

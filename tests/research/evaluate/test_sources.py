@@ -8,15 +8,16 @@ from types import FrameType
 import pytest
 
 from perilune_gateway.routing.candidates import MAX_LOCATIONS
-from perilune_research.evaluate.cells import Arm, Cell, Scenario, compute
+from perilune_research.evaluate.cells import Cell, Profile, Scenario, compute
 from perilune_research.evaluate.search import Search, find
 from perilune_research.evaluate.sources import ONLY_SHOWN, OURS, dependencies
 from perilune_research.evaluate.work import COMPUTES
+from perilune_research.simulator.deployment import Deployment
 from perilune_research.simulator.policies import POLICIES
 from perilune_research.simulator.setting import PLANNER
 
 SCENARIO = Scenario(
-    rate=0.4, endpoints=2, window_s=60.0, warmup_s=10.0, store_bytes_per_s=3e9, link_factor=3.0
+    rate=0.4, endpoints=2, window_s=60.0, warmup_s=10.0, deployment=Deployment.STORE, link_factor=3.0
 )
 FOUND = dependencies(COMPUTES)
 
@@ -39,8 +40,8 @@ def test_every_file_that_runs_is_one_that_results_depend_on():
     sys.setprofile(see)
     try:
         for policy in (*POLICIES, "sticky" + PLANNER):
-            compute([Cell(SCENARIO, Arm(policy), 1)])
-        find([Search(SCENARIO, Arm("round_robin"), 1)])
+            compute([Cell(SCENARIO, Profile(policy), 1)])
+        find([Search(SCENARIO, Profile("round_robin"), 1)])
     finally:
         sys.setprofile(before)
     ours = {names_of(path) for path in ran if f"/{OURS}" in path and path.endswith(".py")}

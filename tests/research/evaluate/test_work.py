@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from perilune_research.evaluate import work as module
-from perilune_research.evaluate.cells import Arm, Cell, Scenario
+from perilune_research.evaluate.cells import Cell, Profile, Scenario
 from perilune_research.evaluate.search import Search
 from perilune_research.evaluate.work import Progress, Work
 
 TINY = Scenario(rate=0.4, endpoints=2, window_s=60.0, warmup_s=10.0)
-CELLS = [Cell(TINY, Arm(policy), seed) for policy in ("ear", "round_robin") for seed in (1, 2)]
+CELLS = [Cell(TINY, Profile(policy), seed) for policy in ("ear", "round_robin") for seed in (1, 2)]
 
 
 def test_a_second_call_finds_what_the_first_computed(tmp_path: Path):
@@ -79,7 +79,7 @@ def test_other_code_has_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_capacities_are_kept_too(tmp_path: Path):
-    search = Search(TINY, Arm("round_robin"), 1)
+    search = Search(TINY, Profile("round_robin"), 1)
     first = Work(tmp_path, 1)
     found = first.found([search])
     second = Work(tmp_path, 1)
@@ -91,3 +91,10 @@ def test_progress_counts_every_cell(tmp_path: Path):
     seen: list[Progress] = []
     Work(tmp_path, 1, seen.append).results(CELLS, "cells")
     assert seen == [Progress(0, 4, "cells"), Progress(2, 4, "cells"), Progress(4, 4, "cells")]
+
+
+def test_progress_tells_what_an_earlier_call_has_kept(tmp_path: Path):
+    Work(tmp_path, 1).results(CELLS[:1])
+    seen: list[Progress] = []
+    Work(tmp_path, 1, seen.append).results(CELLS)
+    assert seen[0] == Progress(0, 3, "cells", kept=1)

@@ -11,14 +11,17 @@ recompute. At R the intervals are wide: 16 seeds leave ± 50 %, and LMetric and 
 import pytest
 
 from perilune_lab.report import Run
+from perilune_research.simulator.deployment import Deployment
 from perilune_research.simulator.harness import Comparison, OfferedLoad, piece, pooled
+
+pytestmark = pytest.mark.timeout(600)  # a minute of computing, and more on a busy machine
 
 MODERATE, PEAK = 0.6, 1.0
 """Sessions per second."""
 
 
-def played(rate: float, seeds: int, *policies: str, pullable: bool) -> dict[str, Run]:
-    comparison = Comparison(policies, OfferedLoad(), pullable=pullable)
+def played(rate: float, seeds: int, *policies: str, deployment: Deployment) -> dict[str, Run]:
+    comparison = Comparison(policies, OfferedLoad(), deployment=deployment)
     rows = [row for seed in range(1, seeds + 1) for row in piece(comparison, (rate, seed))]
     return {run.policy: run for run in pooled(comparison, rows)}
 
@@ -26,12 +29,12 @@ def played(rate: float, seeds: int, *policies: str, pullable: bool) -> dict[str,
 @pytest.fixture(scope="module")
 def runs() -> dict[str, Run]:
     policies = ("ear", "sticky", "lmetric", "least_loaded", "round_robin", "static_pd")
-    return played(MODERATE, 4, *policies, pullable=False)
+    return played(MODERATE, 4, *policies, deployment=Deployment.NONE)
 
 
 @pytest.mark.e2e
 def test_at_the_peak_ear_is_best_and_times_are_as_anchored():
-    peak = played(PEAK, 16, "ear", "sticky", "lmetric", pullable=True)
+    peak = played(PEAK, 16, "ear", "sticky", "lmetric", deployment=Deployment.PULL)
     p90 = {policy: run.ttft_s.p90 for policy, run in peak.items()}
     assert p90["ear"] < min(p90["lmetric"], p90["sticky"])
     assert p90 == pytest.approx({"ear": 7.24, "lmetric": 15.6, "sticky": 18.0}, rel=0.35)

@@ -9,6 +9,7 @@ import pytest
 from perilune_lab import report
 from perilune_lab.exits import PIPE_CLOSED
 from perilune_research.simulator.cli import main
+from perilune_research.simulator.deployment import Deployment
 from perilune_research.simulator.options import parse
 
 GENERATED = {"window_s", "warmup_s", "zipf_alpha", "context_tokens"}
@@ -76,12 +77,26 @@ def test_rates_may_be_multiples_of_r(capsys: pytest.CaptureFixture[str]):
     assert said.out.count("SIMULATED") == 3
 
 
+def test_where_engines_hand_kv_over_it_says_how_often_kv_was_fetched(
+    capsys: pytest.CaptureFixture[str],
+):
+    argv = ["--policies", "round_robin", "--rates", "0.5", *QUICK]
+    assert main(["--arm", "handoff", "--param", "pull.maxSeconds=1", *argv]) == 0
+    said = capsys.readouterr().out
+    before, _, counts = said.rpartition("prefix another endpoint cached, by what happened to it:")
+    assert before.endswith("round_robin: requests whose ")
+    assert "copied" in counts
+    assert main(["--arm", "none", *argv]) == 0
+    assert "another endpoint cached" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "what"),
     [
         (["--policies", "best"], "Unknown policy 'best'"),
         (["--rates", "fast"], "at `--rates`"),
-        (["--store", "3"], "at `--store`"),
+        (["--arm", "store", "--store", "3"], "at `--store`"),
+        (["--store", "3GBps"], "arm none has no store, so it has no speed - at `--store`"),
         (["--faults", "fire"], "at `--faults`"),
         (["--param", "cooldown_seconds=-1"], "at `--param`"),
         (["--mode", "max"], "no timestamps"),
@@ -97,7 +112,7 @@ def test_rates_may_be_multiples_of_r(capsys: pytest.CaptureFixture[str]):
         (["--trace", __file__, "--context-tokens", "9"], "recorded - at `--context-tokens`"),
         (["--trace", __file__, "--window", "60"], "recorded - at `--window`"),
         (["--trace", __file__, "--warmup", "0"], "recorded - at `--warmup`"),
-        (["--limit", "5"], "no end but that of `--window` - at `--limit`"),
+        (["--limit", "5"], "generated traffic ends with `--window` - at `--limit`"),
         (["--endpoints", "10001"], "10,001 endpoints: at most 10,000 - at `--endpoints`"),
         (["--rates", "1,1000000"], "1,800,000,000 sessions: at most 1,000,000 - at `--rates`, `--window`"),
         (["--kv-tokens", "131071"], "up to 131,072 tokens, which a KV pool of 131,071 does not hold"),
@@ -135,14 +150,15 @@ def test_the_report_is_there_before_anybody_reads_the_table(tmp_path: Path):
 
 
 def test_assumptions_reach_the_plan():
-    argv = "--store 5GBps --link loaded --kv-tokens 100000 --context-tokens 90000 --no-pull --overlapped"
+    argv = "--store 5GBps --link loaded --kv-tokens 100000 --context-tokens 90000 --arm store --overlapped"
     argv += " --param ear.cooldown_seconds=10 --seeds-from 7 --seeds 2 --zipf 0.5"
     options = parse(argv.split())
     comparison = options.comparison
     hardware = comparison.fleet.hardware
     assert (hardware.engine.store_bytes_per_s, hardware.kv_pool_tokens) == (5e9, 100_000)
     assert hardware.link.fixed_s == 0.3
-    assert (comparison.pullable, comparison.fleet.store, comparison.fleet.overlapped) == (False, True, True)
+    assert (comparison.deployment, comparison.fleet.overlapped) == (Deployment.STORE, True)
+    assert comparison.fleet_for("ear").store
     assert comparison.routing.policy.ear.cooldown_seconds == 10.0
     assert (comparison.load.parameters.zipf_alpha, comparison.load.parameters.context_tokens) == (0.5, 90_000)
     assert options.seeds == (7, 8)

@@ -1,21 +1,27 @@
 """The gateway's planner in a simulation: sessions move with their KV, the old copy is freed, arms by name."""
 
+from itertools import pairwise
 from statistics import mean
 
 import pytest
 
-from perilune_api.pool import Migration, Routing
+from perilune_api.pool import Migration, Pull, Routing
 from perilune_gateway.model import Reason
+from perilune_gateway.model.handoff import HandoffOutcome
 from perilune_gateway.moves.planner import Planner, State
 from perilune_research.simulator import measure, simulation
 from perilune_research.simulator.cache import RunCache
+from perilune_research.simulator.deployment import Deployment
 from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.fleet import SimulatedFleet
 from perilune_research.simulator.harness import Comparison, OfferedLoad
+from perilune_research.simulator.request import SimulatedRequest
 from perilune_research.simulator.runs import ROOT, Runs
 from perilune_research.simulator.setting import PLANNER, Setting
 from perilune_research.simulator.workload import Workload
 
+PLANS_ALONE = Routing(pull=Pull(enabled=False))
+"""KV moves by plans only, not with requests."""
 LOAD = OfferedLoad(window_s=180.0, warmup_s=0.0)
 
 
@@ -24,8 +30,10 @@ def busy() -> Workload:
     return LOAD.workload(1.2, 3, SimulatedFleet())
 
 
-def played(workload: Workload, arm: str, **migration: int) -> simulation.Simulation:
-    setting = Setting(arm, Routing(migration=Migration(**migration)))
+def played(
+    workload: Workload, arm: str, deployment: Deployment = Deployment.PULL, **migration: int
+) -> simulation.Simulation:
+    setting = Setting(arm, Routing(migration=Migration(**migration)), deployment=deployment)
     run = simulation.Simulation(
         workload, setting, simulation.POLICIES[setting.policy_name], SimulatedFleet(), Faults(), 1
     )
@@ -65,6 +73,14 @@ def test_a_moved_session_takes_its_cache_along_and_leaves_none_behind(busy: Work
             assert not any(r in run.engines[s.moved_from].cache.held for r in own)
 
 
+def test_where_host_memory_is_read_a_planned_move_is_priced_with_it(busy: Workload):
+    costs_s = {}
+    for arm in (Deployment.NONE, Deployment.OFFLOAD):
+        planner = played(busy, "sticky" + PLANNER, arm).gateway.moves.planner
+        costs_s[arm] = mean(one.move.cost_s for one in planner.ended)
+    assert costs_s[Deployment.OFFLOAD] < costs_s[Deployment.NONE] / 2
+
+
 def test_the_budget_is_kept(busy: Workload):
     run = played(busy, "sticky" + PLANNER, moves_per_minute=2)
     starts = sorted(s.submitted_s for s in run.done if s.reason in (Reason.PLANNED, Reason.REPLICA))
@@ -88,13 +104,70 @@ def test_arms_of_the_ablation_are_policies_with_and_without_the_planner(busy: Wo
 
 
 def test_a_dead_endpoint_ends_its_moves(busy: Workload):
-    setting = Setting("sticky" + PLANNER)
+    setting = Setting("sticky" + PLANNER, deployment=Deployment.PULL)
     faults = Faults(dead_endpoint=2, dead_at_s=120.0)
     run = simulation.Simulation(busy, setting, simulation.POLICIES["sticky"], SimulatedFleet(), faults, 1)
     run.run()
     assert run.gateway.moves.planner.stats(run.now).in_flight == {}
     n = counts(run.gateway.moves.planner)
     assert n[State.STARTED] == n[State.COMPLETED] + n[State.FAILED] > 0
+
+
+@pytest.fixture(scope="module")
+def handed(busy: Workload) -> simulation.Simulation:
+    setting = Setting("sticky" + PLANNER, PLANS_ALONE, deployment=Deployment.HANDOFF)
+    run = simulation.Simulation(busy, setting, simulation.POLICIES["sticky"], SimulatedFleet(), Faults(), 1)
+    run.run()
+    return run
+
+
+def test_hand_offs_copy_first_and_switch_then_and_the_next_turn_finds_its_context(
+    handed: simulation.Simulation, busy: Workload
+):
+    assert len(handed.done) == busy.requests
+    assert handed.handing_over.outcomes[HandoffOutcome.SWITCHED] > 5
+    assert not any(r.source >= 0 for r in handed.done)  # no request waits for a pull
+    turns: dict[int, list[SimulatedRequest]] = {}
+    for request in sorted(handed.done, key=lambda r: r.number):
+        turns.setdefault(request.task.session, []).append(request)
+    switched = [
+        (before, after)
+        for rows in turns.values()
+        for before, after in pairwise(rows)
+        if after.endpoint != before.endpoint and after.reason is Reason.HOST
+    ]
+    assert len(switched) > 5
+    assert mean(after.cached_tokens / before.prompt_tokens for before, after in switched) > 0.9
+
+
+def test_hand_offs_leave_nothing_behind(handed: simulation.Simulation):
+    assert handed.gateway.moves.planner.stats(handed.now).in_flight == {}
+    b = handed.beliefs
+    assert (b.in_flight, b.pending_tokens, b.context_tokens) == ([0] * 8, [0] * 8, [0] * 8)
+    assert handed.fabric.bytes > 0
+
+
+def test_an_endpoint_that_dies_ends_its_hand_offs(busy: Workload):
+    setting = Setting("sticky" + PLANNER, deployment=Deployment.HANDOFF)
+    faults = Faults(dead_endpoint=2, dead_at_s=120.0)
+    run = simulation.Simulation(busy, setting, simulation.POLICIES["sticky"], SimulatedFleet(), faults, 1)
+    run.run()
+    assert len(run.done) == busy.requests
+    assert run.gateway.moves.planner.stats(run.now).in_flight == {}
+
+
+@pytest.mark.parametrize("policy", ["perilune", "lmetric_plus_one"])
+def test_with_default_triggers_no_drain_and_no_kv_with_requests_hand_off_is_as_none(
+    policy: str, busy: Workload
+):
+    ends = [
+        [
+            r.finished_s
+            for r in simulation.simulate(busy, Setting(policy, PLANS_ALONE, deployment=arm)).requests
+        ]
+        for arm in (Deployment.NONE, Deployment.HANDOFF)
+    ]
+    assert ends[0] == ends[1]
 
 
 def test_only_what_nobody_uses_is_freed():

@@ -34,7 +34,7 @@ def overload() -> Workload:
 def play(
     workload: Workload, rules: SessionAdmission, fleet: SimulatedFleet = FLEET, policy: str = "perilune"
 ) -> SimulatedOutcome:
-    return simulate(workload, Setting(policy, Routing(session_admission=rules), pullable=False), fleet)
+    return simulate(workload, Setting(policy, Routing(session_admission=rules)), fleet)
 
 
 def times(outcome: SimulatedOutcome) -> list[tuple[int, float, float, int]]:

@@ -7,6 +7,7 @@ from perilune_api.pool import Limits, Routing, SpecError
 from perilune_gateway.model import Reason
 from perilune_lab.traces.agentic import Agentic, generate
 from perilune_lab.traces.model import Mode, Segment, Session, Style, Trace, Turn
+from perilune_research.simulator.deployment import Deployment
 from perilune_research.simulator.fabric import SimulatedFabric
 from perilune_research.simulator.faults import Faults, parse
 from perilune_research.simulator.fleet import SimulatedFleet
@@ -125,9 +126,10 @@ def test_prefill_and_decode_apart_send_every_prompt_over_the_fabric():
 
 
 def test_pulls_take_longer_on_slow_links(busy: Workload):
-    usual = simulate(busy, Setting("ear"))
-    slow = simulate(busy, Setting("ear"), faults=Faults(link_factor=10.0))
-    none = simulate(busy, Setting("ear", pullable=False))
+    setting = Setting("ear", deployment=Deployment.PULL)
+    usual = simulate(busy, setting)
+    slow = simulate(busy, setting, faults=Faults(link_factor=10.0))
+    none = simulate(busy, Setting("ear"))
     assert len(usual.transfer_s) > 10 < len(slow.transfer_s)
     assert sum(slow.transfer_s) / len(slow.transfer_s) > 4 * sum(usual.transfer_s) / len(usual.transfer_s)
     assert none.transfer_s == []
@@ -186,9 +188,10 @@ def test_a_dead_endpoint_loses_what_it_had_and_gets_no_more(busy: Workload):
     ],
 )
 def test_what_the_gateway_does_not_know_costs_but_loses_nothing(faults: Faults, busy: Workload):
-    outcome = simulate(busy, Setting("ear"), faults=faults)
+    setting = Setting("ear", deployment=Deployment.PULL)
+    outcome = simulate(busy, setting, faults=faults)
     assert len(outcome.requests) == busy.requests
-    assert times(outcome) != times(simulate(busy, Setting("ear")))
+    assert times(outcome) != times(simulate(busy, setting))
     assert not any(s.failed or s.rejected for s in outcome.requests)
 
 

@@ -61,7 +61,10 @@ class H2Server:
                 lambda: Link(self), host.strip("[]"), int(port), backlog=BACKLOG
             )
         except OSError as error:
-            raise OSError(f"cannot listen on {listen}: taken, or not an address of this machine") from error
+            raise OSError(
+                f"cannot listen on {listen}: taken, or not an address of this machine;"
+                " choose another with --listen"
+            ) from error
         self.health.start()
         self._checking = loop.call_later(CHECK_S, self._check_time)
         return int(self._listener.sockets[0].getsockname()[1])

@@ -2,8 +2,8 @@
 
 | event | when | data |
 |---|---|---|
-| `hello` | once, first | what is known: pool, history, endpoints, the latest decisions, waiting sessions |
-| `state` | every second | endpoints that changed or left, decisions since the last one, waiting sessions |
+| `hello` | once, first | pool, history, endpoints, latest decisions, waiting sessions, open hand-offs |
+| `state` | every second | endpoints that changed or left, new decisions, waiting sessions, open hand-offs |
 | `point` | every POINT_S seconds | the newest point of the history |
 
 All browsers get the same bytes, so a further one costs a write. Without a browser only the history goes on,
@@ -33,6 +33,8 @@ POINT_S = 5.0
 HISTORY_S = 900.0
 SHOWN = 50
 """Number of decisions per second that the console gets; it learns how many there were."""
+HANDOFFS = 40
+"""Number of open hand-offs that the console gets."""
 WATCHERS = 16
 """Number of browsers at a time."""
 QUEUED = 30
@@ -45,6 +47,7 @@ class Stream:
         self,
         endpoints: Callable[[], Sequence[EndpointStats]],
         new_sessions: Callable[[], SessionAdmissionStats],
+        handoffs: Callable[[], Sequence[Row]],
         decisions: Decisions,
         about: Callable[[], Row],
         wall: Callable[[], float],
@@ -56,7 +59,7 @@ class Stream:
         states and between two points of the history."""
         self._tick_s, self._point_s = tick_s, point_s
         self._endpoints, self._decisions, self._about, self._wall = endpoints, decisions, about, wall
-        self._new_sessions = new_sessions
+        self._new_sessions, self._handoffs = new_sessions, handoffs
         self.history: deque[Point] = deque(maxlen=int(HISTORY_S / point_s))
         self._rows: dict[str, Row] = {}
         """The rows that all watchers have."""
@@ -126,6 +129,7 @@ class Stream:
             "endpoints": list(self._rows.values()),
             "decisions": [explain.summary(record) for record in self._decisions.query(n=SHOWN)],
             "new_sessions": new_sessions_row(self._new_sessions()),
+            "handoffs": self._handoffs()[:HANDOFFS],
         }
         return _event("hello", hello)
 
@@ -147,6 +151,7 @@ class Stream:
             "decisions": [explain.summary(record) for record in newest],
             "decided": recorded - self._sent,
             "new_sessions": new_sessions_row(self._new_sessions()),
+            "handoffs": self._handoffs()[:HANDOFFS],
         }
         self._sent = recorded
         return _event("state", data)

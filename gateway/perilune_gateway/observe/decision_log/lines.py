@@ -38,10 +38,10 @@ from perilune_gateway.model import (
     Load,
     Overlap,
     Refusal,
-    SessionKey,
     tenant_hash,
 )
 from perilune_gateway.model.handoff import HandoffRecord
+from perilune_gateway.observe.moves import subject_fields
 
 SCHEMA: Literal["perilune.decisions/v2"] = "perilune.decisions/v2"
 CANDIDATE = (
@@ -95,7 +95,7 @@ class Writer:
     def decision(self, number: int, record: DecisionRecord) -> bytes:
         """The line of a decision, after lines for the endpoints and engines that have no number yet."""
         new: list[bytes] = []
-        linked = {address for address, _ in record.view.prefix.locations}
+        linked = {address for address, *_ in record.view.prefix.locations}
         linked |= {c.address for c in record.candidates if c.endpoint.role is Role.PREFILL}
         rows = [self._row(candidate, linked, new) for candidate in record.candidates]
         line = {
@@ -124,14 +124,7 @@ class Writer:
         values: dict[str, Any] = msgspec.to_builtins(replace(record, move=replace(record.move, subject="")))
         move = values.pop("move")
         del move["subject"], move["transfer_bytes"]
-        subject = record.move.subject
-        named = (
-            {"session_id": subject.session_id, "tenant": tenant_hash(subject.tenant)}
-            if isinstance(subject, SessionKey)
-            else {"prefix": f"{subject:016x}"}
-            if isinstance(subject, int)
-            else {"request_id": str(subject)}
-        )
+        named = subject_fields(record.move.subject)
         return _line({"kind": "handoff"} | named | move | values)
 
     def _row(self, c: Candidate, linked: Collection[str], new: list[bytes]) -> tuple[object, ...]:

@@ -31,6 +31,7 @@ from perilune_gateway.model import (
     Refusal,
     RefuseReason,
     RequestView,
+    Unpulled,
     Unsplit,
 )
 from perilune_gateway.observe.decision_log.lines import CANDIDATE, SCHEMA
@@ -79,6 +80,7 @@ class _VerdictLine(msgspec.Struct):
     prefill: str = ""
     replicate_from: str = ""
     unsplit: Unsplit | None = None
+    unpulled: Unpulled | None = None
     cached_tokens: int = 0
     estimated_ttft_s: float = 0.0
     estimated_tpot_s: float = 0.0
@@ -240,6 +242,7 @@ def _read_verdict(values: dict[str, Any]) -> Decision | Refusal:
         line.moved_from,
         line.prefill,
         unsplit=line.unsplit,
+        unpulled=line.unpulled,
         replicate_from=line.replicate_from,
         cached_tokens=line.cached_tokens,
         estimated_ttft_s=line.estimated_ttft_s,

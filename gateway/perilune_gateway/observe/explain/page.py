@@ -30,6 +30,8 @@ def summary(record: DecisionRecord) -> dict[str, Any]:
         "moved_from": record.moved_from,
         "prefill": record.prefill,
         "unsplit": record.unsplit,
+        "pulled_from": record.pulled_from,
+        "unpulled": record.unpulled,
         "prompt_tokens": record.prompt_tokens,
         "token_source": record.token_source.value,
         "cached_tokens": record.cached_tokens,
@@ -107,7 +109,7 @@ def _candidate(record: DecisionRecord, candidate: Candidate, cost: Cost | None) 
                 "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
                 "slowdown": link.slowdown,
             }
-            for address, _ in record.view.prefix.locations
+            for address, *_ in record.view.prefix.locations
             if (link := candidate.links.get(address))
         },
     }

@@ -50,7 +50,12 @@ def sentence(record: DecisionRecord) -> str:
     if decision.reason in (Reason.PASS_THROUGH, Reason.FORCED):
         return _line(why, record)
     about = "~" if record.token_source is TokenSource.ESTIMATE else ""
-    where = f"cached there or at {decision.replicate_from}" if decision.replicate_from else "cached there"
+    source = decision.replicate_from
+    where = "cached there"
+    if source and record.view.prefix.from_host:
+        where = f"cached there or read from the host memory of {source}"
+    elif source:
+        where = f"cached there or fetched from {source} first"
     facts = [f"{record.cached_tokens:,} of {about}{record.prompt_tokens:,} prompt tokens {where}"]
     if (chosen := record.chosen) is not None:
         load = chosen.load
@@ -61,6 +66,8 @@ def sentence(record: DecisionRecord) -> str:
         facts.append(f"first token expected after {after_s:.2f} s")
     if decision.unsplit:
         facts.append(f"prefilled here ({decision.unsplit})")
+    if decision.unpulled:
+        facts.append(f"nothing fetched from other endpoints ({decision.unpulled})")
     if record.phase is Phase.HEADERS:
         facts.append("decided without the body")
     return _line(f"{why}: {'; '.join(facts)}", record)

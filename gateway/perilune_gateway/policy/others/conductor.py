@@ -5,7 +5,7 @@
 1. If the cached prefix covers a smaller share of the prompt than `min_hit_ratio`: the least loaded endpoint.
 2. Of the endpoints with the whole prefix, KV room and queue length <= `max_queue_length`: the shortest queue.
 3. Otherwise the lowest cost among the endpoints with KV room (near_cache.py), or the least loaded endpoint.
-   A hot prefix is copied to it if engines can pull KV, which Perilune does not make them do yet.
+   A hot prefix is copied to it where engines hand KV over to each other (`can_pull`).
 
 The arm `no_scheduling` chooses randomly and ignores caches. Source: Mooncake Conductor's published rules.
 Prefer it where the network is slow, so that distance matters more than load.
@@ -25,7 +25,7 @@ from perilune_gateway.model import (
     Reason,
     RequestView,
 )
-from perilune_gateway.policy.cost import held_tokens, least_pending
+from perilune_gateway.policy.cost import can_pull, held_tokens, least_pending
 from perilune_gateway.policy.others.near_cache import (
     mean_distance,
     near_score,
@@ -64,19 +64,18 @@ def conductor(
         return decision(least_pending(candidates, rng), Reason.NO_CACHE)
     node, reason = found
     held = held_tokens(node)
-    if held < prefix.tokens and prefix.pullable and should_migrate(request, node):
-        return decision(node, reason, prefix.tokens, prefix.locations[0].address)
+    longest = prefix.locations[0].address
+    if held < prefix.tokens and can_pull(node, request, longest) and should_migrate(request, node):
+        return decision(node, reason, prefix.tokens, longest)
     return decision(node, reason, held)
 
 
 def _ttft_s(request: RequestView, node: Candidate, cached_tokens: int, source: str) -> float:
     """Return the predicted TTFT in seconds; `source` is where the prefix is copied from, or empty."""
     engine, missing = node.engine, cached_tokens - node.overlap.device_tokens
-    load_s = (
-        engine.transfer_s(missing, node.links[source].bandwidth_bytes_per_s)
-        if source
-        else engine.host_s(missing)
-    )
+    load_s = engine.host_s(missing)
+    if source:
+        load_s = engine.transfer_s(missing, node.links[source].bandwidth_bytes_per_s)
     compute_s = engine.prefill_s(request.prompt_tokens - cached_tokens, cached_tokens)
     return node.load.pending_prefill_s + load_s + compute_s
 

@@ -20,10 +20,9 @@ from perilune_gateway.model import (
     Decision,
     NeedBody,
     Phase,
-    Reason,
     RequestView,
 )
-from perilune_gateway.policy.cost import cheapest
+from perilune_gateway.policy.cost import lowest_cost
 
 
 def dynamo_v1(
@@ -34,8 +33,7 @@ def dynamo_v1(
         return NEED_BODY
     most_waiting = max(c.load.waiting for c in candidates)
     costs = tuple(_cost(c, request, params, most_waiting) for c in candidates)
-    chosen = cheapest(candidates, costs, rng)
-    return Decision(chosen.address, Reason.LOWEST_COST, costs, cached_tokens=chosen.overlap.device_tokens)
+    return lowest_cost(candidates, costs, rng)
 
 
 def _cost(candidate: Candidate, request: RequestView, params: DynamoV1Params, most_waiting: int) -> Cost:

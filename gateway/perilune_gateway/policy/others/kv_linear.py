@@ -18,10 +18,9 @@ from perilune_gateway.model import (
     Decision,
     NeedBody,
     Phase,
-    Reason,
     RequestView,
 )
-from perilune_gateway.policy.cost import cheapest
+from perilune_gateway.policy.cost import lowest_cost
 
 
 def kv_linear(
@@ -32,8 +31,7 @@ def kv_linear(
         return NEED_BODY
     most = max(c.load.in_flight for c in candidates)
     costs = tuple(_cost(c, request, params, most) for c in candidates)
-    chosen = cheapest(candidates, costs, rng)
-    return Decision(chosen.address, Reason.LOWEST_COST, costs, cached_tokens=chosen.overlap.device_tokens)
+    return lowest_cost(candidates, costs, rng)
 
 
 def _cost(candidate: Candidate, request: RequestView, params: KvLinearParams, most: int) -> Cost:

@@ -21,10 +21,9 @@ from perilune_gateway.model import (
     Decision,
     NeedBody,
     Phase,
-    Reason,
     RequestView,
 )
-from perilune_gateway.policy.cost import cheapest
+from perilune_gateway.policy.cost import lowest_cost
 
 
 def llm_d(
@@ -36,8 +35,7 @@ def llm_d(
     waiting = [c.load.waiting for c in candidates]
     shortest, longest = min(waiting), max(waiting)
     costs = [_cost(c, request, params, shortest, longest) for c in candidates]
-    chosen = cheapest(candidates, costs, rng)
-    return Decision(chosen.address, Reason.LOWEST_COST, costs, cached_tokens=chosen.overlap.device_tokens)
+    return lowest_cost(candidates, costs, rng)
 
 
 def _cost(

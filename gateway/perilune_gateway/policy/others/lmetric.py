@@ -18,10 +18,9 @@ from perilune_gateway.model import (
     Decision,
     NeedBody,
     Phase,
-    Reason,
     RequestView,
 )
-from perilune_gateway.policy.cost import cheapest
+from perilune_gateway.policy.cost import lowest_cost
 
 
 def lmetric(request: RequestView, candidates: Sequence[Candidate], rng: Random) -> Decision | NeedBody:
@@ -36,8 +35,7 @@ def lowest_product(
     if request.phase is Phase.HEADERS:
         return NEED_BODY
     costs = tuple(_cost(c, request, extra) for c in candidates)
-    chosen = cheapest(candidates, costs, rng)
-    return Decision(chosen.address, Reason.LOWEST_COST, costs, cached_tokens=chosen.overlap.device_tokens)
+    return lowest_cost(candidates, costs, rng)
 
 
 def _cost(candidate: Candidate, request: RequestView, extra: int) -> Cost:

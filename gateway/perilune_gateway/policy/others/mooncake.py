@@ -10,8 +10,7 @@ predicted TTFT, or predicted time between tokens when decode begins, is above th
 Source: Mooncake (FAST '25), Algorithm 1. As published, the cost jumps where `own` crosses best / threshold,
 transfer time is bytes / bandwidth without congestion, and a request is refused even if an idle endpoint would
 miss the SLO. Unlike the paper, prefill and decode share an endpoint. The first line applies only where
-engines can pull KV from each other, which Perilune does not make them do yet. Prefer it to compare with the
-paper.
+engines hand KV over to each other (`can_pull`). Prefer it to compare with the paper.
 """
 
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from perilune_gateway.model import (
     RequestView,
     Verdict,
 )
-from perilune_gateway.policy.cost import cheapest, held_tokens, tpot_s
+from perilune_gateway.policy.cost import can_pull, cheapest, held_tokens, tpot_s
 
 BALANCING_THRESHOLD = 2.0
 """best / own above which the prefix is transferred. The paper tunes it by hand and publishes no value."""
@@ -64,7 +63,7 @@ def _balances(candidate: Candidate, request: RequestView) -> bool:
     """Return whether the best prefix is long enough to be pulled, and can be pulled."""
     best = request.prefix
     longer = best.tokens > held_tokens(candidate) * BALANCING_THRESHOLD
-    return longer and best.pullable and best.locations[0].address in candidate.links
+    return longer and can_pull(candidate, request, best.locations[0].address)
 
 
 def _cost(candidate: Candidate, request: RequestView) -> Cost:

@@ -22,7 +22,8 @@ from typing import Any
 
 import msgspec
 
-from perilune_gateway.request.openai import BILLING_MARK, Api, ChatPrompt
+from perilune_gateway.request.openai import BILLING_MARK, ChatPrompt
+from perilune_gateway.request.paths import Api
 
 Message = dict[str, Any]
 

@@ -16,7 +16,8 @@ import aiohttp
 import msgspec
 
 from perilune_gateway.model import Tokens, TokenSource
-from perilune_gateway.request.openai import Api, ChatPrompt, ParsedRequest, TextPrompt, TokenId
+from perilune_gateway.request.openai import ChatPrompt, ParsedRequest, TextPrompt, TokenId
+from perilune_gateway.request.paths import Api
 from perilune_gateway.request.tokens.causes import CannotTellError, Cause
 from perilune_gateway.request.tokens.conversation import as_sent
 from perilune_gateway.request.tokens.prompts import size_bytes, text_conversation

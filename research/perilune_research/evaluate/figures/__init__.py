@@ -1,4 +1,4 @@
-"""The ten figures: each a function of the context, drawn with its data, in a file of its own.
+"""The ten figures, each in a module of its own. A figure is drawn from the context and written with its data:
 
 FIGURES[name].make(context, folder, name)  →  name.svg, name.png, name.json
 """

@@ -1,4 +1,4 @@
-"""f1: how much longer a closed-loop replay takes than its trace, every policy."""
+"""f1: how much longer a closed-loop replay takes than its trace, with every policy."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ def _draw(context: Context) -> Drawn:
     f = context.findings
     at_r = plan.scenario(f.at_r)
     points = sorted(
-        (Point(at_r, arm) for arm in plan.EVERY), key=lambda p: f.estimate(p, _METRICS["wall_per_trace"])
+        (Point(at_r, profile) for profile in plan.every(f.at_r)),
+        key=lambda p: f.estimate(p, _METRICS["wall_per_trace"]),
     )
     figure = canvas(8.5, 5.2)
     axes = figure.subplots()
-    names = [p.arm.policy for p in points]
+    names = [p.profile.policy for p in points]
     found = [f.estimate(p, _METRICS["wall_per_trace"]) for p in points]
     horizontal(axes, names, found, [colour(n) for n in names], "")
     for load, marker in _LOAD_MARKERS.items():
         scenario = plan.scenario(f.at_r, load)
-        values = [f.estimate(Point(scenario, p.arm), _METRICS["wall_per_trace"]).value for p in points]
+        values = [f.estimate(Point(scenario, p.profile), _METRICS["wall_per_trace"]).value for p in points]
         axes.plot(values, range(len(points)), marker, color="#222222", markersize=6, label=load)
     axes.axvline(1.0, color="black", linewidth=1.2, linestyle="--")
     axes.annotate(
@@ -33,7 +34,7 @@ def _draw(context: Context) -> Drawn:
     axes.set_xlabel("makespan of the replay / span of the trace (bars: R, with 95 %)")
     axes.legend(title="other loads", loc="center right")
     rows = [
-        row(f, Point(plan.scenario(f.at_r, load), p.arm), _METRICS, policy=p.arm.policy, load=load)
+        row(f, Point(plan.scenario(f.at_r, load), p.profile), _METRICS, policy=p.profile.policy, load=load)
         for p in points
         for load in LOADS
     ]

@@ -1,4 +1,4 @@
-"""f10: pending prefill of every endpoint over time, in tokens and in seconds, with migrations as arrows."""
+"""f10: the pending prefill of every endpoint over time, in tokens and in seconds, with moves as arrows."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 
 from perilune_research.evaluate import plan
-from perilune_research.evaluate.cells import Arm, Cell
+from perilune_research.evaluate.cells import Cell, Profile
 from perilune_research.evaluate.figures.style import Context, Drawn, Figure, canvas
 from perilune_research.evaluate.scenes import Scene, pending, steps, watch
 
-_ARMS = (Arm("sticky"), Arm("perilune"))
+_PROFILES = (Profile("sticky"), Profile("ear"), Profile("perilune"))
 _SHOWN_S, _BIN_S = 600.0, 5.0
 
 
@@ -19,9 +19,9 @@ def _draw(context: Context) -> Drawn:
     scenario = plan.scenario(f.at_r)
     begin_s, end_s = scenario.warmup_s, min(scenario.window_s, scenario.warmup_s + _SHOWN_S)
     bins = int((end_s - begin_s) / _BIN_S)
-    scenes = [watch(Cell(scenario, arm, f.size.seeds[0])) for arm in _ARMS]
-    figure = canvas(13, 5.8)
-    panels = figure.subplots(2, 2, sharex=True, sharey=True)
+    scenes = [watch(Cell(scenario, profile, f.size.seeds[0])) for profile in _PROFILES]
+    figure = canvas(18, 5.8)
+    panels = figure.subplots(2, len(_PROFILES), sharex=True, sharey=True)
     data = []
     for in_seconds in (False, True):
         grids = [_grid(scene, begin_s, end_s, bins, in_seconds) for scene in scenes]
@@ -38,11 +38,11 @@ def _draw(context: Context) -> Drawn:
                 rasterized=True,
             )
             unit = "s" if in_seconds else "tokens"
-            axes.set_title(f"{scene.cell.arm.policy}, pending prefill in {unit}")
+            axes.set_title(f"{scene.cell.profile.policy}, pending prefill in {unit}")
             _arrows(axes, scene, begin_s, end_s)
             data.append(
                 {
-                    "policy": scene.cell.arm.policy,
+                    "policy": scene.cell.profile.policy,
                     "unit": unit,
                     "pending": [[round(x, 2 if in_seconds else 0) for x in line] for line in grid],
                 }
@@ -53,7 +53,7 @@ def _draw(context: Context) -> Drawn:
         axes.set_ylabel("endpoint")
     for axes in panels[1]:
         axes.set_xlabel("s after the warm-up")
-    moves = {scene.cell.arm.policy: _moves(scene, begin_s, end_s) for scene in scenes}
+    moves = {scene.cell.profile.policy: _moves(scene, begin_s, end_s) for scene in scenes}
     return Drawn(
         figure,
         {
@@ -66,7 +66,7 @@ def _draw(context: Context) -> Drawn:
 
 
 def _grid(scene: Scene, begin_s: float, end_s: float, bins: int, in_seconds: bool) -> list[list[float]]:
-    """A row per endpoint."""
+    """Returns one row of bins per endpoint."""
     return [
         steps(pending(scene, e, in_seconds=in_seconds), begin_s, end_s, bins)
         for e in range(scene.cell.scenario.endpoints)
@@ -74,7 +74,7 @@ def _grid(scene: Scene, begin_s: float, end_s: float, bins: int, in_seconds: boo
 
 
 def _moves(scene: Scene, begin_s: float, end_s: float) -> list[tuple[float, int, int]]:
-    """(when, from, to)"""
+    """Returns each move as (seconds after the warm-up, source, target)."""
     return [
         (round(s.submitted_s - begin_s, 2), s.moved_from, s.endpoint)
         for s in scene.requests

@@ -1,4 +1,4 @@
-"""f2: where reuse comes from, and how few sessions carry the tokens."""
+"""f2: which sessions computed reused tokens first, and how few sessions have most of the tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""f3: the same sessions as a chatbot's and as an agent's, and the loop that think time breaks."""
+"""f3: the same sessions with a chatbot's gaps and with an agent's. Slower turns mean more sessions at once,
+which make turns slower; think time dilutes this loop."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from matplotlib.patches import Patch
 
 from perilune_lab.quantiles import mean
 from perilune_research.evaluate import plan
-from perilune_research.evaluate.cells import Arm, Cell, Scenario
+from perilune_research.evaluate.cells import Cell, Profile, Scenario
 from perilune_research.evaluate.figures.style import Context, Drawn, Figure, canvas
 from perilune_research.evaluate.scenes import Scene, open_sessions, steps, watch
 from perilune_research.simulator.request import SimulatedRequest
 
-_ARM = Arm("lmetric")
+_PROFILE = Profile("lmetric")
 _SLOWER = 1.2
 _ROWS, _SHOWN_S, _BINS = 9, 240.0, 120
 _TTFT, _DECODE, _GAP = "#d62f2f", "#009e73", "#c9d3de"
@@ -66,7 +67,7 @@ def _draw(context: Context) -> Drawn:
         loc="outside lower center",
         ncols=3,
     )
-    return Drawn(figure, {"policy": _ARM.policy, "slower": _SLOWER, **data})
+    return Drawn(figure, {"policy": _PROFILE.policy, "slower": _SLOWER, **data})
 
 
 def _slowed(scenario: Scenario) -> Scenario:
@@ -74,11 +75,12 @@ def _slowed(scenario: Scenario) -> Scenario:
 
 
 def _scene(scenario: Scenario, seed: int) -> Scene:
-    return watch(Cell(scenario, _ARM, seed))
+    return watch(Cell(scenario, _PROFILE, seed))
 
 
 def _chosen(scene: Scene, begin_s: float) -> list[list[SimulatedRequest]]:
-    """Sessions with most turns in the shown time, by their first turn there."""
+    """Returns the turns of the sessions with most turns in the shown time, in the order of their first turn
+    there."""
     rows: dict[int, list[SimulatedRequest]] = {}
     for s in scene.requests:
         if begin_s <= s.submitted_s < begin_s + _SHOWN_S:
@@ -100,7 +102,7 @@ def _timeline(axes: Axes, rows: Sequence[Sequence[SimulatedRequest]], begin_s: f
 
 
 def _sessions(axes: Axes, scene: Scene, slower: Scene, scenario: Scenario) -> dict[str, Any]:
-    """Sessions in progress, with engines as they are and slower."""
+    """Draws the sessions in progress, with engines as they are and with slower ones. Returns the data."""
     begin_s, end_s = 0.0, scenario.window_s
     at = [end_s * (i + 0.5) / _BINS for i in range(_BINS)]
     normal, slow = (steps(open_sessions(s), begin_s, end_s, _BINS) for s in (scene, slower))

@@ -1,14 +1,14 @@
-"""f4: three baselines, each failing in its own dimension."""
+"""f4: three baselines, of which each fails in another dimension: locality, balance, capacity."""
 
 from __future__ import annotations
 
 from perilune_research.evaluate import plan
-from perilune_research.evaluate.cells import Arm
+from perilune_research.evaluate.cells import Profile
 from perilune_research.evaluate.figures.style import Context, Drawn, Figure, canvas, colour, horizontal, row
 from perilune_research.evaluate.findings import Estimate
 from perilune_research.evaluate.plan import OURS, Point
 
-_BASELINES = (Arm("lmetric"), Arm("sticky"), Arm("static_pd"), OURS)
+_BASELINES = (Profile("lmetric"), Profile("sticky"), Profile("static_pd"), OURS)
 _METRICS = {
     "apc": "apc",
     "ceiling": "apc_ceiling.intra_session",
@@ -20,8 +20,8 @@ _METRICS = {
 def _draw(context: Context) -> Drawn:
     f = context.findings
     scenario = plan.scenario(f.at_r)
-    points = [Point(scenario, arm) for arm in _BASELINES]
-    names = [p.arm.policy for p in points]
+    points = [Point(scenario, profile) for profile in _BASELINES]
+    names = [p.profile.policy for p in points]
     colours = [colour(name) for name in names]
     figure = canvas(10.5, 2.9)
     locality, balance, capacity = figure.subplots(1, 3, sharey=True)
@@ -41,7 +41,7 @@ def _draw(context: Context) -> Drawn:
     for axes in (balance, capacity):
         low, high = axes.get_xlim()
         axes.set_xlim(low / 1.5, high * 3)
-    return Drawn(figure, {"rows": [row(f, p, _METRICS, policy=p.arm.policy) for p in points]})
+    return Drawn(figure, {"rows": [row(f, p, _METRICS, policy=p.profile.policy) for p in points]})
 
 
 def _lost(kept: Estimate) -> Estimate:

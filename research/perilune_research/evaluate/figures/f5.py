@@ -1,4 +1,4 @@
-"""f5: the components of the running configuration, as a drawing and as Mermaid text in its data file."""
+"""f5: the components of the simulated configuration, as a drawing, and as Mermaid text in its data file."""
 
 from __future__ import annotations
 
@@ -7,21 +7,30 @@ from matplotlib.patches import FancyBboxPatch
 
 from perilune_api.policies import PeriluneParams
 from perilune_research.evaluate import plan
-from perilune_research.evaluate.cells import Arm, Scenario
+from perilune_research.evaluate.cells import Profile, Scenario
 from perilune_research.evaluate.figures.style import Context, Drawn, Figure, canvas
+from perilune_research.simulator.deployment import Deployment
 
+_MOVES = {
+    Deployment.NONE: "migration: the target computes the KV again",
+    Deployment.HANDOFF: "migration: KV handed over in planned moves",
+    Deployment.STORE: "migration: the target reads KV from the store",
+    Deployment.BOTH: "migration: KV handed over or read from the store",
+    Deployment.OFFLOAD: "migration: KV read from host memory",
+    Deployment.PULL: "migration: KV pulled by the target (hypothetical)",
+}
 _ROUTER, _INSTANCE, _CLIENT, _EDGE = "#dbe8ff", "#e4f3ea", "#f1f1f1", "#33475b"
 
 
 def _draw(context: Context) -> Drawn:
-    scenario, arm = plan.scenario(context.findings.at_r), plan.OURS
+    scenario, profile = plan.scenario(context.findings.at_r), plan.OURS
     figure = canvas(10, 4.6)
     axes = figure.subplots()
     axes.axis("off")
     axes.set(xlim=(-1, 100), ylim=(0, 50))
     _box(axes, 0, 20, 13, 12, _CLIENT, "agents", [f"{scenario.rate:g} sessions/s", "closed loop"])
-    _box(axes, 24, 5, 30, 42, _ROUTER, f"router: {arm.policy}", [])
-    for i, (title, lines) in enumerate(parts(arm, scenario)):
+    _box(axes, 24, 5, 30, 42, _ROUTER, f"router: {profile.policy}", [])
+    for i, (title, lines) in enumerate(parts(profile, scenario)):
         _box(axes, 26, 34 - 9.4 * i, 26, 8, "white", title, lines)
     _arrow(axes, (13, 26), (24, 26), "prompt,\nsession", "-")
     height = 46 / scenario.endpoints
@@ -45,19 +54,19 @@ def _draw(context: Context) -> Drawn:
     axes.text(
         99.5,
         25,
-        "migration: KV pulled by the target",
+        _MOVES[scenario.deployment],
         rotation=270,
         va="center",
         color="#d62f2f",
         fontsize=8.5,
     )
     _arrow(axes, (68, 3.2), (39, 5), "KV events, load", ":")
-    return Drawn(figure, {"mermaid": mermaid(arm, scenario), "world": context.findings.at_r})
+    return Drawn(figure, {"mermaid": mermaid(profile, scenario), "world": context.findings.at_r})
 
 
-def parts(arm: Arm, scenario: Scenario) -> list[tuple[str, list[str]]]:
-    """What the router is made of, with the numbers that it runs with."""
-    p: PeriluneParams = arm.params.perilune
+def parts(profile: Profile, scenario: Scenario) -> list[tuple[str, list[str]]]:
+    """Returns the router's components, each as a title and lines with the parameters of the simulation."""
+    p: PeriluneParams = profile.params.perilune
     return [
         ("session table", ["session → host, last move"]),
         ("prefix index", ["block hash → who holds it"]),
@@ -69,11 +78,12 @@ def parts(arm: Arm, scenario: Scenario) -> list[tuple[str, list[str]]]:
     ]
 
 
-def mermaid(arm: Arm, scenario: Scenario) -> str:
+def mermaid(profile: Profile, scenario: Scenario) -> str:
+    """Returns the drawing as Mermaid text."""
     lines = ["flowchart LR", "  agents([agents]) --> router"]
-    lines += [f"  subgraph router [router: {arm.policy}]"]
+    lines += [f"  subgraph router [router: {profile.policy}]"]
     lines += [
-        f'    r{i}["{title}: {", ".join(text)}"]' for i, (title, text) in enumerate(parts(arm, scenario))
+        f'    r{i}["{title}: {", ".join(text)}"]' for i, (title, text) in enumerate(parts(profile, scenario))
     ]
     lines += ["  end"]
     lines += [f"  router --> i{e}[instance {e}]" for e in range(scenario.endpoints)]

@@ -1,4 +1,4 @@
-"""f6: TTFT, TPOT, APC and hotspot of every policy."""
+"""f6: TTFT, TPOT, APC and the worst endpoint of every policy."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ _PANELS = (
 def _draw(context: Context) -> Drawn:
     f = context.findings
     scenario = plan.scenario(f.at_r)
-    points = sorted((Point(scenario, arm) for arm in plan.EVERY), key=lambda p: f.estimate(p, "ttft_s.p90"))
-    names = [p.arm.policy for p in points]
+    points = sorted(
+        (Point(scenario, profile) for profile in plan.every(f.at_r)),
+        key=lambda p: f.estimate(p, "ttft_s.p90"),
+    )
+    names = [p.profile.policy for p in points]
     figure = canvas(13, 4.6)
     for axes, (title, metric, factor, logarithmic) in zip(
         figure.subplots(1, 4, sharey=True), _PANELS, strict=True
@@ -48,7 +51,7 @@ def _draw(context: Context) -> Drawn:
                 textcoords="offset points",
                 fontsize=7.5,
             )
-    rows = [row(f, p, _METRICS, policy=p.arm.policy) for p in points]
+    rows = [row(f, p, _METRICS, policy=p.profile.policy) for p in points]
     return Drawn(figure, {"apc_ceiling": f.estimate(points[0], _CEILING).value, "rows": rows})
 
 

@@ -1,4 +1,4 @@
-"""f7: what affinity does alone, what migration does alone, and both."""
+"""f7: the effects of affinity alone, of migration alone, and of both."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def _draw(context: Context) -> Drawn:
     figure = canvas(12, 3.4)
     panels = figure.subplots(1, 4)
     rows = []
-    for name, arm in ABLATION.items():
-        points = [Point(plan.scenario(f.at_r, load), arm) for load in LOADS]
+    for name, profile in ABLATION.items():
+        points = [Point(plan.scenario(f.at_r, load), profile) for load in LOADS]
         for axes, path in zip(panels, _METRICS.values(), strict=True):
-            line(axes, list(LOADS.values()), [f.estimate(p, path) for p in points], name, arm.policy)
+            line(axes, list(LOADS.values()), [f.estimate(p, path) for p in points], name, profile.policy)
         rows += [
-            row(f, p, _METRICS, arm=name, policy=str(arm), load=load)
+            row(f, p, _METRICS, arm=name, policy=str(profile), load=load)
             for p, load in zip(points, LOADS, strict=True)
         ]
     for axes, title in zip(panels, _TITLES, strict=True):

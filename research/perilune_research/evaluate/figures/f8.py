@@ -1,8 +1,9 @@
-"""f8: dispatch coupling: what a slower turn does to the whole, measured and by theory.
+"""f8: dispatch coupling, which is what slower turns do to a whole replay, measured and by theory.
 
-In a closed loop the number of turns in flight is the fixed point L = ΛN · W(L), so that a slowdown (1 + ε) of
-every turn changes it by dL/dε = L / (1 − ΛN W′(L)). Theory: W′ from neighbouring loads. Measured: engines are
-made 10 % slower, and L is compared.
+In a closed loop the number L of turns in flight is the fixed point L = ΛN · W(L), where ΛN is the number of
+turns per second and W the seconds of a turn. A slowdown (1 + ε) of every turn changes it by dL/dε =
+L / (1 − ΛN W′(L)). The theory takes W′ from neighbouring loads. The measurement compares L with that of
+engines that are 10 % slower.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from collections.abc import Sequence
 from math import log, nan
 
 from perilune_research.evaluate import plan
-from perilune_research.evaluate.cells import Arm
+from perilune_research.evaluate.cells import Profile
 from perilune_research.evaluate.figures.style import MARKERS, Context, Drawn, Figure, canvas, colour
 from perilune_research.evaluate.findings import Estimate, Findings
 from perilune_research.evaluate.plan import COUPLED, LOADS, SLOWDOWN, Point
 
 _MOST = 10.0
-"""A theory beyond is drawn as a triangle at the edge: the loop diverges."""
+"""Largest amplification by theory that is drawn. A larger one is a triangle at this height."""
 
 
 def _draw(context: Context) -> Drawn:
@@ -25,22 +26,22 @@ def _draw(context: Context) -> Drawn:
     figure = canvas(11.5, 4.4)
     wall, amplified = figure.subplots(1, 2)
     rows, highest = [], _MOST
-    for number, arm in enumerate(COUPLED):
-        points = [Point(plan.scenario(f.at_r, load), arm) for load in LOADS]
+    for number, profile in enumerate(COUPLED):
+        points = [Point(plan.scenario(f.at_r, load), profile) for load in LOADS]
         turn_s = [f.estimate(p, "turn_s.mean") for p in points]
         ratio = [f.estimate(p, "wall_clock_factor_legacy") for p in points]
-        style = {"color": colour(arm.policy), "marker": MARKERS.get(arm.policy, "o"), "markersize": 5}
+        style = {"color": colour(profile.policy), "marker": MARKERS.get(profile.policy, "o"), "markersize": 5}
         wall.errorbar(
             [e.value for e in turn_s],
             [e.value for e in ratio],
             xerr=[[e.value - e.low for e in turn_s], [e.high - e.value for e in turn_s]],
             yerr=[[e.value - e.low for e in ratio], [e.high - e.value for e in ratio]],
             elinewidth=0.6,
-            label=arm.policy,
+            label=profile.policy,
             **style,
         )
         theory = amplification(f, points)
-        measured = [measured_amplification(f, load, arm) for load in LOADS]
+        measured = [measured_amplification(f, load, profile) for load in LOADS]
         highest = max(highest, *measured)
         xs = [x + 0.012 * (number - len(COUPLED) / 2) for x in LOADS.values()]
         finite = [a if a <= _MOST else nan for a in theory]
@@ -50,7 +51,7 @@ def _draw(context: Context) -> Drawn:
         amplified.plot(xs, measured, linewidth=1.4, **style)
         rows += [
             {
-                "policy": arm.policy,
+                "policy": profile.policy,
                 "load": load,
                 "turn_s": turn_s[i],
                 "wall_per_trace": ratio[i],
@@ -79,7 +80,8 @@ def _draw(context: Context) -> Drawn:
 
 
 def amplification(f: Findings, points: Sequence[Point]) -> list[float]:
-    """1 / (1 − ΛN W′(L*)) at each point of one policy; inf where the loop diverges."""
+    """Returns 1 / (1 − ΛN W′(L*)) at each of a policy's points, which are in the order of load; inf where the
+    loop diverges."""
     in_flight = [f.estimate(p, "extra.in_flight").value for p in points]
     turn_s = [f.estimate(p, "turn_s.mean").value for p in points]
     found = []
@@ -91,10 +93,12 @@ def amplification(f: Findings, points: Sequence[Point]) -> list[float]:
     return found
 
 
-def measured_amplification(f: Findings, load: str, arm: Arm) -> float:
-    """d ln L / d ln W, from engines that are a little slower."""
+def measured_amplification(f: Findings, load: str, profile: Profile) -> float:
+    """Returns d ln L / d ln W, from a comparison with slightly slower engines."""
     scenario = plan.scenario(f.at_r, load)
-    grown: Estimate = f.ratio(Point(plan.slower(scenario), arm), Point(scenario, arm), "extra.in_flight")
+    grown: Estimate = f.ratio(
+        Point(plan.slower(scenario), profile), Point(scenario, profile), "extra.in_flight"
+    )
     return log(grown.value) / log(SLOWDOWN)
 
 

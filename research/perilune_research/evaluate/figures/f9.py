@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from perilune_research.evaluate import plan
-from perilune_research.evaluate.cells import Arm
+from perilune_research.evaluate.cells import Profile
 from perilune_research.evaluate.figures.style import Context, Drawn, Figure, canvas, line, row
 from perilune_research.evaluate.findings import Findings
 from perilune_research.evaluate.plan import LOADS, SOME, Point
@@ -15,47 +15,54 @@ _METRICS = {"ttft_p90_s": "ttft_s.p90", "apc": "apc"}
 
 
 class _Sweep(NamedTuple):
+    """The values of one parameter, and the points to which they lead."""
+
     name: str
     values: Mapping[float, str]
-    """With how they are written."""
-    arms: Sequence[Arm]
-    point: Callable[[float, Arm], Point]
+    """Value → its text on the axis."""
+    profiles: Sequence[Profile]
+    point: Callable[[float, Profile], Point]
 
 
 def _sweeps(f: Findings) -> list[_Sweep]:
     scenario = plan.scenario(f.at_r)
     by_load = {value: name for name, value in LOADS.items()}
     return [
-        _Sweep("arrival rate", by_load, SOME, lambda x, arm: Point(plan.scenario(f.at_r, by_load[x]), arm)),
+        _Sweep(
+            "arrival rate",
+            by_load,
+            SOME,
+            lambda x, profile: Point(plan.scenario(f.at_r, by_load[x]), profile),
+        ),
         _Sweep(
             "Zipf exponent of sessions",
             {a: f"{a:g}" for a in plan.ZIPF_ALPHAS},
             SOME,
-            lambda x, arm: Point(plan.zipf_scenario(f.at_r, x), arm),
+            lambda x, profile: Point(plan.zipf_scenario(f.at_r, x), profile),
         ),
         _Sweep(
             "KV pool, tokens",
             {float(n): f"{n / 1000:.0f}k" for n in plan.KV_TOKENS},
             SOME,
-            lambda x, arm: Point(plan.pool_scenario(f.at_r, int(x)), arm),
+            lambda x, profile: Point(plan.pool_scenario(f.at_r, int(x)), profile),
         ),
         _Sweep(
             "T_hot of ear, tokens",
             {float(n): f"{n // 1024}Ki" for n in plan.T_HOT_TOKENS},
-            [Arm("ear")],
-            lambda x, arm: Point(scenario, plan.t_hot_arm(int(x))),
+            [Profile("ear")],
+            lambda x, profile: Point(scenario, plan.t_hot_profile(int(x))),
         ),
         _Sweep(
             "T_cool of ear, s",
             {s: f"{s:g}" for s in plan.T_COOL_S},
-            [Arm("ear")],
-            lambda x, arm: Point(scenario, plan.t_cool_arm(x)),
+            [Profile("ear")],
+            lambda x, profile: Point(scenario, plan.t_cool_profile(x)),
         ),
         _Sweep(
             "least gain of perilune, s",
             {s: f"{s:g}" for s in plan.LEAST_GAIN_S},
-            [Arm("perilune")],
-            lambda x, arm: Point(scenario, plan.least_gain_arm(x)),
+            [Profile("perilune")],
+            lambda x, profile: Point(scenario, plan.least_gain_profile(x)),
         ),
     ]
 
@@ -68,12 +75,12 @@ def _draw(context: Context) -> Drawn:
     rows = []
     for column, sweep in enumerate(sweeps):
         at = list(range(len(sweep.values)))
-        for arm in sweep.arms:
-            points = [sweep.point(x, arm) for x in sweep.values]
+        for profile in sweep.profiles:
+            points = [sweep.point(x, profile) for x in sweep.values]
             for axes, path in zip(panels[:, column], _METRICS.values(), strict=True):
-                line(axes, at, [f.estimate(p, path) for p in points], arm.policy, arm.policy)
+                line(axes, at, [f.estimate(p, path) for p in points], profile.policy, profile.policy)
             rows += [
-                row(f, p, _METRICS, sweep=sweep.name, value=x, policy=arm.policy)
+                row(f, p, _METRICS, sweep=sweep.name, value=x, policy=profile.policy)
                 for p, x in zip(points, sweep.values, strict=True)
             ]
         panels[0, column].set_title(sweep.name)
@@ -86,7 +93,6 @@ def _draw(context: Context) -> Drawn:
 
 F9 = Figure(
     "Sensitivity",
-    "All columns except the first are at R. Values are evenly spaced, whatever their distance. Bands are"
-    " 95 %.",
+    "All columns except the first are at R. Values are evenly spaced on the axis. Bands are 95 % intervals.",
     _draw,
 )

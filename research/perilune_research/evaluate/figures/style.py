@@ -1,4 +1,4 @@
-"""What all figures share: the label *simulated*, colours, files, bars and lines with intervals."""
+"""What all figures share: the title with *simulated*, colours, files, bars and lines with intervals."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ COLOURS = {
     "least_loaded+planner": "#8c6d46",
 }
 OTHER = "#9db2c9"
+"""Colour of all other policies."""
 MARKERS = {
     "perilune": "o",
     "ear": "s",
@@ -55,13 +56,15 @@ _SETTINGS: dict[Any, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What figures are made from."""
+    """What figures are drawn from."""
 
     findings: Findings
     traffic: Traffic
 
 
 class Drawn(NamedTuple):
+    """A figure that was drawn."""
+
     canvas: Canvas
     data: Mapping[str, Any]
     """What the figure shows, for its data file."""
@@ -69,39 +72,44 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Figure:
+    """One figure: its texts, and the function that draws it."""
+
     title: str
     caption: str
     draw: Callable[[Context], Drawn]
 
     def make(self, context: Context, folder: Path, name: str) -> None:
-        """Writes SVG, PNG and data. Raises OSError."""
+        """Draws the figure and writes it as SVG and PNG, with its data as JSON. Raises OSError if it cannot
+        write them."""
         with mpl.rc_context(_SETTINGS):
             drawn = self.draw(context)
-            drawn.canvas.suptitle(f"{self.title} — SIMULATED", fontsize=11, fontweight="bold")
+            arm = context.findings.deployment
+            drawn.canvas.suptitle(f"{self.title} — SIMULATED, arm {arm}", fontsize=11, fontweight="bold")
             drawn.canvas.savefig(folder / f"{name}.svg", metadata={"Date": None})
             drawn.canvas.savefig(folder / f"{name}.png", dpi=110)
-        document = {"figure": name, "title": self.title, "simulated": True, **drawn.data}
+        document = {"figure": name, "title": self.title, "simulated": True, "arm": arm, **drawn.data}
         (folder / f"{name}.json").write_bytes(data.encode(document))
 
 
 def canvas(width: float, height: float) -> Canvas:
-    """Inches."""
+    """Returns an empty canvas of that size, in inches."""
     return Canvas(figsize=(width, height), layout="constrained")
 
 
 def colour(policy: str) -> str:
+    """Returns the colour of a policy in all figures."""
     return COLOURS.get(policy, OTHER)
 
 
 def error(found: Estimate) -> tuple[float, float]:
-    """Lengths of the error bar below and above."""
+    """Returns the lengths of the error bar below and above the value."""
     return max(0.0, found.value - found.low), max(0.0, found.high - found.value)
 
 
 def horizontal(
     axes: Axes, names: Sequence[str], found: Sequence[Estimate], colours: Sequence[str], form: str = "{:.3g}"
 ) -> None:
-    """Bars from top to bottom with intervals, each with its value behind it."""
+    """Draws horizontal bars with intervals from top to bottom, each with its value at its right end."""
     at = range(len(names))
     low, high = zip(*(error(e) for e in found), strict=True)
     axes.barh(
@@ -131,7 +139,7 @@ def horizontal(
 def line(
     axes: Axes, xs: Sequence[float], found: Sequence[Estimate], label: str, policy: str, style: str = "-"
 ) -> None:
-    """With its intervals as a band."""
+    """Draws a line with its intervals as a band."""
     axes.plot(
         xs,
         [e.value for e in found],
@@ -149,6 +157,6 @@ def line(
 
 
 def row(f: Findings, point: Point, metrics: Mapping[str, str], **names: object) -> dict[str, object]:
-    """One row of a data file: each metric as [mean, low, high]."""
+    """Returns one row of a data file: `names`, and each metric that the point has as [mean, low, high]."""
     values = {name: f.estimate(point, path) for name, path in metrics.items() if f.has(point, path)}
     return {**names, "sessions_per_s": point.scenario.rate, **values}

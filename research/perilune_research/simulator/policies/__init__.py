@@ -1,7 +1,7 @@
-"""The policies that a simulation plays: the gateway's, and two that only a simulation can carry out.
+"""The policies that a simulation plays: those of the gateway, and two that only a simulation can carry out.
 
-SPLIT names the latter and says why a gateway cannot: they prefill on one endpoint and decode on another, and
-an external processor cannot issue the prefill's part of a request.
+SPLIT names these two with the reason. Both prefill on one endpoint and decode on another, and an external
+processor cannot send the prefill's part of a request.
 """
 
 from collections.abc import Mapping

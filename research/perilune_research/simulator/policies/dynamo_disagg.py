@@ -1,12 +1,12 @@
 """dynamo_disagg: NVIDIA Dynamo's conditional disaggregation over endpoints with roles.
 
-1. The decoding endpoint: the lowest `dynamo` cost of those that decode.
-2. Prefill remotely, that is put the prompt into the pool's prefill queue, iff int(prompt_tokens × (1 − its
-   prefix hit rate)) > MAX_LOCAL_PREFILL_TOKENS and the queue is shorter than MAX_PREFILL_QUEUE; else the
-   decoding endpoint prefills as well.
+1. Decode on the endpoint with the lowest `dynamo` cost among those that decode.
+2. Put the prompt into the pool's prefill queue if int(prompt_tokens × (1 − prefix hit rate of that endpoint))
+   > MAX_LOCAL_PREFILL_TOKENS and the queue is shorter than MAX_PREFILL_QUEUE. Otherwise the decoding endpoint
+   prefills as well.
 
-The queue is a real one: filled from the decode side, emptied by whichever prefill endpoint is free, so the
-decision names none (`prefill_queued`). Without a prefill endpoint everything is local.
+Whichever prefill endpoint is free takes the next prompt from the queue, so the decision sets `prefill_queued`
+and names no prefill endpoint. In a pool without one, the decoding endpoint always prefills.
 """
 
 from collections.abc import Sequence
@@ -28,15 +28,16 @@ from perilune_gateway.policy.others.dynamo import cost
 from perilune_research.simulator.roles import is_split, with_role
 
 MAX_LOCAL_PREFILL_TOKENS = 1_000
-"""A prompt with more uncached tokens is prefilled remotely. Dynamo's max_local_prefill_length."""
+"""Uncached tokens above which a prompt is prefilled remotely. Dynamo's max_local_prefill_length."""
 MAX_PREFILL_QUEUE = 2
-"""Prompts in the prefill queue from which another is prefilled locally. Dynamo's max_prefill_queue_size."""
+"""With this many prompts in the prefill queue, another one is prefilled locally. Dynamo's
+max_prefill_queue_size."""
 
 
 def dynamo_disagg(
     request: RequestView, candidates: Sequence[Candidate], params: DynamoParams, rng: Random
 ) -> Decision | NeedBody:
-    """A decoding endpoint, and whether it prefills."""
+    """Chooses the endpoint that decodes, and whether it prefills as well."""
     if request.phase is Phase.HEADERS:
         return NEED_BODY
     costs = tuple(cost(c, request, params) for c in candidates)
@@ -52,7 +53,8 @@ def dynamo_disagg(
 
 
 def prefill_remotely(request: RequestView, cached_tokens: int) -> bool:
-    """Step 2."""
+    """Whether the prompt goes into the prefill queue (step 2), where the decoding endpoint caches
+    `cached_tokens` of it."""
     hit_rate = cached_tokens / max(request.prompt_tokens, 1)
     uncached = int(request.prompt_tokens * (1.0 - hit_rate))
     return uncached > MAX_LOCAL_PREFILL_TOKENS and request.prefill_queue < MAX_PREFILL_QUEUE

@@ -1,8 +1,10 @@
-"""static_pd: fixed prefill and decode endpoints (4 + 4 of 8, by their roles).
+"""static_pd: prefill and decode on endpoints with fixed roles (of 8 endpoints, 4 prefill and 4 decode).
 
-Prefill: the fewest pending prefill tokens. Decode: the most free KV. Knows no cache and no session, so each
-turn's whole context crosses the fabric, and one long context may not fit where many already decode. Where
-endpoints have no roles, each part chooses among all.
+1. Prefill on the endpoint with the fewest pending prefill tokens.
+2. Decode on the endpoint with the most free KV.
+
+Where endpoints have no roles, both steps choose among all. The policy considers neither caches nor sessions,
+so each turn's whole context crosses the fabric, and one long context may not fit where many already decode.
 """
 
 from collections.abc import Sequence
@@ -15,7 +17,7 @@ from perilune_research.simulator.roles import with_role
 
 
 def static_pd(request: RequestView, candidates: Sequence[Candidate], rng: Random) -> Decision:
-    """One endpoint for each part."""
+    """Chooses one endpoint that prefills and one that decodes, which may be the same."""
     prefiller = least_pending(with_role(candidates, Role.PREFILL), rng)
     decoders = with_role(candidates, Role.DECODE)
     decoder = lowest(decoders, lambda c: -c.load.kv_free_tokens, rng)

@@ -11,7 +11,7 @@ const FEW = 200; // up to so many engines have names on the map
 const STALE_S = 4;
 const MOVE_MS = 2500;
 
-const pool = { about: {}, engines: new Map(), decisions: [], history: [], rate: 0, newSessions: null, heard: 0, opened: Date.now() };
+const pool = { about: {}, engines: new Map(), decisions: [], history: [], rate: 0, newSessions: null, handoffs: [], heard: 0, opened: Date.now() };
 const tiles = new Map(); // address → its button on the map
 const dirty = { engines: new Set(), layout: false, decisions: false, history: false };
 let paused = false;
@@ -49,6 +49,7 @@ function listen() {
     pool.engines = new Map(data.endpoints.map((row) => [row.address, row]));
     pool.decisions = data.decisions;
     pool.newSessions = data.new_sessions;
+    pool.handoffs = data.handoffs;
     dirty.layout = dirty.history = dirty.decisions = true;
   });
   on("state", (data) => {
@@ -56,6 +57,7 @@ function listen() {
     for (const address of data.left) { pool.engines.delete(address); dirty.layout = true; }
     pool.rate = data.decided / pool.about.tick_s;
     pool.newSessions = data.new_sessions;
+    pool.handoffs = data.handoffs;
     if (data.decided) remember(data.decisions);
     dirty.decisions = true;
   });
@@ -90,6 +92,7 @@ function draw() {
   for (const address of dirty.engines) paint(address);
   if (dirty.decisions && !paused) list();
   if (dirty.history) chart();
+  handOver();
   head();
   dirty.engines.clear();
   dirty.layout = dirty.history = false;
@@ -180,11 +183,44 @@ function chart() {
     return make("figure", {}, make("figcaption", {}, make("span", { textContent: `${name}${top ? "" : `, up to ${write(most < 1e-6 ? 0 : most)}`}` }), make("b", { textContent: now == null ? "–" : write(now) })), drawn);
   }));
 }
+function way(source, target) { // from tile to tile on the map, as a path
+  const [a, b] = [tiles.get(source), tiles.get(target)], base = $("moves-drawn").getBoundingClientRect();
+  if (!a || !b) return null;
+  const at = (e) => { const r = e.getBoundingClientRect(); return [r.x + r.width / 2 - base.x, r.y + r.height / 2 - base.y]; };
+  const [[x, y], [u, v]] = [at(a), at(b)];
+  return `M${x},${y}Q${(x + u) / 2},${Math.min(y, v) - 40} ${u},${v}`;
+}
+const named = (h) => h.session_id ?? `prefix ${h.prefix}`;
+const progress = (h) => (h.stage === "copying" ? `copying, ${share(h.copied)} of ${plural(h.tokens, "token")}` : h.stage);
+let handoffsTold = "";
+function handOver() { // the KV on its way: dashed from source to target, solid as far as it is copied
+  const before = new Map([...$("handoffs-drawn").children].map((g) => [g.dataset.way, g]));
+  for (const h of pool.handoffs) {
+    const d = way(h.source, h.target), key = `${named(h)} ${h.tenant} ${h.source} ${h.target}`;
+    if (!d) continue;
+    const group = before.get(key) ?? svg("g", { "data-way": key });
+    before.delete(key);
+    if (!group.isConnected) { group.append(svg("path", {}), svg("path", { class: "copied", pathLength: 1 })); $("handoffs-drawn").append(group); }
+    for (const path of group.children) path.setAttribute("d", d);
+    group.lastChild.style.strokeDasharray = `${h.copied} 1`;
+  }
+  for (const gone of before.values()) gone.remove();
+  const told = JSON.stringify(pool.handoffs);
+  if (told === handoffsTold) return;
+  handoffsTold = told;
+  const focused = document.activeElement?.closest?.("#handoffs") && document.activeElement.dataset.session;
+  const rows = pool.handoffs.map((h) => {
+    const what = h.session_id == null ? named(h) : make("button", { type: "button", textContent: named(h) });
+    if (h.session_id != null) what.dataset.session = h.session_id;
+    return [what, `${port(h.source)} → ${port(h.target)}`, h.reason, progress(h)];
+  });
+  $("handoffs").replaceChildren(...(rows.length ? [table(["KV on its way", "way", "why", "stage"], rows)] : []));
+  if (focused) [...$("handoffs").querySelectorAll("button")].find((b) => b.dataset.session === focused)?.focus({ preventScroll: true });
+}
 function drawMove(source, target) {
-  const [a, b] = [tiles.get(source), tiles.get(target)], layer = $("moves-drawn");
-  if (!a || !b || layer.childElementCount > 40) return;
-  const base = layer.getBoundingClientRect(), at = (e) => { const r = e.getBoundingClientRect(); return [r.x + r.width / 2 - base.x, r.y + r.height / 2 - base.y]; };
-  const [[x, y], [u, v]] = [at(a), at(b)], path = svg("path", { d: `M${x},${y}Q${(x + u) / 2},${Math.min(y, v) - 40} ${u},${v}` });
+  const d = way(source, target), layer = $("moves-drawn");
+  if (!d || layer.childElementCount > 40) return;
+  const path = svg("path", { d });
   layer.append(path);
   path.animate([{ opacity: 1, strokeDashoffset: 60 }, { opacity: 0, strokeDashoffset: 0 }], { duration: MOVE_MS }).finished.finally(() => path.remove());
 }
@@ -205,9 +241,10 @@ async function health() {
 }
 async function moves() {
   const { budget, offers, ended } = await page("api/moves");
-  for (const flight of budget.in_flight) drawMove(flight.source, flight.target);
+  const shown = (flight) => pool.handoffs.some((h) => h.source === flight.source && h.target === flight.target);
+  for (const flight of budget.in_flight) if (!shown(flight)) drawMove(flight.source, flight.target);
   const rows = [...offers.map((m) => ({ ...m, state: "offered" })), ...ended].slice(0, 12);
-  const cells = (m) => [m.session_id ?? `prefix ${m.prefix}`, `${port(m.source)} → ${port(m.target)}`, m.reason, m.lapse ? `${m.state}: ${m.lapse}` : m.state, m.seconds == null ? "" : seconds(m.seconds)];
+  const cells = (m) => [named(m), `${port(m.source)} → ${port(m.target)}`, m.reason, m.lapse ? `${m.state}: ${m.lapse}` : m.state, m.seconds == null ? "" : seconds(m.seconds)];
   $("moves").replaceChildren(rows.length ? table(["what", "way", "why", "outcome", "time"], rows.map(cells)) : make("p", { className: "quiet", textContent: `No planned move yet; ${plural(budget.moves_left, "move")} may start within a minute.` }));
 }
 function table(titles, rows, chosen = -1) {
@@ -264,6 +301,8 @@ $("health").addEventListener("click", () => $("problems-box").scrollIntoView({ b
 $("pause").addEventListener("click", () => { paused = !paused; $("pause").ariaPressed = String(paused); $("pause").textContent = paused ? "Go on" : "Pause"; plan(); });
 $("filter").addEventListener("input", () => { dirty.decisions = true; const was = paused; paused = false; draw(); paused = was; });
 for (const look of ["focusin", "mouseover"]) $("fabric").addEventListener(look, (event) => { if (event.target.closest(".engine")) describe(event.target.closest(".engine")); });
+$("fabric").addEventListener("scroll", plan);
+addEventListener("resize", plan);
 const WALK = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
 document.addEventListener("keydown", (event) => {
   if (event.key === "/" && !(event.target instanceof HTMLInputElement)) { event.preventDefault(); $("filter").focus(); return; }

@@ -1,0 +1,62 @@
+"""What a request is for, by its path: a model's API, a stored response, the list of models, an engine's page.
+
+The query string is ignored, and escapes such as `%73` are decoded, as engines decode them.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from urllib.parse import unquote
+
+
+class Api(StrEnum):
+    """The API of a request. It decides what the body means and which form a refusal has."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+
+
+PATHS: Mapping[str, Api] = {
+    "/v1/chat/completions": Api.CHAT,
+    "/v1/completions": Api.COMPLETIONS,
+    "/v1/responses": Api.RESPONSES,
+    "/v1/messages": Api.MESSAGES,
+}
+MODELS = "/v1/models"
+ENGINE_PAGES = frozenset({"/metrics", "/load", "/kv_event_sources", "/server_info", "/is_sleeping"})
+"""Pages on which an engine describes itself; from a pool the answer would be any engine's."""
+
+
+def is_model_path(path: str) -> bool:
+    """Whether a POST to this path is a request for the model."""
+    return api_of(path) is not None
+
+
+def response_of(path: str) -> str:
+    """The id of the stored response that a path names, such as /v1/responses/ID/cancel; else empty."""
+    _, _, rest = _bare(path).partition("/v1/responses/")
+    return rest.partition("/")[0]
+
+
+def is_engine_page(path: str) -> bool:
+    """Whether the page describes one engine."""
+    return _bare(path) in ENGINE_PAGES
+
+
+def api_of(path: str) -> Api | None:
+    """The API of a path, or None when it is no model path."""
+    return PATHS.get(_bare(path))
+
+
+def _bare(path: str) -> str:
+    bare = path.partition("?")[0]
+    return unquote(bare) if "%" in bare else bare
+
+
+def listed(path: str) -> str | None:
+    """The model whose entry a GET of this path asks for; empty for the list of all; None: another page."""
+    bare = _bare(path)
+    if bare == MODELS:
+        return ""
+    return bare[len(MODELS) + 1 :] if bare.startswith(f"{MODELS}/") else None

@@ -1,0 +1,132 @@
+"""Chooses an endpoint for a request whose candidates are known: the policy's decision, or a planned move in
+its place, with the KV that is fetched for it.
+
+    context ─▶ the request as a policy sees it ─▶ decide.py ─▶ a planned move, limits of fetching ─▶ verdict
+
+Applies nothing, except that an offer of a move that no longer fits lapses.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from perilune_api.pool import Pool
+from perilune_gateway.model import (
+    NEED_BODY,
+    Decision,
+    Move,
+    Phase,
+    RequestView,
+    SessionView,
+    Unpulled,
+    Verdict,
+)
+from perilune_gateway.model.shared import prefix_name
+from perilune_gateway.moves.planner import Planner
+from perilune_gateway.policy.cost import target_of
+from perilune_gateway.routing.candidates import CandidateBuilder
+from perilune_gateway.routing.context import RequestContext
+from perilune_gateway.routing.decide import decide
+from perilune_gateway.routing.handing_over import HandingOver
+from perilune_gateway.routing.objectives import objectives
+from perilune_gateway.routing.peer_reads import PeerReads
+from perilune_gateway.routing.pull import pull, without
+from perilune_gateway.routing.pulling import Pulling
+from perilune_gateway.state.pool_state import PoolState
+
+
+class Deciding:
+    """The choices of one pool."""
+
+    def __init__(
+        self,
+        state: PoolState,
+        candidates: CandidateBuilder,
+        planner: Planner,
+        handing_over: HandingOver,
+        pulling: Pulling,
+        peer_reads: PeerReads,
+    ) -> None:
+        self._state = state
+        self._candidates = candidates
+        self._planner = planner
+        self._handing_over = handing_over
+        self._pulling = pulling
+        self._peer_reads = peer_reads
+
+    def configure(self, pool: Pool) -> None:
+        """Take over a (changed) pool document."""
+        self._routing = pool.spec.routing
+        self._model = pool.spec.model.name
+
+    def choose(
+        self, context: RequestContext, policy: str, request_id: str, ordinal: int
+    ) -> tuple[RequestView, Verdict]:
+        """Return the request as the policy saw it, and the verdict. `ordinal`: the number of verdicts so
+        far."""
+        view = self._view(context, request_id, ordinal)
+        verdict = decide(view, context.candidates, policy, self._routing, Random(context.seed))
+        if isinstance(verdict, Decision) and (offer := self._offer(context)):
+            if view.phase is Phase.HEADERS:
+                return view, NEED_BODY  # only the body tells what the offer's target holds of the prompt
+            moved = self._planner.apply(offer, verdict, view, context.candidates, context.now)
+            verdict = pull(view, moved, context.candidates, self._routing.pull)
+        if isinstance(verdict, Decision) and verdict.replicate_from:
+            verdict = self._with_room(verdict, view, context)
+        return view, verdict
+
+    def _with_room(self, decision: Decision, view: RequestView, context: RequestContext) -> Decision:
+        """The decision with what it fetches from another endpoint, unless too much is on its way already."""
+        if view.prefix.from_host:
+            cause = self._peer_reads.refuses(decision, context.candidates, context.now)
+        else:
+            cause = self._pulling.refuses(decision, context.candidates, context.now)
+        if cause is None and not view.prefix.from_host:
+            context.content = self._pulling.content(context.prompt.blocks, decision.cached_tokens)
+            cause = None if context.content else Unpulled.TOKENS
+        if cause is None:
+            return decision
+        return without(decision, target_of(decision, context.candidates), view, cause)
+
+    def _offer(self, context: RequestContext) -> Move | None:
+        """The planner's offer for this session, or for the prefix that a new session begins with."""
+        if context.session and context.session.host:
+            key, name = context.session.key, context.session.name
+            planned = self._planner.offer(key, None) or self._planner.offer(name, None)  # before it came here
+            return planned or self._handing_over.offered(key, name)
+        known = context.prefix.tokens // self._state.block_size
+        if not known:
+            return None
+        prefix = context.prompt.blocks[known - 1]
+        self._planner.saw(prefix, context.prefix.tokens)
+        return self._planner.offer(None, prefix) or self._handing_over.offered(prefix, prefix_name(prefix))
+
+    def _view(self, context: RequestContext, request_id: str, ordinal: int) -> RequestView:
+        """The request as a policy sees it."""
+        prompt, session = context.prompt, context.session
+        level, slo_ttft_s, slo_tpot_s = objectives(context.head.headers, self._routing.limits)
+        return RequestView(
+            request_id,
+            ordinal,
+            prompt.tokens,
+            Phase.BODY if prompt.model else Phase.HEADERS,
+            self._state.sessions.view(session, context.now) if session else self._new_session(context),
+            prompt.model or self._model,
+            prompt.output_tokens,
+            prompt.source,
+            prompt.priority,
+            level,
+            slo_ttft_s,
+            slo_tpot_s,
+            context.prefix,
+            self._state.block_size,
+            unsplit=self._candidates.unsplit(context),
+            unpulled=context.unpulled,
+        )
+
+    def _new_session(self, context: RequestContext) -> SessionView | None:
+        identity = context.identity
+        if not identity.session_id:
+            return None
+        near = self._state.sessions.near_host(identity, context.prompt.cache_key, context.now)
+        return SessionView(identity.session_id, parent_host=near)

@@ -1,0 +1,78 @@
+"""What a request means for its session: the session is bound to the request's endpoint, its turn begins and
+ends, and failures of its turns in a row are counted.
+"""
+
+from __future__ import annotations
+
+from perilune_gateway.model import Endpoint
+from perilune_gateway.routing.candidates import cacheable
+from perilune_gateway.routing.context import RequestContext
+from perilune_gateway.routing.new_sessions import NewSessions
+from perilune_gateway.routing.running import Running
+from perilune_gateway.state.ejection import Cause
+from perilune_gateway.state.pool_state import PoolState
+from perilune_gateway.state.sessions import Session
+
+
+class SessionTurns:
+    """The turns of one pool's sessions. A request without a session counts as a session of one turn."""
+
+    def __init__(self, state: PoolState, new_sessions: NewSessions) -> None:
+        self._state = state
+        self._new_sessions = new_sessions
+
+    def configure(self, session_failures: int) -> None:
+        """`session_failures`: so many failures in a row make a session leave its host."""
+        self._session_failures = session_failures
+
+    def bind(self, context: RequestContext, target: Endpoint) -> Session | None:
+        """Bind the request's session to the target. Returns None if it has no session."""
+        sessions, prompt, now = self._state.sessions, context.prompt, context.now
+        session, identity = context.session, context.identity
+        if session:
+            sessions.use(session, now)
+        elif identity.key:
+            session = sessions.begin(identity.key, now, identity.parent_key, identity.inferred)
+        else:
+            return None
+        if session.host != target.address:
+            sessions.bind(session, target.address, now)
+        session.turns += 1
+        session.chained = session.chained or prompt.chained
+        if prompt.model:
+            sessions.read(session, prompt.tokens, prompt.body_bytes, prompt.blocks)
+        else:
+            sessions.unread(session, prompt.tokens, prompt.body_bytes)
+        if prompt.blocks:
+            sessions.routed(session, prompt.blocks)
+        elif not target.events:
+            sessions.routed(session, (), cacheable(prompt.tokens, self._state.block_size))
+        return session
+
+    def began(self, ticket: int, session: Session | None, prompt_tokens: int) -> None:
+        """The request with this ticket is a turn of the session."""
+        name, turns = (session.key, session.turns) if session else (ticket, 1)
+        self._new_sessions.turn_began(name, prompt_tokens, turns)
+
+    def ended(
+        self, ticket: int, running: Running, now: float, wrong: Cause | None, *, answered: bool
+    ) -> None:
+        """The request has ended. `wrong`: what was wrong with it."""
+        session, sessions = running.session, self._state.sessions
+        if session and session.host == running.target:
+            self._count_failures(session, running.status, wrong, answered=answered)
+        if running.final and session and (session.ticket == ticket or not session.inferred):
+            sessions.free(session.key)
+        name, tokens = (session.key, session.context_tokens) if session else (ticket, 0)
+        self._new_sessions.turn_ended(name, tokens, now, final=running.final or session is None)
+        if session:
+            sessions.turn_ended(session)
+
+    def _count_failures(self, session: Session, status: int, wrong: Cause | None, *, answered: bool) -> None:
+        """Count the session's failures in a row. One that got no sign of life leaves its host at once."""
+        if wrong is Cause.LATE and not status:
+            session.failures = self._session_failures
+        elif wrong is Cause.FAILURES:
+            session.failures += 1
+        elif answered:
+            session.failures = 0

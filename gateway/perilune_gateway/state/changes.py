@@ -1,0 +1,176 @@
+"""What happens at this replica of the gateway and is still to be told to the others.
+
+    load, ejection, calibration, claims, offers, session admission ─▶ PendingChanges ─▶ Replicas.take
+
+The state's parts get the method that they call when they are constructed; with NOT_SHARED there is nobody to
+tell. Turns of sessions are kept by sessions_elsewhere.py. Costs about 1 µs for each change.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from perilune_gateway.model.shared import NEVER, Claimed, Ejected, Measured, Stamp, packed
+
+MAX_CLAIMS = 1_000
+"""Maximum number of claims that wait to be sent; the oldest are dropped, because claims soon expire."""
+MAX_MEASURED = 1_000
+"""Maximum number of measurements that wait to be sent; the oldest are dropped."""
+MAX_CLAIMED_BLOCKS = 4_096
+"""Maximum number of blocks of one claim, from the prompt's beginning."""
+
+
+class Changes(Protocol):
+    """Is told what happens at this replica."""
+
+    def loaded(self, endpoint: str) -> None:
+        """The load that this replica has sent to the endpoint has changed."""
+
+    def judged(self, endpoint: str, cause: str) -> None:
+        """This replica has ejected the endpoint or, with an empty cause, found it healthy again."""
+
+    def measured(self, seen: Measured) -> None:
+        """A request here has told how fast an endpoint or a link is."""
+
+    def claimed(self, endpoint: str, blocks: Sequence[int], seconds: float | None) -> None:
+        """Blocks of a prompt that was sent to the endpoint begin to count as cached, for so long; None: as
+        the pool says."""
+
+    def offers_changed(self) -> None:
+        """This replica may have begun, changed or ended an offer or a move."""
+
+    def counts_changed(self) -> None:
+        """What this replica counts for session admission has changed otherwise than by a turn that was
+        decided here."""
+
+
+class _NotShared:
+    """Nobody is told."""
+
+    def loaded(self, endpoint: str) -> None: ...
+
+    def judged(self, endpoint: str, cause: str) -> None: ...
+
+    def measured(self, seen: Measured) -> None: ...
+
+    def claimed(self, endpoint: str, blocks: Sequence[int], seconds: float | None) -> None: ...
+
+    def offers_changed(self) -> None: ...
+
+    def counts_changed(self) -> None: ...
+
+
+NOT_SHARED: Changes = _NotShared()
+
+
+class Stamps:
+    """The clock of the changes of one replica: each stamp is later than all that it had seen."""
+
+    def __init__(self, replica: str, wall_clock: Callable[[], float]) -> None:
+        self.replica = replica
+        self._wall_clock = wall_clock
+        self._latest_us = 0
+
+    def next(self) -> Stamp:
+        """Return the stamp of a change that happens now."""
+        return Stamp(self.next_us(), self.replica)
+
+    def next_us(self) -> int:
+        """Return the time of a change that happens now, in microseconds since 1970."""
+        self._latest_us = max(self._latest_us + 1, int(self._wall_clock() * 1e6))
+        return self._latest_us
+
+    def age_s(self, at_us: int) -> float:
+        """Return how many seconds ago that was, by the hosts' clocks."""
+        return max(0.0, self._wall_clock() - at_us / 1e6)
+
+    def saw(self, at_us: int) -> None:
+        """Another replica's change has come."""
+        self._latest_us = max(self._latest_us, at_us)
+
+
+class PendingChanges:
+    """Keeps what the others have not been told yet. Also compares what they tell of endpoints' standing with
+    what this replica has found out: the later stamp wins."""
+
+    def __init__(self, stamps: Stamps, wake: Callable[[], object]) -> None:
+        """`wake` is called when there is something to take."""
+        self._stamps = stamps
+        self._wake = wake
+        self._loaded: set[str] = set()
+        self._judgements: dict[str, tuple[Stamp, str]] = {}
+        """Endpoint → (stamp, cause) of its last ejection or return, here or elsewhere."""
+        self._judged: set[str] = set()
+        """Endpoints of which this replica's judgement is to be told."""
+        self._claims: deque[Claimed] = deque(maxlen=MAX_CLAIMS)
+        self._measured: deque[Measured] = deque(maxlen=MAX_MEASURED)
+        self._offers_changed = False
+
+    def loaded(self, endpoint: str) -> None:
+        self._loaded.add(endpoint)
+        self._wake()
+
+    def judged(self, endpoint: str, cause: str) -> None:
+        self._judgements[endpoint] = self._stamps.next(), cause
+        self._judged.add(endpoint)
+        self._wake()
+
+    def measured(self, seen: Measured) -> None:
+        self._measured.append(replace(seen, at_us=self._stamps.next_us()))
+        self._wake()
+
+    def claimed(self, endpoint: str, blocks: Sequence[int], seconds: float | None) -> None:
+        self._claims.append(Claimed(endpoint, packed(blocks[:MAX_CLAIMED_BLOCKS]), seconds))
+        self._wake()
+
+    def offers_changed(self) -> None:
+        self._offers_changed = True
+        self._wake()
+
+    def counts_changed(self) -> None:
+        self._wake()
+
+    def judged_elsewhere(self, endpoint: str, cause: str, stamp: Stamp) -> bool:
+        """Another replica has judged the endpoint. Returns whether that is later than what is known here."""
+        before, _ = self._judgements.get(endpoint, (NEVER, ""))
+        if stamp <= before:
+            return False
+        self._judgements[endpoint] = stamp, cause
+        self._judged.discard(endpoint)
+        return True
+
+    # -- what is taken to be told ------------------------------------------------------------------
+
+    def take_events(self) -> list[Claimed | Measured]:
+        """Return the claims and measurements since the last call."""
+        events: list[Claimed | Measured] = [*self._claims, *self._measured]
+        self._claims.clear()
+        self._measured.clear()
+        return events
+
+    def take_loaded(self) -> set[str]:
+        """Return the endpoints whose load has changed since the last call."""
+        loaded, self._loaded = self._loaded, set()
+        return loaded
+
+    def take_judged(self, *, repeat: bool) -> list[Ejected]:
+        """Return what this replica has judged since the last call. `repeat`: and all its ejections that still
+        stand."""
+        if repeat:
+            self._judged.update(
+                endpoint
+                for endpoint, (stamp, cause) in self._judgements.items()
+                if cause and stamp.replica == self._stamps.replica
+            )
+        judged, self._judged = self._judged, set()
+        known = self._judgements
+        return [Ejected(known[e][0].at_us, e, known[e][1]) for e in judged]
+
+    def take_offers_changed(self) -> bool:
+        """Whether offers may have changed since the last call."""
+        changed, self._offers_changed = self._offers_changed, False
+        return changed

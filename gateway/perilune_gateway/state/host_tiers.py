@@ -1,0 +1,30 @@
+"""The endpoints whose host memory other engines can read at present, as `feeds/peer_ports.py` found."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+
+class HostTiers:
+    """The endpoints of a pool whose port for peers answers."""
+
+    def __init__(self) -> None:
+        self._answering: set[str] = set()
+
+    def answered(self, address: str) -> None:
+        """Record that an endpoint's port answers."""
+        self._answering.add(address)
+
+    def forget(self, address: str) -> None:
+        """The port does not answer any more, or the endpoint left the pool."""
+        self._answering.discard(address)
+
+    @property
+    def known(self) -> Set[str]:
+        """The endpoints whose port answers."""
+        return self._answering
+
+    def can(self, source: str, target: str) -> bool:
+        """Whether `target` can read the host memory of `source`. It reads into its own, so it needs the same
+        tier."""
+        return source != target and {source, target} <= self._answering

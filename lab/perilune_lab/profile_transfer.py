@@ -1,0 +1,131 @@
+"""How fast KV comes from another engine: the two legs of a hand-off, timed (`perilune profile --peer`).
+
+    new prompt ─▶ peer computes it ─▶ give leg to the peer ─┬─▶ seconds of the take leg
+                                      take leg to the target ┘   − seconds of the same prompt, cached there
+
+What is left is the transfer. Two lengths and more give its fixed seconds and its speed. The engines need
+vLLM's MooncakeConnector, and, behind the operator's door, the pool's secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from statistics import linear_regression, median
+from time import perf_counter
+from typing import Any
+from uuid import uuid4
+
+import aiohttp
+import msgspec
+
+from perilune_api import names
+from perilune_api.topology import NIC_GBITS, Bandwidth, Level
+from perilune_gateway.feeds import bootstrap_pages
+from perilune_lab.client import TargetError
+
+FOUND_SHARE = 0.9
+"""The least share of a prompt that the target must have had without computing it."""
+TIMEOUT_S = 120.0
+LEAST_ID, MOST_ID = 5, 300
+"""Token ids that every vocabulary has, without special ones in most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The engine that gives."""
+
+    url: str
+    bootstrap: str
+    """`ip:port` of its MooncakeConnector's page."""
+    secret: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """One length. Seconds are medians over the repetitions."""
+
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    rows: Sequence[Moved]
+
+    def fit(self) -> tuple[float, float]:
+        """(fixed seconds, tokens per second), of one length without fixed seconds."""
+        if len(self.rows) < 2:
+            return 0.0, self.rows[0].tokens / max(self.rows[0].seconds, 1e-9)
+        slope, fixed_s = linear_regression(
+            [row.tokens for row in self.rows], [row.seconds for row in self.rows]
+        )
+        return max(0.0, fixed_s), 1.0 / max(slope, 1e-12)
+
+    def nic_gbits(self, kv_bytes_per_token: int) -> float:
+        """The speed of network cards by which the pool's cost model predicts these seconds."""
+        _, tokens_per_s = self.fit()
+        return NIC_GBITS * tokens_per_s * kv_bytes_per_token / Bandwidth().at(Level.RACK)
+
+
+async def measure(
+    target: str, peer: Peer, model: str, lengths: Sequence[int], repeat: int, time_scale: float
+) -> Transfer:
+    """Raises TargetError if an engine cannot be reached, or hands nothing over."""
+    dice, timeout = Random(), aiohttp.ClientTimeout(total=TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as http:
+        page = await bootstrap_pages.ask(http, peer.bootstrap)
+        if page is None:
+            raise TargetError(f"http://{peer.bootstrap}/query names no engine (MooncakeConnector)")
+
+        async def once(tokens: int) -> float:
+            prompt = [dice.randrange(LEAST_ID, MOST_ID) for _ in range(tokens)]
+            transfer = uuid4().hex
+            give = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}
+            take = {
+                "do_remote_decode": False,
+                "do_remote_prefill": True,
+                "remote_bootstrap_addr": f"http://{peer.bootstrap}",
+                "remote_engine_id": page.engine_ids[0],
+                "transfer_id": transfer,
+            }
+            await _ask(http, peer.url, model, prompt)  # so that the give leg computes nothing
+            _, (taken_s, cached) = await asyncio.gather(
+                _ask(http, peer.url, model, prompt, give, peer.secret),
+                _ask(http, target, model, prompt, take, peer.secret),
+            )
+            again_s, _ = await _ask(http, target, model, prompt)
+            if cached < FOUND_SHARE * tokens:
+                raise TargetError(f"of {tokens} tokens {cached} came from {peer.url}, the rest was computed")
+            return max(0.0, taken_s - again_s) * time_scale
+
+        await once(lengths[0])  # the engines connect
+        return Transfer([Moved(n, median([await once(n) for _ in range(repeat)])) for n in lengths])
+
+
+async def _ask(
+    http: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    prompt: Sequence[int],
+    params: Mapping[str, Any] | None = None,
+    secret: str = "",
+) -> tuple[float, int]:
+    """Seconds of one answer of one token, and the prompt's cached tokens. Raises TargetError."""
+    body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    if params:
+        body["kv_transfer_params"] = params
+    headers = {names.ENGINE_SECRET_HEADER: secret} if secret else {}
+    began = perf_counter()
+    try:
+        async with http.post(f"{url}/v1/completions", json=body, headers=headers) as answer:
+            text = await answer.read()
+            seconds = perf_counter() - began
+            if answer.status != 200:
+                raise TargetError(f"{url} answers {answer.status}: {text[:200].decode(errors='replace')}")
+            usage = msgspec.json.decode(text)["usage"]
+            return seconds, (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError, KeyError) as error:
+        raise TargetError(f"{url}: {error!r}") from error

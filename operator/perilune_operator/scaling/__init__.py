@@ -1,0 +1,33 @@
+"""How many endpoints of one duty a pool should have, by the load that its gateways report. Pure.
+
+| signal | rules |
+|---|---|
+| queueSeconds, kvUsage | by_load.py |
+| ttftAttainment | by_attainment.py |
+
+Endpoints that serve follow `scaling`, those that only prefill `prefillScaling`: the same rules, each with the
+readings of its own endpoints. What the rules share is in readings.py. After each change of the number of
+endpoints the readings begin anew; only `ttftAttainment` looks at earlier ones. 0 endpoints are
+switched off and stay so.
+"""
+
+from collections.abc import Sequence
+
+from perilune_api.inference_pool.spec import PrefillScaling, Scaling, Signal
+from perilune_operator.observe.facts import Demand
+from perilune_operator.scaling import by_attainment, by_load
+from perilune_operator.scaling.readings import unchanged
+
+
+def replicas(scaling: Scaling | PrefillScaling, now: int, demands: Sequence[Demand], at: float) -> int:
+    """The endpoints that the pool should have. `now`: those that it should have so far. `demands`: the
+    readings, in order. `at`: seconds since the epoch."""
+    if scaling.signal is Signal.METRIC or now == 0:
+        return now
+    bounded = max(scaling.min_replicas, min(scaling.max_replicas, now))
+    if bounded != now:
+        return bounded
+    lately = unchanged(demands, now)
+    if scaling.signal is Signal.TTFT_ATTAINMENT:
+        return by_attainment.replicas(scaling, now, lately, demands, at)
+    return by_load.replicas(scaling, now, lately, at)

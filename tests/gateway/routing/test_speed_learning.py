@@ -1,0 +1,55 @@
+"""How fast endpoints are, as their requests tell."""
+
+import pytest
+
+from perilune_gateway.routing.prefill_forecast import PrefillForecast
+from perilune_gateway.routing.running import Running
+from perilune_gateway.routing.speed_learning import SpeedLearning
+from perilune_gateway.state.calibration import Calibration, Measure, Measured
+
+PREFILL = PrefillForecast(uncached_tokens=1_000, calibrated_s=1.0, prefill_s=1.0, overhead_s=0.5, ttft_s=4.0)
+PULL = PrefillForecast(prefill_s=1.0, fetch_s=2.0, peer="b", overhead_s=0.5, ttft_s=4.0)
+LOAD = PrefillForecast(prefill_s=1.0, fetch_s=2.0, overhead_s=0.5, ttft_s=4.0)
+
+
+def sent(at: float, forecast: PrefillForecast = PREFILL, *, learns: bool = True) -> Running:
+    return Running("a", at, at, forecast=forecast, learns=learns)
+
+
+def learnt(*prefills: tuple[Running, float]) -> list[Measured]:
+    """What is measured when these prefills end at these times."""
+    measured: list[Measured] = []
+    learning = SpeedLearning(Calibration(on_measured=measured.append))
+    for running, ended_at in prefills:
+        learning.prefilled(running, ended_at)
+    return measured
+
+
+def test_a_prefill_on_an_idle_endpoint_took_its_overhead_too() -> None:
+    prefill, ttft = learnt((sent(10.0), 13.0))
+    assert prefill == Measured(Measure.PREFILL, "a", 3.0, 1.5)
+    assert (ttft.of, ttft.observed_s, ttft.predicted_s) == (Measure.TTFT, 3.0, pytest.approx(4.5))
+
+
+def test_a_prefill_that_waited_ran_since_the_one_before() -> None:
+    *_, prefill, ttft = learnt((sent(10.0), 13.0), (sent(11.0), 15.0))
+    assert prefill == Measured(Measure.PREFILL, "a", 2.0, 1.0)
+    assert ttft.observed_s == 4.0
+
+
+@pytest.mark.parametrize(
+    ("forecast", "measure", "source"), [(PULL, Measure.TRANSFER, "b"), (LOAD, Measure.STORE, "")]
+)
+def test_fetching_took_what_prefill_and_overhead_do_not_explain(
+    forecast: PrefillForecast, measure: Measure, source: str
+) -> None:
+    assert learnt((sent(10.0, forecast), 15.0)) == [Measured(measure, "a", 3.5, 2.0, source)]
+
+
+def test_fetching_behind_another_prefill_tells_nothing() -> None:
+    assert len(learnt((sent(10.0), 13.0), (sent(11.0, PULL), 15.0))) == len(learnt((sent(10.0), 13.0)))
+
+
+def test_a_prefill_of_which_nothing_is_to_be_learnt_still_ends_before_the_next_one() -> None:
+    prefill, _ = learnt((sent(10.0, learns=False), 13.0), (sent(11.0), 15.0))
+    assert prefill.observed_s == 2.0

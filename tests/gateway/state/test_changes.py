@@ -1,0 +1,56 @@
+"""What waits to be told to the other replicas."""
+
+from perilune_gateway.model.shared import Claimed, Ejected, Measure, Measured, Stamp, packed
+from perilune_gateway.state.changes import MAX_CLAIMED_BLOCKS, PendingChanges, Stamps
+
+NOW_US = 1_700_000_000_000_000
+
+
+def pending() -> tuple[PendingChanges, list[str]]:
+    """Also a list that gets longer with each wake."""
+    woken: list[str] = []
+    return PendingChanges(Stamps("b", lambda: NOW_US / 1e6), lambda: woken.append("up")), woken
+
+
+def test_a_stamp_is_later_than_all_that_was_seen() -> None:
+    stamps = Stamps("b", lambda: NOW_US / 1e6)
+    assert stamps.next() == Stamp(NOW_US, "b")
+    assert stamps.next() == Stamp(NOW_US + 1, "b")
+    stamps.saw(NOW_US + 500)
+    assert stamps.next() == Stamp(NOW_US + 501, "b")
+
+
+def test_each_change_is_taken_once() -> None:
+    changes, woken = pending()
+    changes.claimed("a", range(MAX_CLAIMED_BLOCKS + 1), 5.0)
+    changes.measured(Measured(Measure.PREFILL, "a", 2.0, 1.0))
+    changes.loaded("a")
+    changes.loaded("a")
+    changes.offers_changed()
+    assert len(woken) == 5
+    assert changes.take_events() == [
+        Claimed("a", packed(range(MAX_CLAIMED_BLOCKS)), 5.0),
+        Measured(Measure.PREFILL, "a", 2.0, 1.0, at_us=NOW_US),
+    ]
+    assert changes.take_loaded() == {"a"}
+    assert changes.take_offers_changed()
+    assert (changes.take_events(), changes.take_loaded(), changes.take_offers_changed()) == ([], set(), False)
+
+
+def test_own_ejections_that_stand_are_told_again_with_a_sign_of_life() -> None:
+    changes, _ = pending()
+    changes.judged("a", "failures")
+    changes.judged("b", "late")
+    changes.judged("b", "")
+    ejected = {Ejected(NOW_US, "a", "failures"), Ejected(NOW_US + 2, "b", "")}
+    assert set(changes.take_judged(repeat=False)) == ejected
+    assert changes.take_judged(repeat=False) == []
+    assert changes.take_judged(repeat=True) == [Ejected(NOW_US, "a", "failures")]
+
+
+def test_of_two_judgements_the_later_one_wins() -> None:
+    changes, _ = pending()
+    changes.judged("a", "failures")
+    assert not changes.judged_elsewhere("a", "", Stamp(NOW_US - 1, "c"))
+    assert changes.judged_elsewhere("a", "", Stamp(NOW_US + 1, "c"))
+    assert changes.take_judged(repeat=True) == [], "it is not true any more"

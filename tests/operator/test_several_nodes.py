@@ -1,0 +1,184 @@
+"""Endpoints that span nodes: the real LeaderWorkerSet controller, with its webhooks, makes pods of what the
+operator writes, and the pool's status follows. Real API server, controllers and scheduler; kwok plays nodes
+and kubelets, so no engine runs.
+"""
+
+import base64
+import json
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import yaml
+from api_server import ApiServer, free_port, new_namespace, program, started, until
+from operator_process import Operator
+from pool_objects import becomes, condition, merge, pool, pools
+
+from perilune_api.kube import APPLY, MERGE, Client
+from testbed import programs
+
+pytestmark = [pytest.mark.api_server, pytest.mark.xdist_group("groups"), pytest.mark.timeout(180)]
+Object = dict[str, Any]
+ENGINES, NODES = 2, 8
+ROOM = {"cpu": "64", "memory": "512Gi", "ephemeral-storage": "2Ti", "pods": "110", "nvidia.com/gpu": "8"}
+PROBE: Object = {
+    "apiVersion": "leaderworkerset.x-k8s.io/v1",
+    "kind": "LeaderWorkerSet",
+    "spec": {
+        "leaderWorkerTemplate": {
+            "size": 1,
+            "workerTemplate": {"spec": {"containers": [{"name": "c", "image": "c"}]}},
+        }
+    },
+}
+INDEX = "leaderworkerset.sigs.k8s.io/group-index"
+
+
+@contextmanager
+def controller(server: ApiServer, port: int) -> Iterator[str]:
+    """Yields the certificate of its webhooks, in base64; they listen on loopback."""
+    folder = server.folder / "lws"
+    folder.mkdir()
+    certificate, key = folder / "tls.crt", folder / "tls.key"
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=lws", "-days", "1"]
+    made += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(made, check=True, capture_output=True)
+    config: Object = {
+        "apiVersion": "config.lws.x-k8s.io/v1alpha1",
+        "kind": "Configuration",
+        "leaderElection": {"leaderElect": False},
+        "internalCertManagement": {"enable": False},
+        "webhook": {"host": "127.0.0.1", "port": port, "certDir": str(folder)},
+        "metrics": {"bindAddress": "0"},
+        "health": {"healthProbeBindAddress": "0"},
+    }
+    file = folder / "config.json"
+    file.write_text(json.dumps(config))
+    command = [str(program("lws")), f"--kubeconfig={server.kubeconfig()}", f"--config={file}"]
+    with (server.folder / "lws.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        yield base64.b64encode(certificate.read_bytes()).decode()
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def install(client: Client, port: int, certificate: str) -> None:
+    """Its CRD, and its webhooks as the chart has them, at an address instead of a Service."""
+    (crd,) = (programs.LWS_FOLDER / "charts/lws/crds").iterdir()
+    crds = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    await client.request("POST", crds, yaml.safe_load(crd.read_text()))
+    manifests = programs.LWS_FOLDER / "config/webhook"
+    for made in yaml.safe_load_all((manifests / "manifests.yaml").read_text()):
+        for hook in made["webhooks"]:
+            path = hook["clientConfig"]["service"]["path"]
+            hook["clientConfig"] = {"url": f"https://127.0.0.1:{port}{path}", "caBundle": certificate}
+            if "v1-pod" in path:
+                labelled = {"key": "leaderworkerset.sigs.k8s.io/name", "operator": "Exists"}
+                hook["objectSelector"] = {"matchExpressions": [labelled]}
+        api = "/apis/admissionregistration.k8s.io/v1"
+        await client.request("POST", f"{api}/{made['kind'].lower()}s", made)
+
+
+async def add_nodes(client: Client) -> None:
+    for number in range(NODES):
+        name = f"n{number}"
+        labels = {"topology.kubernetes.io/rack": f"r{number // 4}"}
+        await client.request("POST", "/api/v1/nodes", {"metadata": {"name": name, "labels": labels}})
+        status = {"status": {"capacity": ROOM, "allocatable": ROOM}}
+        await client.request("PATCH", f"/api/v1/nodes/{name}/status", status, content_type=MERGE)
+        await merge(client, f"/api/v1/nodes/{name}", {"spec": {"taints": None}})
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[ApiServer, int, str]]:
+    """With the controller, the port of its webhooks and their certificate."""
+    program("lws")
+    port = free_port()
+    with started(scheduler=True, kwok=True) as made, controller(made, port) as certificate:
+        yield made, port, certificate
+
+
+@pytest.fixture
+async def groups_api(server: tuple[ApiServer, int, str]) -> AsyncIterator[tuple[Client, str]]:
+    """A client, and a namespace with an operator."""
+    api_server, port, certificate = server
+    client = Client(api_server.access)
+    await add_nodes(client)
+    await install(client, port, certificate)
+    namespace = await new_namespace(client)
+    probe = PROBE | {"metadata": {"name": "probe", "namespace": namespace}}
+    asked = {"dryRun": "All", "fieldManager": "test", "force": "true"}
+
+    async def passes() -> Object:
+        where = f"{sets(namespace)}/probe"
+        return await client.request("PATCH", where, probe, params=asked, content_type=APPLY)
+
+    await until(passes, bool)
+    operator = Operator(api_server, namespace)
+    yield client, namespace
+    operator.stop()
+    await client.close()
+
+
+def sets(namespace: str) -> str:
+    return f"/apis/leaderworkerset.x-k8s.io/v1/namespaces/{namespace}/leaderworkersets"
+
+
+async def groups(client: Client, namespace: str) -> dict[int, dict[str, Object]]:
+    """Index of each group → its pods by component."""
+    found: dict[int, dict[str, Object]] = {}
+    for pod in (await client.request("GET", f"/api/v1/namespaces/{namespace}/pods"))["items"]:
+        labels = pod["metadata"]["labels"]
+        if INDEX in labels and "deletionTimestamp" not in pod["metadata"]:
+            found.setdefault(int(labels[INDEX]), {})[labels["perilune.dev/component"]] = pod
+    return found
+
+
+def settled(body: Object, ready: str) -> bool:
+    """Its status is of its spec, and nothing is on its way."""
+    told = condition(body, "Reconciling")
+    current = body["status"].get("observedGeneration") == body["metadata"]["generation"]
+    return bool(current and body["status"].get("ready") == ready and told.get("status") == "False")
+
+
+async def test_endpoints_become_groups_of_pods_that_shrink_and_roll(
+    groups_api: tuple[Client, str],
+) -> None:
+    client, namespace = groups_api
+    here = pools(namespace, "/p")
+    engine: Object = {"tensorParallel": 8, "pipelineParallel": 2}
+    spec: Object = {"engine": engine, "replicas": ENGINES, "rollout": {"sessionSeconds": 0}}
+    await client.request("POST", pools(namespace), pool(**spec))
+
+    await becomes(client, here, lambda p: settled(p, "2/2"))
+    made = await groups(client, namespace)
+    parts = ["engine", "engine-worker"]
+    assert {index: sorted(group) for index, group in made.items()} == {0: parts, 1: parts}
+    nodes = [pod["spec"]["nodeName"] for group in made.values() for pod in group.values()]
+    assert len(set(nodes)) == 4
+    for group in made.values():
+        for pod in group.values():
+            names = [variable["name"] for variable in pod["spec"]["containers"][0]["env"]]
+            assert names.count("LWS_LEADER_ADDRESS") == names.count("LWS_WORKER_INDEX") == 1
+
+    await merge(client, f"{here}/scale", {"spec": {"replicas": 1}})
+    await becomes(client, here, lambda p: settled(p, "1/1"))
+    left = await groups(client, namespace)
+    assert {index: uids(group) for index, group in left.items()} == {0: uids(made[0])}
+
+    another = [{"name": "ANOTHER", "value": "1"}]
+    await merge(client, here, {"spec": {"engine": {"env": another}}})
+    body = await becomes(client, here, lambda p: condition(p, "Reconciling").get("status") == "True")
+    assert condition(body, "Reconciling")["reason"] == "RollingOut"
+    await becomes(client, here, lambda p: settled(p, "1/1"))
+    rolled = await groups(client, namespace)
+    assert set(rolled) == {0}
+    assert not uids(rolled[0]) & uids(left[0])
+
+
+def uids(group: dict[str, Object]) -> set[str]:
+    return {pod["metadata"]["uid"] for pod in group.values()}

@@ -1,0 +1,48 @@
+"""A user whose prompts share long beginnings, in front of a whole stack."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from perilune_lab.stack import Stack
+from perilune_lab.vocabulary import Vocabulary
+
+BLOCK, LONG = 16, 6_400
+"""Tokens of a KV block, and of a prompt's beginning."""
+WORDS = Vocabulary()
+
+
+@dataclass
+class User:
+    stack: Stack
+    http: aiohttp.ClientSession
+    url: str
+    failed: list[str] = field(default_factory=list)
+
+    async def ask(self, prompt: int, end: int = 0, **more: object) -> tuple[str, int]:
+        """A request whose prompt has a long beginning, and another end for each `end`. Returns the endpoint
+        that served it, and the tokens that it did not have to compute."""
+        ids = WORDS.ids_for(prompt, LONG) + (WORDS.ids_for(100_000 + end, 100) if end else [])
+        body = {"model": self.stack.options.model, "prompt": ids, "max_tokens": 4, **more}
+        async with self.http.post(self.url + "/v1/completions", json=body) as answer:
+            if answer.status != 200:
+                self.failed.append(f"{prompt}: {answer.status} {await answer.text()}")
+                return "", 0
+            usage = (await answer.json())["usage"]
+            return answer.headers["x-perilune-endpoint"], usage["prompt_tokens_details"]["cached_tokens"]
+
+    async def page(self, path: str = "/api/moves") -> Any:
+        async with self.http.get(self.stack.admin_url + path) as answer:
+            return await answer.json()
+
+    async def metric(self, name: str) -> float:
+        async with self.http.get(self.stack.admin_url + "/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        return sum(float(one.rpartition(" ")[2]) for one in lines if one.startswith(name))
+
+    async def outcomes(self) -> list[tuple[str, str | None]]:
+        return [(one["outcome"], one["cause"]) for one in (await self.page())["pulls"]["ended"]]
+
+    def child(self, address: str) -> Any:
+        return self.stack.children[f"engine-{self.stack.endpoints.index(address)}"]
