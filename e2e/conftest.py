@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from perilune_api.pool import EndpointSpec, Metadata, Model, NodePlace, Pool, Routing, Spec, Topology, dump
-from testbed import cgroups, envoy_gateway, perilune, perilune_image, programs
+from testbed import ai_gateway, cgroups, conformance, envoy_gateway, perilune, perilune_image, programs
 from testbed.cluster import NODES, Cluster, build
 from testbed.http import Client, eventually
 from testbed.kind import Kind
@@ -120,6 +120,7 @@ def _build() -> list[Path] | ClusterError:
             perilune_image.engine_archive,
             perilune_image.store_archive,
             perilune_image.state_archive,
+            *((ai_gateway.archive, conformance.archive) if "CONFORMANCE" in os.environ else ()),
         )
     except ClusterError as error:
         return error
@@ -202,6 +203,14 @@ def other_image(cluster: Cluster) -> str:
     for node in cluster.nodes:
         node.machine.run(["ctr", "-n", "k8s.io", "images", "tag", "--force", ours, other])
     return other
+
+
+@pytest.fixture(scope="session")
+def state_image(cluster: Cluster) -> None:
+    """The image of the server of shared state is on every node."""
+    names = (node.machine.run(["ctr", "-n", "k8s.io", "images", "list", "-q"]) for node in cluster.nodes)
+    if any(perilune_image.STATE_NAME not in found.split() for found in names):
+        cluster.load(perilune_image.state_archive())
 
 
 @pytest.fixture(scope="session")

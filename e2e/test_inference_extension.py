@@ -1,7 +1,7 @@
 """The Gateway API inference extension: our pool as its InferencePool v1, checked by its own CRDs.
 
-Envoy Gateway takes no InferencePool as a backend, so no request goes this way here; the extension's CRDs say
-whether the object is what its controllers expect.
+Envoy Gateway alone takes no InferencePool as a backend, so no request goes this way here (but in
+`test_conformance.py`); the extension's CRDs say whether the object is what its controllers expect.
 """
 
 import pytest

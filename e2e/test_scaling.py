@@ -1,15 +1,13 @@
 """A pool that scales itself: the operator follows the gateway's page, without an adapter or a person."""
 
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.client import HTTPException
 
 import pytest
 
-from testbed.http import eventually
+from testbed.http import NewPrompts, eventually
 from testbed.perilune_image import ENGINE_NAME
 from testbed.pool import LivePool
 
@@ -51,39 +49,6 @@ def elastic(kube, edge, operator):
     pool.delete()
 
 
-class Clients:
-    """Send one long new prompt after the other, so that engines have work that no cache saves."""
-
-    def __init__(self, pool: LivePool) -> None:
-        self._pool = pool
-        self.answered = 0
-        self.failures: list[str] = []
-
-    @contextmanager
-    def at_once(self, count: int) -> Iterator[None]:
-        """While inside, so many."""
-        stop = threading.Event()
-        with ThreadPoolExecutor(count) as threads:
-            for number in range(count):
-                threads.submit(self._ask, number, stop)
-            try:
-                yield
-            finally:
-                stop.set()
-
-    def _ask(self, number: int, stop: threading.Event) -> None:
-        while not stop.is_set():
-            prompt = f"{number} {time.monotonic_ns()} " + "a long new prompt " * 1_000
-            try:
-                answer = self._pool.client.complete(prompt, timeout_s=120)
-            except (OSError, HTTPException) as error:
-                self.failures.append(repr(error))
-                continue
-            self.answered += 1
-            if answer.status != 200:
-                self.failures.append(f"{answer.status} {answer.body[:200]!r}")
-
-
 @contextmanager
 def watched(pool: LivePool) -> Iterator[list[int]]:
     """The numbers of replicas that its spec has had, in order."""
@@ -104,13 +69,13 @@ def watched(pool: LivePool) -> Iterator[list[int]]:
 
 
 def test_a_load_that_rises_and_falls_takes_the_pool_up_and_down_without_flapping(elastic):
-    clients = Clients(elastic)
+    clients = NewPrompts(elastic.client, words=4_000)
     with watched(elastic) as seen:
         with clients.at_once(24):
             elastic.becomes(MOST, timeout_s=240)
         with clients.at_once(1):
             elastic.becomes(LEAST, timeout_s=360)
-    print(f"replicas {seen}, {clients.answered} requests")
+    print(f"replicas {seen}, {len(clients.ended)} requests")
     assert clients.failures == []
     up = seen.index(MOST)
     assert seen[: up + 1] == sorted(seen[: up + 1])

@@ -1,29 +1,21 @@
 """Decisions asked for over TLS: a Secret, and the one field that names it."""
 
-import base64
-
 import pytest
 
 from testbed.http import eventually
-from testbed.pki import Pki
+from testbed.pki import server_secret
 from testbed.pool import LivePool
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 NAME = "guarded"
 SERVICE = f"{NAME}-gateway"
-FILES = ("tls.crt", "tls.key", "ca.crt")
 
 
 @pytest.fixture
 def guarded(kube, edge, operator, tmp_path):
     """Its gateway does TLS, and its failOpen is off: an answer is a decision."""
-    pki = Pki(tmp_path / "pki")
-    pki.make_ca()
-    pki.certificate("tls", SERVICE, names=[f"DNS:{SERVICE}.default.svc"], server=True)
-    data = {file: base64.b64encode((pki.folder / file).read_bytes()).decode() for file in FILES}
-    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": SERVICE}, "data": data}
-    kube.apply(secret)
+    kube.apply(server_secret(tmp_path / "pki", SERVICE, "default", f"{SERVICE}.default.svc"))
     pool = LivePool(kube, edge, NAME)
     pool.apply(
         gateway={

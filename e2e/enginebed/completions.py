@@ -1,9 +1,12 @@
 """Completions whose answers tell what an engine had of the prompt, and the two legs of a hand-off."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 from uuid import uuid4
+
+from aiohttp import ClientResponse
 
 from enginebed.rig import Engine, Rig
 from perilune_api import names
@@ -13,8 +16,11 @@ SAME = 1e-4
 """Log probabilities of one prompt on two engines differ by less."""
 
 
-async def ask(rig: Rig, url: str, ids: Sequence[int], session: str = "", **fields: Any) -> tuple[str, Answer]:
-    """Returns the address that the gateway chose, if a session is named, and the answer."""
+async def ask(
+    rig: Rig, url: str, ids: Sequence[int], session: str = "", policy: str = "", **fields: Any
+) -> tuple[str, Answer]:
+    """Returns the address that the gateway chose, if a session is named, and the answer. `policy`: another
+    one than the pool's."""
     body = {
         "model": "tiny",
         "prompt": ids,
@@ -23,12 +29,33 @@ async def ask(rig: Rig, url: str, ids: Sequence[int], session: str = "", **field
         "logprobs": 1,
         **fields,
     }
-    headers = {"x-session-id": session, "x-perilune-decision": "1"} if session else {}
+    headers = _named(session)
+    if policy:
+        headers[names.POLICY_HEADER] = policy
     if "kv_transfer_params" in fields:
         headers[names.ENGINE_SECRET_HEADER] = rig.secret
     async with rig.http.post(f"{url}/v1/completions", json=body, headers=headers) as answer:
         assert answer.status == 200, await answer.text()
-        return answer.headers.get("x-perilune-decision", "").partition(";")[0], await answer.json()
+        return _address(answer), await answer.json()
+
+
+@asynccontextmanager
+async def answering(rig: Rig, ids: Sequence[int], session: str) -> AsyncIterator[str]:
+    """While an engine gives a long answer to the prompt, whose first tokens have come. Yields its address."""
+    body = {"model": "tiny", "prompt": ids, "max_tokens": 4_000, "ignore_eos": True, "stream": True}
+    async with rig.http.post(f"{rig.url}/v1/completions", json=body, headers=_named(session)) as answer:
+        assert answer.status == 200, await answer.text()
+        for _ in range(8):
+            await answer.content.readline()
+        yield _address(answer)
+
+
+def _named(session: str) -> dict[str, str]:
+    return {"x-session-id": session, names.DECISION_HEADER: "1"} if session else {}
+
+
+def _address(answer: ClientResponse) -> str:
+    return answer.headers.get(names.DECISION_HEADER, "").partition(";")[0]
 
 
 def cached(answer: Answer) -> int:

@@ -118,7 +118,7 @@ TINY = {tiny.name: tiny for tiny in (QWEN, LLAMA)}
 
 
 def write(tiny: Tiny, folder: Path, window: int = 0) -> Path:
-    """Writes the model into `folder`. `window`: tokens that every second layer sees (Qwen only); 0: all
+    """Writes the model into `folder`. `window`: tokens that every second layer sees (Llama only); 0: all
     layers see everything."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(tiny)
@@ -149,12 +149,7 @@ def _config(tiny: Tiny, eos: int, bos: int | None, window: int) -> Object:
     sliding: Object = {}
     if window:
         kinds = ["sliding_attention" if i % 2 else "full_attention" for i in range(LAYERS)]
-        sliding = {
-            "use_sliding_window": True,
-            "sliding_window": window,
-            "layer_types": kinds,
-            "max_window_layers": 0,
-        }
+        sliding = {"sliding_window": window, "layer_types": kinds}
     return {
         "architectures": [tiny.architecture],
         "model_type": tiny.model_type,

@@ -29,6 +29,8 @@ from perilune_operator.render.objects import Defaults
 Object = dict[str, Any]
 POOL, NAMESPACE = "real", "default"
 MASTER = f"{POOL}-master.{NAMESPACE}.svc"
+NICE = 10
+"""What engines and master add to their niceness."""
 
 
 class Where(StrEnum):
@@ -73,6 +75,7 @@ DIFFERENCES = (
     Difference(Where.VARIABLE, "DO_NOT_TRACK", "1", "nothing outside can be reached"),
     Difference(Where.PATH, "HOME", "{folder}", "no container"),
     Difference(Where.PATH, "MOONCAKE_CONFIG_PATH", "{folder}/mooncake.json", "no container"),
+    Difference(Where.ADDED, "TMPDIR", "{scratch}", "no container: engines would share sockets in /tmp"),
     Difference(
         Where.ADDED,
         "PYTHONPATH",
@@ -83,6 +86,7 @@ DIFFERENCES = (
     Difference(
         Where.CLUSTER, "resources, probes, preStop", "none", "no kubelet: the test starts, asks and kills"
     ),
+    Difference(Where.CLUSTER, "nice", NICE, "the gateway and Envoy have no cores of their own here"),
 )
 
 
@@ -171,12 +175,14 @@ class Rendered:
         Each engine is on a node of its own; racks have two nodes."""
         env = {variable["name"]: variable.get("value", "") for variable in self.engine.env}
         bootstrap = env.get("VLLM_MOONCAKE_BOOTSTRAP_PORT", "")
+        flag = "--data-parallel-size="
+        ranks = next((int(w.removeprefix(flag)) for w in self.engine.command if w.startswith(flag)), 1)
         endpoints = tuple(
             EndpointSpec(
                 f"{address}:8000",
                 node=f"node-{i}",
-                events=(f"tcp://{address}:5557",),
-                replay=(f"tcp://{address}:5558",),
+                events=tuple(f"tcp://{address}:{5557 + rank}" for rank in range(ranks)),
+                replay=tuple(f"tcp://{address}:{5557 + ranks + rank}" for rank in range(ranks)),
                 bootstrap=f"{address}:{bootstrap}" if bootstrap else "",
             )
             for i, address in enumerate(addresses)

@@ -1,8 +1,9 @@
 """Genuine vLLM engines for the scenarios of this folder; `enginebed` has the parts.
 
 VLLM=0.23 takes the older engine, DEVICE=cuda GPUs. REQUESTS says how many requests the longest phases have,
-RESULTS in which page to write the table. What one machine may lack (root, namespaces) skips all,
-with the reason; what is not installed yet is installed first.
+RESULTS in which page to write the table; with another engine or device than usual, in a page beside it. What
+one machine may lack (root, namespaces) skips all, with the reason; what is not installed yet is installed
+first.
 """
 
 import os
@@ -38,9 +39,13 @@ def report(pytestconfig: pytest.Config) -> Report:
 
 
 def write_results(page: Path, table: str) -> None:
-    """Puts the table between the page's two marks."""
+    """Puts the table between the page's two marks. The page of an unusual engine or device has a name of its
+    own, and is begun if there is none."""
     environment = install.chosen(os.environ.get("VLLM", ""), os.environ.get("DEVICE", ""))
-    text, begin, end = page.read_text(), "<!-- results -->\n", "<!-- end of results -->"
+    begin, end = "<!-- results -->\n", "<!-- end of results -->"
+    if environment != install.chosen("", ""):
+        page = page.with_stem(f"{page.stem}-vllm-{environment.version}-{environment.device}")
+    text = page.read_text() if page.exists() else f"# Real engines: another run\n\n{begin}{end}\n"
     before, after = text.partition(begin)[0], text.partition(end)[2]
     made = f"vLLM {environment.version} on {environment.device}:\n\n```text\n{table}\n```\n"
     page.write_text(f"{before}{begin}{made}{end}{after}")

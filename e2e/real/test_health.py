@@ -9,6 +9,7 @@ import pytest_asyncio
 from msgspec import structs
 
 from enginebed import conversations, judged
+from enginebed.completions import until
 from perilune_api.pool import HashAlgorithm
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800), pytest.mark.asyncio(loop_scope="session")]
@@ -64,11 +65,6 @@ def hashing(document, **changes):
     return {"engine": {"hashing": structs.replace(document.spec.engine.hashing, **changes)}}
 
 
-sometimes = pytest.mark.xfail(
-    strict=False, reason="the cause is not named in every run: see docs/real-engines.md"
-)
-
-
 def parity(problems):
     """The cause of the one problem of hashes; a gateway that has just started may still be learning, too."""
     (problem,) = [one for one in problems if one["kind"] == "parity"]
@@ -103,36 +99,42 @@ async def test_another_seed(rig, engines):
     assert "PYTHONHASHSEED 'unset'" in cause
 
 
-@sometimes
 async def test_another_chat_template(rig, engines, tiny, tmp_path):
+    """It is named once no blocks of unknown parents wait any more, which more traffic brings about."""
     folder = shutil.copytree(tiny["qwen"], tmp_path / "model")
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["chat_template"] = config["chat_template"].replace("<|im_start|>", "<|im_start|>the ")
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    cause = parity(await after_traffic(rig, engines, 0, 5, model={"tokenizer": str(folder)}))
-    assert "tokenized differently" in cause
+    problems = await after_traffic(rig, engines, 0, 5, model={"tokenizer": str(folder)})
+    for seed in (51, 52, 53, 54):
+        if "parity" in {problem["kind"] for problem in problems}:
+            break
+        problems = await after_more(rig, seed)
+    assert "tokenized differently" in parity(problems)
 
 
 async def test_a_random_root(rig, engines):
     assert "random" in parity(await after_traffic(rig, engines, 1, 6))
 
 
-@sometimes
 async def test_a_replay_buffer_that_has_rolled_over(rig, engines):
-    """The gateway starts after the buffer has lost the conversations' first blocks: it learns them anew, and
-    says so for as long as it does not know them."""
+    """The gateway starts after the buffer has lost the conversations' first blocks. It says so for as long as
+    it does not know them, and learns them anew from later requests."""
     talks = [one for one in conversations.mixed(24, 7, "tiny") if one.api is conversations.Api.CHAT]
     await judged.play(rig, talks, judged.Phase("before"), 24)
     rig.kill_gateway()
     await asyncio.shield(rig.gateway.ended)
     one_endpoint = structs.replace(engines.spec, endpoints=engines.spec.endpoints[:1])
     await rig.start_gateway(structs.replace(engines, spec=one_endpoint))
-    seen = set()
+
+    async def says_what_it_lacks():
+        return any(
+            problem["kind"] == "learning" and "unknown parents" in f"{problem['message']} {problem['cause']}"
+            for problem in (await rig.page("/api/health"))["problems"]
+        )
+
+    await until(says_what_it_lacks, 30)
     for n in range(12):
         await judged.play(rig, talks, judged.Phase(f"late {n}"), 2)
-        seen |= {
-            f"{problem['kind']}: {problem['message']} {problem['cause']}"
-            for problem in (await rig.page("/api/health"))["problems"]
-        }
-    assert not any("tokenized differently" in said for said in seen), seen
-    assert any("learning" in said and "unknown parents" in said for said in seen), seen
+        problems = (await rig.page("/api/health"))["problems"]
+        assert not any("tokenized differently" in problem["cause"] for problem in problems), problems

@@ -14,9 +14,9 @@ import pytest_asyncio
 from msgspec import structs
 
 from enginebed import conversations, judged, models
+from enginebed.marks import REQUESTS
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(3600), pytest.mark.asyncio(loop_scope="session")]
-REQUESTS = int(os.environ.get("REQUESTS", "100"))
 EXACT = 0.985
 BLOCK = 32
 BLOCKS = 160
@@ -32,10 +32,16 @@ class Running:
         self.conversations = conversations.mixed(24, 1, "tiny", [f"tiny-{name}" for name in models.ADAPTERS])
 
     async def phase(self, name, requests, at_once=1):
-        """Traffic while nothing happens; every request is answered."""
-        phase = self.report.phase(name)
-        await judged.play(self.rig, self.conversations, phase, requests, at_once=at_once)
-        assert not phase.failed, judged.misses(phase)
+        """Traffic while nothing happens; every request is answered. If the store's master took a living
+        engine for dead meanwhile, which a busy machine causes, its blocks are lost under requests that are
+        on their way: then the phase is played again, at most three times."""
+        for _ in range(3):
+            lost, phase = self.rig.taken_for_dead(), self.report.phase(name)
+            await judged.play(self.rig, self.conversations, phase, requests, at_once=at_once)
+            assert not phase.failed, judged.misses(phase)
+            if self.rig.taken_for_dead() == lost:
+                break
+            phase.name = f"{name}, segment lost"
         return phase
 
     async def while_(self, name, kill, restore):
@@ -107,11 +113,6 @@ async def running(rig, tiny, report):
     return Running(rig, rendered, engines, document, report)
 
 
-inexact = pytest.mark.xfail(
-    strict=False, reason="what the store has is not always known: see docs/real-engines.md"
-)
-
-
 async def test_predictions_are_exact_over_all_apis(running):
     """Chat, completions, Responses and Anthropic's messages, with tools, Unicode, adapters, salts, and
     evictions; every prompt that the gateway tokenized has as many tokens as the engine says."""
@@ -127,7 +128,6 @@ async def test_a_burst_is_served(running):
     await running.phase("burst", REQUESTS // 2, at_once=8)
 
 
-@inexact
 async def test_a_gateway_that_starts_late_knows_as_much(running):
     """The gateway is killed. One engine's replay buffer has long rolled over when the next one starts, and
     the other engine tokenizes for it."""
@@ -150,8 +150,8 @@ async def test_a_gateway_that_starts_late_knows_as_much(running):
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        pytest.param("engine killed", 0, id="engine", marks=inexact),
-        pytest.param("core killed", 1, id="core", marks=inexact),
+        pytest.param("engine killed", 0, id="engine"),
+        pytest.param("core killed", 1, id="core"),
     ],
 )
 async def test_an_engine_that_came_back_is_known_to_be_empty(running, name, number):
@@ -171,7 +171,6 @@ async def test_an_engine_that_came_back_is_known_to_be_empty(running, name, numb
     held_what_it_said(await running.phase(f"after {name}", REQUESTS // 2))
 
 
-@inexact
 async def test_an_empty_store_is_known_to_be_empty(running):
     """The store's master is killed; its successor knows nothing of what was stored."""
     rig = running.rig

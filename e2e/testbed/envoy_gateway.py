@@ -17,16 +17,23 @@ REGISTRY = "oci://docker.io/envoyproxy/gateway-helm"
 _IMAGE, _PULL_POLICY = "${GatewayImage}", "${GatewayImagePullPolicy}"
 
 
-def install(kube: Kube, folder: Path | None) -> None:
+def install(kube: Kube, folder: Path | None, *values: Path) -> None:
     """Returns when the Gateway `edge/edge` is Programmed, its Envoy running. `folder`: where a copy of the
-    chart may be written, None: it comes from its registry."""
-    envoy = ("--set", f"global.images.envoyProxy.image={images.ENVOY}")
+    chart may be written, None: it comes from its registry. `values`: further files of the chart's values."""
+    given = (f"--set=global.images.envoyProxy.image={images.ENVOY}", *(f"--values={file}" for file in values))
     if folder is not None:
-        kube.install("eg", _filled_chart(folder), NAMESPACE, *envoy)
+        kube.install("eg", _filled_chart(folder), NAMESPACE, *given)
     else:
-        kube.install("eg", REGISTRY, NAMESPACE, "--version", programs.ENVOY_GATEWAY, *envoy)
+        kube.install("eg", REGISTRY, NAMESPACE, "--version", programs.ENVOY_GATEWAY, *given)
     kube.ctl("apply", "-f", str(GATEWAY_CLASS))
     kube.wait("condition=Programmed", "gateway/edge", "-n", "edge", timeout_s=120)
+
+
+def restart(kube: Kube) -> None:
+    """It then reads all its configuration, and annotations, whose changes it does not watch."""
+    where = ("deployment/envoy-gateway", "-n", NAMESPACE)
+    kube.ctl("rollout", "restart", *where)
+    kube.ctl("rollout", "status", *where, "--timeout=90s", timeout_s=100)
 
 
 def address(kube: Kube) -> str:

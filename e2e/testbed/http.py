@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -160,6 +161,56 @@ def under_load(client: Client, sessions: int = 8, **fields: Any) -> Iterator[Loa
         stop.set()
         for thread in threads:
             thread.join()
+
+
+class NewPrompts:
+    """Clients that send one new prompt after the other, so that engines have work that no cache saves."""
+
+    def __init__(self, client: Client, words: int, tokens: int = 4) -> None:
+        """`words`: of each prompt. `tokens`: of each answer."""
+        self._client, self._words, self._tokens = client, words, tokens
+        self.ended: list[float] = []
+        """When each answer came, by time.monotonic()."""
+        self.failures: list[str] = []
+
+    @contextmanager
+    def at_once(self, count: int) -> Iterator[None]:
+        """While inside, so many clients."""
+        stop = threading.Event()
+        with ThreadPoolExecutor(count) as threads:
+            for number in range(count):
+                threads.submit(self._ask, number, stop)
+            try:
+                yield
+            finally:
+                stop.set()
+
+    def rate(self, since: float, until: float) -> float:
+        """Answers per second."""
+        return sum(since < at <= until for at in self.ended) / (until - since)
+
+    def go_on(self, requests: int) -> None:
+        """Waits for so many more."""
+        wanted = len(self.ended) + requests
+
+        def enough() -> None:
+            assert len(self.ended) >= wanted
+
+        eventually(enough, timeout_s=60)
+
+    def _ask(self, number: int, stop: threading.Event) -> None:
+        while not stop.is_set():
+            prompt = f"{number} {time.monotonic_ns()} " + "new " * self._words
+            try:
+                answer = self._client.complete(
+                    prompt, timeout_s=120, max_tokens=self._tokens, ignore_eos=True
+                )
+            except (OSError, http.client.HTTPException) as error:
+                self.failures.append(repr(error))
+                continue
+            self.ended.append(time.monotonic())
+            if answer.status != 200:
+                self.failures.append(f"{answer.status} {answer.body[:200]!r}")
 
 
 def eventually(check: Callable[[], None], timeout_s: float = 30, every_s: float = 0.2) -> None:

@@ -139,26 +139,28 @@ def _bootstrap(tar: Path) -> None:
 
 
 def archives(envoy: Path) -> Iterator[Path]:
-    """The cluster's own images: pause, Envoy, Envoy Gateway; made again when a program changed."""
-    IMAGES.mkdir(parents=True, exist_ok=True)
+    """The cluster's own images: pause, Envoy, Envoy Gateway."""
     busybox = Path(shutil.which("busybox") or "/bin/busybox")
-    for name, on_debian, program, entrypoint in (
-        (PAUSE, False, busybox, ("/usr/local/bin/busybox", "sleep", "2147483647")),
-        (ENVOY, True, envoy, ("/usr/local/bin/envoy",)),
-        (ENVOY_GATEWAY, True, programs.path("envoy-gateway"), ("/usr/local/bin/envoy-gateway",)),
-    ):
-        file = name.split("/")[-1].split(":")[0]
-        to = IMAGES / f"{file}.tar"
-        made_of = f"{program} {fingerprint(program)} {entrypoint} {SUITE}"
-        recipe = to.with_suffix(".recipe")
-        with exclusive(file):
-            if not (to.exists() and recipe.exists() and recipe.read_text() == made_of):
-                place = f"usr/local/bin/{entrypoint[0].split('/')[-1]}"
-                own = files_layer(to.with_suffix(".layer"), {place: program})
-                write_archive(name, to, [base(), own] if on_debian else [own], entrypoint)
-                own.tar.unlink()
-                recipe.write_text(made_of)
-        yield to
+    yield archive(PAUSE, busybox, "busybox", "sleep", "2147483647")
+    yield archive(ENVOY, envoy, "envoy", on_debian=True)
+    yield archive(ENVOY_GATEWAY, programs.path("envoy-gateway"), "envoy-gateway", on_debian=True)
+
+
+def archive(name: str, program: Path, command: str, *arguments: str, on_debian: bool = False) -> Path:
+    """An image that runs one program as `command`; made again when the program changed."""
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    place, file = f"usr/local/bin/{command}", name.split("/")[-1].split(":")[0]
+    entrypoint = (f"/{place}", *arguments)
+    to = IMAGES / f"{file}.tar"
+    made_of = f"{program} {fingerprint(program)} {entrypoint} {SUITE}"
+    recipe = to.with_suffix(".recipe")
+    with exclusive(file):
+        if not (to.exists() and recipe.exists() and recipe.read_text() == made_of):
+            own = files_layer(to.with_suffix(".layer"), {place: program})
+            write_archive(name, to, [base(), own] if on_debian else [own], entrypoint)
+            own.tar.unlink()
+            recipe.write_text(made_of)
+    return to
 
 
 def fingerprint(file: Path) -> str:

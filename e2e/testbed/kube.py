@@ -43,12 +43,16 @@ class Kube:
         )
 
     def admin(self, gateway: str, namespace: str, path: str) -> Any:
+        """An admin page of a gateway, read as JSON."""
+        return json.loads(self.page(gateway, namespace, path))
+
+    def page(self, gateway: str, namespace: str, path: str) -> str:
         """An admin page of a gateway (`deployment/NAME` or `pod/NAME`), which answers only clients in its own
         pod."""
         code = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1]).read().decode())"
         url = f"http://127.0.0.1:9003{path}"
         where = ("exec", gateway, "-n", namespace)
-        return json.loads(self.ctl(*where, "--", "python3", "-c", code, url))
+        return self.ctl(*where, "--", "python3", "-c", code, url)
 
     def get(self, *args: str) -> Any:
         """The object, or the list's items."""

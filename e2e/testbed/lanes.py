@@ -97,7 +97,7 @@ class _Child:
         self._config = config
         self._left = {item.nodeid: item for item in items}
         self._told: list[pytest.TestReport] = []
-        factory = config._tmp_path_factory  # type: ignore[attr-defined]
+        factory = config._tmp_path_factory  # type: ignore[attr-defined]  # noqa: SLF001  (no fixture is at hand here)
         self._log: Path = factory.mktemp("lane") / f"{lane.name}.log"
         command = [sys.executable, "-P", __file__, str(sends.fileno()), "-p", "no:cacheprovider", *self._left]
         with self._log.open("wb") as log:

@@ -17,6 +17,8 @@ GO_MODULES = CACHE / "go" / "mod"
 GO_BUILD = CACHE / "go" / "build"
 IMAGES = CACHE / "images"
 TOOLS = CHECKOUT / "e2e" / "tools"
+COLLECTOR = CHECKOUT / "e2e" / "collector"
+CONFORMANCE = CHECKOUT / "e2e" / "conformance"
 
 
 def state(cluster: str) -> Path:

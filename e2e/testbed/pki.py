@@ -4,6 +4,7 @@ import base64
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from testbed.shell import run
 
@@ -62,6 +63,16 @@ class Pki:
             "users": [{"name": certificate, "user": user}],
         }
         to.write_text(json.dumps(document, indent=1))
+
+
+def server_secret(folder: Path, name: str, namespace: str, host: str) -> dict[str, Any]:
+    """A Secret with a certificate for a host, its key and its CA, which are made in `folder`."""
+    pki = Pki(folder)
+    pki.make_ca()
+    pki.certificate("tls", name, names=[f"DNS:{host}"], server=True)
+    files = {file: (folder / file).read_text() for file in ("tls.crt", "tls.key", "ca.crt")}
+    meta = {"name": name, "namespace": namespace}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "stringData": files}
 
 
 def _serial(file: str) -> str:

@@ -143,6 +143,13 @@ class LivePool:
     def becomes(self, engines: int, timeout_s: float = 120) -> None:
         eventually(lambda: self.has_engines(engines), timeout_s)
 
+    def has_gateways(self, count: int) -> None:
+        """So many are ready, and each of them hears the others."""
+        assert len([pod for pod in self.pods("gateway") if is_ready(pod)]) == count
+        assert all(is_ready(pod) for pod in self.pods("state"))
+        for health in self.admins("/api/health").values():
+            assert "shared_state" not in {problem["kind"] for problem in health["problems"]}
+
     def settles(self, engines: int, timeout_s: float = 180) -> None:
         """So many serve, nothing is leaving or on its way."""
 

@@ -2,7 +2,8 @@
 
 `KUBEBUILDER_ASSETS` (envtest's convention), when set, is looked into first. What is missing is built from
 pinned versions with Go's own checksums into the cache: about ten minutes on two cores, once; afterwards
-nothing. `python -m testbed.programs` builds what the operator's tests need (`make api-server`).
+nothing. `python -m testbed.programs` builds what the operator's tests need (`make api-server`), or the
+programs that it is given (`make collector`).
 """
 
 import os
@@ -11,12 +12,19 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from testbed.paths import BIN, GO_BUILD, GO_MODULES, TOOLS
+from testbed.paths import BIN, COLLECTOR, CONFORMANCE, GO_BUILD, GO_MODULES, TOOLS
 from testbed.shell import ClusterError, run, step
 
 KUBERNETES = "v1.36.2"
 ENVOY_GATEWAY = "v1.9.1"
 _GATEWAY_MODULE = "github.com/envoyproxy/gateway"
+LEADER_WORKER_SET = ("sigs.k8s.io/lws", "v0.8.0")
+LWS_FOLDER = GO_MODULES / "@".join(LEADER_WORKER_SET)
+AI_GATEWAY = ("github.com/envoyproxy/ai-gateway", "v1.0.0")
+AI_GATEWAY_FOLDER = GO_MODULES / "@".join(AI_GATEWAY)
+INFERENCE_EXTENSION = ("sigs.k8s.io/gateway-api-inference-extension", "v1.6.0")
+CONFORMANCE_SUITE = (f"{INFERENCE_EXTENSION[0]}/conformance", INFERENCE_EXTENSION[1])
+_GATEWAY_API_CONFORMANCE = ("sigs.k8s.io/gateway-api/conformance", "v1.6.1")
 _STRIP = ("-s", "-w")
 _VERSION = "k8s.io/component-base/version"
 _KUBERNETES_FLAGS = (
@@ -38,24 +46,34 @@ class Program:
     package: str
     version: str
     flags: tuple[str, ...] = field(default=_STRIP)
-    in_module: bool = False
-    """Built in the tools module (its go.mod pins the whole tree), else installed at its version."""
+    module: Path | None = None
+    """The folder whose go.mod pins the whole tree, ours or its own; else it is installed at its version."""
 
 
 def _kubernetes(name: str) -> Program:
-    return Program(name, f"k8s.io/kubernetes/cmd/{name}", KUBERNETES, _KUBERNETES_FLAGS, in_module=True)
+    return Program(name, f"k8s.io/kubernetes/cmd/{name}", KUBERNETES, _KUBERNETES_FLAGS, module=TOOLS)
 
 
 PROGRAMS = {
     program.name: program
     for program in (
-        Program("etcd", "go.etcd.io/etcd/server/v3", "v3.6.8", in_module=True),
+        Program("etcd", "go.etcd.io/etcd/server/v3", "v3.6.8", module=TOOLS),
         *map(_kubernetes, ("kube-apiserver", "kubectl", "kube-controller-manager", "kube-scheduler")),
         *map(_kubernetes, ("kubelet", "kube-proxy")),
         Program("coredns", "github.com/coredns/coredns", "v1.12.4"),
         Program("helm", "helm.sh/helm/v3/cmd/helm", "v3.22.0"),
         Program("envoy-gateway", f"{_GATEWAY_MODULE}/cmd/envoy-gateway", ENVOY_GATEWAY),
         Program("kwok", "sigs.k8s.io/kwok/cmd/kwok", "v0.8.0"),
+        Program("lws", "./cmd", LEADER_WORKER_SET[1], module=LWS_FOLDER),
+        Program("otel-collector", ".", "v0.165.0", module=COLLECTOR),
+        Program("ai-gateway", "./cmd/controller", AI_GATEWAY[1], module=AI_GATEWAY_FOLDER),
+        Program("conformance", ".", CONFORMANCE_SUITE[1], module=CONFORMANCE),
+        Program(
+            "echo-basic",
+            f"{_GATEWAY_API_CONFORMANCE[0]}/echo-basic",
+            _GATEWAY_API_CONFORMANCE[1],
+            module=CONFORMANCE,
+        ),
     )
 }
 CLUSTER = (
@@ -64,11 +82,10 @@ CLUSTER = (
 )
 API_SERVER = (
     *("etcd", "kube-apiserver", "kubectl", "kube-controller-manager", "kube-scheduler"),
-    *("helm", "kwok"),
+    *("helm", "kwok", "lws"),
 )
 """What the operator's tests and its benchmark need."""
 CHART = GO_MODULES / f"{_GATEWAY_MODULE}@{ENVOY_GATEWAY}" / "charts" / "gateway-helm"
-INFERENCE_EXTENSION = ("sigs.k8s.io/gateway-api-inference-extension", "v1.5.0")
 
 PACKAGES = {
     "containerd": "containerd",
@@ -129,12 +146,11 @@ def _build(program: Program) -> None:
     own = {"GOMODCACHE": str(GO_MODULES), "GOCACHE": str(GO_BUILD), "GOBIN": str(BIN)}
     env = {**os.environ, **own, "CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false"}
     how = ("-trimpath", "-ldflags", " ".join(program.flags))
-    if program.in_module:
+    if program.module:
         args = ["build", *how, "-o", str(BIN / program.name), program.package]
     else:
         args = ["install", *how, f"{program.package}@{program.version}"]
-    cwd = TOOLS if program.in_module else Path("/")
-    run(["go", *args], env=env, cwd=cwd, timeout_s=3600)
+    run(["go", *args], env=env, cwd=program.module or Path("/"), timeout_s=3600)
 
 
 def module(path: str, version: str) -> Path:
@@ -149,6 +165,7 @@ def module(path: str, version: str) -> Path:
 
 def ensure_api_server() -> None:
     """Builds what the operator's tests need, and downloads the modules whose CRDs they install."""
+    module(*LEADER_WORKER_SET)
     ensure(API_SERVER)
     module(_GATEWAY_MODULE, ENVOY_GATEWAY)
     module(*INFERENCE_EXTENSION)
@@ -177,6 +194,6 @@ def _found(program: str) -> bool:
 
 if __name__ == "__main__":
     try:
-        ensure_api_server()
+        ensure(tuple(sys.argv[1:])) if sys.argv[1:] else ensure_api_server()
     except ClusterError as error:
         sys.exit(f"programs: {error}")

@@ -1,0 +1,127 @@
+"""Two models on one URL, one of them served by two pools: one gateway, one HTTPRoute, three pools."""
+
+import itertools
+
+import pytest
+
+from testbed.http import Client, eventually, under_load
+from testbed.pool import LivePool, address
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+EDGE = {"name": "edge", "namespace": "edge"}
+HOST = "models.test"
+CODER, CHAT, CHAT_NEXT = "coder", "chat", "chat-next"
+MODELS = {CODER: "coder-30b", CHAT: "chat-8b", CHAT_NEXT: "chat-8b"}
+SESSIONS = 60
+CANARY_SHARE = 0.25
+
+
+@pytest.fixture(scope="module")
+def pools(kube, edge, operator):
+    """The three pools, by name. `coder` has the gateway and the route. The others serve the chat model, and
+    `chat-next` gets a quarter of its sessions."""
+    pools = {name: LivePool(kube, edge, name) for name in MODELS}
+    weights = {CHAT: {"weight": 75}, CHAT_NEXT: {"weight": 25}}
+    for name, pool in pools.items():
+        mine = {"hostnames": [HOST], "serves": [CHAT, CHAT_NEXT], "failOpen": False}
+        gateway = {"parent": EDGE, **(mine if name == CODER else {"servedBy": CODER})}
+        routing = {"decisionHeader": "address", **weights.get(name, {})}
+        pool.apply(replicas=1, model={"name": MODELS[name]}, gateway=gateway, routing=routing)
+    for pool in pools.values():
+        pool.becomes(1, timeout_s=180)
+    eventually(lambda: answers(edge), timeout_s=60)
+    yield pools
+    for pool in pools.values():
+        pool.delete()
+
+
+def client(edge, model):
+    return Client(edge, HOST, model)
+
+
+def answers(edge):
+    for model in MODELS.values():
+        answer = client(edge, model).complete()
+        assert answer.status == 200, answer.body
+
+
+def owners(pools):
+    """Address of each engine → its pool."""
+    return {address(pod): name for name, pool in pools.items() for pod in pool.pods()}
+
+
+def test_the_models_share_one_gateway_and_one_route(pools):
+    assert {name: len(pool.pods("gateway")) for name, pool in pools.items()} == {
+        CODER: 1,
+        CHAT: 0,
+        CHAT_NEXT: 0,
+    }
+    routes = {name: [o for o in pool.objects() if o["kind"] == "HTTPRoute"] for name, pool in pools.items()}
+    assert {name: len(found) for name, found in routes.items()} == {CODER: 1, CHAT: 0, CHAT_NEXT: 0}
+
+
+@pytest.mark.parametrize("session", ["", "named"])
+def test_the_bodys_model_chooses_the_pool(pools, edge, session):
+    for model in (MODELS[CODER], MODELS[CHAT]):
+        named = session and f"{session}-{model}"
+        answer = client(edge, model).complete("some words " * 30, session=named)
+        assert (answer.status, answer.json["model"]) == (200, model), answer.body
+        assert MODELS[owners(pools)[answer.decided]] == model
+
+
+def test_the_list_of_models_has_those_of_all_pools(pools, edge):
+    listed = client(edge, "").request("GET", "/v1/models").json["data"]
+    assert [model["id"] for model in listed] == [MODELS[CODER], MODELS[CHAT]]
+
+
+def test_an_unknown_model_is_refused_with_the_names_of_the_known_ones(pools, edge):
+    answer = client(edge, "none-1b").complete()
+    assert (answer.status, answer.json["error"]["code"]) == (404, "unknown_model"), answer.body
+    assert "chat-8b, coder-30b" in answer.json["error"]["message"]
+
+
+def test_a_canary_gets_its_share_of_new_sessions_and_keeps_them(pools, edge):
+    chat, owner = client(edge, MODELS[CHAT]), owners(pools)
+    played = {}
+    for number in range(SESSIONS):
+        prompts = ("w " * 20 * turn for turn in (1, 2, 3))
+        turns = [chat.complete(prompt, session=f"canary-{number}") for prompt in prompts]
+        assert {answer.status for answer in turns} == {200}
+        (played[number],) = {owner[answer.decided] for answer in turns}
+    share = sum(pool == CHAT_NEXT for pool in played.values()) / SESSIONS
+    assert set(played.values()) == {CHAT, CHAT_NEXT}
+    assert CANARY_SHARE - 0.15 <= share <= CANARY_SHARE + 0.15, share
+
+
+def test_a_pool_without_weight_gets_no_new_session_and_no_request_fails(pools, edge):
+    """The canary is taken back under load, without a restart of the gateway."""
+    owner = owners(pools)
+    with under_load(client(edge, MODELS[CHAT]), sessions=4) as load:
+        load.goes_on()
+        pools[CHAT_NEXT].patch(routing={"weight": 0})
+
+        def none_is_new():
+            fresh = [
+                client(edge, MODELS[CHAT]).complete(session=f"after-{n}-{load.succeeded}") for n in range(12)
+            ]
+            assert {owner[answer.decided] for answer in fresh} == {CHAT}
+
+        eventually(none_is_new, timeout_s=60)
+        load.goes_on()
+    assert load.failures == []
+    assert pools[CODER].pods("gateway")[0]["status"]["containerStatuses"][0]["restartCount"] == 0
+
+
+def test_a_second_engine_of_a_served_pool_gets_requests(pools, edge):
+    """It has the fewest sessions, so it gets the next ones."""
+    chat, before = pools[CHAT], set(pools[CHAT].engines())
+    chat.scale(2)
+    chat.becomes(2, timeout_s=120)
+    (new,) = set(chat.engines()) - before
+    names = itertools.count()
+
+    def serves():
+        assert client(edge, MODELS[CHAT]).complete(session=f"wide-{next(names)}").decided == new
+
+    eventually(serves)

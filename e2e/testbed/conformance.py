@@ -1,0 +1,163 @@
+"""The inference extension's own conformance suite, with our gateways as its endpoint pickers.
+
+Steps: the suite's base manifests, read from its Go module → the same objects, but each picker is our gateway,
+asked over TLS, and the model servers' image is one that was made here of the same echo server → each pool's
+document, once its pods have addresses → the suite as a program (`../conformance`), which applies no base
+manifests of its own.
+"""
+
+import re
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from perilune_api.names import POOL_DOCUMENT
+from perilune_api.pool import EndpointSpec, Metadata, Model, Pool, Routing, Spec, dump
+from testbed import images, perilune_image, programs
+from testbed.kube import Kube
+from testbed.paths import GO_MODULES
+from testbed.pki import server_secret
+
+CLASS = "conformance"
+NAMESPACES = ("inference-conformance-infra", "inference-conformance-app-backend")
+"""The suite's namespaces: the first has its Gateways, the second everything else."""
+ECHO = "perilune.test/echo-basic:1"
+_BASE = GO_MODULES / "@".join(programs.CONFORMANCE_SUITE) / "resources" / "base.yaml"
+_TLS = "picker-tls"
+_FOLDER = "/etc/perilune"
+_RESULT = re.compile(r"^    --- (PASS|FAIL|SKIP): Conformance/(\w+) ", re.MULTILINE)
+
+Object = dict[str, Any]
+
+
+def archive() -> Path:
+    """An OCI archive of the suite's echo server; it and the suite are built when they are missing."""
+    programs.module(*programs.CONFORMANCE_SUITE)
+    programs.ensure(("echo-basic", "conformance"))
+    return images.archive(ECHO, programs.path("echo-basic"), "echo-basic")
+
+
+def prepare(kube: Kube, folder: Path) -> None:
+    """Returns when all that the suite expects runs. `folder`: where certificates may be written."""
+    text = _BASE.read_text().replace("{GATEWAY_CLASS_NAME}", CLASS)
+    objects: list[Object] = [document for document in yaml.safe_load_all(text) if document]
+    pools = {o["metadata"]["name"]: o for o in objects if o["kind"] == "InferencePool"}
+    pickers = {pool: o for o in objects if (pool := _picks_for(o))}
+    others = [o for o in objects if o not in pickers.values()]
+    servers = [o for o in others if o["kind"] == "Deployment"]
+    for container in (c for o in servers for c in o["spec"]["template"]["spec"]["containers"]):
+        container |= {"image": ECHO, "imagePullPolicy": "Never"}
+    kube.apply(_gateway_class(), *others, _pod())
+    _ready(kube, servers)
+    documents = [_document(kube, pools[name]) for name in pickers]
+    for name, picker in pickers.items():
+        picker["spec"]["template"]["spec"] = _gateway(name)
+    secret = server_secret(folder / "pki", _TLS, NAMESPACES[1], f"*.{NAMESPACES[1]}.svc")
+    kube.apply(secret, *documents, *pickers.values())
+    _ready(kube, pickers.values())
+
+
+def remove(kube: Kube) -> None:
+    kube.ctl("delete", "namespace", *NAMESPACES, "--ignore-not-found", "--timeout=120s", timeout_s=130)
+    kube.ctl("delete", "gatewayclass", CLASS, "--ignore-not-found")
+
+
+def run(kube: Kube, skipped: Iterable[str], timeout_s: float) -> Mapping[str, str]:
+    """Result of each test of the suite: PASS, FAIL or SKIP. What the suite says is printed."""
+    flags = ("-test.v", f"-gateway-class={CLASS}", "-allow-crds-mismatch", f"-skip-tests={','.join(skipped)}")
+    command = kube.command(str(programs.path("conformance")), *flags)
+    ended = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s, check=False
+    )
+    print(ended.stdout)
+    return {name: result for result, name in _RESULT.findall(ended.stdout)}
+
+
+def _picks_for(made: Object) -> str:
+    """The pool of which this is the picker's Deployment; else empty."""
+    if made["kind"] != "Deployment":
+        return ""
+    arguments: list[str] = made["spec"]["template"]["spec"]["containers"][0].get("args", [])
+    return arguments[arguments.index("--pool-name") + 1] if "--pool-name" in arguments else ""
+
+
+def _gateway_class() -> Object:
+    """Envoys as those of the Gateway `edge/edge`."""
+    envoy = {"group": "gateway.envoyproxy.io", "kind": "EnvoyProxy", "name": "edge", "namespace": "edge"}
+    return {
+        "apiVersion": "gateway.networking.k8s.io/v1",
+        "kind": "GatewayClass",
+        "metadata": {"name": CLASS},
+        "spec": {
+            "controllerName": "gateway.envoyproxy.io/gatewayclass-controller",
+            "parametersRef": envoy,
+        },
+    }
+
+
+def _pod() -> Object:
+    """The suite waits for pods in the Gateways' namespace, but Envoy Gateway runs all Envoys in its own."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "placeholder", "namespace": NAMESPACES[0]},
+        "spec": {"containers": [{"name": "pause", "image": images.PAUSE, "imagePullPolicy": "Never"}]},
+    }
+
+
+def _document(kube: Kube, pool: Object) -> Object:
+    """The ConfigMap with the pool's document: all its ports of all its pods. It names no fallbacks, see
+    `ai_gateway`."""
+    name, namespace = pool["metadata"]["name"], pool["metadata"]["namespace"]
+    labels = ",".join(f"{key}={value}" for key, value in pool["spec"]["selector"]["matchLabels"].items())
+    addresses = [
+        f"{pod['status']['podIP']}:{port['number']}"
+        for pod in kube.get("pod", "-n", namespace, "-l", labels)
+        for port in pool["spec"]["targetPorts"]
+    ]
+    spec = Spec(
+        Model("conformance-fake-model"),
+        routing=Routing(fallbacks=0),
+        endpoints=tuple(map(EndpointSpec, addresses)),
+    )
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": name, "namespace": namespace},
+        "data": {POOL_DOCUMENT: dump(Pool(Metadata(name, namespace), spec)).decode()},
+    }
+
+
+def _gateway(pool: str) -> Object:
+    """The pod of a pool's picker: our gateway, which obeys the header that names endpoints."""
+    arguments = (
+        *(f"--pool={_FOLDER}/pool/{POOL_DOCUMENT}", "--listen=0.0.0.0:9002", "--admin=0.0.0.0:9003"),
+        *(f"--tls-cert={_FOLDER}/tls/tls.crt", f"--tls-key={_FOLDER}/tls/tls.key", "--conformance"),
+    )
+    container = {
+        "name": "gateway",
+        "image": perilune_image.NAME,
+        "imagePullPolicy": "Never",
+        "command": ["perilune-gateway"],
+        "args": list(arguments),
+        "readinessProbe": {"httpGet": {"path": "/healthz", "port": 9003}, "periodSeconds": 1},
+        "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}},
+        "volumeMounts": [{"name": part, "mountPath": f"{_FOLDER}/{part}"} for part in ("pool", "tls")],
+    }
+    return {
+        "terminationGracePeriodSeconds": 10,
+        "containers": [container],
+        "volumes": [
+            {"name": "pool", "configMap": {"name": pool}},
+            {"name": "tls", "secret": {"secretName": _TLS}},
+        ],
+    }
+
+
+def _ready(kube: Kube, deployments: Iterable[Object]) -> None:
+    for meta in (o["metadata"] for o in deployments):
+        where = (f"deployment/{meta['name']}", "-n", meta["namespace"])
+        kube.ctl("rollout", "status", *where, "--timeout=120s", timeout_s=130)
