@@ -5,7 +5,9 @@ BIN    := .venv/bin
 STAMP  := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help release-dry-run venv demo api-server browser prometheus state-server test test-lowest check e2e fuzz soak bench bench-long evaluation arena docs generate lock clean cluster cluster-down e2e-cluster e2e-real e2e-real-long
+# Tests start hundreds of processes. Without bytecode every one compiles what it imports, and collecting the tests takes twice as long.
+test test-lowest: export PYTHONDONTWRITEBYTECODE :=
+.PHONY: help release-dry-run venv demo api-server browser prometheus state-server collector test test-lowest check e2e e2e-long fuzz soak bench bench-long evaluation arena docs generate lock clean cluster cluster-down e2e-cluster e2e-real e2e-real-long
 
 help:          ## this list
 	@grep -hE '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
@@ -35,8 +37,11 @@ browser:       ## Debian's Chromium, which the console's tests need (root)
 state-server:  ## Debian's Redis, which the tests of shared state need (root)
 	@command -v redis-server > /dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server; }
 
+collector: $(STAMP) ## an OpenTelemetry collector, which the tests of traces need, from Go modules; once, minutes
+	PYTHONPATH=e2e $(BIN)/python -m testbed.programs otel-collector
+
 test: $(STAMP) ## unit, property and integration tests (real Envoy); minutes
-	$(BIN)/python -m pytest tests -m "not e2e and not bench" -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest tests -m "not e2e and not bench" -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-lowest: .venv-lowest/.stamp ## unit tests with the lowest dependencies that pyproject.toml allows, in .venv-lowest
 	.venv-lowest/bin/python -m pytest tests/api tests/gateway tests/operator -m "not api_server" $(ARGS)
@@ -58,14 +63,21 @@ cluster: $(STAMP) ## the whole thing on one Linux machine (root; or KIND=1): eig
 cluster-down: $(STAMP) ## stop that cluster; leaves nothing
 	$(BIN)/python e2e/cluster.py down $(ARGS)
 
-# VLLM=0.23: the older engine. DEVICE=cuda: on GPUs.
+# VLLM=0.23: the older engine. DEVICE=cuda: on GPUs. With either, the table goes into a page of its own beside docs/real-engines.md.
+e2e-real: export RESULTS ?= $(if $(filter 0.23% cuda,$(VLLM) $(DEVICE)),docs/real-engines.md)
 e2e-real: $(STAMP) ## genuine vLLM engines and Mooncake behind Envoy and our gateway (root; first installs vLLM, 6 GB)
 	PYTHONPATH=e2e $(BIN)/python -m enginebed.install
 	$(BIN)/python -m pytest e2e/real -m real $(ARGS)
 
-e2e-real-long: $(STAMP) ## the same with 600 requests in its longest phases; writes its table into docs/real-engines.md
+e2e-real-long: $(STAMP) ## the same with 600 requests in its longest phases, into docs/real-engines.md; 50 sessions that move
 	PYTHONPATH=e2e $(BIN)/python -m enginebed.install
-	REQUESTS=600 RESULTS=docs/real-engines.md $(BIN)/python -m pytest e2e/real/test_traffic.py -m real $(ARGS)
+	REQUESTS=600 RESULTS=docs/real-engines.md $(BIN)/python -m pytest e2e/real/test_traffic.py e2e/real/test_ranks.py \
+	  e2e/real/test_moves.py e2e/real/test_tensor_parallel.py e2e/real/test_window.py -m real -s $(ARGS)
+
+e2e-long: $(STAMP) ## a real cluster: eight engines rolled, drained and deleted under load; a minute without Valkey; one gateway or four; the inference extension's conformance suite (root)
+	ENGINES=8 ABSENT_S=60 COMPARE=1 CONFORMANCE=1 $(BIN)/python -m pytest e2e/test_leaving.py e2e/test_gateways.py \
+	  e2e/test_one_gateway_or_four.py e2e/test_conformance.py \
+	  -m cluster -s $(ARGS)
 
 e2e-cluster: $(STAMP) ## scenarios on a cluster of their own: Envoy Gateway, our gateway, engines (root)
 	$(BIN)/python -m pytest e2e -m cluster $(ARGS)
