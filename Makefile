@@ -6,8 +6,8 @@ STAMP  := .venv/.stamp
 
 .DEFAULT_GOAL := help
 # Tests start hundreds of processes. Without bytecode every one compiles what it imports, and collecting the tests takes twice as long.
-test test-lowest: export PYTHONDONTWRITEBYTECODE :=
-.PHONY: help release-dry-run venv demo api-server browser prometheus state-server collector test test-lowest check e2e e2e-long fuzz soak bench bench-long evaluation arena docs generate lock clean cluster cluster-down e2e-cluster e2e-real e2e-real-long
+test test-loaded test-lowest: export PYTHONDONTWRITEBYTECODE :=
+.PHONY: help release-dry-run venv demo api-server browser prometheus state-server collector test-programs test test-loaded test-lowest check verify e2e e2e-long fuzz soak bench bench-long evaluation arena docs generate lock clean cluster cluster-down e2e-cluster e2e-real e2e-real-long
 
 help:          ## this list
 	@grep -hE '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
@@ -17,9 +17,10 @@ $(STAMP): requirements-dev.lock pyproject.toml
 .venv-lowest/.stamp: requirements-lowest.lock pyproject.toml
 $(STAMP) .venv-lowest/.stamp:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: python3 >= 3.11 is needed (set PYTHON=…)"; exit 1; }
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $<
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@echo "making $(@D): the packages of $< come from PyPI, about a minute and 900 MB, once"
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $<
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
 demo: $(STAMP) ## real Envoy, gateway and 8 simulated engines under agentic load; ends with a comparison
@@ -40,8 +41,16 @@ state-server:  ## Debian's Redis, which the tests of shared state need (root)
 collector: $(STAMP) ## an OpenTelemetry collector, which the tests of traces need, from Go modules; once, minutes
 	PYTHONPATH=e2e $(BIN)/python -m testbed.programs otel-collector
 
-test: $(STAMP) ## unit, property and integration tests (real Envoy); minutes
-	$(BIN)/python -m pytest tests -m "not e2e and not bench" -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+test-programs: api-server collector browser prometheus state-server ## all of the above: with them `make test` skips nothing
+
+TESTS := $(BIN)/python -m pytest tests -m "not e2e and not bench" -n 2 --dist loadgroup --no-loadscope-reorder --second-chance
+test: $(STAMP) ## unit, property and integration tests (real Envoy); says first what it skips; minutes
+	@$(BIN)/python tests/support/optional_programs.py
+	$(TESTS) $(ARGS)
+
+test-loaded: $(STAMP) ## the same beside four busy loops: no test depends on the speed of the machine
+	@loops=; trap 'kill $$loops' EXIT; for each in 1 2 3 4; do $(BIN)/python -c "while True: pass" & loops="$$loops $$!"; done; \
+	  $(TESTS) $(ARGS)
 
 test-lowest: .venv-lowest/.stamp ## unit tests with the lowest dependencies that pyproject.toml allows, in .venv-lowest
 	.venv-lowest/bin/python -m pytest tests/api tests/gateway tests/operator -m "not api_server" $(ARGS)
@@ -52,6 +61,9 @@ check: $(STAMP) ## ruff, mypy --strict, import-linter, generated code is current
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m protos.generate --check
+
+verify: $(STAMP) ## all that is too heavy for each change: genuine vLLM, a real cluster, fuzz, soak; one table, and docs/verified.md (root); an hour
+	PYTHONPATH=e2e $(BIN)/python e2e/verify.py $(ARGS)
 
 e2e: $(STAMP) ## everything full-size: demo, trace replay, and (as root) the scenarios on a real cluster
 	$(BIN)/python -m pytest tests e2e -m "e2e or cluster" --side-by-side $(ARGS)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from _pytest.terminal import TerminalReporter
+from second_chance import SecondChance
 from xdist.remote import Producer
 from xdist.scheduler import LoadGroupScheduling
 
@@ -15,6 +16,19 @@ class FilesAndGroups(LoadGroupScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return str(super()._split_scope(nodeid)).split("::", 1)[0]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--second-chance",
+        action="store_true",
+        help="tests with real processes that fail run once more, alone",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.second_chance and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SecondChance())
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadGroupScheduling | None:

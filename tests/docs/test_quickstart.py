@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from pages import ROOT, blocks, commands
 
+pytestmark = pytest.mark.processes
+
 PATIENCE_S = 60
 PORTS = ("8001", "8002", "5557", "5558", "5567", "5568", "9002", "9003", "10000")
 DEFAULTS = {

@@ -219,6 +219,7 @@ def test_a_start_that_fails_says_why_in_one_line(tmp_path, options, status, says
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda s: s.name)
+@pytest.mark.processes
 def test_a_signal_drains_the_gateway(tmp_path, number: signal.Signals) -> None:
     file = tmp_path / "pool.yaml"
     file.write_bytes(dump(pool(A)))

@@ -15,6 +15,8 @@ from run_processes import processes
 
 from perilune_lab.stack import RUN_VARIABLE
 
+pytestmark = pytest.mark.processes
+
 PERILUNE, RESEARCH = (sys.executable, "-m", "perilune_lab.cli"), (sys.executable, "-m", "perilune_research")
 GATEWAY = (sys.executable, "-m", "perilune_gateway.main")
 DEFAULT = "import os, signal as s, sys; s.signal(s.SIGINT, s.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"

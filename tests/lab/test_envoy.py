@@ -68,6 +68,7 @@ def test_addresses_are_split():
 
 @pytest.mark.parametrize("cluster", Cluster)
 @pytest.mark.parametrize("mode", Mode)
+@pytest.mark.processes
 async def test_envoy_accepts_the_configuration(mode, cluster, tmp_path):
     bootstrap = config(ENDPOINTS, GATEWAY, mode=mode, cluster=cluster, access_log=tmp_path / "log")
     (tmp_path / "envoy.json").write_text(json.dumps(bootstrap))
@@ -81,6 +82,7 @@ async def test_envoy_accepts_the_configuration(mode, cluster, tmp_path):
     assert process.returncode == 0, said.decode()
 
 
+@pytest.mark.processes
 async def test_process_serves_and_leaves_nothing():
     async with Envoy(config(ENDPOINTS, GATEWAY)) as running:
         host, port = running.url.removeprefix("http://").split(":")
@@ -92,6 +94,7 @@ async def test_process_serves_and_leaves_nothing():
         await asyncio.open_connection(host, int(port))
 
 
+@pytest.mark.processes
 async def test_envoy_that_cannot_start_says_why():
     bootstrap = config(ENDPOINTS, GATEWAY)
     bootstrap["static_resources"]["listeners"][0]["name"] = 7.5

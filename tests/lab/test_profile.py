@@ -40,6 +40,7 @@ def test_lengths_end_with_the_longest(longest: int, all_of_them: list[int]):
     assert lengths(longest) == all_of_them
 
 
+@pytest.mark.processes
 async def test_an_engine_is_measured_with_and_without_cached_part():
     options = EngineOptions(time_scale=20.0)
     async with Stack(engines=1, options=options, with_gateway=False, with_envoy=False) as stack:
@@ -54,6 +55,7 @@ async def test_an_engine_is_measured_with_and_without_cached_part():
     assert found.tpot_s
 
 
+@pytest.mark.processes
 async def test_transfers_from_a_peer_are_measured():
     """Simulated engines whose KV takes real seconds: the longer, the more."""
     options = EngineOptions(time_scale=20.0, handoff=True)

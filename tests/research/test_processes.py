@@ -45,6 +45,7 @@ def _pid(number: int) -> int:
     return os.getpid()
 
 
+@pytest.mark.processes
 def test_ctrl_c_ends_the_work_at_once():
     """As a terminal sends it: to the command and to its workers."""
     command = [sys.executable, "-c", INTERRUPTED]

@@ -119,6 +119,7 @@ class TestSummary:
         )
 
 
+@pytest.mark.processes
 class TestOverHttp:
     async def test_equal_prompts_are_prefilled_once_and_unique_ones_never_shared(self):
         options = EngineOptions(time_scale=5.0)

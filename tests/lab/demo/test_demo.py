@@ -235,6 +235,7 @@ def gateway_pid(run: str) -> int:
     return pid
 
 
+@pytest.mark.processes
 def test_runs_compares_reports_and_stays_until_ctrl_c(start, tmp_path):
     running = start(
         *("--seconds", "2", "--time-scale", "10", "--keep", "--json", str(tmp_path / "demo.json"))
@@ -254,6 +255,7 @@ def test_runs_compares_reports_and_stays_until_ctrl_c(start, tmp_path):
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+@pytest.mark.processes
 def test_overload_compares_one_policy_without_and_with_session_admission(start, tmp_path):
     status, out, errors = start(
         *("--overload", "--seconds", "3", "--time-scale", "10", "--json", str(tmp_path / "demo.json"))
@@ -273,6 +275,7 @@ def test_overload_compares_one_policy_without_and_with_session_admission(start, 
         pytest.param(signal.SIGTERM, 143, UNDER_LOAD, id="SIGTERM under load"),
     ],
 )
+@pytest.mark.processes
 def test_a_signal_ends_it_and_leaves_nothing(start, tmp_path, number, status, moment):
     running = start("--seconds", "60", "--compare", "")
     running.until(moment)
@@ -283,6 +286,7 @@ def test_a_signal_ends_it_and_leaves_nothing(start, tmp_path, number, status, mo
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+@pytest.mark.processes
 def test_reader_of_the_pipe_left(start, tmp_path):
     running = start("--seconds", "60", "--compare", "")
     running.until(UNDER_LOAD)
@@ -292,6 +296,7 @@ def test_reader_of_the_pipe_left(start, tmp_path):
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+@pytest.mark.processes
 def test_death_of_a_vital_part_ends_it_with_a_clear_line(start, run):
     running = start("--seconds", "60", "--compare", "")
     running.until(UNDER_LOAD)

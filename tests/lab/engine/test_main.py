@@ -19,6 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from perilune_lab.vocabulary import LabTokenizer, Vocabulary
 
+pytestmark = pytest.mark.processes
+
 FAST = ("--time-scale", "50")
 VOCABULARY = Vocabulary()
 PROMPT = VOCABULARY.words_for("prompt", 200)

@@ -17,6 +17,8 @@ import zmq.asyncio
 
 from perilune_lab.engine.main import main
 
+pytestmark = pytest.mark.processes
+
 BLOCK = 32
 SCALE = 50.0
 ARGUMENTS = ("--time-scale", str(SCALE), "--block-size", str(BLOCK), "--context-tokens", "8192")

@@ -1,0 +1,84 @@
+"""A run that lets failed tests with real processes run once more, seen from outside."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SUPPORT = Path(__file__).parent / "support"
+CONFTEST = f"""
+import sys
+sys.path.insert(0, {str(SUPPORT)!r})
+from second_chance import SecondChance
+
+def pytest_addoption(parser):
+    parser.addoption("--second-chance", action="store_true")
+
+def pytest_configure(config):
+    if config.option.second_chance:
+        config.pluginmanager.register(SecondChance())
+"""
+FAILS_ONCE = """
+import pathlib
+import pytest
+
+@pytest.mark.parametrize("number", range({many}))
+def test_fails_once(number):
+    seen = pathlib.Path(__file__).with_suffix(f".{{number}}")
+    if not seen.exists():
+        seen.touch()
+        raise ValueError("the first time")
+"""
+FAILS_ALWAYS = "def test_fails_always():\n    raise ValueError('every time')\n"
+
+
+def run(folder: Path, files: dict[str, str]) -> tuple[int, str]:
+    """Returns the exit status and what was printed."""
+    for name, text in {
+        "tests/conftest.py": CONFTEST,
+        "pytest.ini": "[pytest]\naddopts = --import-mode=importlib\n",
+        **files,
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    # `-n 0` of the run alone needs xdist; asyncio's plugin would warn about an option that is not set
+    command = [sys.executable, "-m", "pytest", "-q", "--second-chance", "-p", "no:asyncio", "tests"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    return done.returncode, done.stdout
+
+
+def test_a_test_with_processes_that_passes_alone_is_named_and_passes_the_run(tmp_path: Path) -> None:
+    status, said = run(tmp_path, {"tests/integration/test_it.py": FAILS_ONCE.format(many=1)})
+    assert status == 0, said
+    assert "ValueError: the first time" in said, "how it failed is not lost"
+    last = said.strip().splitlines()[-2:]
+    assert last[0].startswith("FLAKY tests/integration/test_it.py::test_fails_once")
+    assert last[1].startswith("1 flaky")
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        pytest.param({"tests/integration/test_it.py": FAILS_ALWAYS}, "1 failed", id="it fails alone, too"),
+        pytest.param({"tests/unit/test_it.py": FAILS_ONCE.format(many=1)}, "1 failed", id="a unit test"),
+        pytest.param(
+            {
+                "tests/unit/test_it.py": FAILS_ALWAYS,
+                "tests/integration/test_it.py": FAILS_ONCE.format(many=1),
+            },
+            "2 failed",
+            id="beside a unit test",
+        ),
+        pytest.param(
+            {"tests/integration/test_it.py": FAILS_ONCE.format(many=3)}, "3 flaky", id="more than two"
+        ),
+        pytest.param(
+            {"tests/integration/test_it.py": FAILS_ONCE.format(many=7)}, "7 failed", id="far too many"
+        ),
+    ],
+)
+def test_a_run_fails_all_the_same(tmp_path: Path, files: dict[str, str], words: str) -> None:
+    status, said = run(tmp_path, files)
+    assert status == 1, said
+    assert words in said.strip().splitlines()[-1]
