@@ -169,7 +169,5 @@ async def test_a_request_that_is_sent_again_elsewhere_waits_for_no_spent_transfe
             await asyncio.gather(*running)
         assert user.failed == []
         assert {host for turns in user.hosts.values() for host in turns} == {user.stack.endpoints[2]}
-        again = await user.metric('perilune_handoffs_given_up_total{cause="elsewhere"}')
-        stayed = await user.metric('perilune_handoffs_total{outcome="copied",reason="prefill"}')
-        assert again >= 1
-        assert again + stayed == 4
+        assert await user.metric('perilune_handoffs_given_up_total{cause="elsewhere"}') >= 1
+        assert await user.metric('perilune_handoffs_total') == 4, "each has one end"

@@ -1,6 +1,13 @@
-"""Shortest-uncached-first by the engine's priority: gateway, real Envoy, simulated engines together."""
+"""Shortest-uncached-first by the engine's priority: gateway, real Envoy, simulated engines together.
+
+The engine begins with nothing (`POST /fault`) until every request waits there, so that their order does not
+depend on how fast this machine is.
+"""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 import aiohttp
 import pytest
@@ -8,79 +15,83 @@ import pytest
 from perilune_api import pool as spec
 from perilune_lab.stack import EngineOptions, Stack
 
-OPTIONS = EngineOptions(time_scale=4.0)
+TIME_SCALE = 4.0
+
+
+@dataclass
+class Queue:
+    """Requests to one engine that has not begun with any of them."""
+
+    stack: Stack
+    http: aiohttp.ClientSession
+    ended: list[str] = field(default_factory=list)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def add(self, name: str, words: int, *, tenant: str = "") -> None:
+        """Returns when the gateway has sent the request on."""
+        prompt = " ".join(f"{name}and{i}" for i in range(words))
+        self.tasks.append(asyncio.create_task(self._ask(name, prompt, tenant)))
+        async with asyncio.timeout(60.0):
+            while await self._in_flight() < len(self.tasks):  # noqa: ASYNC110 - the page has no event
+                await asyncio.sleep(0.02)
+
+    async def served(self) -> list[str]:
+        """Lets the engine begin, and returns the names in the order in which they ended."""
+        await self.fault()
+        await asyncio.gather(*self.tasks)
+        return self.ended
+
+    async def fault(self, **fault: object) -> None:
+        url = f"http://{self.stack.endpoints[0]}/fault"
+        async with self.http.post(url, json=fault) as answer:
+            assert answer.status == 200
+
+    async def _ask(self, name: str, prompt: str, tenant: str) -> None:
+        body = {"model": self.stack.options.model, "prompt": prompt, "max_tokens": 1}
+        headers = {"authorization": tenant} if tenant else {}
+        async with self.http.post(f"{self.stack.url}/v1/completions", json=body, headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+        self.ended.append(name)
+
+    async def _in_flight(self) -> int:
+        async with self.http.get(f"{self.stack.admin_url}/api/nodes/stats") as answer:
+            (node,) = (await answer.json())["nodes"]
+            return int(node["load"]["in_flight"])
+
+
+@asynccontextmanager
+async def queue(scheduling: str, priority: spec.EnginePriority) -> AsyncIterator[Queue]:
+    options = EngineOptions(time_scale=TIME_SCALE, arguments=("--scheduling", scheduling))
+    routing = spec.Routing(engine_priority=priority, limits=spec.Limits(decision_seconds=30.0))
+    async with Stack(engines=1, options=options, routing=routing) as stack, aiohttp.ClientSession() as http:
+        made = Queue(stack, http)
+        await made.fault(hang=True)
+        yield made
 
 
 @pytest.mark.parametrize(
     ("scheduling", "ageing_weight", "order"),
     [
-        pytest.param("priority", 3.0, ["first", "short", "long"], id="the short one overtakes"),
-        pytest.param("fcfs", 0.0, ["first", "long", "short"], id="first come, first served"),
+        pytest.param("priority", 3.0, ["short", "long"], id="the short one overtakes"),
+        pytest.param("fcfs", 0.0, ["long", "short"], id="first come, first served"),
     ],
 )
-async def test_a_short_prompt_waits_for_no_long_one(scheduling, ageing_weight, order) -> None:
-    options = EngineOptions(time_scale=OPTIONS.time_scale, arguments=("--scheduling", scheduling))
-    routing = spec.Routing(
-        engine_priority=spec.EnginePriority(ageing_weight), limits=spec.Limits(decision_seconds=30.0)
-    )
-    ended: list[str] = []
-    async with Stack(engines=1, options=options, routing=routing) as stack, aiohttp.ClientSession() as http:
-
-        async def ask(name: str, words: int) -> None:
-            prompt = " ".join(f"{name}{i}" for i in range(words))
-            body = {"model": options.model, "prompt": prompt, "max_tokens": 1}
-            async with http.post(f"{stack.url}/v1/completions", json=body) as answer:
-                assert answer.status == 200, await answer.text()
-            ended.append(name)
-
-        async def pending(requests: int) -> None:
-            async with asyncio.timeout(30.0):
-                while True:
-                    async with http.get(f"{stack.admin_url}/api/nodes/stats") as answer:
-                        (node,) = (await answer.json())["nodes"]
-                    if node["load"]["in_flight"] >= requests:
-                        return
-                    await asyncio.sleep(0.02)
-
-        async with asyncio.TaskGroup() as tasks:
-            for i, (name, words) in enumerate((("first", 2_000), ("long", 2_000), ("short", 50)), 1):
-                tasks.create_task(ask(name, words))
-                await pending(i)
-    assert ended == order
+async def test_a_short_prompt_waits_for_no_long_one(
+    scheduling: str, ageing_weight: float, order: list[str]
+) -> None:
+    async with queue(scheduling, spec.EnginePriority(ageing_weight)) as waiting:
+        for name, words in (("first", 2_000), ("long", 2_000), ("short", 50)):
+            await waiting.add(name, words)
+        assert [name for name in await waiting.served() if name != "first"] == order
 
 
 @pytest.mark.parametrize("fair_share", [True, False], ids=["fair", "first come, first served"])
 async def test_a_tenant_with_a_long_queue_keeps_no_other_waiting(fair_share: bool) -> None:
     """With fair shares the other tenant's request overtakes most of the queue."""
-    scheduling = ("--scheduling", "priority" if fair_share else "fcfs")
-    options = EngineOptions(time_scale=OPTIONS.time_scale, arguments=scheduling)
-    routing = spec.Routing(
-        engine_priority=spec.EnginePriority(fair_share=fair_share), limits=spec.Limits(decision_seconds=30.0)
-    )
-    ended: list[str] = []
-    async with Stack(engines=1, options=options, routing=routing) as stack, aiohttp.ClientSession() as http:
-
-        async def ask(tenant: str, number: int) -> None:
-            prompt = " ".join(f"{tenant}{number}and{i}" for i in range(1_000))
-            body = {"model": options.model, "prompt": prompt, "max_tokens": 1}
-            headers = {"authorization": tenant}
-            async with http.post(f"{stack.url}/v1/completions", json=body, headers=headers) as answer:
-                assert answer.status == 200, await answer.text()
-            ended.append(tenant)
-
-        async def in_flight(requests: int) -> None:
-            async with asyncio.timeout(30.0):
-                while True:
-                    async with http.get(f"{stack.admin_url}/api/nodes/stats") as answer:
-                        (node,) = (await answer.json())["nodes"]
-                    if node["load"]["in_flight"] >= requests:
-                        return
-                    await asyncio.sleep(0.02)
-
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(8):
-                tasks.create_task(ask("many", number))
-            await in_flight(8)
-            tasks.create_task(ask("few", 0))
-    assert sorted(ended) == ["few"] + ["many"] * 8
+    scheduling = "priority" if fair_share else "fcfs"
+    async with queue(scheduling, spec.EnginePriority(fair_share=fair_share)) as waiting:
+        for number in range(8):
+            await waiting.add(f"many{number}", 1_000, tenant="many")
+        await waiting.add("few", 1_000, tenant="few")
+        ended = await waiting.served()
     assert ("few" in ended[:-3]) is fair_share, ended

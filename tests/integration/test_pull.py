@@ -65,10 +65,11 @@ async def test_givers_that_are_killed_cost_recomputations_and_no_request() -> No
         first = {prompt: (await user.ask(prompt))[0] for prompt in range(20)}
         running = [asyncio.create_task(user.ask(prompt, end)) for end in (1, 2) for prompt in first]
 
-        async def fetches() -> bool:
-            return bool((await user.page())["pulls"]["open"])
+        async def has_fetched() -> bool:
+            pulls = (await user.page())["pulls"]
+            return bool(pulls["open"] or pulls["ended"])
 
-        await until_true(fetches)
+        await until_true(has_fetched)
         user.stack.children["engine-0"].signal(signal.SIGKILL)
         async with asyncio.timeout(60):
             await asyncio.gather(*running)

@@ -5,6 +5,7 @@ import shutil
 import socket
 import time
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,7 +26,7 @@ from perilune_api import names, quantities
 from perilune_api import pool as spec
 from perilune_api.inference_pool.checks import convert
 from perilune_gateway.feeds.shared_state import Server, SharedState
-from perilune_gateway.model import SessionKey
+from perilune_gateway.model import Reason, SessionKey
 from perilune_gateway.model.shared import Batch, Bound, Names, encode
 from perilune_gateway.state.offers import STANDS_S
 from perilune_gateway.state.peers import LEASE_S
@@ -67,6 +68,14 @@ def free_port() -> int:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         return int(bound.getsockname()[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    session: str
+    status: int
+    endpoint: str
+    reason: str
 
 
 class Rig:
@@ -128,8 +137,8 @@ class Rig:
         bound = await self.metric(gateway, "perilune_sessions_bound")
         return bound + await self.metric(gateway, "perilune_shared_state_sessions")
 
-    async def turn(self, session: str, turn: int) -> tuple[int, str]:
-        """(status, endpoint) of a session's turn; its prompt grows with its turns."""
+    async def turn(self, session: str, turn: int) -> Turn:
+        """A session's turn; its prompt grows with its turns."""
         messages = [
             {"role": "user", "content": f"{session} turn {n} says something " * 40} for n in range(turn + 1)
         ]
@@ -137,16 +146,17 @@ class Rig:
         headers = {"x-perilune-decision": "1", "x-session-id": session}
         async with self.http.post(f"{self.url}/v1/chat/completions", json=body, headers=headers) as answer:
             await answer.read()
-            return answer.status, answer.headers.get("x-perilune-decision", "").partition(";")[0]
+            endpoint, reason, *_ = f"{answer.headers.get('x-perilune-decision', '')};;".split(";")
+            return Turn(session, answer.status, endpoint, reason.strip())
 
-    async def load(self, first_turn: int, turns: int = TURNS) -> list[tuple[str, int, str]]:
-        """(session, status, endpoint) of all turns of all sessions, a session's one after the other. Few run
-        at a time, so that no engine gets so busy that the policy moves sessions away from it."""
+    async def load(self, first_turn: int, turns: int = TURNS) -> list[Turn]:
+        """All turns of all sessions, a session's one after the other. Few run at a time, so that no engine is so
+        busy that the policy moves sessions away from it."""
         places = asyncio.Semaphore(4)
 
-        async def session(name: str) -> list[tuple[str, int, str]]:
+        async def session(name: str) -> list[Turn]:
             async with places:
-                return [(name, *await self.turn(name, first_turn + n)) for n in range(turns)]
+                return [await self.turn(name, first_turn + n) for n in range(turns)]
 
         each = await asyncio.gather(*(session(f"session-{n}") for n in range(SESSIONS)))
         return [turn for turns in each for turn in turns]
@@ -175,15 +185,20 @@ async def rig(tmp_path_factory: pytest.TempPathFactory):
         yield rig
 
 
-def hosts(turns: list[tuple[str, int, str]]) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
-    for session, _, endpoint in turns:
-        found.setdefault(session, set()).add(endpoint)
+def lost(turns: list[Turn]) -> list[Turn]:
+    """Turns on another endpoint than their session's turn before, without a decision to move the session. The
+    policy may decide so on a machine that is busy with other things, and then says so."""
+    found: list[Turn] = []
+    bound: dict[str, str] = {}
+    for turn in turns:
+        if bound.setdefault(turn.session, turn.endpoint) != turn.endpoint and turn.reason != Reason.MOVED:
+            found.append(turn)
+        bound[turn.session] = turn.endpoint
     return found
 
 
-def failed(turns: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
-    return [turn for turn in turns if turn[1] != 200]
+def failed(turns: list[Turn]) -> list[Turn]:
+    return [turn for turn in turns if turn.status != 200]
 
 
 async def test_replicas_act_as_one_and_outlive_each_other_and_the_server(rig: Rig) -> None:
@@ -199,8 +214,7 @@ async def test_replicas_act_as_one_and_outlive_each_other_and_the_server(rig: Ri
     assert failed(turns) == []
     alone = [await rig.metric(g, "perilune_decisions_total") for g in rig.gateways]
     assert min(alone) > SESSIONS, "Envoy did not ask both gateways"
-    bound = hosts(turns)
-    assert [session for session, on in bound.items() if len(on) > 1] == []
+    assert lost(turns) == []
 
     # A late replica has read all sessions before it is ready.
     await rig.start_gateway("late")
@@ -209,9 +223,9 @@ async def test_replicas_act_as_one_and_outlive_each_other_and_the_server(rig: Ri
 
     # Killing a gateway fails no request and loses no binding.
     await rig.kill(rig.gateways.pop("gateway-1"))
-    turns = await rig.load(TURNS + 1, 1)
+    turns += await rig.load(TURNS + 1, 1)
     assert failed(turns) == []
-    assert hosts(turns) == bound
+    assert lost(turns) == []
 
     async def no_peers() -> bool:
         return await rig.metric("gateway-2", "perilune_shared_state_peers") == 0
@@ -226,9 +240,9 @@ async def test_replicas_act_as_one_and_outlive_each_other_and_the_server(rig: Ri
         return "shared_state" in await rig.problems("gateway-2")
 
     await until_true(says_so)
-    turns = await rig.load(TURNS + 2, 1)
+    turns += await rig.load(TURNS + 2, 1)
     assert failed(turns) == []
-    assert hosts(turns) == bound
+    assert lost(turns) == []
 
     # A server that comes back empty is filled again, for replicas that come later.
     rig.server = await rig.start_server()
@@ -288,7 +302,7 @@ async def test_new_sessions_wait_at_every_gateway_for_contexts_that_any_of_them_
 
 
 async def test_a_client_of_the_server_reads_no_name_of_a_session(rig: Rig) -> None:
-    assert (await rig.turn("a-name-of-a-session", 0))[0] == 200
+    assert (await rig.turn("a-name-of-a-session", 0)).status == 200
     async with Redis(port=rig.port, password=PASSWORD) as client:
 
         async def kept() -> bool:
