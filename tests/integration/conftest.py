@@ -26,6 +26,9 @@ from perilune_gateway.model import Tokens
 from perilune_gateway.request.openai import ParsedRequest
 from perilune_lab.envoy import Mode, config
 
+PATIENT_S = 60.0
+"""Envoy's message timeout where no test says another."""
+
 
 class SlowTokenizer:
     """Never answers."""
@@ -77,7 +80,9 @@ class Rig:
         return f"{self.transport}-{next(self._ids)}"
 
     async def envoy(self, processor: str, **options: Any) -> Envoy:
-        """`processor`: addresses, comma-separated. `options` of envoy.config."""
+        """`processor`: addresses, comma-separated. `options` of envoy.config. A test about a time that is up
+        says which; in all others the gateway may take its time, since the machine may be busy."""
+        options = {"message_timeout_s": PATIENT_S, **options}
         key = repr((processor, sorted(options.items(), key=lambda item: item[0])))
         if key not in self._envoys:
             log = self._folder / f"access-{self.transport}-{len(self._envoys)}.json"

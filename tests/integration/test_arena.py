@@ -29,7 +29,7 @@ def test_envoy_alone_and_our_gateway_play_the_same_sessions(tmp_path, capsys, mo
 
 
 def test_a_router_by_url_that_does_not_answer_is_left_out(capsys, monkeypatch):
-    monkeypatch.setattr("perilune_research.arena.play.READY_S", 0.5)
+    monkeypatch.setattr("perilune_research.arena.play.RUNS_S", 0.5)
     argv = [
         *("--routers", "envoy-round-robin", "--url", "dead=http://127.0.0.1:9"),
         *("--engine-port", str(free_port()), "--loads", "ease", "--headers", "with"),

@@ -5,7 +5,8 @@ import time
 
 import aiohttp
 import pytest
-from envoy_doubles import ILL, until
+from envoy_doubles import ILL
+from waiting import until
 
 from perilune_gateway.model import Outcome
 from perilune_lab.envoy import Mode

@@ -170,4 +170,4 @@ async def test_a_request_that_is_sent_again_elsewhere_waits_for_no_spent_transfe
         assert user.failed == []
         assert {host for turns in user.hosts.values() for host in turns} == {user.stack.endpoints[2]}
         assert await user.metric('perilune_handoffs_given_up_total{cause="elsewhere"}') >= 1
-        assert await user.metric('perilune_handoffs_total') == 4, "each has one end"
+        assert await user.metric("perilune_handoffs_total") == 4, "each has one end"

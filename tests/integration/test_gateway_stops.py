@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 import envoy_doubles as doubles
 import pytest
-from envoy_doubles import until
+from waiting import until
 
 from perilune_api.pool import Limits
 from perilune_gateway.extproc import Transport, new_server

@@ -150,8 +150,8 @@ class Rig:
             return Turn(session, answer.status, endpoint, reason.strip())
 
     async def load(self, first_turn: int, turns: int = TURNS) -> list[Turn]:
-        """All turns of all sessions, a session's one after the other. Few run at a time, so that no engine is so
-        busy that the policy moves sessions away from it."""
+        """All turns of all sessions, a session's one after the other. Few run at a time, so that no engine
+        gets so busy that the policy moves sessions away from it."""
         places = asyncio.Semaphore(4)
 
         async def session(name: str) -> list[Turn]:

@@ -279,10 +279,3 @@ class StubProcessor:
             await self.acts[call.do](call)
         finally:
             self.ended[call.test_id].set()
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Wait for what tells nobody when it happens. Raises TimeoutError."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)

@@ -34,7 +34,9 @@ from perilune_research.arena.contestants import (
 from perilune_research.arena.loads import SLOWED, Halfway, Level, Setting, engine_options, traffic
 
 READY_S = 60.0
-"""Seconds within which a router must list a model."""
+"""Seconds within which a router that is started here must list a model."""
+RUNS_S = 30.0
+"""The same for a router by URL, which its owner has started."""
 SETTLE_S = 1.0
 """Seconds that every router gets to find all engines, since some answer before they have found them."""
 _ASK_EVERY_S = 0.1
@@ -115,7 +117,7 @@ async def _fronted(
         case Ours():
             yield _Front(stack.url, stack.restart_gateway)
         case Remote(url):
-            await _answers(contestant.name, url)
+            await _answers(contestant.name, url, RUNS_S)
             yield _Front(url, None)
         case Balancer(lb_policy):
             (port,) = _free_ports(1)
@@ -129,7 +131,7 @@ async def _fronted(
             line = command(front, str(programs[package]), engines, model, port, metrics_port)
             async with _Process(contestant.name, line, stack) as process:
                 url = f"http://127.0.0.1:{port}"
-                await _answers(contestant.name, url, process.child)
+                await _answers(contestant.name, url, READY_S, process.child)
                 yield _Front(url, process.restart)
 
 
@@ -153,11 +155,11 @@ class _Process:
         self.child = await start(*self._how)
 
 
-async def _answers(name: str, url: str, child: Child | None = None) -> None:
+async def _answers(name: str, url: str, within_s: float, child: Child | None = None) -> None:
     """Waits until the router lists a model. Raises StackError if it ends, or lists none in time."""
     cause = "it lists no model"
     loop = asyncio.get_running_loop()
-    until_s = loop.time() + READY_S
+    until_s = loop.time() + within_s
     while loop.time() < until_s:
         if child is not None and child.ended.done():
             raise child.death()
@@ -167,7 +169,9 @@ async def _answers(name: str, url: str, child: Child | None = None) -> None:
         except TargetError as error:
             cause = str(error)
         await asyncio.sleep(_ASK_EVERY_S)
-    raise child.late(READY_S) if child is not None else StackError(f"{name} does not serve at {url}: {cause}")
+    raise (
+        child.late(within_s) if child is not None else StackError(f"{name} does not serve at {url}: {cause}")
+    )
 
 
 def _free_ports(number: int) -> list[int]:

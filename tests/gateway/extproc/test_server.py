@@ -7,8 +7,9 @@ import certificates
 import grpc
 import grpc.aio
 import pytest
-from envoy_doubles import ID, PHASE, REFUSE, ROUTE, ScriptedRouter, until
+from envoy_doubles import ID, PHASE, REFUSE, ROUTE, ScriptedRouter
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from waiting import until
 
 from perilune_api import extproc_pb2 as pb
 from perilune_api.names import EXT_PROC_SERVICE, HEALTH_SERVICES

@@ -9,8 +9,9 @@ import certificates
 import grpc
 import grpc.aio
 import pytest
-from envoy_doubles import ScriptedRouter, until
+from envoy_doubles import ScriptedRouter
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from waiting import until
 
 from perilune_api.pool import Limits, SpecError
 from perilune_gateway import main

@@ -5,7 +5,8 @@ import random
 import struct
 
 import pytest
-from envoy_doubles import ID, PHASE, REFUSE, ROUTE, ScriptedRouter, until
+from envoy_doubles import ID, PHASE, REFUSE, ROUTE, ScriptedRouter
+from waiting import until
 
 from perilune_api import extproc_pb2 as pb
 from perilune_api.names import EXT_PROC_SERVICE
