@@ -49,11 +49,12 @@ class BlockMap:
         """The value of a block; 0 if it is unknown."""
         return self._gets[block & self._low](block, 0) & ~self._retired
 
-    def steps(self, blocks: Sequence[int], *, past_unknown: bool) -> tuple[Steps, int]:
-        """The values along a prompt, until its end or the first unknown block, and that position."""
+    def steps(self, blocks: Sequence[int], start: int = 0, *, past_unknown: bool) -> tuple[Steps, int]:
+        """The values along a prompt, from a position until its end or the first unknown block, and where that
+        is."""
         gets, low, last = self._gets, self._low, -1
         steps: Steps = []
-        for at, block in enumerate(blocks):
+        for at, block in enumerate(blocks[start:] if start else blocks, start):
             value = gets[block & low](block)
             if value is not last:
                 if value is None:
@@ -64,12 +65,11 @@ class BlockMap:
                 last = value
         return steps, len(blocks)
 
-    def add(self, blocks: Sequence[int], bit: int, now: float, instead_of: int = 0) -> tuple[int, list[int]]:
-        """Set a bit of these blocks, and clear another. Return how many lacked the one, and which had the
-        other. The last block comes first, because the end of a prompt is evicted before its beginning."""
+    def add(self, blocks: Sequence[int], bit: int, born: float) -> int:
+        """Set a bit of these blocks, of which the unknown ones become known at `born`. Return how many lacked
+        it. The last block comes first, because the end of a prompt is evicted before its beginning."""
         shards, low = self._shards, self._low
-        fresh, added, last, merged = self._same(int(now) | bit), 0, 0, 0
-        had: list[int] = []
+        fresh, added, last, merged = self._same(int(born) | bit), 0, 0, 0
         for block in reversed(blocks):
             shard = shards[block & low]
             value = shard.get(block)
@@ -80,12 +80,10 @@ class BlockMap:
                 continue
             else:
                 if value is not last:
-                    last, merged = value, self._same((value | bit) & ~instead_of)
+                    last, merged = value, self._same(value | bit)
                 shard[block] = merged
-                if value & instead_of:
-                    had.append(block)
             added += 1
-        return added, had
+        return added
 
     def take(self, blocks: Iterable[int], bit: int) -> int:
         """Clear a bit of these blocks. Return how many had it."""

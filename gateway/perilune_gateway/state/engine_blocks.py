@@ -132,7 +132,7 @@ class EngineBlocks:
         self._store = store
         self._names = Names(max_names)
         self._max_names = max_names
-        self._claims = StoreClaims(index.__contains__, max_names)
+        self._claims = StoreClaims(index.cached, max_names)
         self._max_waiting = max_waiting
         self._prompt_names = prompt_names
         self._listed, self._older = Names(max_names), Names(0)
@@ -273,9 +273,9 @@ class EngineBlocks:
             ours = self._learn(parent, names, event.token_ids, group.stride, extra)
         except (ValueError, TypeError):
             return self._skip(endpoint, names, Unused.MALFORMED)
-        self._index.stored(endpoint, Tier.DEVICE, ours, now, group)
+        self._stored(endpoint, Tier.DEVICE, ours, now, group, 0 if above is None else parent)
         self._join(names, now)
-        self._names.shrink(self._index.__contains__)
+        self._names.shrink(self._index.cached)
         told = () if group.window else ours  # the group with full attention tells it too
         return Applied(endpoint, Tier.DEVICE, parent, told, session_id=event.session_id or "")
 
@@ -306,8 +306,17 @@ class EngineBlocks:
             self._wait(name, of, _Waiting({}))
         return Applied(endpoint, tier, stored=() if group.window else ours, unused=len(late))
 
-    def _stored(self, endpoint: str, tier: Tier, ours: Sequence[int], now: float, group: Group) -> None:
-        self._index.stored(endpoint, tier, ours, now, group)
+    def _stored(
+        self,
+        endpoint: str,
+        tier: Tier,
+        ours: Sequence[int],
+        now: float,
+        group: Group,
+        parent: int | None = None,
+    ) -> None:
+        """`parent`: see `PrefixIndex.stored`."""
+        self._index.stored(endpoint, tier, ours, now, group, parent if group.stride == 1 else None)
         if tier is Tier.STORE:
             self._claims.stored(endpoint, ours)
 
@@ -377,8 +386,9 @@ class EngineBlocks:
                     if listed.get(name):
                         listed.enter((name,), (0,))
             if waited := self._stop_waiting(name):
+                above = None if waited.parent is None else self._names.get(waited.parent)
                 for endpoint, tier, group in waited.holdings:
-                    self._stored(endpoint, tier, (ours,), now, group)
+                    self._stored(endpoint, tier, (ours,), now, group, above)
             for child in tuple(self._children.get(name, ())):
                 block = self._waits[child]
                 stride = len(block.tokens) // self._block_size

@@ -9,22 +9,23 @@ matches only whole inserted entries. Dynamo's radix tree matches as this index d
 2. *speculate* claims the blocks of a prompt that was just routed to an endpoint, because it will be cached
    there. A claim counts until the engine announces the block or it expires. Equal prompts of one burst thus
    go to the same endpoint. An endpoint without events has claims only: they last longer, and are at most as
-   many as its KV cache has blocks, so the oldest are dropped.
-3. *store* tier: engines announce its blocks, but the store does not report what it evicts. So its entries are
-   claims too, with a TTL of their own. A list of all that the store has confirms them (*listed*), and ends
-   those that it lacks (*unlisted*).
+   many as its KV cache has blocks, so the oldest are dropped. A claim is one record (`claims.py`).
+3. *store* tier: engines announce its blocks, but the store does not report what it evicts. So its entries
+   have a TTL. A list of all that the store has renews them (*listed*), and ends those that it lacks
+   (*unlisted*).
 4. *find_matches* walks along the prompt until a block is unknown. A match is *leading and contiguous* for
    each holder. An endpoint of a hybrid model has several KV cache groups. Its match ends where every group
    has what it needs: all blocks (full attention) or the last few (a sliding window, or one state of
    state-space layers).
 5. *record_match* updates the statistics of the block where the match ended.
 
-`block_map.py` keeps the blocks. For each holder a block has three bits: on the device, claimed, in host
-memory; each further KV cache group of an endpoint has one more.
+`block_map.py` keeps the other blocks. For each endpoint a block's value has three bits: on the device,
+claimed (only while *find_matches* runs), in host memory; each further KV cache group of an endpoint has one
+more. The store has one.
 
-Costs: about 0.1 µs per block of a match, 0.2 µs per stored or removed block. Memory: at most `max_blocks`
-blocks of about 80 bytes; a full index evicts the blocks that were stored or routed longest ago. It never
-waits or reads a clock.
+Costs: about 0.1 µs per block of a match, 0.2 µs per stored or removed block, some µs per claim. Memory: at
+most `max_blocks` blocks of about 80 bytes, or 8 if they are claimed; a full index evicts the blocks that were
+stored or routed longest ago, and after those the oldest claims. It never waits or reads a clock.
 """
 
 from __future__ import annotations
@@ -35,16 +36,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import islice, pairwise
-from math import lcm, sqrt
-from typing import NamedTuple
+from math import inf, lcm, sqrt
+from typing import NamedTuple, Protocol
 
 from msgspec import Struct
 
 from perilune_gateway.model import Tier
 from perilune_gateway.state.block_map import BORN, BlockMap, Steps
+from perilune_gateway.state.claims import Before, Claims, Heads, Leaving, Run
 
 _CLAIMED, _ON_HOST = 1, 2
-"""Where a holder's bits are, after the one for its device."""
+"""Where an endpoint's bits are, after the one for its device."""
+_STORED = 1 << 32
+"""The store's bit."""
+_NO_RUNS: dict[int, Run] = {}
 _RECENT = 1000
 _MOST_NAMED = 4096
 
@@ -63,6 +68,7 @@ class IndexStats:
     """The prefix index in numbers. The `recent_*` fields cover the last 1,000 prompts."""
 
     entries: int = 0
+    """Blocks in the index. A claimed block counts for each endpoint that claims it."""
     depth_blocks: int = 0
     """Deepest recent match."""
     speculative: int = 0
@@ -118,16 +124,53 @@ FULL = Group()
 """The only group of a model whose layers all have full attention."""
 
 
+class _Expires(Protocol):
+    """Has parts that expire one after the other."""
+
+    due: bool
+    """Whether the index will look at it when the first expires."""
+
+    @property
+    def first_expiry_s(self) -> float: ...
+
+    def expire(self, now: float) -> None: ...
+
+
+class _Lasting:
+    """Blocks with an expiry each, in that order; of one prompt the last block comes first."""
+
+    def __init__(self, on_expiry: Callable[[int], object]) -> None:
+        self.expiry_s: OrderedDict[int, float] = OrderedDict()
+        self.due = False
+        self._on_expiry = on_expiry
+        self._last_expiry_s = 0.0
+
+    def renew(self, blocks: Sequence[int], expiry_s: float) -> None:
+        """Let these blocks last until then, and not end before older ones."""
+        expiry_s = self._last_expiry_s = max(self._last_expiry_s, expiry_s)
+        for block in reversed(blocks):
+            self.expiry_s[block] = expiry_s
+            self.expiry_s.move_to_end(block)
+
+    @property
+    def first_expiry_s(self) -> float:
+        return next(iter(self.expiry_s.values()), inf)
+
+    def expire(self, now: float) -> None:
+        while self.first_expiry_s <= now:
+            block, _ = self.expiry_s.popitem(last=False)
+            self._on_expiry(block)
+
+
 class _Holder:
-    """An endpoint, or the store: its bits, how many blocks it holds, and its claims."""
+    """An endpoint: its bits, how many blocks it holds, and its claims."""
 
     __slots__ = (
-        "address", "announced", "claimed", "claims", "copies", "device", "due", "groups", "host",
-        "last_expiry_s",
-        "on_device", "on_host",
+        "address", "announced", "claimed", "claims", "copies", "device", "groups", "host", "on_device",
+        "on_host", "ordered",
     )  # fmt: skip
 
-    def __init__(self, address: str, slot: int) -> None:
+    def __init__(self, address: str, slot: int, heads: Heads) -> None:
         self.address = address
         self.device = _bit(slot)
         """The bit of the first group with full attention."""
@@ -140,12 +183,10 @@ class _Holder:
         """(block, bit) → copies beyond the first. An engine stores a block again if another group lacked what
         a request needed, and announces each copy's removal. Kept for hybrid models only, where it is
         common."""
+        self.ordered = True
+        """Whether each announced block came with or after the one before it in its prompt."""
         self.on_device = self.on_host = 0
-        self.claims: OrderedDict[int, float] = OrderedDict()
-        """Block → when its claim expires, in that order; of one prompt the last block comes first."""
-        self.last_expiry_s = 0.0
-        self.due = False
-        """Whether the index will look at the claims when the first expires."""
+        self.claims = Claims(heads, self.claimed)
 
 
 class PrefixIndex:
@@ -167,11 +208,13 @@ class PrefixIndex:
         self._claims_per_endpoint = claims_per_endpoint
         self._store_ttl_s = store_ttl_s
         self._window_s = window_s
-        self._blocks = BlockMap(max_blocks, self._dropped)
-        self._store = _Holder("", 0)
+        self._blocks = BlockMap(max_blocks, self._forget_statistics)
+        self._store = _Lasting(self._no_longer_stored)
+        self._heads = Heads()
+        self._leaving = Leaving()
         self._holders: dict[str, _Holder] = {}
-        self._slots: list[_Holder | None] = [self._store]
-        """The holder to which each three bits belong."""
+        self._slots: list[_Holder | None] = [None]
+        """The holder to which each three bits belong. The first are the store's."""
         self._free: list[int] = []
         self._retired: list[int] = []
         """Slots of forgotten endpoints whose bits are still in values."""
@@ -183,19 +226,29 @@ class PrefixIndex:
         """Whether an endpoint has ever stored blocks in host memory."""
         self._addresses: dict[int, dict[str, None]] = {}
         """The endpoints of each set of device bits that has been translated."""
-        self._due: list[tuple[float, int, _Holder]] = []
-        """A heap of (expiry of the first claim, tie breaker, its holder)."""
+        self._due: list[tuple[float, int, _Expires]] = []
+        """A heap of (first expiry, tie breaker, what expires)."""
         self._pushed = 0
         self._hits: dict[int, tuple[int, float]] = {}
         """Block → number of recorded matches that ended there, and the time of the last one."""
         self._uses: dict[int, deque[float]] = {}
+        self._counted = _Lasting(self._claim_ended)
+        """Blocks with statistics that were only claimed when they were counted: until that claim expires."""
+        self._known_s: dict[int, float] = {}
+        """When these became known."""
         self._recent: deque[tuple[int, int]] = deque(maxlen=_RECENT)
         self._evicted = 0
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        """The number of different blocks. O(claimed blocks), unlike `IndexStats.entries`."""
+        claimed = set().union(*(holder.claims for holder in self._holders.values()))
+        return len(self._blocks) + sum(not self._blocks.value(block) for block in claimed)
 
     def __contains__(self, block: int) -> bool:
+        return self.cached(block) or any(block in holder.claims for holder in self._holders.values())
+
+    def cached(self, block: int) -> bool:
+        """Whether an endpoint has announced this block, or the store has it; claims do not count. O(1)."""
         return self._blocks.value(block) > BORN
 
     def widen(self, max_blocks: int) -> None:
@@ -205,26 +258,36 @@ class PrefixIndex:
     # -- what engines say --------------------------------------------------------------------------
 
     def stored(
-        self, endpoint: str, tier: Tier, blocks: Sequence[int], now: float, group: Group = FULL
+        self,
+        endpoint: str,
+        tier: Tier,
+        blocks: Sequence[int],
+        now: float,
+        group: Group = FULL,
+        parent: int | None = None,
     ) -> None:
         """Note that an endpoint has stored blocks, in a KV cache group of its device or in another tier. For
-        the store tier the endpoint is ignored."""
+        the store tier the endpoint is ignored. `parent`: the block that the first one follows, each of the
+        others following the one before it, 0 for the beginning of a prompt; None if they may be any blocks:
+        from then on the endpoint's claims take longer."""
         self.expire(now)
         if tier is Tier.STORE:
-            self._claim(self._store, blocks, now, self._store_ttl_s)
+            self.listed(blocks, now)
         elif tier is Tier.HOST:
             self._hosts, holder = True, self._holder(endpoint)
-            holder.on_host += self._blocks.add(blocks, holder.host, now)[0]
+            holder.on_host += self._blocks.add(blocks, holder.host, now)
         else:
             holder = self._holder(endpoint)
             bit = self._group_bit(holder, group)
             if endpoint in self._hybrids:
                 holder.copies.update((block, bit) for block in blocks if self._blocks.value(block) & bit)
-            added, confirmed = self._blocks.add(blocks, bit, now, instead_of=holder.claimed)
-            holder.on_device += added
-            for block in confirmed:
-                del holder.claims[block]
-        self._in_use(blocks)
+            before = self._before(holder, parent)
+            holder.ordered = before is Before.ANNOUNCED
+            born = min(now, self._confirm(holder, blocks, before))
+            holder.on_device += self._blocks.add(blocks, bit, born)
+        if self._filling:
+            self._blocks.renew(blocks)
+        self._evict()
 
     def removed(self, endpoint: str, tier: Tier, blocks: Iterable[int], group: int = 0) -> None:
         """Note that an endpoint has removed blocks. Those that it does not hold are ignored; claims stay."""
@@ -241,20 +304,24 @@ class PrefixIndex:
 
     def lost(self, blocks: Iterable[int]) -> None:
         """Note that the store has lost these blocks."""
-        self._unclaim(self._store, blocks)
+        for block in blocks:
+            if self._store.expiry_s.pop(block, None) is not None:
+                self._no_longer_stored(block)
 
     def listed(self, blocks: Sequence[int], now: float) -> None:
         """Note that the store has these blocks, which is no use of them."""
-        self._claim(self._store, blocks, now, self._store_ttl_s)
+        self._blocks.add(blocks, _STORED, now)
+        self._store.renew(blocks, now + self._store_ttl_s)
+        self._await_expiry(self._store)
 
     def unlisted(self, since: float) -> None:
         """Note that the store has lost all blocks of which the last report is older than `since`."""
         lost = []
-        for block, expiry_s in self._store.claims.items():
+        for block, expiry_s in self._store.expiry_s.items():
             if expiry_s - self._store_ttl_s >= since:
                 break
             lost.append(block)
-        self._unclaim(self._store, lost)
+        self.lost(lost)
 
     def forget(self, endpoint: str) -> None:
         """Forget all blocks and claims of an endpoint: its cache was emptied, or it is gone."""
@@ -264,7 +331,7 @@ class PrefixIndex:
         self._everyone &= ~holder.device
         self._hybrids.discard(endpoint)
         self._addresses.clear()
-        holder.claims.clear()
+        self._leaving.add(holder.claims)
         for slot, of in enumerate(self._slots):
             if of is holder:
                 self._slots[slot] = None
@@ -275,35 +342,46 @@ class PrefixIndex:
     # -- what the router does ----------------------------------------------------------------------
 
     def speculate(
-        self, endpoint: str, blocks: Sequence[int], now: float, ttl_s: float | None = None
+        self,
+        endpoint: str,
+        blocks: Sequence[int],
+        now: float,
+        ttl_s: float | None = None,
+        *,
+        begins: bool = True,
     ) -> Sequence[int]:
         """Claim a whole prompt that was just routed to an endpoint: the blocks after the last one that it has
         announced count as cached for `ttl_s` seconds, or until they are announced. If the endpoint then has
-        too many claims, the oldest are dropped. Returns the claimed blocks."""
+        too many claims, the oldest are dropped. `begins`: the prompt's beginning is not missing. Returns the
+        claimed blocks."""
         self.expire(now)
         holder = self._holder(endpoint)
-        claimed = self._claim(holder, blocks, now, self._ttl_s if ttl_s is None else ttl_s)
-        while len(holder.claims) > self._claims_per_endpoint:
-            block, _ = holder.claims.popitem(last=False)
-            self._blocks.take((block,), holder.claimed)
-        self._in_use(blocks)
+        start = self._announced_end(holder, blocks)
+        parent = blocks[start - 1] if start else 0 if begins else None
+        claimed = blocks[start:] if start else blocks
+        ttl_s = self._ttl_s if ttl_s is None else ttl_s
+        holder.claims.make(claimed, now, ttl_s, self._before(holder, parent))
+        holder.claims.shrink(self._claims_per_endpoint)
+        self._await_expiry(holder.claims)
+        if self._filling:  # an unknown block has no known ones after it, as engines evict
+            known = bisect_left(blocks, True, key=lambda block: not self._blocks.value(block))
+            self._blocks.renew(blocks[:known])
+        self._evict()
         return claimed
 
-    def unclaim(self, endpoint: str, blocks: Iterable[int]) -> None:
+    def unclaim(self, endpoint: str, blocks: Sequence[int]) -> None:
         """Drop an endpoint's claims of these blocks: it will not cache them."""
         if holder := self._holders.get(endpoint):
-            self._unclaim(holder, blocks)
+            holder.claims.cut(blocks, Before.ANYTHING)
 
     def expire(self, now: float) -> None:
-        """Drop expired claims, and a part of what forgotten endpoints have left. The other methods that are
+        """Drop what has expired, and a part of what forgotten endpoints have left. The other methods that are
         told the time do it too."""
         while self._due and self._due[0][0] <= now:
-            _, _, holder = heappop(self._due)
-            claims, holder.due = holder.claims, False
-            while claims and next(iter(claims.values())) <= now:
-                block, _ = claims.popitem(last=False)
-                self._blocks.take((block,), holder.claimed)
-            self._await_expiry(holder)
+            _, _, expires = heappop(self._due)
+            expires.due = False
+            expires.expire(now)
+            self._await_expiry(expires)
         if self._retired:
             self._sweep()
 
@@ -313,10 +391,11 @@ class PrefixIndex:
             return
         matched = matches.longest
         self._recent.append((matched, len(blocks)))
-        if matched and (last := blocks[matched - 1]) in self:
+        if matched and self._counts(blocks[:matched], matches, now):
+            last = blocks[matched - 1]
             self._hits[last] = self._hits.get(last, (0, 0.0))[0] + 1, now
-        for block in islice(blocks, matched) if self._window_s else ():
-            if block in self:
+        for n, block in enumerate(islice(blocks, matched), 1) if self._window_s else ():
+            if self._counts(blocks[:n], matches, now):
                 uses = self._uses.setdefault(block, deque())
                 while uses and uses[0] <= now - self._window_s:
                     uses.popleft()
@@ -332,16 +411,28 @@ class PrefixIndex:
         what the tree once held.)
         """
         self.expire(now)
-        hybrids = self._hybrids  # their groups may lack blocks that are not needed
-        steps, end = self._blocks.steps(blocks, past_unknown=bool(hybrids))
+        steps, end = self._steps(blocks)
         if early_exit:
             end, steps = self._early_exit(steps, end)
+        return self._matches(blocks, steps, end, now)
+
+    def find_block(self, block: int, now: float) -> Matches:
+        """Return the holders of one block, wherever in a prompt it is, as matches of length 1."""
+        self.expire(now)
+        value = self._blocks.value(block)
+        for holder in self._holders.values():
+            if block in holder.claims:
+                value |= holder.claimed
+        return self._matches((block,), [(0, value)] if value else [], int(value > 0), now)
+
+    def _matches(self, blocks: Sequence[int], steps: Steps, end: int, now: float) -> Matches:
+        hybrids = self._hybrids
         device = host = reach = self._walk(steps, end, _on_device)
         offloaded: dict[str, int] = {}
         if self._hosts:
             host = reach = self._walk(steps, end, _on_host)
             offloaded = self._walk(steps, end, _offloaded)
-        stored = self._store.claimed if self._store.claims else 0
+        stored = _STORED if self._store.expiry_s else 0
         if stored:
             reach = self._walk(steps, end, lambda value: -1 if value & stored else _on_host(value))
         store = next((at for at, value in steps if not value & stored), end) if stored else 0
@@ -359,10 +450,6 @@ class PrefixIndex:
         frequencies = self._frequencies(blocks[:longest], now) if self._window_s else ()
         return Matches(len(blocks), device, host, reach, offloaded, store, longest, frequencies)
 
-    def find_block(self, block: int, now: float) -> Matches:
-        """Return the holders of one block, wherever in a prompt it is, as matches of length 1."""
-        return self.find_matches((block,), now)
-
     def leading(self, endpoint: str, blocks: Sequence[int], now: float) -> int:
         """Return how many of these blocks, which begin a prompt, are on the endpoint's device. Engines evict
         the end of a prompt before its beginning, so bisection finds it: O(log blocks), except for hybrid
@@ -371,13 +458,46 @@ class PrefixIndex:
         holder = self._holders.get(endpoint)
         if holder is None:
             return 0
-        wanted = holder.device | holder.claimed
-        held = bisect_left(blocks, True, key=lambda block: not self._blocks.value(block) & wanted)
-        return (
-            _fitting(holder, list(map(self._blocks.value, blocks)), held)
-            if endpoint in self._hybrids
-            else held
-        )
+        held, _ = self._leading(holder, blocks)
+        return _fitting(holder, _row(*self._steps(blocks)), held) if endpoint in self._hybrids else held
+
+    def _leading(self, holder: _Holder, blocks: Sequence[int]) -> tuple[int, Run | None]:
+        """How many of these blocks are on the device, and the run in which the last of them is."""
+        held, run = 0, None
+        while held < len(blocks):
+            if following := holder.claims.run_at(blocks[held]):
+                run = following
+                held += run.common(blocks, held)
+                continue
+            lacks = bisect_left(
+                blocks, True, held, key=lambda block: not self._blocks.value(block) & holder.device
+            )
+            if lacks == held:
+                break
+            held, run = lacks, None
+        return held, run
+
+    def _confirm(self, holder: _Holder, blocks: Sequence[int], before: Before) -> float:
+        """Drop the claims of blocks that are announced now. Returns when they became known."""
+        if holder.ordered and holder.claims.blocks:  # some may be announced again
+            blocks = blocks[self._announced_end(holder, blocks) :]
+        return holder.claims.cut(blocks, before)
+
+    def _before(self, holder: _Holder, parent: int | None) -> Before:
+        """What is known of the blocks before a piece of a prompt; `parent` as in `stored`."""
+        if parent is None or not (parent == 0 or self._blocks.value(parent) & holder.announced):
+            return Before.ANYTHING
+        return Before.ANNOUNCED if holder.ordered else Before.NOT_CLAIMED
+
+    def _announced_end(self, holder: _Holder, blocks: Sequence[int]) -> int:
+        """How many blocks a prompt has up to the last one that is announced. O(log blocks) if the endpoint
+        announces no block without the one before it, because it evicts them in the opposite order."""
+        if not holder.on_device:
+            return 0
+        value, announced = self._blocks.value, holder.announced
+        if holder.ordered:
+            return bisect_left(blocks, True, key=lambda block: not value(block) & announced)
+        return next((at for at in range(len(blocks), 0, -1) if value(blocks[at - 1]) & announced), 0)
 
     def leading_offloaded(self, endpoint: str, blocks: Sequence[int]) -> int:
         """Return how many of these blocks, which begin a prompt, are in the endpoint's host memory; 0 for a
@@ -400,25 +520,25 @@ class PrefixIndex:
         """Return the number of recorded matches that ended at a block, the time of the last one, and
         Conductor's frequency score: hits / sqrt(seconds since the block became known)."""
         hits, last_access_s = self._hits.get(block, (0, 0.0))
-        age_s = now - (self._blocks.value(block) & BORN)
+        age_s = now - (self._blocks.value(block) & BORN or self._known_s.get(block, 0.0))
         return hits, last_access_s, hits / sqrt(max(1.0, age_s))
 
     def stats(self, now: float) -> IndexStats:
         """The index in numbers. O(endpoints + recent matches)."""
         self.expire(now)
         endpoints = {
-            address: EndpointBlocks(holder.on_device, holder.on_host, len(holder.claims))
+            address: EndpointBlocks(holder.on_device, holder.on_host, holder.claims.blocks)
             for address, holder in self._holders.items()
         }
         recent = self._recent
         missed = sum(matched == 0 for matched, _ in recent)
         full = sum(matched == total for matched, total in recent)
         return IndexStats(
-            entries=len(self._blocks),
+            entries=self._entries,
             depth_blocks=max((matched for matched, _ in recent), default=0),
             speculative=sum(e.speculative for e in endpoints.values()),
             evicted=self._evicted,
-            store=len(self._store.claims),
+            store=len(self._store.expiry_s),
             endpoints=endpoints,
             recent_missed=missed,
             recent_partial=len(recent) - missed - full,
@@ -427,6 +547,40 @@ class PrefixIndex:
         )
 
     # -- matching ----------------------------------------------------------------------------------
+
+    def _steps(self, blocks: Sequence[int]) -> tuple[Steps, int]:
+        """The values along a prompt, claims included, until its end or the first block that nobody holds, and
+        that position. With hybrid endpoints until its end: their groups may lack blocks that are not
+        needed."""
+        to_end = bool(self._hybrids)
+        if not self._heads:
+            return self._blocks.steps(blocks, past_unknown=to_end)
+        # An endpoint's run begins where what it has announced ends, so where a value ends, or where another
+        # run ends. Only what else holds blocks of a prompt can have a run begin in its middle.
+        anywhere = to_end or self._hosts or bool(self._store.expiry_s)
+        steps: Steps = []
+        spans: dict[tuple[int, int], int] = {}
+        start = 0
+        while True:
+            more, end = self._blocks.steps(blocks, start, past_unknown=to_end)
+            steps += more
+            begin = self._heads.within(blocks, end) if anywhere else [at for at, _ in more]
+            self._follow(blocks, {*begin, *spans.values(), end}, spans)
+            start = min((until for until in spans.values() if until > end), default=end)
+            if start == end:
+                return _with_spans(steps, spans, end), end
+            steps.append((end, 0))  # those that hold this block claim it, and hold all up to `start`
+
+    def _follow(self, blocks: Sequence[int], begin: set[int], spans: dict[tuple[int, int], int]) -> None:
+        """Add the spans that runs cover of a prompt from these positions on, and from their ends on."""
+        left = begin
+        while left:
+            at = left.pop()
+            if at < len(blocks):
+                for bit, run in self._heads.runs.get(blocks[at], _NO_RUNS).items():
+                    if (at, bit) not in spans:
+                        spans[at, bit] = at + run.common(blocks, at)
+                        left.add(spans[at, bit])
 
     def _walk(self, steps: Steps, end: int, held_by: Callable[[int], int]) -> dict[str, int]:
         """The leading blocks of each endpoint. `held_by`: a block's value → device bits of those that hold
@@ -472,7 +626,7 @@ class PrefixIndex:
         holder = self._holders.get(endpoint)
         if holder is None:
             slot = self._slot()
-            holder = self._holders[endpoint] = self._slots[slot] = _Holder(endpoint, slot)
+            holder = self._holders[endpoint] = self._slots[slot] = _Holder(endpoint, slot, self._heads)
             self._everyone |= holder.device
         return holder
 
@@ -515,60 +669,83 @@ class PrefixIndex:
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def _in_use(self, blocks: Sequence[int]) -> None:
-        """Keep these blocks for longer than others, and evict some if there are too many."""
-        if 2 * len(self) > self._max_blocks:  # eviction may come soon
-            self._blocks.renew(blocks)
-        surplus = len(self) - self._max_blocks
-        if surplus > 0:
-            for block, value in self._blocks.drop_oldest(max(surplus, self._max_blocks // 256)):
-                self._evicted += 1
-                for holder, kind in self._of_bits(value):
-                    if kind == _CLAIMED:
-                        del holder.claims[block]
-                    elif kind == _ON_HOST:
-                        holder.on_host -= 1
-                    else:
-                        holder.on_device -= 1
+    @property
+    def _entries(self) -> int:
+        return len(self._blocks) + self._heads.blocks
 
-    def _dropped(self, block: int) -> None:
-        self._hits.pop(block, None)
-        self._uses.pop(block, None)
+    @property
+    def _filling(self) -> bool:
+        """Whether eviction may come soon, so that blocks in use are to be kept for longer than others."""
+        return 2 * self._entries > self._max_blocks
+
+    def _evict(self) -> None:
+        """Drop some blocks if there are too many."""
+        surplus = self._entries - self._max_blocks
+        if surplus <= 0:
+            return
+        for block, value in self._blocks.drop_oldest(max(surplus, self._max_blocks // 256)):
+            self._evicted += 1
+            if value & _STORED:
+                del self._store.expiry_s[block]
+            for holder, kind in self._of_bits(value & ~_STORED):
+                if kind == _ON_HOST:
+                    holder.on_host -= 1
+                else:
+                    holder.on_device -= 1
+        while (surplus := self._entries - self._max_blocks) > 0:
+            claims = min(
+                (holder.claims for holder in self._holders.values()), key=lambda it: it.first_expiry_s
+            )
+            evicted = min(surplus, claims.blocks)
+            self._evicted += evicted
+            claims.shrink(claims.blocks - evicted)
 
     def _sweep(self) -> None:
-        if self._blocks.sweep():
+        swept = self._blocks.sweep(), self._leaving.sweep()
+        if all(swept):
             self._free += self._retired
             self._retired = []
 
-    # -- claims ------------------------------------------------------------------------------------
+    # -- what expires ------------------------------------------------------------------------------
 
-    def _claim(self, holder: _Holder, blocks: Sequence[int], now: float, ttl_s: float) -> Sequence[int]:
-        """Claim the blocks after the last one that the holder has announced, or renew their claims. A
-        holder's claims expire in the order in which they were made. Returns the claimed blocks."""
-        expiry_s = holder.last_expiry_s = max(holder.last_expiry_s, now + ttl_s)
-        value, missing = self._blocks.value, []
-        for block in reversed(blocks):
-            if value(block) & holder.announced:
-                break
-            missing.append(block)
-        claimed = missing[::-1]
-        self._blocks.add(claimed, holder.claimed, now)
-        for block in missing:
-            holder.claims[block] = expiry_s
-            holder.claims.move_to_end(block)
-        self._await_expiry(holder)
-        return claimed
-
-    def _unclaim(self, holder: _Holder, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            if holder.claims.pop(block, None) is not None:
-                self._blocks.take((block,), holder.claimed)
-
-    def _await_expiry(self, holder: _Holder) -> None:
-        if holder.claims and not holder.due:
-            holder.due = True
+    def _await_expiry(self, expires: _Expires) -> None:
+        if not expires.due and (first := expires.first_expiry_s) < inf:
+            expires.due = True
             self._pushed += 1
-            heappush(self._due, (next(iter(holder.claims.values())), self._pushed, holder))
+            heappush(self._due, (first, self._pushed, expires))
+
+    def _no_longer_stored(self, block: int) -> None:
+        self._blocks.take((block,), _STORED)
+
+    # -- statistics --------------------------------------------------------------------------------
+
+    def _counts(self, matched: Sequence[int], matches: Matches, now: float) -> bool:
+        """Whether the last one of matched blocks is still known, so that it has statistics."""
+        last = matched[-1]
+        if self.cached(last):
+            return True
+        holders = [
+            holder
+            for endpoint, held in matches.device.items()
+            if held >= len(matched) and (holder := self._holders.get(endpoint))
+        ]
+        ends = [run for held, run in (self._leading(h, matched) for h in holders) if held == len(matched)]
+        claims = [run.claim for run in ends if run]
+        if not claims:
+            return False
+        self._known_s.setdefault(last, min(claim.known_s for claim in claims))
+        self._counted.renew((last,), max(claim.expiry_s for claim in claims))
+        self._await_expiry(self._counted)
+        return True
+
+    def _claim_ended(self, block: int) -> None:
+        if not self.cached(block):
+            self._forget_statistics(block)
+
+    def _forget_statistics(self, block: int) -> None:
+        self._hits.pop(block, None)
+        self._uses.pop(block, None)
+        self._known_s.pop(block, None)
 
 
 def _bit(slot: int) -> int:
@@ -588,6 +765,26 @@ def _on_host(value: int) -> int:
 def _offloaded(value: int) -> int:
     """The same, in host memory."""
     return value >> _ON_HOST
+
+
+def _with_spans(steps: Steps, spans: Mapping[tuple[int, int], int], end: int) -> Steps:
+    """Steps to `end` whose values also have the bits of spans: (position, bit) → where it ends."""
+    if not spans:
+        return steps
+    changes: dict[int, list[tuple[int, int]]] = {}
+    for (start, bit), until in spans.items():
+        changes.setdefault(start, []).append((bit, 1))
+        changes.setdefault(until, []).append((bit, -1))
+    values, value, claimed = dict(steps), 0, 0
+    covering: Counter[int] = Counter()
+    found: Steps = []
+    for at in sorted(at for at in values.keys() | changes.keys() if at < end):
+        value = values.get(at, value)
+        for bit, more in changes.get(at, ()):
+            covering[bit] += more
+            claimed = claimed | bit if covering[bit] else claimed & ~bit
+        found.append((at, value | claimed))
+    return found
 
 
 def _row(steps: Steps, end: int) -> list[int]:

@@ -2,13 +2,14 @@
 
 import json
 import random
+from itertools import pairwise
 from math import sqrt
 
 import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from perilune_gateway.model import Tier
 from perilune_gateway.request import block_hashes as blocks
@@ -230,6 +231,69 @@ def test_an_endpoint_without_events_keeps_its_latest_prompts():
     assert it.find_matches(other, 599).device == {"1": 2}
 
 
+def test_a_prompt_leaves_a_claim_where_it_differs():
+    it = index()
+    first, second = (blocks.chain([7] * 5 + [n] * 5, 1, 0) for n in (1, 2))
+    it.speculate("1", first, 0)
+    it.speculate("2", second, 0)
+    assert it.find_matches(first, 0).device == {"1": 10, "2": 5}
+    assert it.find_matches(second[:8], 0).device == {"1": 5, "2": 8}
+    assert it.stats(0).speculative == 20
+    assert len(it) == 15
+
+
+def test_prompts_that_begin_alike_claim_their_beginning_once():
+    it = index(ttl_s=10)
+    first, second = (blocks.chain([7] * 5 + [n] * 5, 1, 0) for n in (1, 2))
+    it.speculate("1", first, 0)
+    it.speculate("1", second, 5)
+    assert it.stats(5).speculative == 15
+    assert it.find_matches(first, 11).device == {"1": 5}
+    assert it.find_matches(second, 11).device == {"1": 10}
+
+
+@pytest.mark.parametrize("parent", [0, None], ids=["in order", "any blocks"])
+def test_what_is_announced_again_confirms_a_claim_that_follows_it(parent):
+    it = index()
+    it.stored("1", DEVICE, [A, B], 0, parent=0)
+    it.speculate("1", PROMPT, 0)
+    it.stored("1", DEVICE, [A, B, C], 1, parent=parent)
+    assert it.stats(1).speculative == 2
+    it.removed("1", DEVICE, [C])
+    assert it.find_matches(PROMPT, 1).device == {"1": 2}
+
+
+def test_a_claim_goes_on_after_what_other_endpoints_announced():
+    it = index()
+    it.stored("2", DEVICE, [A, B, C], 0, parent=0)
+    it.stored("1", DEVICE, [A], 0, parent=0)
+    it.speculate("1", PROMPT, 0)
+    it.stored("1", STORE, [A, B], 0)
+    matches = it.find_matches(PROMPT, 0)
+    assert (matches.device, matches.reach, matches.store) == ({"1": 5, "2": 3}, {"1": 5, "2": 3}, 2)
+
+
+def test_the_end_of_a_prompt_that_is_claimed_already_is_claimed_once():
+    """Another replica tells only what it did not know to be announced."""
+    it = index(ttl_s=10)
+    it.speculate("1", PROMPT, 0)
+    it.speculate("1", PROMPT[2:], 5, begins=False)
+    assert it.stats(5).speculative == 5
+    assert it.find_block(E, 11).device == {"1": 1}
+    assert it.find_block(A, 11).device == {}
+
+
+def test_a_block_that_is_only_claimed_has_statistics_until_the_claim_ends():
+    it = index(ttl_s=10)
+    it.speculate("1", [A, B, C], 0)
+    for now in (4, 8):
+        it.record_match([A, B, D], it.find_matches([A, B, D], now), now)
+    assert it.statistics(B, 9) == (2, 8, 2 / sqrt(9))
+    it.expire(10)
+    it.speculate("1", [A, B], 20)
+    assert it.statistics(B, 20) == (0, 0, 0)
+
+
 # -- statistics -----------------------------------------------------------------------------------------
 
 
@@ -329,6 +393,33 @@ def test_memory_is_bounded_whatever_comes(options):
                 it.record_match(prompt, it.find_matches(prompt, step), step)
         assert len(it) <= 500
     assert it.stats(2_000).evicted > 0
+
+
+def test_claims_fill_the_index_too_and_the_oldest_go_when_nothing_else_is_left():
+    it = index(max_blocks=10)
+    old, new = (blocks.chain([n] * 8, 1, 0) for n in (1, 2))
+    it.stored("1", DEVICE, PROMPT[:2], 0)
+    it.speculate("1", old, 0)
+    it.speculate("2", new, 1)
+    assert it.stats(1).entries == 10
+    assert it.find_matches(PROMPT, 1).device == {}
+    assert it.find_matches(old, 1).device == {"1": 2}, "its tail is gone"
+    assert it.find_matches(new, 1).device == {"2": 8}
+
+
+def test_many_claims_of_an_endpoint_that_left_count_no_more():
+    it = index(max_blocks=100_000)
+    rows = [blocks.chain([n, n], 1, 0) for n in range(3_000)]
+    for row in rows:
+        it.speculate("1", row, 0)
+    it.forget("1")
+    it.speculate("2", rows[0], 0)
+    assert it.stats(0).entries == 2
+    assert it.find_matches(rows[0], 0).device == {"2": 2}
+    for _ in range(4):
+        it.expire(0)
+    it.speculate("3", rows[1], 0)
+    assert it.find_matches(rows[1], 0).device == {"3": 2}
 
 
 # -- Dynamo's answers -----------------------------------------------------------------------------------
@@ -540,6 +631,177 @@ class AgainstSets(RuleBasedStateMachine):
         assert sum(e.host for e in stats.endpoints.values()) == len(self.host)
         assert stats.speculative == sum(t > self.now for t in self.claims.values())
         assert stats.store == sum(t > self.now for t in self.store.values())
+
+
+class AgainstEngines(RuleBasedStateMachine):
+    """Claims beside endpoints that announce prompts in order and evict them from their ends, as engines do.
+    Every block has an expiry in the model, in the order in which claims end when there are too many.
+    `disturbed`: events are lost, replicas tell pieces of prompts, and endpoints refuse some."""
+
+    MOST = 8
+    both = st.sampled_from(["1", "2"])
+    whole = st.sampled_from([[0] * 6, [0] * 2 + [1] * 4, [1] * 6])
+    prompts = st.builds(lambda tokens, n: blocks.chain(tokens[:n], 1, 0), whole, st.integers(1, 6))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.it = index(100_000, TTL_S, claims_per_endpoint=self.MOST)
+        self.device = {e: set() for e in "12"}
+        self.claims = {e: {} for e in "12"}
+        """Endpoint → block → expiry, the next one to drop first."""
+        self.last_expiry_s = {}
+        self.parents = {}
+
+    @initialize(disturbed=st.booleans())
+    def begin(self, disturbed):
+        self.disturbed = disturbed
+
+    @rule(endpoint=both, prompt=prompts, ttl_s=st.sampled_from([None, TTL_S, 25.0]))
+    def routed(self, endpoint, prompt, ttl_s):
+        """A whole prompt is claimed after the last block that is announced."""
+        self._follow(prompt)
+        assert list(self.it.speculate(endpoint, prompt, self.now, ttl_s)) == self._new(endpoint, prompt)
+        self._claim(endpoint, self._new(endpoint, prompt), ttl_s)
+
+    @precondition(lambda self: self.disturbed)
+    @rule(endpoint=both, prompt=prompts, at=st.integers(0, 5))
+    def told_by_a_replica(self, endpoint, prompt, at):
+        """Another replica tells the end of a prompt, after what it knew to be announced."""
+        self._follow(prompt)
+        piece = prompt[at:]
+        self.it.speculate(endpoint, piece, self.now, begins=False)
+        self._claim(endpoint, self._new(endpoint, piece))
+
+    @rule(endpoint=both, prompt=prompts, at=st.integers(0, 5), lost=st.booleans())
+    def announced(self, endpoint, prompt, at, lost):
+        """The next blocks of a prompt, or some again. `lost`: whatever came before was not heard."""
+        self._follow(prompt)
+        start = min(
+            at,
+            len(prompt) if lost and self.disturbed else leading(prompt, self.device[endpoint].__contains__),
+        )
+        piece = prompt[start:]
+        self.it.stored(endpoint, DEVICE, piece, self.now, parent=prompt[start - 1] if start else 0)
+        self.device[endpoint].update(piece)
+        for block in piece:
+            self.claims[endpoint].pop(block, None)
+
+    @rule(endpoint=both, prompt=prompts)
+    def evicted(self, endpoint, prompt):
+        """The last block that nothing follows which is announced or claimed."""
+        self._follow(prompt)
+        known = self.device[endpoint] | self._live(endpoint)
+        used = {self.parents.get(block) for block in known}
+        for block in reversed(prompt):
+            if block in self.device[endpoint] and block not in used:
+                self.it.removed(endpoint, DEVICE, [block])
+                self.device[endpoint].discard(block)
+                return
+
+    @precondition(lambda self: self.disturbed)
+    @rule(endpoint=both, prompt=prompts, at=st.integers(0, 5))
+    def refused(self, endpoint, prompt, at):
+        self.it.unclaim(endpoint, prompt[at:])
+        for block in prompt[at:]:
+            self.claims[endpoint].pop(block, None)
+
+    @rule(endpoint=both)
+    def left(self, endpoint):
+        self.it.forget(endpoint)
+        self.device[endpoint], self.claims[endpoint] = set(), {}
+        self.last_expiry_s.pop(endpoint, None)
+
+    @rule(by_s=st.floats(0, 6))
+    def time_passes(self, by_s):
+        self.now += by_s
+
+    @rule(prompt=prompts)
+    def find(self, prompt):
+        found = {
+            endpoint: leading(prompt, (self.device[endpoint] | self._live(endpoint)).__contains__)
+            for endpoint in "12"
+        }
+        assert self.it.find_matches(prompt, self.now).device == {e: n for e, n in found.items() if n}
+        for endpoint in "12":
+            self.it.record_match(prompt, self.it.find_matches(prompt, self.now), self.now)
+            if not any(self.it.announced(endpoint, block) for block in prompt[found[endpoint] :]):
+                assert self.it.leading(endpoint, prompt, self.now) == found[endpoint]
+
+    @invariant()
+    def counts_agree(self):
+        stats = self.it.stats(self.now)
+        for endpoint, counts in stats.endpoints.items():
+            live = self._live(endpoint)
+            assert (counts.device, counts.speculative) == (len(self.device[endpoint]), len(live))
+        assert len(self.it) == len(set().union(*self.device.values(), *map(self._live, "12")))
+
+    def _new(self, endpoint, prompt):
+        announced = [n for n, block in enumerate(prompt, 1) if block in self.device[endpoint]]
+        return prompt[max(announced, default=0) :]
+
+    def _claim(self, endpoint, piece, ttl_s=None):
+        claims = {b: t for b, t in self.claims[endpoint].items() if t > self.now and b not in piece}
+        expiry_s = max(self.last_expiry_s.get(endpoint, 0), self.now + (TTL_S if ttl_s is None else ttl_s))
+        self.last_expiry_s[endpoint] = expiry_s
+        claims |= dict.fromkeys(reversed(piece), expiry_s)
+        while len(claims) > self.MOST:
+            del claims[next(iter(claims))]
+        self.claims[endpoint] = claims
+
+    def _live(self, endpoint):
+        return {block for block, t in self.claims[endpoint].items() if t > self.now}
+
+    def _follow(self, prompt):
+        self.parents.update(pairwise(reversed(prompt)))
+
+
+TestAgainstEngines = AgainstEngines.TestCase
+TestAgainstEngines.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["routed", "announced", "evicted", "told", "time"]),
+            AgainstEngines.prompts,
+            st.integers(0, 5),
+        ),
+        max_size=60,
+    )
+)
+def test_claims_end_whatever_order_an_endpoint_evicts_in(steps):
+    """Engines are trusted to evict the end of a prompt first. What does not costs truth, for a while."""
+    it, now = index(claims_per_endpoint=8), 0.0
+    for step, prompt, at in steps:
+        match step:
+            case "routed":
+                it.speculate("1", prompt, now)
+            case "announced":
+                it.stored("1", DEVICE, prompt[at:], now, parent=prompt[:at][-1] if at else 0)
+            case "evicted":
+                it.removed("1", DEVICE, prompt[at : at + 1])
+            case "told":
+                it.speculate("1", prompt[at:], now, begins=False)
+            case "time":
+                now += at
+        assert it.find_matches(prompt, now).longest <= len(prompt)
+        assert 0 <= it.stats(now).speculative <= 8
+    it.expire(now + TTL_S)
+    assert it.stats(now + TTL_S).speculative == 0
+
+
+def test_a_claim_takes_the_place_of_one_behind_a_block_that_was_evicted_too_early():
+    it = index(ttl_s=10)
+    it.stored("1", DEVICE, [A, B, C], 0, parent=0)
+    it.speculate("1", PROMPT, 0)
+    it.removed("1", DEVICE, [C])
+    it.speculate("1", PROMPT, 1)
+    it.stored("1", DEVICE, [C], 2, parent=B)
+    assert it.find_matches(PROMPT, 2).device == {"1": 5}
+    assert it.stats(2).speculative == 2
+    assert it.find_matches(PROMPT, 11).device == {"1": 3}
+    assert it.stats(11).speculative == 0
 
 
 def leading(prompt, holds) -> int:
