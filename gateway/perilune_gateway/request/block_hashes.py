@@ -24,6 +24,7 @@ import pickle
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain as joined
 from struct import iter_unpack
 
 import cbor2
@@ -39,6 +40,7 @@ MmKeys = Sequence[tuple[str, int]]
 
 _xxh3 = xxhash.xxh3_64_intdigest
 _60_BITS = (1 << 60) - 1
+_UNPACKED = 16
 
 
 def prefix_root(lora: str, salt: str) -> int:
@@ -60,13 +62,14 @@ def chain(
     previous, cut = root, _cut(_little_endian(token_ids), 4 * block_size)
     if extra is None:
         mask, xxh3 = _60_BITS, _xxh3
-        return [previous := xxh3(block, previous) & mask for (block,) in cut]
+        return [previous := xxh3(block, previous) & mask for row in cut for block in row]
     hashes: list[int] = []
-    for (block,) in cut:
-        previous = _xxh3(block, previous) & _60_BITS
-        if (more := extra[len(hashes)]) is not None:
-            previous = _xxh3(more, previous) & _60_BITS
-        hashes.append(previous)
+    for row in cut:
+        for block in row:
+            previous = _xxh3(block, previous) & _60_BITS
+            if (more := extra[len(hashes)]) is not None:
+                previous = _xxh3(more, previous) & _60_BITS
+            hashes.append(previous)
     return hashes
 
 
@@ -74,7 +77,8 @@ def text_chain(text: bytes, block_bytes: int, root: int) -> list[int]:
     """Chained hashes of blocks of `block_bytes` bytes, for prompts without known tokens. They never equal
     those of `chain`."""
     previous = _text_root(root)
-    return [previous := _xxh3(block, previous) & _60_BITS for (block,) in _cut(text, block_bytes)]
+    cut = _cut(text, block_bytes)
+    return [previous := _xxh3(block, previous) & _60_BITS for row in cut for block in row]
 
 
 def _text_root(root: int) -> int:
@@ -150,7 +154,7 @@ class Chains:
         if row:
             previous = row[-1]
         mask, xxh3, cut = _60_BITS, _xxh3, _cut(part[at:], size)
-        row.extend(array("Q", [previous := xxh3(block, previous) & mask for (block,) in cut]))
+        row.extend(array("Q", [previous := xxh3(block, previous) & mask for part in cut for block in part]))
         return row
 
     def _recall(self, name: int) -> array[int] | None:
@@ -165,9 +169,13 @@ class Chains:
         self._rows[name] = row
 
 
-def _cut(data: bytes | memoryview, size: int) -> Iterator[tuple[bytes]]:
-    """Full blocks of `size` bytes, each in a 1-tuple, which takes a third less time than slicing."""
-    return iter_unpack(f"{size}s", memoryview(data)[: len(data) // size * size])
+def _cut(data: bytes | memoryview, size: int) -> Iterator[tuple[bytes, ...]]:
+    """Full blocks of `size` bytes, in tuples of 16, and one by one at the end. With the hash, that takes a
+    quarter less time than tuples of one, which take a third less than slicing."""
+    view, most = memoryview(data), len(data) // size * size
+    long = most // (_UNPACKED * size) * _UNPACKED * size
+    rest = iter_unpack(f"{size}s", view[long:most])
+    return joined(iter_unpack(f"{size}s" * _UNPACKED, view[:long]), rest) if long else rest
 
 
 def _little_endian(token_ids: Sequence[int]) -> memoryview:
