@@ -105,10 +105,10 @@ soak: $(STAMP) ## streams while engines are killed, one is bad and the gateway i
 	MINUTES=$(or $(MINUTES),30) STREAMS=$(or $(STREAMS),500) \
 	  $(BIN)/python -m pytest tests/integration/test_soak.py -m bench -n 0 -s $(ARGS)
 
-BENCHES := growing decision index tokens parse
+BENCHES := growing new_prompts decision index tokens parse
 # ARGS=--strict-bars: a missed bar, which is only said otherwise, fails its benchmark.
 # ARGS="--against OTHER/.venv/bin/python": another checkout's gateway is measured in turn with this one's.
-bench: $(STAMP) ## what the gateway costs, first for growing conversations, into docs/benchmarks.md; minutes
+bench: $(STAMP) ## what the gateway costs, first for growing conversations and new prompts, into docs/benchmarks.md; minutes
 	$(BIN)/python -m pytest $(BENCHES:%=tests/bench/bench_%.py) -m bench -s --write $(ARGS)
 
 bench-long: $(STAMP) ## the other benchmarks: a fleet's KV events, memory over 200,000 requests (needs wrk), simulator, operator, a storm of abuse

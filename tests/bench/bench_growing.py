@@ -14,25 +14,18 @@ does too: the figures "now / before" are of that. Every round has new conversati
 median counts.
 """
 
-import json
-import os
 import sys
 from collections import defaultdict
-from contextlib import AsyncExitStack
 from pathlib import Path
 from random import Random
 from statistics import median
 from textwrap import fill
-from time import clock_gettime
 from typing import NamedTuple
 
 import bars
 import pytest
 from conversations import Client, Conversation
-from running_envoy import Envoy
-
-from perilune_lab import envoy
-from perilune_lab.child import Child, start
+from gateway_processes import Processes, cpu_s
 
 CONNECTIONS, CONVERSATIONS, TURNS = 20, 64, 8
 FIRST = 1_000
@@ -44,7 +37,6 @@ GO_PICKER = {1_000: "5.2–6.2", 130_000: "30–31", 220_000: "29–33"}
 without tokenizer, 8 endpoints, bodies sent to it whole as its documentation sets it up."""
 MAX_RATIO = 1.25
 """What a request may cost at most, × what it costs in the other checkout."""
-ENDPOINTS_PROGRAM = Path(__file__).with_name("cheap_endpoints.py")
 
 
 class Key(NamedTuple):
@@ -57,12 +49,6 @@ class Key(NamedTuple):
 
 Found = dict[Key, list[float]]
 """CPU µs per request, of every turn in order; of Envoy alone Envoy's, else the gateway's."""
-
-
-def cpu_s(pid: int) -> float:
-    """User and system time of a process, as in /proc/PID/stat, but in nanoseconds instead of ticks: its CPU
-    clock, whose number clock_getcpuclockid(3) makes of the process id."""
-    return clock_gettime(~pid << 3 | 2)
 
 
 class Subject:
@@ -108,62 +94,16 @@ async def one_round(subjects: dict[str, Subject], rng: Random, found: Found) -> 
 async def measure(folder: Path, rounds: int, transport: str, other: str) -> Found:
     """`other`: the interpreter of another checkout; empty: none."""
     found: Found = defaultdict(list)
-    async with AsyncExitStack() as stack:
-
-        async def child(name: str, *command: str) -> tuple[Child, dict[str, str]]:
-            started = await start(name, command, dict(os.environ), folder)
-            stack.push_async_callback(started.stop, 5.0)
-            return started, await started.until_ready(20)
-
-        async def fronted(config: envoy.Json) -> tuple[Envoy, Client]:
-            front = await stack.enter_async_context(Envoy(config))
-            return front, await stack.enter_async_context(Client(front.url, CONNECTIONS))
-
-        async def with_gateway(python: str) -> Subject:
-            gateway, facts = await child(
-                "gateway",
-                *(python, "-P", "-m", "perilune_gateway.main", "--pool", str(pool)),
-                *("--transport", transport, "--log-level", "warning"),
-                *("--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"),
-            )
-            # A request that the gateway did not decide in time would cost nothing: it fails instead.
-            config = envoy.config(endpoints, [facts["ext_proc"]], fail_open=False, message_timeout_s=30.0)
-            _, client = await fronted(config)
-            return Subject(client, gateway.pid)
-
-        _, facts = await child("endpoint", sys.executable, str(ENDPOINTS_PROGRAM), str(ENDPOINTS))
-        endpoints = facts["at"].split(",")
-        pool = write_pool(folder, endpoints)
-        front, client = await fronted(without_gateway(envoy.config(endpoints, ["127.0.0.1:1"])))
-        alone = {ALONE: Subject(client, front.pid)}
-        gateways = {OURS: await with_gateway(sys.executable)}
-        if other:
-            gateways[OTHER] = await with_gateway(other)
+    async with Processes(folder, ENDPOINTS, CONNECTIONS) as processes:
+        alone = await processes.envoy_alone()
+        subjects = {ALONE: Subject(alone.client, alone.envoy_pid)}
+        for name, python in ((OURS, sys.executable), (OTHER, other)):
+            if python:
+                behind = await processes.gateway(python, transport)
+                subjects[name] = Subject(behind.client, behind.gateway_pid)
         for at in range(rounds):
-            await one_round(alone | gateways, Random(at), found)
+            await one_round(subjects, Random(at), found)
     return found
-
-
-def without_gateway(config: envoy.Json) -> envoy.Json:
-    manager = config["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
-    manager["http_filters"] = [f for f in manager["http_filters"] if "ext_proc" not in f["name"]]
-    return config
-
-
-def write_pool(folder: Path, endpoints: list[str]) -> Path:
-    """Only what has no default, so that gateways of other checkouts can read it."""
-    pool = {
-        "apiVersion": "perilune.dev/v1alpha1",
-        "kind": "InferencePool",
-        "metadata": {"name": "bench"},
-        "spec": {
-            "model": {"name": "m", "tokenize": "estimate"},
-            "endpoints": [{"address": address} for address in endpoints],
-        },
-    }
-    file = folder / "pool.yaml"
-    file.write_text(json.dumps(pool))
-    return file
 
 
 def ratio(found: Found, key: Key, to: Key) -> float:

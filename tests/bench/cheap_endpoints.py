@@ -5,6 +5,7 @@ python cheap_endpoints.py N     prints `endpoint ready at=IP:PORT,IP:PORT,…`
 
 import asyncio
 import sys
+from typing import cast
 
 import uvloop
 
@@ -16,8 +17,7 @@ METRICS_ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length
 
 class Endpoint(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         self.head = b""
         self.left = 0
 

@@ -15,8 +15,8 @@ LINE_BYTES = 80
 """A line of text, as JSON writes it: with its line break, and with quotes now and then."""
 HEAD = b'{"model":"m","max_tokens":64,"stream":true,"messages":['
 TAIL = b"]}"
-FIRST, FIRST_LINES = b'{"role":"user","content":"session %b: %b"}', 11
-"""The first message; a first turn has nothing else, and 1 KB."""
+FIRST = b'{"role":"user","content":"session %b: %b"}'
+"""The first message; a first turn has nothing else."""
 TOOL = b'{"role":"tool","tool_call_id":"call_%d","content":"%b"}'
 ANSWER = (
     b'{"role":"assistant","content":"%b","tool_calls":[{"id":"call_%d","type":"function",'
@@ -38,17 +38,19 @@ TEXT = _text(10_000)
 
 @dataclass
 class Conversation:
-    """One session's. `named`: its requests carry a session header."""
+    """One session's. `named`: its requests carry a session header. `first_bytes`: of its first turn."""
 
     rng: Random
     named: bool = False
+    first_bytes: int = 1_000
     turns: int = 0
     session: str = field(init=False)
     _messages: bytearray = field(init=False)
 
     def __post_init__(self) -> None:
         self.session = self.rng.randbytes(8).hex()
-        self._messages = bytearray(FIRST % (self.session.encode(), self._piece(FIRST_LINES)))
+        said = self._piece(self.first_bytes // LINE_BYTES - 1)
+        self._messages = bytearray(FIRST % (self.session.encode(), said))
 
     def __len__(self) -> int:
         return len(HEAD) + len(self._messages) + len(TAIL)
