@@ -16,6 +16,7 @@ from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.sharing import Sharing
 
 BLOCK = USUAL.block_size
+DEFAULT = Routing().policy.name
 PAGES = {A: "10.0.0.1:8998", B: "10.0.0.2:8998"}
 
 
@@ -26,7 +27,7 @@ class Handing(Rig):
         self,
         *triggers: MoveTrigger,
         pages: Mapping[str, str] = PAGES,
-        policy: str = "sticky",
+        policy: str = DEFAULT,
         sharing: Sharing | None = None,
         on_legs_due: Callable[[], object] = lambda: None,
     ) -> None:

@@ -117,6 +117,18 @@ class LiveFacts:
             s.chained,
         )
 
+    def can_be_copied(self, session: Session, now: float) -> bool:
+        """Whether the session's KV can be handed over, or could once its present turn has been prefilled."""
+        if not self.ahead or self._state.connectors.why_not(session.host):
+            return False
+        end, _ = self._state.held_end(session, now)
+        cause = self._why_not(session.subject, session.host, end, now) if end else Immovable.TOKENS
+        return cause is None or (cause is Immovable.TOKENS and self._runs(session))
+
+    def _runs(self, session: Session) -> bool:
+        """Whether a turn of the session runs, here or at another replica."""
+        return self._state.in_flight.runs(session.ticket) or self._state.sessions.runs_elsewhere(session)
+
     def prefix(self, name: Subject, tokens: int, now: float) -> PrefixFacts | None:
         """Return the facts of the prefix that ends with the block `name`, or None if no endpoint caches
         it."""

@@ -21,7 +21,7 @@ from uuid import uuid4
 from msgspec import Struct
 from msgspec.structs import replace as replace_fields
 
-from perilune_api.pool import Pool
+from perilune_api.pool import MoveTrigger, Pool
 from perilune_gateway.model import Move, MoveReason, SessionKey, Subject, Tier
 from perilune_gateway.model.handoff import (
     Content,
@@ -234,6 +234,17 @@ class HandingOver:
             self._state.changes.offers_changed()
         if self._due:
             self._on_due()
+
+    def keeps(self, session: Session) -> bool:
+        """Return whether the session stays on its host until its KV has been handed over. It stays while it
+        is copied, here or by another replica, and on a host that drains if its KV can be copied."""
+        now, moves = self._clock(), self._handoffs.moves
+        if moves(session.key) or moves(session.name) or self._state.offers.moves(session.name, now):
+            return True
+        host = self._state.fleet.get(session.host)
+        if host is None or not host.draining or MoveTrigger.DRAIN not in self._planner.triggers:
+            return False
+        return self._facts.can_be_copied(session, now)
 
     # -- among replicas ----------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ class Split(Handing):
     """A prefills, B and C decode."""
 
     def __init__(self) -> None:
-        super().__init__(pages={**PAGES, C: "10.0.0.3:8998"}, policy="ear")
+        super().__init__(pages={**PAGES, C: "10.0.0.3:8998"})
 
     def pool(self, draining: str = "") -> Pool:
         listed = [
