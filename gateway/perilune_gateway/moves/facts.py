@@ -6,6 +6,7 @@ what cannot be handed over. `endpoints` costs O(endpoints), `sessions` costs O(s
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain, islice
 
 from perilune_api.pool import Role, Spec
 from perilune_api.topology import Link
@@ -79,16 +80,22 @@ class LiveFacts:
             if there in view.links and can(there, here)
         }
 
-    def sessions(self, host: str, limit: int, now: float) -> Sequence[SessionFacts]:
-        """Return at most `limit` sessions bound to `host`, the most recently used first. Those whose KV is on
-        its way, by whichever replica, are left out."""
-        bound = self._state.sessions.at(host, limit, now)
-        ours, others = self._handoffs, self._state.offers
+    def sessions(
+        self, host: str, limit: int, now: float, last: Collection[Subject] = ()
+    ) -> Sequence[SessionFacts]:
+        """Return at most `limit` sessions bound to `host`, the most recently used first, but those of `last`
+        after all others and in its order. Those whose KV is on its way, by whichever replica, are left
+        out."""
+        sessions, ours, others = self._state.sessions, self._handoffs, self._state.offers
+        first = (s for s in sessions.at(host, now) if s.subject not in last)
+        after = (s for s in (sessions.of(subject, now) for subject in last) if s and s.host == host)
         staying = (
-            s for s in bound if not (ours.moves(s.key) or ours.moves(s.name) or others.moves(s.name, now))
+            s
+            for s in chain(first, after)
+            if not (ours.moves(s.key) or ours.moves(s.name) or others.moves(s.name, now))
         )
         facts = (self._session(s, now) for s in staying)
-        return [session for session in facts if session is not None]
+        return list(islice((session for session in facts if session is not None), limit))
 
     def _session(self, s: Session, now: float) -> SessionFacts | None:
         """The session's facts; None while its turn is being prefilled, because then it is not yet known what

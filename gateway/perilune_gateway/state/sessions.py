@@ -22,7 +22,6 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from heapq import merge
-from itertools import islice
 from math import inf
 from typing import Protocol
 
@@ -270,13 +269,13 @@ class Sessions:
         key = self._elsewhere.key(name) if self._elsewhere else None
         return self._sessions.get(key) if key else None
 
-    def at(self, host: str, limit: int, now: float) -> list[Session]:
-        """Return at most `limit` live sessions that are bound to `host`, the most recently used first. Those
-        that only other replicas have routed are copies."""
+    def at(self, host: str, now: float) -> Iterator[Session]:
+        """Yield the live sessions that are bound to `host`, the most recently used first. Those that only
+        other replicas have routed are copies."""
         here = reversed(self._at.get(host, {}).values())
         there = map(_copy, self._elsewhere.at(host)) if self._elsewhere else ()
         latest = merge(here, there, key=lambda session: session.seen_at, reverse=True)
-        return list(islice((s for s in latest if now - s.seen_at <= self.idle_s), limit))
+        return (s for s in latest if now - s.seen_at <= self.idle_s)
 
     def of(self, subject: Subject, now: float) -> Session | None:
         """Return the live session that a planned move is about; a copy if only other replicas have routed it.

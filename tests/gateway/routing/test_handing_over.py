@@ -1,6 +1,8 @@
 """Hand-offs over the router's real state: loads, budgets, the switch, and what is said of them. The legs'
 answers and the engines' events are the test's."""
 
+from itertools import count
+
 import pytest
 from handing_rig import PAGES, Handing, text
 from prometheus_client import generate_latest
@@ -10,6 +12,7 @@ from routing_objects import head
 from perilune_api.pool import MoveTrigger
 from perilune_gateway.model import MOVING, Decision, DecisionRecord, MoveReason, Reason, Routed
 from perilune_gateway.model.handoff import GivenUp, Immovable, Leg
+from perilune_gateway.moves.planner import LOOKED_AT
 from perilune_gateway.observe import moves as move_rows
 from perilune_gateway.observe.explain import to_json
 from perilune_gateway.observe.stats import Snapshot
@@ -199,6 +202,24 @@ def test_a_chain_of_stored_responses_stays() -> None:
     rig.finish(routed)
     assert rig.drain(routed.destinations[0]) == []
     assert [stay.reason for stay in rig.router.planner.last.stays] == [MoveReason.CHAINED]
+
+
+def test_chains_and_sessions_on_their_way_hide_no_session_that_can_move() -> None:
+    rig = Handing()
+    source = rig.turn("plain", text(1, 320)).target
+    chains = 0
+    for i in count():
+        body = b'{"model": "m", "input": "more", "previous_response_id": "resp_1"}'
+        routed = rig.router.on_body(head("/v1/responses", x_session_id=f"c{i}"), body)
+        assert isinstance(routed, Routed)
+        rig.finish(routed)
+        chains += routed.destinations[0] == source
+        if chains > LOOKED_AT:
+            break
+    assert rig.drain(source) == []
+    rig.router.plan_moves()
+    (legs,) = rig.handing_over.due()
+    assert list(legs.content.ids) == text(1, 320)
 
 
 def test_a_hot_prefix_is_copied_and_new_sessions_find_it() -> None:
