@@ -30,12 +30,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from perilune_gateway.model import Ending, Move, Outcome, Tier, rank_of
+from perilune_gateway.model import Ending, Endpoint, Move, Outcome, Tier, rank_of
 from perilune_gateway.moves.planner import Planner
 from perilune_gateway.routing.announcement_check import AnnouncementCheck
 from perilune_gateway.routing.handing_over import HandingOver
 from perilune_gateway.routing.observer import Observer
 from perilune_gateway.routing.peer_reads import PeerReads
+from perilune_gateway.routing.prefill_forecast import PrefillForecast
 from perilune_gateway.routing.pulling import Pulling
 from perilune_gateway.routing.remote_prefills import RemotePrefills
 from perilune_gateway.routing.running import Running
@@ -133,8 +134,9 @@ class Lifecycle:
         alone = running.alone
         assert alone, "nothing was to come"
         running.sent_at, running.forecast, running.learns = now, alone, False
-        self._state.in_flight.prefills(
+        self._state.in_flight.begin_again(
             ticket,
+            running.target,
             uncached_tokens=alone.uncached_tokens,
             prefill_s=alone.calibrated_s,
             last_block=running.awaited,
@@ -165,8 +167,8 @@ class Lifecycle:
         if served and rank is not None:
             served = f"{served}#{rank}"
         running.status, running.served, running.answered_at = status, served, now
-        if served and served != running.target and state.fleet.get(served):
-            self._served_elsewhere(ticket, running, served, now)
+        if served != running.target and (endpoint := state.fleet.get(served)):
+            self._served_elsewhere(ticket, running, endpoint, now)
         if status >= REFUSED:
             state.index.unclaim(running.target, running.claimed)
         if status == NOT_FOUND and running.session:
@@ -181,22 +183,47 @@ class Lifecycle:
             state.in_flight.prefill_done(ticket)
             self._end_move(running, now, arrived=status < REFUSED)
 
-    def _served_elsewhere(self, ticket: int, running: Running, served: str, now: float) -> None:
-        state = self._state
+    def _served_elsewhere(self, ticket: int, running: Running, endpoint: Endpoint, now: float) -> None:
+        """The proxy sent the request to another endpoint, which computes whatever it lacks of the prompt: no
+        KV comes to it from elsewhere."""
+        state, served = self._state, endpoint.address
         self._remote_prefills.served_elsewhere(ticket)
         self._peer_reads.served_elsewhere(ticket)
         state.fleet.suspect(running.target, now)
+        state.index.unclaim(running.target, running.claimed)
         self._end_move(running, now, arrived=False)
-        state.in_flight.served_by(ticket, served)
+        if running.awaited and not endpoint.events:
+            running.awaited, running.told, running.expects_ratio = 0, False, 1.0
+        held = state.index.leading(served, running.blocks, now) if running.blocks else 0
+        work = self._forecast(served, running.prompt_tokens, held * state.block_size, now)
+        state.in_flight.begin_again(
+            ticket,
+            served,
+            uncached_tokens=work.uncached_tokens,
+            prefill_s=work.calibrated_s,
+            last_block=running.awaited if work.uncached_tokens else 0,
+        )
         state.ejection.served_by(ticket, served, now)
         if running.session and running.session.ticket == ticket:
             state.sessions.bind(running.session, served, now)
-        if endpoint := state.fleet.get(served):
-            state.claim(served, running.blocks, now, running.claim_s)
-            if running.awaited and not endpoint.events:
-                running.awaited, running.told = 0, False
-                state.in_flight.expect_prefilled(ticket, now + running.forecast.ttft_s)
-        running.target = served
+        state.claim(served, running.blocks, now, running.claim_s)
+        running.target, running.sent_at, running.forecast, running.learns = served, now, work, False
+        running.claimed = running.blocks[held:]
+        self._expect_prefilled(ticket, running)
+
+    def _forecast(self, address: str, prompt_tokens: int, held_tokens: int, now: float) -> PrefillForecast:
+        """What a prompt is at an endpoint that holds `held_tokens` of it and gets no KV from elsewhere."""
+        calibration = self._state.calibration
+        uncached, believed = max(0, prompt_tokens - held_tokens), calibration.engine
+        calibrated_s = calibration.speed(address, now).engine.prefill_s(uncached, held_tokens)
+        return PrefillForecast(
+            held_tokens,
+            uncached,
+            calibrated_s,
+            believed.prefill_s(uncached, held_tokens),
+            overhead_s=believed.request_overhead_s(prompt_tokens),
+            ttft_s=self._state.in_flight.at(address).pending_s + calibrated_s,
+        )
 
     def on_usage(self, ticket: int, cached_tokens: int) -> None:
         """The engine served so many of the prompt's tokens from its prefix cache."""
@@ -219,6 +246,7 @@ class Lifecycle:
         self._peer_reads.ended(ticket, answered=answered, cached_tokens=running.cached_tokens)
         if outcome is Outcome.FAILED and running.status in UNREACHABLE:
             state.fleet.suspect(running.target, now)
+            state.index.unclaim(running.target, running.claimed)
         if completed and state.fleet.get(running.target):
             self._learning.completed(running, now)
         if answered and running.awaited:

@@ -34,6 +34,8 @@ class _Open(Struct, gc=False):
     leg: int
     """Ticket of its load on the source."""
     began_at: float
+    claimed: Sequence[int]
+    """The prompt's blocks that count as cached on the source until it announces them."""
     cause: GivenUp | None = None
     cancel: Callable[[], object] = lambda: None
     """Ends its give leg, which may have ended already."""
@@ -69,8 +71,10 @@ class RemotePrefills:
         candidates: Sequence[Candidate],
         blocks: Sequence[int],
         tokens: int,
+        *,
+        tenant: str = "",
     ) -> RemotePrefill:
-        """A request begins whose prompt another endpoint prefills: its load begins there."""
+        """A request of the tenant begins whose prompt another endpoint prefills: its load begins there."""
         in_flight, now = self._state.in_flight, self._clock()
         by_address = {c.address: c for c in candidates}
         giver, taker = by_address[decision.prefill], by_address[decision.target]
@@ -93,7 +97,8 @@ class RemotePrefills:
             decision.estimated_ttft_s,
         )
         leg = in_flight.leg_ticket()
-        self._open[ticket] = _Open(remote, move, tokens, leg, now)
+        claimed = self._state.index.speculate(giver.address, blocks, now)
+        self._open[ticket] = _Open(remote, move, tokens, leg, now, claimed)
         in_flight.start(
             leg,
             giver.address,
@@ -101,8 +106,8 @@ class RemotePrefills:
             prefill_s=giver.prefill_s,
             context_tokens=tokens,
             last_block=blocks[-1] if blocks and giver.endpoint.events else 0,
+            tenant=tenant,
         )
-        self._state.index.speculate(giver.address, blocks, now)
         return remote
 
     def giving(self, ticket: int, remote: RemotePrefill, cancel: Callable[[], object]) -> None:
@@ -117,12 +122,14 @@ class RemotePrefills:
         """The give leg has ended well: the source has computed the prompt, and keeps it until it is
         fetched."""
         if one := self._of(ticket, remote):
+            one.claimed = ()  # they stay
             self._end_leg(one)
 
     def failed(self, ticket: int, remote: RemotePrefill, cause: GivenUp) -> None:
         """The give leg has failed, or the target will not fetch. Ignores requests that have ended."""
         if one := self._of(ticket, remote):
             one.cause = one.cause or cause
+            self._unclaim(one)
             self._end_leg(one)
             if cause is GivenUp.UNREACHABLE:
                 self._state.fleet.suspect(remote.source, self._clock())
@@ -140,12 +147,18 @@ class RemotePrefills:
         self._end_leg(one)
         if not answered:
             one.cause = one.cause or GivenUp.LEFT
+            self._unclaim(one)
         self._past.add(one.move, one.tokens, 0 if one.cause else one.tokens, one.cause, one.began_at)
         one.cancel()
 
     def _of(self, ticket: int, remote: RemotePrefill) -> _Open | None:
         one = self._open.get(ticket)
         return one if one and one.remote is remote else None
+
+    def _unclaim(self, one: _Open) -> None:
+        """The source does not compute the prompt to its end. What it has computed it announces."""
+        self._state.index.unclaim(one.remote.source, one.claimed)
+        one.claimed = ()
 
     def _end_leg(self, one: _Open) -> None:
         if self._state.in_flight.runs(one.leg):

@@ -17,6 +17,7 @@ class Running(Struct, gc=False):
     started_at: float
     sent_at: float
     """When the endpoint got the request: when it started, or later if it was held before."""
+    prompt_tokens: int = 0
     session: Session | None = None
     final: bool = False
     """Whether it is the last one of its session."""

@@ -236,6 +236,7 @@ class Verdicts:
             decision.target,
             context.now,
             context.now,
+            prompt.tokens,
             session,
             context.identity.final,
             prompt.blocks,
@@ -258,7 +259,8 @@ class Verdicts:
         subject = session.key if session else routed.request_id
         if decision.prefill:
             remote = self._remote_prefills.begin(
-                *(ticket, subject, decision, context.candidates, prompt.blocks, prompt.tokens)
+                *(ticket, subject, decision, context.candidates, prompt.blocks, prompt.tokens),
+                tenant=context.identity.tenant,
             )
             return replace(routed, remote=remote)
         if context.content and decision.replicate_from:
