@@ -88,14 +88,10 @@ async def _round(
     legs: Legs, handing_over: HandingOver, connectors: Connectors, http: aiohttp.ClientSession
 ) -> None:
     try:
-        page = await bootstrap_pages.ask(http, legs.bootstrap, rank_of(legs.source))
-        if page is None:
-            raise LegFailed(Leg.GIVE, GivenUp.PAGE)
-        connectors.answered(legs.source, page)
         cached_tokens, seconds = await both_legs(
             http,
             legs,
-            page.engine_ids[0],
+            await engine_of(http, legs, connectors),
             giving=lambda: handing_over.giving(legs),
             taking=lambda: handing_over.taking(legs),
             ended=lambda leg: handing_over.ended(legs, leg),
@@ -106,8 +102,21 @@ async def _round(
             *(error.leg, error.cause, legs.source, legs.target, error),
         )
         handing_over.failed(legs, error.cause)
+    except Exception:
+        log.exception("hand-off failed by an error of the gateway source=%s", legs.source)
+        handing_over.failed(legs, GivenUp.ERROR)
     else:
         handing_over.took(legs, cached_tokens, seconds)
+
+
+async def engine_of(http: aiohttp.ClientSession, legs: Legs | KvPull, connectors: Connectors) -> str:
+    """Returns the id of the source's engine that runs now. Raises LegFailed."""
+    _check_open(http, Leg.GIVE)
+    page = await bootstrap_pages.ask(http, legs.bootstrap, rank_of(legs.source))
+    if page is None:
+        raise LegFailed(Leg.GIVE, GivenUp.PAGE)
+    connectors.answered(legs.source, page)
+    return page.engine_ids[0]
 
 
 async def both_legs(
