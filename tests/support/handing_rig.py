@@ -48,11 +48,12 @@ class Handing(Rig):
         ]
         return pool(endpoints=listed, routing=self.routing, engine=USUAL)
 
-    def announce(self, address: str, ids: Sequence[int], after: int = 0) -> None:
-        """The engine has stored the prompt's whole blocks; the first `after` tokens were there."""
-        whole = list(ids[: len(ids) // BLOCK * BLOCK])
-        chain, known = block_hashes.chain(whole, BLOCK, 0), after // BLOCK
-        event = BlockStored(chain[known:], chain[known - 1] if known else None, whole[after:], BLOCK)
+    def announce(self, address: str, ids: Sequence[int], after: int = 0, block: int = BLOCK) -> None:
+        """The engine, whose blocks have so many tokens, has stored the prompt's whole blocks; the first
+        `after` tokens were there."""
+        whole = list(ids[: len(ids) // block * block])
+        chain, known = block_hashes.chain(whole, block, 0), after // block
+        event = BlockStored(chain[known:], chain[known - 1] if known else None, whole[after:], block)
         self.sink.batch(address, 0, Batch(0.0, [event]), 0.0)
 
     def send(self, session: str, ids: Sequence[int], **body: object) -> Routed:

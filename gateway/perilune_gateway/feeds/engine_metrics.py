@@ -221,7 +221,7 @@ class _Watch:
             log.info("engine metrics readable again endpoint=%s", self._server)
         self._failing = False
         expected, actual = self._block_size(), max(m.block_size for m in metrics.values())
-        mismatch = actual if expected and actual != expected else 0
+        mismatch = actual if expected and actual % expected else 0
         if mismatch and mismatch != self._mismatch:
             log.error(
                 "block size differs from the pool's: no prefix will match endpoint=%s engine=%d pool=%d",

@@ -401,7 +401,7 @@ def _parity(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
 
 
 def _block_size(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
-    if stats.block_size and stats.block_size != block_size:
+    if stats.block_size % block_size:
         yield Problem(
             ProblemKind.BLOCK_SIZE,
             stats.endpoint.address,

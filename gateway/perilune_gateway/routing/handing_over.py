@@ -424,7 +424,8 @@ class HandingOver:
             return None
         _, held_tokens = state.held_end(session, now)
         if session.follows:
-            prompt_end = session.chain[session.fork - 1] if session.fork else 0
+            whole = state.fleet.whole_blocks(session.host, session.fork)
+            prompt_end = session.chain[whole - 1] if whole else 0
         else:
             prompt_end = session.shared_tail
         announced = not prompt_end or state.index.announced(session.host, prompt_end)

@@ -278,17 +278,19 @@ class Lifecycle:
             return
         now = self._clock()
         state.ejection.heard(applied.endpoint)
+        state.fleet.announced(applied.endpoint, applied.stride)
         for ticket in state.in_flight.blocks_stored(applied.endpoint, applied.stored):
             if running := self._running.get(ticket):  # else a prompt that is prefilled for another endpoint
                 self._prefilled(ticket, running, now)
         grown = state.sessions.blocks_stored(
-            applied.endpoint, applied.parent, applied.stored, state.block_size
+            applied.endpoint, applied.parent, applied.stored, state.block_size, applied.stride
         )
         if grown:
             session, tokens = grown
             left = state.in_flight.progress(session.ticket, tokens)
             running = self._running.get(session.ticket)
-            if running and not running.awaited and (left <= NEARLY or len(applied.stored) == 1):
+            one_block = len(applied.stored) == applied.stride
+            if running and not running.awaited and (left <= NEARLY or one_block):
                 self._first_token(running, now)
 
     def _prefilled(self, ticket: int, running: Running, now: float) -> None:

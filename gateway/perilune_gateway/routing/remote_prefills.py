@@ -96,7 +96,7 @@ class RemotePrefills:
             taker.engine.kv_bytes(missing),
             decision.estimated_ttft_s,
         )
-        leg = in_flight.leg_ticket()
+        leg, whole = in_flight.leg_ticket(), self._state.fleet.whole_blocks(giver.address, len(blocks))
         claimed = self._state.index.speculate(giver.address, blocks, now)
         self._open[ticket] = _Open(remote, move, tokens, leg, now, claimed)
         in_flight.start(
@@ -105,7 +105,7 @@ class RemotePrefills:
             uncached_tokens=uncached,
             prefill_s=giver.prefill_s,
             context_tokens=tokens,
-            last_block=blocks[-1] if blocks and giver.endpoint.events else 0,
+            last_block=blocks[whole - 1] if whole and giver.endpoint.events else 0,
             tenant=tenant,
         )
         return remote

@@ -226,8 +226,9 @@ class Verdicts:
         """What `lifecycle` has to know of the request."""
         prompt, block_size = context.prompt, self._state.block_size
         announces = chosen.endpoint.events and prompt.source is not TokenSource.ESTIMATE
-        covers_new = len(prompt.blocks) * block_size > work.held_tokens
-        awaited = prompt.blocks[-1] if announces and covers_new else 0
+        whole = self._state.fleet.whole_blocks(decision.target, len(prompt.blocks))
+        covers_new = whole * block_size > work.held_tokens
+        awaited = prompt.blocks[whole - 1] if announces and covers_new else 0
         continues = session is not None and (announces or not prompt.model)
         fetches = context.content or context.prefix.from_host
         from_peer = decision.prefill or (fetches and decision.replicate_from)

@@ -64,6 +64,8 @@ class _State:
     """Why it is ejected; empty if it is not."""
     position: int = 0
     """Position in the pool's order."""
+    stride: int = 1
+    """Its engine's block size over the pool's, as its KV events tell."""
 
 
 class Fleet:
@@ -273,6 +275,17 @@ class Fleet:
             state.metrics, state.metrics_at = metrics, now
             state.suspect_at = state.unreached_at = -inf
             state.failed_scrapes = 0
+
+    def whole_blocks(self, address: str, blocks: int) -> int:
+        """Return how many of a prompt's `blocks` the endpoint can cache: those of whole blocks of its
+        engine."""
+        state = self._states.get(address)
+        return blocks - blocks % (state.stride if state else 1)
+
+    def announced(self, address: str, stride: int) -> None:
+        """Record that the endpoint has announced blocks as long as `stride` of the pool's."""
+        if state := self._states.get(address):
+            state.stride = stride
 
     def suspect(self, address: str, now: float) -> None:
         """Record that the endpoint could not be reached."""

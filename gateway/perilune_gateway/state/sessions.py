@@ -447,11 +447,11 @@ class Sessions:
         self._set_chain(session, blocks, len(blocks))
 
     def blocks_stored(
-        self, host: str, parent: int, blocks: Sequence[int], block_size: int
+        self, host: str, parent: int, blocks: Sequence[int], block_size: int, stride: int = 1
     ) -> tuple[Session, int] | None:
         """Record a KV event: `host` stored `blocks` after `parent`. If they continue a session on that host
         (its last blocks may come back with them), its chain grows. Returns that session and how many tokens
-        of its context were stored, else None."""
+        of its context were stored, else None. `stride`: the number of blocks in one of the host's engine."""
         by_end, at = self._by_end, len(blocks) - 1
         while at >= 0 and blocks[at] not in by_end:
             at -= 1
@@ -463,7 +463,7 @@ class Sessions:
         if news:
             known = session.chain if end == session.tail else session.chain[: session.fork]
             # The blocks of a prompt come first and mostly in one event, those of an answer one by one.
-            prompt = session.unconfirmed or len(news) > 1
+            prompt = session.unconfirmed or len(news) > stride
             chain = array("Q", (*known, *news))
             self._set_chain(session, chain, len(chain) if prompt else session.fork)
             session.context_tokens = len(chain) * block_size

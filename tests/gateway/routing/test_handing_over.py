@@ -114,6 +114,30 @@ def test_a_session_waits_for_its_kv_whatever_triggered_the_move_and_the_answer_s
     assert rig.send("s", text(1, 32_320)).destinations[0] != source, "there is nothing to wait for"
 
 
+def test_engines_with_longer_blocks_than_the_pools_hand_whole_ones_over() -> None:
+    rig, long = Handing(), 3 * BLOCK
+    routed = rig.send("s", text(1, 365))
+    source = routed.destinations[0]
+    rig.announce(source, text(1, 365), block=long)
+    assert rig.pending()[source] == 365, "the first event tells how long its blocks are"
+    rig.finish(routed)
+    target = B if source == A else A
+    (legs,) = rig.drain(source)
+    assert list(legs.content.ids) == text(1, 336), "the host has no more"
+    again = rig.send("s", text(1, 510))
+    rig.announce(source, text(1, 510), after=336, block=long)
+    assert rig.pending()[source] == 0, "its last whole block ends the prefill"
+    rig.finish(again)
+    rig.handing_over.took(legs, 336, 0.1)
+    rig.announce(target, text(1, 336), block=long)
+    (rest,) = rig.handing_over.due()
+    assert list(rest.content.ids) == text(1, 480)
+    rig.handing_over.took(rest, 480, 0.1)
+    rig.announce(target, text(1, 480), after=336, block=long)
+    assert rig.host("s") == target
+    assert rig.turn("s", text(1, 600)).cached_tokens == 480
+
+
 def test_a_failed_leg_leaves_the_session_where_it_is_and_says_why() -> None:
     rig = Handing()
     source = rig.turn("s", text(1, 320)).target
