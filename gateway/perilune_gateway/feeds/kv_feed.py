@@ -45,7 +45,7 @@ from perilune_gateway.feeds.kv_sequence import Order, Replayed, SequenceTracker,
 from perilune_gateway.feeds.turns import Turns, Work
 from perilune_gateway.feeds.zmq_sockets import Socket, readable, take
 from perilune_gateway.model import ProtocolError
-from perilune_gateway.model.kv_events import AllBlocksCleared, Batch
+from perilune_gateway.model.kv_events import AllBlocksCleared, Batch, Lost
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +130,12 @@ class Counters:
     """Seconds that the last live batch took longer than the fastest one; 0 when no message waits."""
     failure: str = ""
     """Why the feed does not run; empty when it does."""
+    heard_at: float = nan
+    """Time of receipt of the last live batch, in Unix seconds."""
+    lost_at: float = nan
+    """Time when a gap could last not be filled."""
+    lost: Lost | None = None
+    """Why not."""
     catching_up: int = 0
     """1 while a replay is read or waited for."""
     batches: int = 0
@@ -247,6 +253,8 @@ class _Feed:
 
     def _connection(self, event: int) -> None:
         self._counters.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if self._counters.connected:
+            self._counters.failure = ""
         if event == zmq.EVENT_DISCONNECTED:
             self._behind = self._gone = True
         elif event == zmq.EVENT_CONNECT_RETRIED:
@@ -301,6 +309,7 @@ class _Feed:
         lag_s = received_s - batch.published_s
         self._least_lag_s = min(self._least_lag_s, lag_s)
         self._counters.lag_s, self._counters.behind_s = lag_s, lag_s - self._least_lag_s
+        self._counters.heard_at = received_s
         yield from self._apply(seq, batch, lag_s)
         return 0
 
@@ -317,16 +326,17 @@ class _Feed:
                 first,
                 seq - first,
             )
-        if not await self.catch_up() and not fresh:
-            self._rebuild()
+        lost = await self.catch_up()
+        if lost and not fresh:
+            self._rebuild(lost)
 
     # -- replays -----------------------------------------------------------------------------------
 
-    async def catch_up(self) -> bool:
-        """Requests a replay of what was missed and applies it, in as many requests as it takes. Returns False
-        when it fails, with a part of it applied."""
+    async def catch_up(self) -> Lost | None:
+        """Requests a replay of what was missed and applies it, in as many requests as it takes. Returns why
+        it fails, with a part of it applied."""
         if not self._publisher.replay:
-            return False
+            return Lost.NO_REPLAY
         shared, counters, tries, before = self._shared, self._counters, 0, self._counters.replayed
         counters.catching_up = 1
         try:
@@ -335,10 +345,11 @@ class _Feed:
                 await asyncio.sleep(shared.rng.uniform(0.0, shared.spread_s))
                 async with shared.replays:
                     if await self._replay(before + REPLAYED_MESSAGES):
-                        return True
+                        return None
                 tries = 0 if (counters.replayed, counters.restarts) != (had, restarts) else tries + 1
                 await asyncio.sleep(shared.rng.uniform(0.5, 1.5) * shared.pause_s * 2**tries)
             log.warning("KV event replay not answered endpoint=%s rank=%d", self._endpoint, self._rank)
+            return Lost.UNANSWERED
         except ProtocolError as error:
             counters.malformed += 1
             log.warning(
@@ -347,9 +358,9 @@ class _Feed:
                 self._rank,
                 error,
             )
+            return Lost.UNREADABLE
         finally:
             counters.catching_up = 0
-        return False
 
     async def _replay(self, most: int) -> bool:
         """Makes one request and applies the answers up to the first hole. Returns whether the replay ended;
@@ -398,7 +409,7 @@ class _Feed:
                 self._restarted()
                 return _Answer.RESTARTED
             if shown is Replayed.LOST:
-                self._rebuild()
+                self._rebuild(Lost.TOO_OLD)
         if batch is None:
             return _Answer.ENDED
         if first and seq == tracker.expected - 1:
@@ -430,8 +441,10 @@ class _Feed:
         self._counters.restarts += 1
         self._reset(ResetCause.RESTARTED)
 
-    def _rebuild(self) -> None:
-        self._counters.rebuilds += 1
+    def _rebuild(self, lost: Lost) -> None:
+        counters = self._counters
+        counters.rebuilds += 1
+        counters.lost, counters.lost_at = lost, self._shared.clock()
         self._reset(ResetCause.LOST)
 
     def _unreadable(self, seq: int | None, error: ProtocolError) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from math import nan
 from typing import Any
 
@@ -66,6 +67,19 @@ class Batch:
     """Number of events whose type this module does not know."""
 
 
+class Lost(StrEnum):
+    """Why missing batches could not be replayed."""
+
+    NO_REPLAY = "no_replay"
+    """The pool names no replay socket."""
+    UNANSWERED = "unanswered"
+    """The replay socket did not answer, or not to the end."""
+    TOO_OLD = "too_old"
+    """The engine's replay buffer begins after them."""
+    UNREADABLE = "unreadable"
+    """A replayed message could not be read."""
+
+
 @dataclass(frozen=True, slots=True)
 class EventStats:
     """Statistics of one endpoint's KV event feed, summed over its data-parallel ranks."""
@@ -77,6 +91,12 @@ class EventStats:
     first."""
     failure: str = ""
     """Why the feed of a rank does not run; empty when all do."""
+    heard_s: float | None = None
+    """Seconds since the last batch that was not replayed; None before the first."""
+    lost_s: float | None = None
+    """Seconds since blocks were last dropped because a gap could not be filled; None: they never were."""
+    lost: Lost | None = None
+    """Why the last gap could not be filled."""
     catching_up: int = 0
     """Number of ranks that read a replay or wait for one."""
     batches: int = 0

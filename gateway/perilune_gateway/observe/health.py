@@ -8,14 +8,14 @@ worse, as `effect` says; only a pool without a usable endpoint stops the gateway
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isinf
 from statistics import median
 
 from perilune_api import names
-from perilune_gateway.model.kv_events import IngestStats
+from perilune_gateway.model.kv_events import IngestStats, Lost
 from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.observe.stats import EndpointStats, LogStats
 from perilune_gateway.routing.handing_over import HandoffStats
@@ -28,6 +28,8 @@ STALE_METRICS_S = 15.0
 """Age in seconds above which metrics are reported."""
 LATE_EVENTS_S = 2.0
 """Lag in seconds above which KV events are reported."""
+RECENT_S = 60.0
+"""Seconds for which what happened once to a feed is reported."""
 
 
 class ProblemKind(StrEnum):
@@ -272,9 +274,9 @@ def _handoffs(endpoints: Sequence[EndpointStats], handoffs: HandoffStats | None)
         Problem(
             ProblemKind.BOOTSTRAP,
             stats.endpoint.address,
-            f"its bootstrap page http://{stats.endpoint.bootstrap}/query does not answer",
+            f"its bootstrap page http://{stats.endpoint.bootstrap}/query does not answer, or lacks workers",
             "no KV is handed over to or from it; its sessions move without their KV",
-            "vLLM runs without MooncakeConnector, or the gateway may not reach the port",
+            "vLLM runs without MooncakeConnector or still starts, or the gateway may not reach the port",
             "start vLLM with kv_role kv_both and check `bootstrap` in the pool document",
         )
         for stats in endpoints
@@ -282,13 +284,13 @@ def _handoffs(endpoints: Sequence[EndpointStats], handoffs: HandoffStats | None)
         and stats.endpoint.ready
         and stats.endpoint.address not in handoffs.connectors
     ]
-    if handoffs.tokens_forgotten:
+    if handoffs.tokens_missing:
         found.append(
             Problem(
                 ProblemKind.TOKEN_MEMORY,
                 "",
-                f"token ids of {handoffs.tokens_forgotten} blocks were forgotten",
-                "sessions whose blocks are older move without their KV",
+                f"token ids of {handoffs.tokens_missing} blocks that endpoints cache were forgotten",
+                "sessions with such blocks move without their KV",
                 "the memory for token ids is smaller than what the endpoints cache",
                 "raise `spec.routing.migration.tokenMemoryBytes`",
             )
@@ -366,7 +368,7 @@ def _events(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
             "its publisher is off, or cannot be reached at the address in the pool document",
             "start vLLM with --kv-events-config enabling zmq, and check `events` in the pool document",
         )
-    if events.lag_s > LATE_EVENTS_S:
+    if events.lag_s > LATE_EVENTS_S and (events.heard_s or 0.0) <= RECENT_S:
         yield Problem(
             ProblemKind.LATE_EVENTS,
             address,
@@ -375,15 +377,29 @@ def _events(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
             "the two hosts' clocks differ, or one of the two is overloaded",
             "compare the clocks, then the CPU use of both",
         )
-    if events.rebuilds:
+    if events.lost and ((events.lost_s or 0.0) <= RECENT_S or stats.waiting_blocks):
+        cause, cure = WHY_LOST[events.lost]
         yield Problem(
             ProblemKind.LOST_EVENTS,
             address,
-            f"{events.rebuilds} of {events.gaps} gaps in its KV events could not be replayed",
-            "its blocks were forgotten each time, and learned again from later events",
-            "no replay address, or its replay buffer is shorter than the gap",
-            "set `replay` in the pool document and raise vLLM's replay buffer_steps",
+            f"a gap in its KV events could not be replayed {events.lost_s or 0.0:.0f} s ago;"
+            f" so far {events.rebuilds} of {events.gaps}",
+            "its blocks were forgotten, and are learned again from later events",
+            cause,
+            cure,
         )
+
+
+WHY_LOST: Mapping[Lost, tuple[str, str]] = {
+    Lost.NO_REPLAY: ("the pool document names no replay address", "set `replay` in the pool document"),
+    Lost.UNANSWERED: (
+        "its replay socket does not answer, or not to the end",
+        "check `replay` in the pool document, and that the gateway may reach the port",
+    ),
+    Lost.TOO_OLD: ("its replay buffer is shorter than the gap", "raise vLLM's replay buffer_steps"),
+    Lost.UNREADABLE: ("it replays messages that cannot be read", "see the gateway's log and vLLM's version"),
+}
+"""Why events were lost → (cause, cure)."""
 
 
 def _parity(stats: EndpointStats, block_size: int) -> Iterator[Problem]:

@@ -83,6 +83,8 @@ class HandoffStats(Struct, frozen=True):
     token_max_bytes: int
     tokens_forgotten: int
     """Number of blocks whose token ids were forgotten because the memory was used up."""
+    tokens_missing: int
+    """Number of those that an endpoint still caches."""
     connectors: Mapping[str, Connector]
     """What the endpoints can, by address."""
 
@@ -147,6 +149,7 @@ class HandingOver:
             tokens.bytes,
             tokens.max_bytes,
             tokens.forgotten,
+            tokens.missing,
             dict(self._state.connectors.known),
         )
 

@@ -66,6 +66,7 @@ class PoolState:
         in_flight = InFlight(changes.loaded)
         fleet = Fleet(spec.engine.kv_pool_tokens, in_flight)
         keys = spec.routing.session
+        index = PrefixIndex(index_blocks(pool), SPECULATIVE_TTL_S, claims_per_endpoint=_kv_blocks(pool))
         believed = replace(
             engine.scaled(spec.engine.prefill_scale), kv_bytes_per_token=spec.model.kv_bytes_per_token
         )
@@ -79,7 +80,7 @@ class PoolState:
                 max_blocks=index_blocks(pool),
                 elsewhere=sharing.sessions if sharing else None,
             ),
-            PrefixIndex(index_blocks(pool), SPECULATIVE_TTL_S, claims_per_endpoint=_kv_blocks(pool)),
+            index,
             Calibration(believed, changes.measured),
             ParityCheck(
                 spec.engine.hashing,
@@ -87,7 +88,7 @@ class PoolState:
                 lora_paths={lora.name: lora.path for lora in spec.model.loras},
             ),
             Ejection(spec.routing.ejection, on_change=fleet.set_ejected, on_judged=changes.judged),
-            BlockTokens(spec.engine.block_size),
+            BlockTokens(spec.engine.block_size, cached=index.__contains__),
             Connectors(),
             HostTiers(),
             Offers(sharing.replica if sharing else ""),
