@@ -21,6 +21,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
+from math import isfinite
 from random import Random
 
 import aiohttp
@@ -70,18 +71,26 @@ def parse(text: bytes, rank: int | None = None) -> EngineMetrics:
         block_size=block_size,
         gpu_blocks=gpu_blocks,
         started_s=started_s,
+        asleep=any(
+            float(value) == 0.0
+            for labels, value in _series(text, b"vllm:engine_sleep_state")
+            if b'sleep_state="awake"' in labels and _is_number(value)
+        ),
     )
+
+
+def _is_number(text: bytes) -> bool:
+    try:
+        return isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _values(text: bytes, name: bytes) -> list[float]:
     """Values of every series called `name`, without those that are negative or not finite."""
     values = []
     for _, number in _series(text, name):
-        try:
-            value = float(number)
-        except ValueError:
-            continue
-        if 0.0 <= value < 1e300:
+        if _is_number(number) and 0.0 <= (value := float(number)) < 1e300:
             values.append(value)
     return values
 

@@ -425,10 +425,13 @@ class _Feed:
     # -- what was read -----------------------------------------------------------------------------
 
     def _apply(self, seq: int, batch: Batch, lag_s: float) -> Work[None]:
-        self._has_blocks, self._logged_unreadable = True, False
+        self._has_blocks = True
+        self._logged_unreadable = self._logged_unreadable and bool(batch.malformed)
         self._counters.failure = ""
         self._counters.batches += 1
         self._counters.unknown += batch.unknown
+        if batch.malformed:
+            self._damaged(batch.malformed)
         self._tracker.applied(seq, batch.published_s)
         for part in pieces(batch, _BLOCKS):
             yield
@@ -436,6 +439,16 @@ class _Feed:
                 len(event.block_hashes) for event in part.events if not isinstance(event, AllBlocksCleared)
             )
             self._sink.batch(self._endpoint, self._rank, part, lag_s)
+
+    def _damaged(self, events: int) -> None:
+        """Logs the first of several batches in a row in which events could not be read."""
+        self._counters.malformed += events
+        if not self._logged_unreadable:
+            log.warning(
+                "KV events left out, they cannot be read endpoint=%s rank=%d events=%d",
+                *(self._endpoint, self._rank, events),
+            )
+        self._logged_unreadable = True
 
     def _restarted(self) -> None:
         self._counters.restarts += 1

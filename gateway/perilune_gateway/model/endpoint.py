@@ -114,6 +114,8 @@ class EngineMetrics:
     """Number of KV blocks on the device; 0: not reported."""
     started_s: float = 0.0
     """When the process started, in Unix seconds; 0: not reported."""
+    asleep: bool = False
+    """Whether it sleeps (`/sleep`): it serves nothing, and has no KV any more."""
 
     def restarted_since(self, before: EngineMetrics) -> bool:
         """Whether the process that reports this is another one than before, so that its cache was empty."""

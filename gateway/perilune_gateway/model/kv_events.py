@@ -65,6 +65,9 @@ class Batch:
     """Data-parallel rank that published them."""
     unknown: int = 0
     """Number of events whose type this module does not know."""
+    malformed: int = 0
+    """Number of events that could not be read; each one that may have removed blocks stands as
+    `AllBlocksCleared`."""
 
 
 class Lost(StrEnum):
@@ -110,7 +113,7 @@ class EventStats:
     restarts: int = 0
     """Number of times that the engine restarted."""
     malformed: int = 0
-    """Number of messages that could not be decoded."""
+    """Number of messages, and of events in other messages, that could not be decoded."""
     old: int = 0
     """Number of batches that were received twice."""
     unknown: int = 0

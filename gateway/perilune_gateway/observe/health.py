@@ -35,6 +35,7 @@ RECENT_S = 60.0
 class ProblemKind(StrEnum):
     NO_ENDPOINT = "no_endpoint"
     NOT_READY = "not_ready"
+    ASLEEP = "asleep"
     EJECTED = "ejected"
     STALE_METRICS = "stale_metrics"
     NO_EVENTS = "no_events"
@@ -183,7 +184,7 @@ def diagnose(
             )
         )
     for stats in endpoints:
-        checks = CHECKS if stats.endpoint.ready else (_ejected,) if stats.ejection else (_not_ready,)
+        checks = CHECKS if stats.endpoint.ready else (_why_not_ready(stats),)
         found.extend(problem for check in checks for problem in check(stats, block_size))
     return tuple(found)
 
@@ -312,6 +313,18 @@ def _not_ready(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
         if stats.silent
         else "it is down, still loading, or answered with errors",
         f"see its log and curl http://{address}/metrics; it is used again once that succeeds",
+    )
+
+
+def _asleep(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
+    address = stats.endpoint.address
+    yield Problem(
+        ProblemKind.ASLEEP,
+        address,
+        "its engine sleeps",
+        "it gets no requests, its sessions go elsewhere, and what it cached is gone",
+        "somebody has sent it to sleep (POST /sleep)",
+        f"curl -X POST http://{address}/wake_up; it is used again once its metrics say that it is awake",
     )
 
 
@@ -453,5 +466,11 @@ def _kv_group(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
 
 
 CHECKS: tuple[Check, ...] = (_stale_metrics, _events, _parity, _block_size, _learning, _kv_group)
-"""Checks of a ready endpoint. One that is not ready has only the problem NOT_READY or EJECTED, which explains
-the rest."""
+"""Checks of a ready endpoint. One that is not ready has only the problem NOT_READY, ASLEEP or EJECTED, which
+explains the rest."""
+
+
+def _why_not_ready(stats: EndpointStats) -> Check:
+    if stats.asleep:
+        return _asleep
+    return _ejected if stats.ejection else _not_ready

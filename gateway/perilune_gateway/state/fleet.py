@@ -5,8 +5,9 @@ metrics.
 
 An endpoint is ready until it is suspected dead: Envoy used another endpoint, a connection failed (`suspect`),
 or two scrapes in a row failed. It is ready again after its next good scrape, or after SUSPECT_S seconds if
-its metrics are not scraped. If no endpoint is left, `as_last_resort` admits those whose metrics alone fail,
-because engines that are too busy to answer scrapes may still serve.
+its metrics are not scraped. One whose engine sleeps, by its metrics, is not ready until it is awake. If no
+endpoint is left, `as_last_resort` admits those whose metrics alone fail, because engines that are too busy to
+answer scrapes may still serve.
 
 `view` and `recent` only release prefills whose predicted time is over, and cost O(endpoints); `recent` reuses
 what has not changed.
@@ -44,6 +45,8 @@ class EndpointView(NamedTuple):
     links: Mapping[str, Link]
     ejected: str = ""
     """Why the endpoint is ejected; empty if it is not, or if it would not be ready anyway."""
+    asleep: bool = False
+    """Whether the endpoint is not ready because its engine sleeps."""
 
 
 @dataclass(slots=True)
@@ -62,10 +65,16 @@ class _State:
     """Tokens found in the prefix cache until the last good scrape; each counts half HITS_HALF_S later."""
     ejected: str = ""
     """Why it is ejected; empty if it is not."""
+
     position: int = 0
     """Position in the pool's order."""
     stride: int = 1
     """Its engine's block size over the pool's, as its KV events tell."""
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the engine slept at the last good scrape."""
+        return self.metrics is not None and self.metrics.asleep
 
 
 class Fleet:
@@ -125,7 +134,7 @@ class Fleet:
     def takes_sessions(self, address: str, now: float) -> bool:
         """Whether sessions may be bound to the endpoint: it is ready, does not drain, and decodes."""
         state = self._states.get(address)
-        if state is None or not state.endpoint.ready or state.endpoint.draining:
+        if state is None or not state.endpoint.ready or state.endpoint.draining or state.asleep:
             return False
         if state.endpoint.role is Role.PREFILL:
             return False
@@ -184,7 +193,7 @@ class Fleet:
             address
             for address, state in self._states.items()
             if state.endpoint.ready
-            and not (state.endpoint.draining or state.ejected or self._is_suspect(state, now))
+            and not (state.endpoint.draining or state.ejected or state.asleep or self._is_suspect(state, now))
         }
 
     def set_ejected(self, address: str, cause: str) -> None:
@@ -226,12 +235,12 @@ class Fleet:
             requests.context_tokens,
             pool,
         )
-        endpoint = state.endpoint
-        ejected = ""
-        if endpoint.ready and (state.ejected or self._is_suspect(state, now)):
+        endpoint, suspect = state.endpoint, self._is_suspect(state, now)
+        asleep = endpoint.ready and state.asleep and not suspect
+        ejected = state.ejected if endpoint.ready and not (suspect or asleep) else ""
+        if endpoint.ready and (suspect or asleep or ejected):
             endpoint = replace(endpoint, ready=False)
-            ejected = "" if self._is_suspect(state, now) else state.ejected
-        return EndpointView(endpoint, load, now - state.moved_at, state.links, ejected)
+        return EndpointView(endpoint, load, now - state.moved_at, state.links, ejected, asleep)
 
     def use(self, server: str) -> tuple[int, int]:
         """Return how many requests this gateway has begun at a server since it joined the pool, and how many

@@ -194,6 +194,16 @@ class TestParse:
         text = b"vllm:cache_config_info" + line + b"\nvllm:num_requests_running" + line
         assert _seconds(lambda: parse(text)) < 1.0
 
+    @pytest.mark.parametrize(
+        ("awake", "asleep"), [(b"1", False), (b"0", True), (b"0.0", True), (b"NaN", False), (b"x", False)]
+    )
+    def test_an_engine_says_whether_it_sleeps(self, awake, asleep):
+        lines = [
+            b'vllm:engine_sleep_state{engine="0",model_name="m",sleep_state="awake"} ' + awake,
+            b'vllm:engine_sleep_state{engine="0",model_name="m",sleep_state="weights_offloaded"} 0',
+        ]
+        assert parse(b"\n".join(lines)).asleep is asleep
+
     def test_a_label_that_only_looks_like_block_size(self):
         text = b'vllm:cache_config_info{hash_block_size="64",note="block_size=\\"8\\"",block_size="16"} 1\n'
         assert parse(text).block_size == 16
