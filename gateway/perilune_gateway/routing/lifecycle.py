@@ -208,7 +208,7 @@ class Lifecycle:
             state.sessions.bind(running.session, served, now)
         state.claim(served, running.blocks, now, running.claim_s)
         running.target, running.sent_at, running.forecast, running.learns = served, now, work, False
-        running.claimed = running.blocks[held:]
+        running.claimed, running.announced_tokens = running.blocks[held:], 0
         self._expect_prefilled(ticket, running)
 
     def _forecast(self, address: str, prompt_tokens: int, held_tokens: int, now: float) -> PrefillForecast:
@@ -249,6 +249,7 @@ class Lifecycle:
             state.index.unclaim(running.target, running.claimed)
         if completed and state.fleet.get(running.target):
             self._learning.completed(running, now)
+        self._compare(running, answered=answered)
         if answered and running.awaited:
             self._announcements.answered(running.target, running.awaited, running.started_at, now)
         self._announcements.check(now)
@@ -265,6 +266,15 @@ class Lifecycle:
         )
         self._observer.ended(running.record, running.target, ending)
         self._handing_over.turn_ended()
+
+    def _compare(self, running: Running, *, answered: bool) -> None:
+        """Compare the cached tokens that the engine reports with what its KV events had told."""
+        told, found = running.announced_tokens, running.cached_tokens
+        if answered and told and found is not None and running.forecast.held_tokens == told:
+            state, target = self._state, running.target
+            state.computed_again.reported(
+                target, found, told, state.fleet.engine_blocks(target) * state.block_size
+            )
 
     # -- what engines announce ---------------------------------------------------------------------
 

@@ -24,6 +24,8 @@ class Running(Struct, gc=False):
     blocks: Sequence[int] = ()
     claimed: Sequence[int] = ()
     """Those of its blocks that were neither announced nor claimed before."""
+    announced_tokens: int = 0
+    """Prompt tokens that its endpoint itself has on its device, by its KV events; 0: they do not tell."""
     claim_s: float | None = None
     """Seconds for which its blocks count as cached if they are not announced; None: as the pool says."""
     awaited: int = 0

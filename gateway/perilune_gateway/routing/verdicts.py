@@ -242,6 +242,7 @@ class Verdicts:
             context.identity.final,
             prompt.blocks,
             prompt.blocks[chosen.overlap.device_tokens // block_size :],
+            chosen.overlap.device_tokens if announces and not from_peer else 0,
             None if announces else APPROXIMATE_TTL_S,
             awaited,
             bool(awaited or (continues and chosen.endpoint.events)),

@@ -255,7 +255,7 @@ class EngineBlocks:
         """The event's KV cache group; None if it is not understood."""
         kind, number, size = event.kv_cache_spec_kind, event.group_idx or 0, event.block_size
         window, stride = event.kv_cache_spec_sliding_window, size // self._block_size
-        if kind in _FULL_ATTENTION and (kind or not number):
+        if has_full_attention(event):
             return Group(number, 0, stride)
         if kind in _WINDOWS and window:
             return Group(number, max(1, ceil((window - 1) / size)), stride)
@@ -423,6 +423,13 @@ class EngineBlocks:
     def _skip(self, endpoint: str, names: Sequence[BlockHash], why: Unused) -> Applied:
         self.unused[why] += len(names)
         return Applied(endpoint, unused=len(names))
+
+
+def has_full_attention(event: BlockStored) -> bool:
+    """Return whether the event is of a KV cache group whose prefixes need all of their blocks. Old engines
+    name no kind, and then it is their first group."""
+    kind = event.kv_cache_spec_kind
+    return kind in _FULL_ATTENTION and bool(kind or not event.group_idx)
 
 
 def lora_of(event: BlockStored) -> str:

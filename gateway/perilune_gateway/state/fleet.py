@@ -288,8 +288,12 @@ class Fleet:
     def whole_blocks(self, address: str, blocks: int) -> int:
         """Return how many of a prompt's `blocks` the endpoint can cache: those of whole blocks of its
         engine."""
+        return blocks - blocks % self.engine_blocks(address)
+
+    def engine_blocks(self, address: str) -> int:
+        """Return how many of the pool's blocks one block of the endpoint's engine is."""
         state = self._states.get(address)
-        return blocks - blocks % (state.stride if state else 1)
+        return state.stride if state else 1
 
     def announced(self, address: str, stride: int) -> None:
         """Record that the endpoint has announced blocks as long as `stride` of the pool's."""

@@ -29,7 +29,7 @@ from math import inf
 from perilune_api.pool import ExtraKeys, HashAlgorithm, Hashing, SpecError
 from perilune_gateway.model.kv_events import BlockStored
 from perilune_gateway.request import block_hashes as blocks
-from perilune_gateway.state.engine_blocks import mm_of, salt_of
+from perilune_gateway.state.engine_blocks import has_full_attention, mm_of, salt_of
 
 _RECENT = 32
 """Number of last results that a report uses."""
@@ -106,7 +106,7 @@ class ParityCheck:
 
     def observe(self, endpoint: str, event: BlockStored) -> Parity | None:
         """Compare one event if it is sampled and can be compared. Returns None if it was not compared."""
-        if (event.medium or "GPU").upper() != "GPU" or event.group_idx:
+        if (event.medium or "GPU").upper() != "GPU" or not has_full_attention(event):
             return None
         state = self._endpoints.setdefault(endpoint, _Endpoint())
         state.seen += 1
@@ -171,6 +171,8 @@ class ParityCheck:
 
     def _compare(self, state: _Endpoint, event: BlockStored) -> tuple[Parity, str] | None:
         announced = event.block_size or len(event.token_ids) // len(event.block_hashes)
+        if len(event.token_ids) != announced * len(event.block_hashes):
+            return None  # which tokens are whose, only the engine knows
         if not announced or announced % self._block_size:
             return Parity.BLOCK_SIZE, f"its blocks hold {announced} tokens, the pool says {self._block_size}"
         parent: bytes | None = None

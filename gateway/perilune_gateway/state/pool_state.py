@@ -13,6 +13,7 @@ from perilune_gateway.model import EngineModel
 from perilune_gateway.state.block_tokens import BlockTokens
 from perilune_gateway.state.calibration import Calibration
 from perilune_gateway.state.changes import NOT_SHARED, Changes
+from perilune_gateway.state.computed_again import ComputedAgain
 from perilune_gateway.state.connectors import Connectors
 from perilune_gateway.state.ejection import Ejection
 from perilune_gateway.state.fleet import Fleet
@@ -42,6 +43,7 @@ class PoolState:
     sessions: Sessions
     index: PrefixIndex
     calibration: Calibration
+    computed_again: ComputedAgain
     parity: ParityCheck
     ejection: Ejection
     block_tokens: BlockTokens
@@ -82,6 +84,7 @@ class PoolState:
             ),
             index,
             Calibration(believed, changes.measured),
+            ComputedAgain(),
             ParityCheck(
                 spec.engine.hashing,
                 spec.engine.block_size,
@@ -150,6 +153,7 @@ class PoolState:
         self.index.forget(address)
         self.sessions.forget_host(address)
         self.calibration.forget(address)
+        self.computed_again.forget(address)
         self.ejection.forget(address)
         self.parity.forget(address)
         self.connectors.forget(address)
