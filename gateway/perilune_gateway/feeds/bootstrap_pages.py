@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 import aiohttp
 import msgspec
 
+from perilune_gateway.feeds import pages
 from perilune_gateway.model import Endpoint, rank_of
 from perilune_gateway.state.connectors import Connector, Connectors
 
@@ -62,12 +63,7 @@ async def ask(http: aiohttp.ClientSession, bootstrap: str, rank: int | None = No
         ):
             if answer.status != 200:
                 return None
-            page = bytearray()
-            async for chunk in answer.content.iter_any():
-                page += chunk
-                if len(page) > MAX_BYTES:
-                    return None
-            return parse(bytes(page), rank)
+            return parse(await pages.read(answer, MAX_BYTES), rank)
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError, msgspec.DecodeError):
         return None
 

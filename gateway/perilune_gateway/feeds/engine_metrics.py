@@ -26,6 +26,7 @@ from random import Random
 
 import aiohttp
 
+from perilune_gateway.feeds import pages
 from perilune_gateway.model import EngineMetrics, rank_of, server_of
 
 log = logging.getLogger(__name__)
@@ -247,12 +248,8 @@ async def _fetch(session: aiohttp.ClientSession, address: str, timeout_s: float)
     """Raises TimeoutError, or aiohttp.ClientError, also for another status than 200 and for a body that is
     too long. Redirections are not followed, since an engine must not choose which server the gateway
     calls."""
-    body, url = bytearray(), f"http://{address}/metrics"
+    url = f"http://{address}/metrics"
     async with asyncio.timeout(timeout_s), session.get(url, allow_redirects=False) as response:
         if response.status != 200:
             raise aiohttp.ClientPayloadError(f"status {response.status}")
-        async for chunk in response.content.iter_any():
-            body += chunk
-            if len(body) > MAX_BYTES:
-                raise aiohttp.ClientPayloadError(f"more than {MAX_BYTES} bytes")
-    return bytes(body)
+        return await pages.read(response, MAX_BYTES)

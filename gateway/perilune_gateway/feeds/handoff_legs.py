@@ -19,12 +19,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from perilune_gateway.feeds import bootstrap_pages
+from perilune_gateway.feeds import bootstrap_pages, pages
 from perilune_gateway.model import rank_of, server_of
 from perilune_gateway.model.handoff import GivenUp, KvPull, Leg
 from perilune_gateway.moves.handoff import Handoff
@@ -177,15 +178,12 @@ async def _give(http: aiohttp.ClientSession, legs: Legs | KvPull, accepted: asyn
     body = _body(legs, {"do_remote_decode": True, "do_remote_prefill": False})
     _check_open(http, Leg.GIVE)
     try:
-        async with http.post(
-            _url(legs.source), data=_encode(body), headers=_headers(legs, legs.source)
-        ) as answer:
+        async with _post(http, legs, legs.source, body) as answer, asyncio.timeout(TAKE_S):
             if answer.status != 200:
-                detail = f"{answer.status} {(await answer.read())[:200]!r}"
+                detail = f"{answer.status} {await pages.begin(answer)!r}"
                 raise LegFailed(Leg.GIVE, GivenUp.REFUSED, detail)
             accepted.set()
-            async with asyncio.timeout(TAKE_S):
-                await answer.read()
+            await pages.read(answer, pages.LEG_BYTES)
     except TimeoutError:
         raise LegFailed(Leg.GIVE, GivenUp.NOT_TAKEN) from None
     except (aiohttp.ClientError, OSError) as error:
@@ -203,14 +201,11 @@ async def _take(http: aiohttp.ClientSession, legs: Legs | KvPull, engine_id: str
     body = _body(legs, params) | {"stream": False}
     _check_open(http, Leg.TAKE)
     try:
-        async with (
-            asyncio.timeout(TAKE_S),
-            http.post(_url(legs.target), data=_encode(body), headers=_headers(legs, legs.target)) as answer,
-        ):
-            text = await answer.read()
+        async with asyncio.timeout(TAKE_S), _post(http, legs, legs.target, body) as answer:
             if answer.status != 200:
-                raise LegFailed(Leg.TAKE, GivenUp.REFUSED, f"{answer.status} {text[:200]!r}")
-            usage = _answer.decode(text).usage
+                detail = f"{answer.status} {await pages.begin(answer)!r}"
+                raise LegFailed(Leg.TAKE, GivenUp.REFUSED, detail)
+            usage = _answer.decode(await pages.read(answer, pages.LEG_BYTES)).usage
     except TimeoutError:
         raise LegFailed(Leg.TAKE, GivenUp.NOT_TAKEN) from None
     except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
@@ -224,8 +219,12 @@ def _check_open(http: aiohttp.ClientSession, leg: Leg) -> None:
         raise LegFailed(leg, GivenUp.LEFT, "the gateway stops")
 
 
-def _url(address: str) -> str:
-    return f"http://{server_of(address)}/v1/completions"
+def _post(
+    http: aiohttp.ClientSession, legs: Legs | KvPull, address: str, body: dict[str, Any]
+) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    """An engine must not choose which server gets the prompt, so redirections are not followed."""
+    url = f"http://{server_of(address)}/v1/completions"
+    return http.post(url, data=_encode(body), headers=_headers(legs, address), allow_redirects=False)
 
 
 def _headers(legs: Legs | KvPull, address: str) -> dict[str, str]:

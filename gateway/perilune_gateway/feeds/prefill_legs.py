@@ -23,7 +23,7 @@ import aiohttp
 import msgspec
 
 from perilune_api import names
-from perilune_gateway.feeds import bootstrap_pages
+from perilune_gateway.feeds import bootstrap_pages, pages
 from perilune_gateway.model import RequestHead, rank_of, server_of
 from perilune_gateway.model.handoff import Attachment, GivenUp, RemotePrefill
 from perilune_gateway.request.engine_body import prefill_body
@@ -117,12 +117,13 @@ class PrefillLegs:
                 http.post(
                     f"http://{server_of(remote.source)}{head.path}",
                     data=prefill_body(body, remote.transfer_id),
+                    allow_redirects=False,
                     headers=_headers(remote, head, http.headers),
                 ) as answer,
             ):
                 if answer.status != 200:
-                    detail = (await answer.content.read(200))[:200]
-                    return self._failed(ticket, remote, GivenUp.REFUSED, f"{answer.status} {detail!r}")
+                    detail = f"{answer.status} {await pages.begin(answer)!r}"
+                    return self._failed(ticket, remote, GivenUp.REFUSED, detail)
                 _settle(accepted, True)
                 async for _ in answer.content.iter_any():
                     pass

@@ -77,6 +77,17 @@ async def babbles(engine: Engine, request: web.Request, body: dict[str, Any]) ->
     return web.Response(text="no JSON")
 
 
+async def floods(engine: Engine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    answer = web.StreamResponse()
+    await answer.prepare(request)
+    while True:
+        await answer.write(b" " * 65_536)
+
+
+async def redirects(engine: Engine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return web.Response(status=307, headers={"Location": str(request.url)})
+
+
 async def test_both_engines_are_sent_the_prefix_and_the_request_goes_on() -> None:
     async with scene() as on:
         assert await on.fetch() == (True, {}, [])
@@ -93,6 +104,9 @@ async def test_both_engines_are_sent_the_prefix_and_the_request_goes_on() -> Non
         pytest.param("giver", breaks, GivenUp.UNREACHABLE, ["giver"], id="the giver is gone"),
         pytest.param("taker", breaks, GivenUp.UNREACHABLE, ["taker"], id="the taker is gone"),
         pytest.param("taker", babbles, GivenUp.UNREACHABLE, ["taker"], id="the taker's answer is none"),
+        pytest.param("giver", floods, GivenUp.UNREACHABLE, ["giver"], id="the giver's answer has no end"),
+        pytest.param("taker", floods, GivenUp.UNREACHABLE, ["taker"], id="the taker's answer has no end"),
+        pytest.param("taker", redirects, GivenUp.REFUSED, [], id="the taker sends us elsewhere"),
     ],
 )
 async def test_the_end_whose_leg_fails_is_blamed(end: str, answer, cause: GivenUp, dead: list[str]) -> None:
