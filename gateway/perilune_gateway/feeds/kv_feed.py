@@ -91,6 +91,8 @@ class Publisher(NamedTuple):
     """ZMQ address of the live events."""
     replay: str = ""
     """ZMQ address of the replay socket; empty when there is none."""
+    instance: str = ""
+    """What is at the endpoint's address; with another one the feed begins anew."""
 
 
 class ResetCause(StrEnum):

@@ -134,7 +134,7 @@ class EventFeeds:
         process may open files."""
         pool = {e.address: e for e in endpoints}
         wanted = {
-            Publisher(e.address, rank, url, e.replay[rank] if e.replay else "")
+            Publisher(e.address, rank, url, e.replay[rank] if e.replay else "", e.instance)
             for e in pool.values()
             for rank, url in enumerate(e.events)
         }

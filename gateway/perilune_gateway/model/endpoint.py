@@ -42,6 +42,8 @@ class Endpoint:
     role: Role = Role.BOTH
     peer: str = ""
     """Address at which other engines read its host memory, `ip:port`; empty: they cannot."""
+    instance: str = ""
+    """What is at the address, as in the pool document."""
 
     @property
     def server(self) -> str:

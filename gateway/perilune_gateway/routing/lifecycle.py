@@ -167,9 +167,10 @@ class Lifecycle:
         if served and rank is not None:
             served = f"{served}#{rank}"
         running.status, running.served, running.answered_at = status, served, now
+        here = self._is_there(running)
         if served != running.target and (endpoint := state.fleet.get(served)):
             self._served_elsewhere(ticket, running, endpoint, now)
-        if status >= REFUSED:
+        if status >= REFUSED and here:
             state.index.unclaim(running.target, running.claimed)
         if status == NOT_FOUND and running.session:
             running.session.unserved = True
@@ -189,8 +190,9 @@ class Lifecycle:
         state, served = self._state, endpoint.address
         self._remote_prefills.served_elsewhere(ticket)
         self._peer_reads.served_elsewhere(ticket)
-        state.fleet.suspect(running.target, now)
-        state.index.unclaim(running.target, running.claimed)
+        if self._is_there(running):
+            state.fleet.suspect(running.target, now)
+            state.index.unclaim(running.target, running.claimed)
         self._end_move(running, now, arrived=False)
         if running.awaited and not endpoint.events:
             running.awaited, running.told, running.expects_ratio = 0, False, 1.0
@@ -207,6 +209,7 @@ class Lifecycle:
         if running.session and running.session.ticket == ticket:
             state.sessions.bind(running.session, served, now)
         state.claim(served, running.blocks, now, running.claim_s)
+        running.join = state.fleet.join(served)
         running.target, running.sent_at, running.forecast, running.learns = served, now, work, False
         running.claimed, running.announced_tokens = running.blocks[held:], 0
         self._expect_prefilled(ticket, running)
@@ -244,16 +247,18 @@ class Lifecycle:
         self._remote_prefills.ended(ticket, answered=answered)
         self._pulling.ended(ticket)
         self._peer_reads.ended(ticket, answered=answered, cached_tokens=running.cached_tokens)
-        if outcome is Outcome.FAILED and running.status in UNREACHABLE:
+        here = self._is_there(running)
+        if here and outcome is Outcome.FAILED and running.status in UNREACHABLE:
             state.fleet.suspect(running.target, now)
             state.index.unclaim(running.target, running.claimed)
-        if completed and state.fleet.get(running.target):
+        if completed and here:
             self._learning.completed(running, now)
-        self._compare(running, answered=answered)
-        if answered and running.awaited:
+        if answered and here:
+            self._compare(running)
+        if answered and here and running.awaited:
             self._announcements.answered(running.target, running.awaited, running.started_at, now)
         self._announcements.check(now)
-        self._turns.ended(ticket, running, now, wrong, answered=answered)
+        self._turns.ended(ticket, running, now, wrong if here else None, answered=answered)
         since = running.started_at
         ending = Ending(
             outcome,
@@ -267,10 +272,14 @@ class Lifecycle:
         self._observer.ended(running.record, running.target, ending)
         self._handing_over.turn_ended()
 
-    def _compare(self, running: Running, *, answered: bool) -> None:
+    def _is_there(self, running: Running) -> bool:
+        """Whether the endpoint to which the request was sent is still in the pool."""
+        return running.join == self._state.fleet.join(running.target) != 0
+
+    def _compare(self, running: Running) -> None:
         """Compare the cached tokens that the engine reports with what its KV events had told."""
         told, found = running.announced_tokens, running.cached_tokens
-        if answered and told and found is not None and running.forecast.held_tokens == told:
+        if told and found is not None and running.forecast.held_tokens == told:
             state, target = self._state, running.target
             state.computed_again.reported(
                 target, found, told, state.fleet.engine_blocks(target) * state.block_size
@@ -307,7 +316,8 @@ class Lifecycle:
         running.prefilled_at = now
         self._state.ejection.prefilled(ticket, now)
         self._first_token(running, now)
-        self._learning.prefilled(running, now)
+        if self._is_there(running):
+            self._learning.prefilled(running, now)
         self._peer_reads.prefilled(ticket)
         self._end_move(running, now, arrived=True)
 

@@ -34,6 +34,8 @@ class _Open(Struct, gc=False):
     leg: int
     """Ticket of its load on the source."""
     began_at: float
+    join: int
+    """Number of the source's joining the pool."""
     claimed: Sequence[int]
     """The prompt's blocks that count as cached on the source until it announces them."""
     cause: GivenUp | None = None
@@ -98,7 +100,9 @@ class RemotePrefills:
         )
         leg, whole = in_flight.leg_ticket(), self._state.fleet.whole_blocks(giver.address, len(blocks))
         claimed = self._state.index.speculate(giver.address, blocks, now)
-        self._open[ticket] = _Open(remote, move, tokens, leg, now, claimed)
+        self._open[ticket] = _Open(
+            remote, move, tokens, leg, now, self._state.fleet.join(giver.address), claimed
+        )
         in_flight.start(
             leg,
             giver.address,
@@ -131,7 +135,7 @@ class RemotePrefills:
             one.cause = one.cause or cause
             self._unclaim(one)
             self._end_leg(one)
-            if cause is GivenUp.UNREACHABLE:
+            if cause is GivenUp.UNREACHABLE and self._is_there(one):
                 self._state.fleet.suspect(remote.source, self._clock())
 
     def served_elsewhere(self, ticket: int) -> None:
@@ -157,8 +161,13 @@ class RemotePrefills:
 
     def _unclaim(self, one: _Open) -> None:
         """The source does not compute the prompt to its end. What it has computed it announces."""
-        self._state.index.unclaim(one.remote.source, one.claimed)
+        if self._is_there(one):
+            self._state.index.unclaim(one.remote.source, one.claimed)
         one.claimed = ()
+
+    def _is_there(self, one: _Open) -> bool:
+        """Whether the source is still in the pool."""
+        return one.join == self._state.fleet.join(one.remote.source)
 
     def _end_leg(self, one: _Open) -> None:
         if self._state.in_flight.runs(one.leg):

@@ -14,6 +14,8 @@ class Running(Struct, gc=False):
     """A routed request that has not ended. Times are monotonic seconds."""
 
     target: str
+    join: int
+    """Number of the target's joining the pool: with another one, another endpoint is at its address."""
     started_at: float
     sent_at: float
     """When the endpoint got the request: when it started, or later if it was held before."""

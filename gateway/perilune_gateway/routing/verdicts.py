@@ -159,7 +159,7 @@ class Verdicts:
         """No policy was asked: the request goes to the first of `order`, the rest are fallbacks."""
         target = order[0].endpoint.address
         request_id, ticket = self.request_id(context.head), self._next_ticket()
-        running = Running(target, context.now, context.now)
+        running = Running(target, self._state.fleet.join(target), context.now, context.now)
         with self._lifecycle.begun(ticket, running):
             record = DecisionRecord(
                 RequestView(request_id, ticket, 0, Phase.HEADERS),
@@ -235,6 +235,7 @@ class Verdicts:
         believed = self._state.calibration.engine
         return Running(
             decision.target,
+            self._state.fleet.join(decision.target),
             context.now,
             context.now,
             prompt.tokens,

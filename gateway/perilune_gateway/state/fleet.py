@@ -68,6 +68,8 @@ class _State:
 
     position: int = 0
     """Position in the pool's order."""
+    join: int = 0
+    """Number of its joining the pool."""
     stride: int = 1
     """Its engine's block size over the pool's, as its KV events tell."""
 
@@ -86,6 +88,7 @@ class Fleet:
         self.kv_pool_tokens = kv_pool_tokens
         self._in_flight = in_flight
         self._states: dict[str, _State] = {}
+        self._joins = 0
         self._recent: list[EndpointView] = []
         """Last result of `recent`; replaced, never changed in place."""
         self._recent_until = -inf
@@ -100,18 +103,36 @@ class Fleet:
     # -- endpoints ---------------------------------------------------------------------------------
 
     def set_endpoints(self, endpoints: Iterable[Endpoint], topology: Topology) -> list[str]:
-        """Replace the endpoints; those that stay keep their load. Returns the addresses that left."""
-        old, self._states = self._states, {}
+        """Replace the endpoints; those that stay keep their load. Returns the addresses that left, or at
+        which another endpoint is now."""
         wanted = {e.address: e for e in endpoints}
+        left = [
+            address
+            for address, state in self._states.items()
+            if address not in wanted or wanted[address].instance != state.endpoint.instance
+        ]
+        old = {address: state for address, state in self._states.items() if address not in left}
+        self._states = {}
         for position, (address, endpoint) in enumerate(wanted.items()):
             links = MappingProxyType(
                 {a: topology.link(endpoint.place, e.place) for a, e in wanted.items() if a != address}
             )
-            state = self._states[address] = old.get(address) or _State(endpoint, links)
+            state = self._states[address] = old.get(address) or self._joined(endpoint, links)
             state.endpoint, state.links, state.position = endpoint, links, position
+        self._in_flight.follow(old)
         self._in_flight.follow(wanted)
         self._recent_until = -inf
-        return [address for address in old if address not in wanted]
+        return left
+
+    def _joined(self, endpoint: Endpoint, links: Mapping[str, Link]) -> _State:
+        self._joins += 1
+        return _State(endpoint, links, join=self._joins)
+
+    def join(self, address: str) -> int:
+        """Return the number of the endpoint's joining the pool, another one each time; 0: it is not in the
+        pool."""
+        state = self._states.get(address)
+        return state.join if state else 0
 
     def __len__(self) -> int:
         return len(self._states)

@@ -149,7 +149,9 @@ class PoolState:
         return offloaded(session.host, session.chain) * self.block_size
 
     def forget(self, address: str) -> None:
-        """Forget an endpoint that left the pool. The fleet has dropped it already."""
+        """Forget an endpoint that left the pool. The fleet has dropped it already, or knows another one at
+        its address."""
+        self.changes.left(address)
         self.index.forget(address)
         self.sessions.forget_host(address)
         self.calibration.forget(address)

@@ -483,6 +483,13 @@ class Sessions:
         for session in self._at.get(host, {}).values():
             session.unblocked_tokens = 0
 
+    def unbind(self, host: str) -> None:
+        """Another endpoint is at this address: no session is bound to it. What is known of the sessions
+        stays."""
+        for session in list(self._at.get(host, {}).values()):
+            self._leave(session)
+            session.host, session.unblocked_tokens, session.came_from = "", 0, ""
+
     def free(self, key: SessionKey) -> None:
         """End a session. Unknown keys are ignored."""
         session = self.forget(key)
