@@ -48,6 +48,7 @@ from perilune_gateway.state.pool_state import PoolState
 NEARLY = 0.25
 """A share of a prefill by which the estimate of an unread body's tokens may be wrong."""
 NOT_FOUND = 404
+FAILED = 500
 REFUSED = 400
 """Least status of an answer without a prefill."""
 UNREACHABLE = (0, 502, 503, 504)
@@ -169,7 +170,7 @@ class Lifecycle:
         running.status, running.served, running.answered_at = status, served, now
         here = self._is_there(running)
         if served != running.target and (endpoint := state.fleet.get(served)):
-            self._served_elsewhere(ticket, running, endpoint, now)
+            self._served_elsewhere(ticket, running, endpoint, now, well=status < FAILED)
         if status >= REFUSED and here:
             state.index.unclaim(running.target, running.claimed)
         if status == NOT_FOUND and running.session:
@@ -184,14 +185,18 @@ class Lifecycle:
             state.in_flight.prefill_done(ticket)
             self._end_move(running, now, arrived=status < REFUSED)
 
-    def _served_elsewhere(self, ticket: int, running: Running, endpoint: Endpoint, now: float) -> None:
+    def _served_elsewhere(
+        self, ticket: int, running: Running, endpoint: Endpoint, now: float, *, well: bool
+    ) -> None:
         """The proxy sent the request to another endpoint, which computes whatever it lacks of the prompt: no
-        KV comes to it from elsewhere."""
+        KV comes to it from elsewhere. If the answer is no failure (`well`), the first one is not well; else
+        the request may be to blame."""
         state, served = self._state, endpoint.address
         self._remote_prefills.served_elsewhere(ticket)
         self._peer_reads.served_elsewhere(ticket)
         if self._is_there(running):
-            state.fleet.suspect(running.target, now)
+            if well:
+                state.fleet.suspect(running.target, now)
             state.index.unclaim(running.target, running.claimed)
         self._end_move(running, now, arrived=False)
         if running.awaited and not endpoint.events:
