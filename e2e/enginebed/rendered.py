@@ -65,7 +65,6 @@ DIFFERENCES = (
     Difference(Where.FIELD, "engine.blockSize", 32, "attention on a CPU has blocks of multiples of 32", CPU),
     Difference(Where.FIELD, "mooncake.store.segmentSize", "64Mi", "a small machine"),
     Difference(Where.FIELD, "mooncake.store.localBufferSize", "32Mi", "a small machine"),
-    Difference(Where.FIELD, "mooncake.master.clientSeconds", 5, "busy cores delay signs of life"),
     Difference(Where.ARGUMENT, "--enforce-eager", "", "torch.compile takes a compiler, and minutes"),
     Difference(Where.ARGUMENT, "--max-num-seqs", "16", "a small machine"),
     Difference(Where.ARGUMENT, "--gpu-memory-utilization", "0.1", "engines share memory, of CPU or GPU"),

@@ -207,7 +207,6 @@ async def served(rig, tiny):
             "engine": {"args": ["--num-gpu-blocks-override=6000", "--dtype=float32"]},
             "mooncake": {"transfer": "handoff"},
             "routing": {
-                "policy": {"name": "sticky"},
                 "migration": {"intervalSeconds": 0.2, "movesPerMinute": 10000},
                 "decisionHeader": "address",
             },

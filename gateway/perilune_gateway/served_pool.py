@@ -307,12 +307,16 @@ class ServedPool:
 
     def on_metrics(self, address: str, metrics: EngineMetrics | None, now: float) -> None:
         """Records the result of a scrape; None when it failed. A restarted engine gets ready with its first
-        good scrape, so what its old process cached is forgotten before."""
+        good scrape, so what its old process cached is forgotten before, and so is what a sleeping engine
+        cached."""
         before, at = self.state.fleet.engine_metrics(address), self.state.fleet.metrics_at(address)
         restarted = bool(before and metrics and metrics.restarted_since(before))
         if restarted and self.blocks.emptied_at.get(address, -inf) < at:  # else its events were faster
             log.warning("kv blocks forgotten endpoint=%s cause=restarted, by its metrics", address)
             self.state.parity.forget(address)
+            self.router.on_applied(self.blocks.reset(address, now))
+        if metrics and metrics.asleep and not (before and before.asleep):
+            log.warning("kv blocks forgotten endpoint=%s cause=asleep", address)
             self.router.on_applied(self.blocks.reset(address, now))
         self.state.fleet.metrics(address, metrics, now)
         if metrics is None and self.state.fleet.get(address):  # unless it has just left

@@ -83,7 +83,7 @@ def config(
     message_timeout_s: float = 2.0,
     buffer_bytes: int = 32 * MIB,
     connect_timeout_s: float = 1.0,
-    retry_on: str = "connect-failure,refused-stream,reset",
+    retry_on: str = "connect-failure,refused-stream,reset,retriable-status-codes",
     grpc_retries: int | None = None,
     keepalive_s: float = 0.0,
     health_check_s: float = 0.0,
@@ -96,6 +96,7 @@ def config(
 
     `retry_on` has `reset`: an endpoint that dies before it answers then costs no request, also on a
     connection that was open. (`reset-before-request` would not send the next endpoint a prompt that crashes.)
+    Status 500 is retried for an engine whose core has died while its HTTP server still answers.
     `grpc_retries`: how often a gateway is asked again; None: as often as fits, see `_asked_again`.
     `status_on_error` 0 keeps Envoy's own 500; `keepalive_s` 0 sends no pings; `health_check_s` is how often
     gateways are asked whether they are ready, 0: never. `processor_ca`: PEM file of the CA that signed the
@@ -181,6 +182,7 @@ def _routes(retry_on: str) -> Json:
             "idle_timeout": "0s",  # and its default of 5 minutes an answer whose prefill waits that long
             "retry_policy": {
                 "retry_on": retry_on,
+                "retriable_status_codes": [500],
                 "num_retries": 2,
                 "host_selection_retry_max_attempts": 5,
                 "retry_host_predicate": [_PREVIOUS_HOSTS],

@@ -448,6 +448,9 @@ class EndpointSpec(Struct, frozen=True):
     """Address at which other engines read its host memory, `ip:port`: the tier `p2p` of vLLM's
     OffloadingConnector, of vLLM >= 0.27. With several data-parallel ranks it is that of the first; the others
     have the next ports. Empty: others cannot read it. No endpoint of a pool has both this and `bootstrap`."""
+    instance: str = ""
+    """Names what is at the address, such as the uid of a pod. An endpoint with another name at the same
+    address is another one, and inherits nothing from the one before. Empty: the address alone names it."""
 
 
 class Spec(Struct, frozen=True):

@@ -15,6 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from msgspec import structs
 from prometheus_client import generate_latest
+from routing_objects import head
 from token_requests import COMPLETIONS, request
 
 from perilune_api import extproc_pb2 as pb
@@ -38,7 +39,7 @@ from perilune_gateway.served_pool import ServedPool
 READY = r"ext_proc=(\S+) admin=(\S+)"
 
 
-A = "10.0.0.1:8000"
+A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 
 
 def pool(*addresses: str, routing: Routing | None = None, model: str = "m") -> Pool:
@@ -151,6 +152,29 @@ async def test_what_a_restarted_engine_has_announced_by_itself_stays(gateway) ->
     gateway.state.index.stored(address, Tier.DEVICE, chain, 2.5)
     gateway.on_metrics(address, EngineMetrics(prefix_queries_tokens=10), 3.0)
     assert gateway.state.index.leading(address, chain, 3.0) == 2
+
+
+async def test_an_engine_that_sleeps_gets_nothing_and_comes_back_empty(gateway) -> None:
+    def problems() -> list[str]:
+        return [one.kind.value for one in gateway.pages.health().problems if one.endpoint == A]
+
+    gateway.on_pool(pool(A, B))
+    chain = (11, 12)
+    for address in (A, B):
+        gateway.on_metrics(address, EngineMetrics(), 1.0)
+    gateway.state.index.stored(A, Tier.DEVICE, chain, 1.0)
+    gateway.on_metrics(A, EngineMetrics(asleep=True), 2.0)
+    routed = [gateway.router.on_headers(head("/v1/models", method="GET")) for _ in range(4)]
+    assert {one.destinations for one in routed} == {(B,)}
+    assert gateway.pages.decisions.get(routed[0].request_id).excluded == {A: "asleep"}
+    assert problems() == ["asleep"]
+    assert gateway.state.index.leading(A, chain, 2.0) == 0
+    gateway.state.index.stored(A, Tier.DEVICE, chain, 3.0)
+    gateway.on_metrics(A, EngineMetrics(), 3.0)
+    assert "asleep" not in problems()
+    assert gateway.state.index.leading(A, chain, 3.0) == 2
+    gateway.on_metrics(B, EngineMetrics(asleep=True), 4.0)
+    assert gateway.router.on_headers(head("/v1/models", method="GET")).destinations == (A,)
 
 
 async def test_another_model_needs_another_gateway(gateway) -> None:

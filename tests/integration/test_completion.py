@@ -131,7 +131,7 @@ async def test_override_asks_for_the_answers_headers_where_the_filter_skips_them
 
 
 @by_every_path
-@pytest.mark.parametrize(("status", "expected"), [(500, Outcome.FAILED), (404, Outcome.COMPLETED)])
+@pytest.mark.parametrize(("status", "expected"), [(501, Outcome.FAILED), (404, Outcome.COMPLETED)])
 async def test_status_of_the_answer_decides(rig, mode, phase, status, expected):
     envoy, test_id = await getattr(rig, mode)(), rig.new_id()
     headers = rig.headers(test_id, phase=phase)

@@ -12,7 +12,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from routing_objects import chosen
 from waiting import until_true
 
 from perilune_api import pool as spec
@@ -22,7 +21,6 @@ from perilune_lab.vocabulary import Vocabulary
 
 OPTIONS = EngineOptions(handoff=True, prefill=1, time_scale=10.0, request_log=True)
 ROUTING = spec.Routing(
-    chosen("ear"),
     limits=spec.Limits(decision_seconds=30.0),
     disaggregation=spec.Disaggregation(queue=1_000, accept_seconds=1.0),
 )

@@ -27,8 +27,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 SESSIONS, BLOCK = 20, 16
 OPTIONS = EngineOptions(handoff=True, time_scale=4.0)
 ROUTING = spec.Routing(
-    chosen("sticky"),
-    spec.Migration((spec.MoveTrigger.DRAIN,), interval_seconds=0.1, moves_per_minute=1000),
+    migration=spec.Migration((spec.MoveTrigger.DRAIN,), interval_seconds=0.1, moves_per_minute=1000),
     limits=spec.Limits(decision_seconds=30.0),
 )
 DECISION = "x-perilune-decision"
@@ -273,6 +272,7 @@ async def test_a_giver_restarted_in_place_gives_again() -> None:
 async def test_idle_sessions_of_a_hot_host_leave_it_with_their_kv() -> None:
     routing = structs.replace(
         ROUTING,
+        policy=chosen("sticky"),  # the default one leaves hot hosts itself
         migration=structs.replace(
             ROUTING.migration, triggers=(spec.MoveTrigger.HOT_HOST,), hot_pending_seconds=0.3
         ),
@@ -302,7 +302,7 @@ async def test_idle_sessions_of_a_hot_host_leave_it_with_their_kv() -> None:
 async def test_a_prefix_that_many_sessions_begin_with_is_copied_ahead_of_them() -> None:
     triggers = (spec.MoveTrigger.REPLICATE,)
     migration = structs.replace(ROUTING.migration, triggers=triggers)
-    routing = structs.replace(ROUTING, policy=chosen("perilune"), migration=migration)
+    routing = structs.replace(ROUTING, migration=migration)
     async with served(engines=2, routing=routing) as user:
         system = WORDS.ids_for(7, 8_000)
 

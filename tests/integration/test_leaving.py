@@ -19,7 +19,6 @@ import pytest
 import pytest_asyncio
 import yaml
 from aiohttp import web
-from routing_objects import chosen
 from running_envoy import Envoy
 
 from perilune_api import names
@@ -117,7 +116,7 @@ class Running:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def running(tmp_path: Path) -> AsyncIterator[Running]:
-    routing = Routing(chosen("perilune"), Migration(interval_seconds=0.1, moves_per_minute=1000))
+    routing = Routing(migration=Migration(interval_seconds=0.1, moves_per_minute=1000))
     api = Api(Pool(Metadata("p", "ns"), Spec(Model("m"), Engine(block_size=BLOCK), routing)))
     app = web.Application()
     app.router.add_get("/api/v1/namespaces/ns/{kind}", api.handle)

@@ -37,7 +37,8 @@ def test_route_has_no_timeout_and_retries_what_was_not_answered():
     manager, *_ = parts(config(ENDPOINTS, GATEWAY))
     route = manager["route_config"]["virtual_hosts"][0]["routes"][0]["route"]
     assert (route["timeout"], route["idle_timeout"]) == ("0s", "0s")
-    assert route["retry_policy"]["retry_on"] == "connect-failure,refused-stream,reset"
+    assert route["retry_policy"]["retry_on"] == "connect-failure,refused-stream,reset,retriable-status-codes"
+    assert route["retry_policy"]["retriable_status_codes"] == [500]
 
 
 def test_call_to_the_gateway_is_retried_and_not_broken_by_many_streams():

@@ -16,6 +16,7 @@ from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.sharing import Sharing
 
 BLOCK = USUAL.block_size
+DEFAULT = Routing().policy.name
 PAGES = {A: "10.0.0.1:8998", B: "10.0.0.2:8998"}
 
 
@@ -26,7 +27,7 @@ class Handing(Rig):
         self,
         *triggers: MoveTrigger,
         pages: Mapping[str, str] = PAGES,
-        policy: str = "sticky",
+        policy: str = DEFAULT,
         sharing: Sharing | None = None,
         on_legs_due: Callable[[], object] = lambda: None,
     ) -> None:
@@ -47,11 +48,12 @@ class Handing(Rig):
         ]
         return pool(endpoints=listed, routing=self.routing, engine=USUAL)
 
-    def announce(self, address: str, ids: Sequence[int], after: int = 0) -> None:
-        """The engine has stored the prompt's whole blocks; the first `after` tokens were there."""
-        whole = list(ids[: len(ids) // BLOCK * BLOCK])
-        chain, known = block_hashes.chain(whole, BLOCK, 0), after // BLOCK
-        event = BlockStored(chain[known:], chain[known - 1] if known else None, whole[after:], BLOCK)
+    def announce(self, address: str, ids: Sequence[int], after: int = 0, block: int = BLOCK) -> None:
+        """The engine, whose blocks have so many tokens, has stored the prompt's whole blocks; the first
+        `after` tokens were there."""
+        whole = list(ids[: len(ids) // block * block])
+        chain, known = block_hashes.chain(whole, block, 0), after // block
+        event = BlockStored(chain[known:], chain[known - 1] if known else None, whole[after:], block)
         self.sink.batch(address, 0, Batch(0.0, [event]), 0.0)
 
     def send(self, session: str, ids: Sequence[int], **body: object) -> Routed:

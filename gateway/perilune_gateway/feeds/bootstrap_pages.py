@@ -2,8 +2,9 @@
 
     GET http://ADDRESS/query ─▶ {rank: {engine_id, worker_addr: {tp rank: …}}} ─▶ state/connectors.py
 
-Every ASK_S, and before each hand-off (see handoff_legs.py), because an engine has another id after every
-start. An endpoint whose page does not answer hands nothing over until it does. The page is vLLM's
+Every ASK_S, and for each pair of legs, because an engine has another id after every start, and whoever takes
+from its old one waits in vain. An endpoint whose page does not answer hands nothing over until it does, nor
+does one of which some workers have not registered yet. The page is vLLM's
 (`mooncake_utils.py`, `MooncakeBootstrapServer`).
 """
 
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 import aiohttp
 import msgspec
 
+from perilune_gateway.feeds import pages
 from perilune_gateway.model import Endpoint, rank_of
 from perilune_gateway.state.connectors import Connector, Connectors
 
@@ -40,12 +42,15 @@ class _Rank(msgspec.Struct):
 _page = msgspec.json.Decoder(dict[str, _Rank])
 
 
-def parse(page: bytes) -> Connector:
-    """Reads a page. Raises msgspec.DecodeError for one of another shape, ValueError without a worker."""
-    ranks = [rank for _, rank in sorted(_page.decode(page).items())]
-    if not ranks or not all(rank.worker_addr for rank in ranks):
-        raise ValueError("no worker has registered yet")
-    return Connector([rank.engine_id for rank in ranks], len(ranks[0].worker_addr))
+def parse(page: bytes, rank: int | None = None) -> Connector:
+    """Read what a page says of a data-parallel rank, or with `rank` None of all. Raises msgspec.DecodeError
+    for a page of another shape, ValueError if a rank or a worker of one is missing."""
+    ranks = {int(number): said for number, said in _page.decode(page).items()}
+    workers = max((len(said.worker_addr) for said in ranks.values()), default=0)
+    asked = range(max(ranks, default=0) + 1) if rank is None else (rank,)
+    if not workers or any(n not in ranks or len(ranks[n].worker_addr) < workers for n in asked):
+        raise ValueError("not all workers have registered yet")
+    return Connector([ranks[n].engine_id for n in asked], workers)
 
 
 async def ask(http: aiohttp.ClientSession, bootstrap: str, rank: int | None = None) -> Connector | None:
@@ -58,14 +63,8 @@ async def ask(http: aiohttp.ClientSession, bootstrap: str, rank: int | None = No
         ):
             if answer.status != 200:
                 return None
-            page = bytearray()
-            async for chunk in answer.content.iter_any():
-                page += chunk
-                if len(page) > MAX_BYTES:
-                    return None
-            said = parse(bytes(page))
-            return said if rank is None else said._replace(engine_ids=[said.engine_ids[rank]])
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, IndexError, msgspec.DecodeError):
+            return parse(await pages.read(answer, MAX_BYTES), rank)
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError, msgspec.DecodeError):
         return None
 
 

@@ -7,6 +7,7 @@ waits for each. Costs nothing while no engine drains.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 from perilune_api import names
@@ -25,7 +26,7 @@ def is_idle(fleet: Fleet, sessions: Sessions, server: str, now: float) -> bool:
     lately."""
     running = (v.load.in_flight for v in fleet.view(now) if v.endpoint.server == server)
     ranks = (e.address for e in fleet.endpoints() if e.server == server)
-    latest = (session for address in ranks for session in sessions.at(address, 1, now))
+    latest = (session for address in ranks for session in islice(sessions.at(address, now), 1))
     return not any(running) and all(now - session.seen_at > SILENT_S for session in latest)
 
 

@@ -21,10 +21,12 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
+from math import isfinite
 from random import Random
 
 import aiohttp
 
+from perilune_gateway.feeds import pages
 from perilune_gateway.model import EngineMetrics, rank_of, server_of
 
 log = logging.getLogger(__name__)
@@ -70,18 +72,26 @@ def parse(text: bytes, rank: int | None = None) -> EngineMetrics:
         block_size=block_size,
         gpu_blocks=gpu_blocks,
         started_s=started_s,
+        asleep=any(
+            float(value) == 0.0
+            for labels, value in _series(text, b"vllm:engine_sleep_state")
+            if b'sleep_state="awake"' in labels and _is_number(value)
+        ),
     )
+
+
+def _is_number(text: bytes) -> bool:
+    try:
+        return isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _values(text: bytes, name: bytes) -> list[float]:
     """Values of every series called `name`, without those that are negative or not finite."""
     values = []
     for _, number in _series(text, name):
-        try:
-            value = float(number)
-        except ValueError:
-            continue
-        if 0.0 <= value < 1e300:
+        if _is_number(number) and 0.0 <= (value := float(number)) < 1e300:
             values.append(value)
     return values
 
@@ -221,7 +231,7 @@ class _Watch:
             log.info("engine metrics readable again endpoint=%s", self._server)
         self._failing = False
         expected, actual = self._block_size(), max(m.block_size for m in metrics.values())
-        mismatch = actual if expected and actual != expected else 0
+        mismatch = actual if expected and actual % expected else 0
         if mismatch and mismatch != self._mismatch:
             log.error(
                 "block size differs from the pool's: no prefix will match endpoint=%s engine=%d pool=%d",
@@ -238,12 +248,8 @@ async def _fetch(session: aiohttp.ClientSession, address: str, timeout_s: float)
     """Raises TimeoutError, or aiohttp.ClientError, also for another status than 200 and for a body that is
     too long. Redirections are not followed, since an engine must not choose which server the gateway
     calls."""
-    body, url = bytearray(), f"http://{address}/metrics"
+    url = f"http://{address}/metrics"
     async with asyncio.timeout(timeout_s), session.get(url, allow_redirects=False) as response:
         if response.status != 200:
             raise aiohttp.ClientPayloadError(f"status {response.status}")
-        async for chunk in response.content.iter_any():
-            body += chunk
-            if len(body) > MAX_BYTES:
-                raise aiohttp.ClientPayloadError(f"more than {MAX_BYTES} bytes")
-    return bytes(body)
+        return await pages.read(response, MAX_BYTES)

@@ -19,12 +19,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from perilune_gateway.feeds import bootstrap_pages
+from perilune_gateway.feeds import bootstrap_pages, pages
 from perilune_gateway.model import rank_of, server_of
 from perilune_gateway.model.handoff import GivenUp, KvPull, Leg
 from perilune_gateway.moves.handoff import Handoff
@@ -88,14 +89,10 @@ async def _round(
     legs: Legs, handing_over: HandingOver, connectors: Connectors, http: aiohttp.ClientSession
 ) -> None:
     try:
-        page = await bootstrap_pages.ask(http, legs.bootstrap, rank_of(legs.source))
-        if page is None:
-            raise LegFailed(Leg.GIVE, GivenUp.PAGE)
-        connectors.answered(legs.source, page)
         cached_tokens, seconds = await both_legs(
             http,
             legs,
-            page.engine_ids[0],
+            await engine_of(http, legs, connectors),
             giving=lambda: handing_over.giving(legs),
             taking=lambda: handing_over.taking(legs),
             ended=lambda leg: handing_over.ended(legs, leg),
@@ -106,8 +103,21 @@ async def _round(
             *(error.leg, error.cause, legs.source, legs.target, error),
         )
         handing_over.failed(legs, error.cause)
+    except Exception:
+        log.exception("hand-off failed by an error of the gateway source=%s", legs.source)
+        handing_over.failed(legs, GivenUp.ERROR)
     else:
         handing_over.took(legs, cached_tokens, seconds)
+
+
+async def engine_of(http: aiohttp.ClientSession, legs: Legs | KvPull, connectors: Connectors) -> str:
+    """Returns the id of the source's engine that runs now. Raises LegFailed."""
+    _check_open(http, Leg.GIVE)
+    page = await bootstrap_pages.ask(http, legs.bootstrap, rank_of(legs.source))
+    if page is None:
+        raise LegFailed(Leg.GIVE, GivenUp.PAGE)
+    connectors.answered(legs.source, page)
+    return page.engine_ids[0]
 
 
 async def both_legs(
@@ -168,15 +178,12 @@ async def _give(http: aiohttp.ClientSession, legs: Legs | KvPull, accepted: asyn
     body = _body(legs, {"do_remote_decode": True, "do_remote_prefill": False})
     _check_open(http, Leg.GIVE)
     try:
-        async with http.post(
-            _url(legs.source), data=_encode(body), headers=_headers(legs, legs.source)
-        ) as answer:
+        async with _post(http, legs, legs.source, body) as answer, asyncio.timeout(TAKE_S):
             if answer.status != 200:
-                detail = f"{answer.status} {(await answer.read())[:200]!r}"
+                detail = f"{answer.status} {await pages.begin(answer)!r}"
                 raise LegFailed(Leg.GIVE, GivenUp.REFUSED, detail)
             accepted.set()
-            async with asyncio.timeout(TAKE_S):
-                await answer.read()
+            await pages.read(answer, pages.LEG_BYTES)
     except TimeoutError:
         raise LegFailed(Leg.GIVE, GivenUp.NOT_TAKEN) from None
     except (aiohttp.ClientError, OSError) as error:
@@ -194,14 +201,11 @@ async def _take(http: aiohttp.ClientSession, legs: Legs | KvPull, engine_id: str
     body = _body(legs, params) | {"stream": False}
     _check_open(http, Leg.TAKE)
     try:
-        async with (
-            asyncio.timeout(TAKE_S),
-            http.post(_url(legs.target), data=_encode(body), headers=_headers(legs, legs.target)) as answer,
-        ):
-            text = await answer.read()
+        async with asyncio.timeout(TAKE_S), _post(http, legs, legs.target, body) as answer:
             if answer.status != 200:
-                raise LegFailed(Leg.TAKE, GivenUp.REFUSED, f"{answer.status} {text[:200]!r}")
-            usage = _answer.decode(text).usage
+                detail = f"{answer.status} {await pages.begin(answer)!r}"
+                raise LegFailed(Leg.TAKE, GivenUp.REFUSED, detail)
+            usage = _answer.decode(await pages.read(answer, pages.LEG_BYTES)).usage
     except TimeoutError:
         raise LegFailed(Leg.TAKE, GivenUp.NOT_TAKEN) from None
     except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
@@ -215,8 +219,12 @@ def _check_open(http: aiohttp.ClientSession, leg: Leg) -> None:
         raise LegFailed(leg, GivenUp.LEFT, "the gateway stops")
 
 
-def _url(address: str) -> str:
-    return f"http://{server_of(address)}/v1/completions"
+def _post(
+    http: aiohttp.ClientSession, legs: Legs | KvPull, address: str, body: dict[str, Any]
+) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    """An engine must not choose which server gets the prompt, so redirections are not followed."""
+    url = f"http://{server_of(address)}/v1/completions"
+    return http.post(url, data=_encode(body), headers=_headers(legs, address), allow_redirects=False)
 
 
 def _headers(legs: Legs | KvPull, address: str) -> dict[str, str]:

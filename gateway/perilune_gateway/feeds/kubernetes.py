@@ -76,6 +76,7 @@ def endpoint(pod: Object) -> EndpointSpec | None:
         f"{host}:{bootstrap}" if bootstrap else "",
         Role.PREFILL if _prefills(meta) and bootstrap else Role.BOTH,
         f"{host}:{peer}" if peer and not bootstrap else "",
+        meta.get("uid", ""),
     )
 
 
@@ -92,9 +93,11 @@ def _port(text: str) -> int:
 
 def with_pods(document: Pool, pods: Sequence[Object], giving: Collection[str] = ()) -> Pool:
     """The document with these pods as its endpoints. Nodes that its topology does not list are far from
-    everything. Of two pods with the same address (that of their node) a ready one is preferred. `giving`: the
-    uids of terminating pods that still serve their sessions."""
-    by_address = {e.address: e for e in sorted(_usable(pods, giving), key=lambda e: e.ready)}
+    everything. Of two pods with the same address (that of their node, or of one that is gone) one that does
+    not drain is preferred, and then a ready one. `giving`: the uids of terminating pods that still serve
+    their sessions."""
+    preferred = sorted(_usable(pods, giving), key=lambda e: (not e.draining, e.ready))
+    by_address = {e.address: e for e in preferred}
     endpoints = tuple(by_address[address] for address in sorted(by_address))
     topology = document.spec.topology
     nodes = {**{e.node: NodePlace() for e in endpoints if e.node}, **topology.nodes}

@@ -45,7 +45,7 @@ from perilune_gateway.feeds.kv_sequence import Order, Replayed, SequenceTracker,
 from perilune_gateway.feeds.turns import Turns, Work
 from perilune_gateway.feeds.zmq_sockets import Socket, readable, take
 from perilune_gateway.model import ProtocolError
-from perilune_gateway.model.kv_events import AllBlocksCleared, Batch
+from perilune_gateway.model.kv_events import AllBlocksCleared, Batch, Lost
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +91,8 @@ class Publisher(NamedTuple):
     """ZMQ address of the live events."""
     replay: str = ""
     """ZMQ address of the replay socket; empty when there is none."""
+    instance: str = ""
+    """What is at the endpoint's address; with another one the feed begins anew."""
 
 
 class ResetCause(StrEnum):
@@ -130,6 +132,12 @@ class Counters:
     """Seconds that the last live batch took longer than the fastest one; 0 when no message waits."""
     failure: str = ""
     """Why the feed does not run; empty when it does."""
+    heard_at: float = nan
+    """Time of receipt of the last live batch, in Unix seconds."""
+    lost_at: float = nan
+    """Time when a gap could last not be filled."""
+    lost: Lost | None = None
+    """Why not."""
     catching_up: int = 0
     """1 while a replay is read or waited for."""
     batches: int = 0
@@ -247,6 +255,8 @@ class _Feed:
 
     def _connection(self, event: int) -> None:
         self._counters.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if self._counters.connected:
+            self._counters.failure = ""
         if event == zmq.EVENT_DISCONNECTED:
             self._behind = self._gone = True
         elif event == zmq.EVENT_CONNECT_RETRIED:
@@ -301,6 +311,7 @@ class _Feed:
         lag_s = received_s - batch.published_s
         self._least_lag_s = min(self._least_lag_s, lag_s)
         self._counters.lag_s, self._counters.behind_s = lag_s, lag_s - self._least_lag_s
+        self._counters.heard_at = received_s
         yield from self._apply(seq, batch, lag_s)
         return 0
 
@@ -317,16 +328,17 @@ class _Feed:
                 first,
                 seq - first,
             )
-        if not await self.catch_up() and not fresh:
-            self._rebuild()
+        lost = await self.catch_up()
+        if lost and not fresh:
+            self._rebuild(lost)
 
     # -- replays -----------------------------------------------------------------------------------
 
-    async def catch_up(self) -> bool:
-        """Requests a replay of what was missed and applies it, in as many requests as it takes. Returns False
-        when it fails, with a part of it applied."""
+    async def catch_up(self) -> Lost | None:
+        """Requests a replay of what was missed and applies it, in as many requests as it takes. Returns why
+        it fails, with a part of it applied."""
         if not self._publisher.replay:
-            return False
+            return Lost.NO_REPLAY
         shared, counters, tries, before = self._shared, self._counters, 0, self._counters.replayed
         counters.catching_up = 1
         try:
@@ -335,10 +347,11 @@ class _Feed:
                 await asyncio.sleep(shared.rng.uniform(0.0, shared.spread_s))
                 async with shared.replays:
                     if await self._replay(before + REPLAYED_MESSAGES):
-                        return True
+                        return None
                 tries = 0 if (counters.replayed, counters.restarts) != (had, restarts) else tries + 1
                 await asyncio.sleep(shared.rng.uniform(0.5, 1.5) * shared.pause_s * 2**tries)
             log.warning("KV event replay not answered endpoint=%s rank=%d", self._endpoint, self._rank)
+            return Lost.UNANSWERED
         except ProtocolError as error:
             counters.malformed += 1
             log.warning(
@@ -347,9 +360,9 @@ class _Feed:
                 self._rank,
                 error,
             )
+            return Lost.UNREADABLE
         finally:
             counters.catching_up = 0
-        return False
 
     async def _replay(self, most: int) -> bool:
         """Makes one request and applies the answers up to the first hole. Returns whether the replay ended;
@@ -398,7 +411,7 @@ class _Feed:
                 self._restarted()
                 return _Answer.RESTARTED
             if shown is Replayed.LOST:
-                self._rebuild()
+                self._rebuild(Lost.TOO_OLD)
         if batch is None:
             return _Answer.ENDED
         if first and seq == tracker.expected - 1:
@@ -414,10 +427,13 @@ class _Feed:
     # -- what was read -----------------------------------------------------------------------------
 
     def _apply(self, seq: int, batch: Batch, lag_s: float) -> Work[None]:
-        self._has_blocks, self._logged_unreadable = True, False
+        self._has_blocks = True
+        self._logged_unreadable = self._logged_unreadable and bool(batch.malformed)
         self._counters.failure = ""
         self._counters.batches += 1
         self._counters.unknown += batch.unknown
+        if batch.malformed:
+            self._damaged(batch.malformed)
         self._tracker.applied(seq, batch.published_s)
         for part in pieces(batch, _BLOCKS):
             yield
@@ -426,12 +442,24 @@ class _Feed:
             )
             self._sink.batch(self._endpoint, self._rank, part, lag_s)
 
+    def _damaged(self, events: int) -> None:
+        """Logs the first of several batches in a row in which events could not be read."""
+        self._counters.malformed += events
+        if not self._logged_unreadable:
+            log.warning(
+                "KV events left out, they cannot be read endpoint=%s rank=%d events=%d",
+                *(self._endpoint, self._rank, events),
+            )
+        self._logged_unreadable = True
+
     def _restarted(self) -> None:
         self._counters.restarts += 1
         self._reset(ResetCause.RESTARTED)
 
-    def _rebuild(self) -> None:
-        self._counters.rebuilds += 1
+    def _rebuild(self, lost: Lost) -> None:
+        counters = self._counters
+        counters.rebuilds += 1
+        counters.lost, counters.lost_at = lost, self._shared.clock()
         self._reset(ResetCause.LOST)
 
     def _unreadable(self, seq: int | None, error: ProtocolError) -> None:

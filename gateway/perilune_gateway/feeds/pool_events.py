@@ -42,9 +42,8 @@ LAST_PAUSE_S = 60.0
 MANY_BATCHES = 1_000
 """Number of batches after which a feed that fails counts as one that worked before."""
 _MORE_FILES = "raise the limit with `ulimit -n`, LimitNOFILE or the container runtime"
-_SUMMED = tuple(field.name for field in fields(EventStats))[3:]
-"""Names of the counters, the same in `kv_feed.Counters`; the fields `connected`, `lag_s` and `failure` come
-before them."""
+_SUMMED = tuple(field.name for field in fields(EventStats))[6:]
+"""Names of the counters, the same in `kv_feed.Counters`, after the fields that are no sums."""
 
 
 class OnApplied(Protocol):
@@ -135,7 +134,7 @@ class EventFeeds:
         process may open files."""
         pool = {e.address: e for e in endpoints}
         wanted = {
-            Publisher(e.address, rank, url, e.replay[rank] if e.replay else "")
+            Publisher(e.address, rank, url, e.replay[rank] if e.replay else "", e.instance)
             for e in pool.values()
             for rank, url in enumerate(e.events)
         }
@@ -198,10 +197,16 @@ class EventFeeds:
         if not ranks:
             return None
         lags = [c.lag_s for c in ranks if not isnan(c.lag_s)]
+        heard_at = max((c.heard_at for c in ranks if not isnan(c.heard_at)), default=None)
+        lost = max((c for c in ranks if c.lost), key=lambda c: c.lost_at, default=None)
+        now = self._shared.clock()
         return EventStats(
             all(c.connected for c in ranks),
             max(lags, default=float("nan")),
             next((c.failure for c in ranks if c.failure), ""),
+            None if heard_at is None else now - heard_at,
+            now - lost.lost_at if lost else None,
+            lost.lost if lost else None,
             *(sum(getattr(c, name) for c in ranks) for name in _SUMMED),
         )
 

@@ -1,12 +1,13 @@
 """Sends the give legs of requests whose prompt another endpoint prefills, and says what to attach to them.
 
-    request ─▶ give leg ─▶ prefill endpoint: its head = accepted ─▶ Attachment ─▶ the request goes on
-                              └─ its end = computed ─▶ routing/remote_prefills.py
+    request ─┬─▶ give leg ─▶ prefill endpoint: its head = accepted ─┬─▶ Attachment ─▶ the request goes on
+             │      └─ its end = computed ─▶ remote_prefills.py     │
+             └─▶ bootstrap page: the id of the engine that runs now ┘
 
 The give leg is the client's own body on the client's own route, with an answer of one token that ends by its
 length, so both engines see the same prompt. Every wait has a bound: `accept_s` of the remote prefill for the
-head, its `give_s` for the end. The leg of a request that has ended is cancelled, by which its engine frees
-what it can.
+head and the page together, its `give_s` for the end. A leg that fails, however, costs that leg only. The leg
+of a request that has ended is cancelled, by which its engine frees what it can.
 An attached request carries the pool's secret, by which the target obeys the parameters, and the target's
 address, by which every other engine drops them: a proxy may send the request elsewhere, and an engine would
 wait in vain for a transfer that is spent.
@@ -22,6 +23,7 @@ import aiohttp
 import msgspec
 
 from perilune_api import names
+from perilune_gateway.feeds import bootstrap_pages, pages
 from perilune_gateway.model import RequestHead, rank_of, server_of
 from perilune_gateway.model.handoff import Attachment, GivenUp, RemotePrefill
 from perilune_gateway.request.engine_body import prefill_body
@@ -61,12 +63,13 @@ class PrefillLegs:
     ) -> Attachment | None:
         """Returns what to attach to the request once the source has accepted its prompt; None if it does not
         accept it in time."""
-        source = self._connectors.known.get(remote.source)
-        if self._http is None or source is None:
+        http = self._http
+        if http is None or remote.source not in self._connectors.known:
             self._remote_prefills.failed(ticket, remote, GivenUp.PAGE)
             return None
         accepted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        leg = asyncio.create_task(self._leg(ticket, remote, head, body, accepted, self._http))
+        leg = asyncio.create_task(self._leg(ticket, remote, head, body, accepted, http))
+        page = asyncio.create_task(bootstrap_pages.ask(http, remote.bootstrap, rank_of(remote.source)))
         self._legs.add(leg)
         self._remote_prefills.giving(ticket, remote, leg.cancel)
         leg.add_done_callback(self._legs.discard)
@@ -75,10 +78,17 @@ class PrefillLegs:
             async with asyncio.timeout(remote.accept_s):
                 if not await asyncio.shield(accepted):
                     return None
+                source = await page
         except TimeoutError:
+            source = None
+        finally:
+            page.cancel()
+        if source is None:
             leg.cancel()
-            self._remote_prefills.failed(ticket, remote, GivenUp.NOT_ACCEPTED)
+            cause = GivenUp.PAGE if accepted.done() else GivenUp.NOT_ACCEPTED
+            self._remote_prefills.failed(ticket, remote, cause)
             return None
+        self._connectors.answered(remote.source, source)
         params = {
             "do_remote_decode": False,
             "do_remote_prefill": True,
@@ -107,19 +117,23 @@ class PrefillLegs:
                 http.post(
                     f"http://{server_of(remote.source)}{head.path}",
                     data=prefill_body(body, remote.transfer_id),
+                    allow_redirects=False,
                     headers=_headers(remote, head, http.headers),
                 ) as answer,
             ):
                 if answer.status != 200:
-                    detail = (await answer.content.read(200))[:200]
-                    return self._failed(ticket, remote, GivenUp.REFUSED, f"{answer.status} {detail!r}")
+                    detail = f"{answer.status} {await pages.begin(answer)!r}"
+                    return self._failed(ticket, remote, GivenUp.REFUSED, detail)
                 _settle(accepted, True)
                 async for _ in answer.content.iter_any():
                     pass
         except TimeoutError:
             self._failed(ticket, remote, GivenUp.NOT_TAKEN)
-        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             self._failed(ticket, remote, GivenUp.UNREACHABLE, error)
+        except Exception as error:
+            log.exception("prefill leg failed by an error of the gateway")
+            self._failed(ticket, remote, GivenUp.ERROR, error)
         else:
             self._remote_prefills.given(ticket, remote)
 

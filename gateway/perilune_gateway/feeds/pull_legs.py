@@ -14,7 +14,7 @@ import logging
 
 import aiohttp
 
-from perilune_gateway.feeds.handoff_legs import LegFailed, both_legs
+from perilune_gateway.feeds.handoff_legs import LegFailed, both_legs, engine_of
 from perilune_gateway.model.handoff import GivenUp, KvPull, Leg
 from perilune_gateway.routing.pulling import Pulling
 from perilune_gateway.state.connectors import Connectors
@@ -40,16 +40,19 @@ class PullLegs:
 
     async def fetch(self, ticket: int, pull: KvPull) -> bool:
         """Returns whether the target has the KV now, fetched or computed."""
-        source = self._connectors.known.get(pull.source)
-        if self._http is None or source is None:
+        if self._http is None or pull.source not in self._connectors.known:
             return self._failed(ticket, pull, Leg.GIVE, GivenUp.PAGE)
         try:
             async with asyncio.timeout(pull.within_s):
-                cached_tokens, seconds = await both_legs(self._http, pull, source.engine_ids[0])
+                engine_id = await engine_of(self._http, pull, self._connectors)
+                cached_tokens, seconds = await both_legs(self._http, pull, engine_id)
         except TimeoutError:
             return self._failed(ticket, pull, Leg.GIVE, GivenUp.NOT_TAKEN)  # KV comes from there
         except LegFailed as error:
             return self._failed(ticket, pull, error.leg, error.cause, error)
+        except Exception as error:
+            log.exception("legs failed by an error of the gateway")
+            return self._failed(ticket, pull, Leg.GIVE, GivenUp.ERROR, error)
         self._pulling.took(ticket, pull, cached_tokens, seconds)
         return True  # fetched, or computed by the take leg
 

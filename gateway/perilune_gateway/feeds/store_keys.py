@@ -25,6 +25,8 @@ from math import inf
 
 import aiohttp
 
+from perilune_gateway.feeds import pages
+
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
@@ -37,6 +39,8 @@ network may be busy."""
 RENEW_S = 600.0
 """The list is read after this many seconds although nothing has changed."""
 MAX_KEYS = 1_000_000
+METRICS_BYTES = 4 * 1024 * 1024
+"""Most bytes of the master's metrics, which have some 10 kB."""
 _CHUNK_BYTES = 32 * 1024
 _MAX_PREFIXES = 4096
 _PREFIX = re.compile(rb"(.*)@tp_rank:\d+@pcp\d+@dcp\d+@pp_rank:\d+@group:(\d+)")
@@ -141,15 +145,15 @@ async def run(
 
 
 async def _get(session: aiohttp.ClientSession, path: str) -> bytes:
-    async with session.get(path) as answer:
+    async with session.get(path, allow_redirects=False) as answer:
         answer.raise_for_status()
-        return await answer.read()
+        return await pages.read(answer, METRICS_BYTES)
 
 
 async def _read(session: aiohttp.ClientSession, max_keys: int) -> Keys:
     """The whole list. Raises ValueError when it is longer than expected."""
     keys, left, rest = Keys(), 2 * max_keys, b""
-    async with session.get("get_all_keys") as answer:
+    async with session.get("get_all_keys", allow_redirects=False) as answer:
         answer.raise_for_status()
         async for chunk in answer.content.iter_chunked(_CHUNK_BYTES):
             *lines, rest = (rest + chunk).split(b"\n")

@@ -14,10 +14,14 @@ from collections.abc import Callable, Mapping
 import aiohttp
 import msgspec
 
+from perilune_gateway.feeds import pages
+
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 TIMEOUT_S = 2.0
+MAX_BYTES = 4 * 1024 * 1024
+"""Most bytes of the page, which has some 100 for each segment."""
 
 Sink = Callable[[Mapping[str, int]], None]
 """Called with the bytes in use of all segments, by their names, `host:port`."""
@@ -42,14 +46,14 @@ def parse(body: bytes) -> dict[str, int]:
 
 async def run(master: str, sink: Sink, *, interval_s: float = INTERVAL_S) -> None:
     """Asks `http://<master>/get_segments_detail` until cancelled."""
-    failing = False
+    failing, url = False, f"http://{master}/get_segments_detail"
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         while True:
             try:
-                async with session.get(f"http://{master}/get_segments_detail") as answer:
+                async with session.get(url, allow_redirects=False) as answer:
                     answer.raise_for_status()
-                    segments = parse(await answer.read())
+                    segments = parse(await pages.read(answer, MAX_BYTES))
             except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
                 if not failing:
                     log.warning("store master unreadable address=%s cause=%r", master, error)

@@ -51,6 +51,9 @@ class Reason(StrEnum):
     """The endpoint has the lowest predicted TTFT, with the longest cached prefix transferred to it."""
     NOT_WORTH = "not_worth"
     """Another endpoint is cheaper than the session's host, but not by enough to move the session."""
+    AWAITS_KV = "awaits_kv"
+    """The policy prefers another endpoint, but the session's KV is being handed over, so it stays until that
+    has arrived."""
     SPLIT = "split"
     """Prefill runs on one endpoint, decode on another."""
     PLANNED = "planned"

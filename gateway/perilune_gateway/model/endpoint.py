@@ -42,6 +42,8 @@ class Endpoint:
     role: Role = Role.BOTH
     peer: str = ""
     """Address at which other engines read its host memory, `ip:port`; empty: they cannot."""
+    instance: str = ""
+    """What is at the address, as in the pool document."""
 
     @property
     def server(self) -> str:
@@ -114,6 +116,8 @@ class EngineMetrics:
     """Number of KV blocks on the device; 0: not reported."""
     started_s: float = 0.0
     """When the process started, in Unix seconds; 0: not reported."""
+    asleep: bool = False
+    """Whether it sleeps (`/sleep`): it serves nothing, and has no KV any more."""
 
     def restarted_since(self, before: EngineMetrics) -> bool:
         """Whether the process that reports this is another one than before, so that its cache was empty."""

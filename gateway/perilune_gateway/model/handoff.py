@@ -61,6 +61,8 @@ class GivenUp(StrEnum):
     """The target left the pool, drains or is not ready any more."""
     ELSEWHERE = "elsewhere"
     """The proxy sent the request to another endpoint than the target."""
+    ERROR = "error"
+    """The gateway itself failed, as its log says."""
 
 
 EXPIRED = frozenset({GivenUp.NOT_ACCEPTED, GivenUp.NOT_TAKEN, GivenUp.UNCONFIRMED, GivenUp.BUSY})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from math import nan
 from typing import Any
 
@@ -64,6 +65,22 @@ class Batch:
     """Data-parallel rank that published them."""
     unknown: int = 0
     """Number of events whose type this module does not know."""
+    malformed: int = 0
+    """Number of events that could not be read; each one that may have removed blocks stands as
+    `AllBlocksCleared`."""
+
+
+class Lost(StrEnum):
+    """Why missing batches could not be replayed."""
+
+    NO_REPLAY = "no_replay"
+    """The pool names no replay socket."""
+    UNANSWERED = "unanswered"
+    """The replay socket did not answer, or not to the end."""
+    TOO_OLD = "too_old"
+    """The engine's replay buffer begins after them."""
+    UNREADABLE = "unreadable"
+    """A replayed message could not be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +94,12 @@ class EventStats:
     first."""
     failure: str = ""
     """Why the feed of a rank does not run; empty when all do."""
+    heard_s: float | None = None
+    """Seconds since the last batch that was not replayed; None before the first."""
+    lost_s: float | None = None
+    """Seconds since blocks were last dropped because a gap could not be filled; None: they never were."""
+    lost: Lost | None = None
+    """Why the last gap could not be filled."""
     catching_up: int = 0
     """Number of ranks that read a replay or wait for one."""
     batches: int = 0
@@ -90,7 +113,7 @@ class EventStats:
     restarts: int = 0
     """Number of times that the engine restarted."""
     malformed: int = 0
-    """Number of messages that could not be decoded."""
+    """Number of messages, and of events in other messages, that could not be decoded."""
     old: int = 0
     """Number of batches that were received twice."""
     unknown: int = 0

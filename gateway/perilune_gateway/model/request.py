@@ -162,6 +162,9 @@ class SessionView(Struct, frozen=True, gc=False):
     caches this session's prefix."""
     came_from: str = ""
     """The endpoint that handed the session's KV over to the host; empty: it did not come so."""
+    awaits_kv: bool = False
+    """Whether the host hands its KV over to another endpoint, or is about to: until that has the KV, the
+    session stays."""
 
 
 class Location(NamedTuple):

@@ -6,6 +6,7 @@ what cannot be handed over. `endpoints` costs O(endpoints), `sessions` costs O(s
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain, islice
 
 from perilune_api.pool import Role, Spec
 from perilune_api.topology import Link
@@ -79,16 +80,22 @@ class LiveFacts:
             if there in view.links and can(there, here)
         }
 
-    def sessions(self, host: str, limit: int, now: float) -> Sequence[SessionFacts]:
-        """Return at most `limit` sessions bound to `host`, the most recently used first. Those whose KV is on
-        its way, by whichever replica, are left out."""
-        bound = self._state.sessions.at(host, limit, now)
-        ours, others = self._handoffs, self._state.offers
+    def sessions(
+        self, host: str, limit: int, now: float, last: Collection[Subject] = ()
+    ) -> Sequence[SessionFacts]:
+        """Return at most `limit` sessions bound to `host`, the most recently used first, but those of `last`
+        after all others and in its order. Those whose KV is on its way, by whichever replica, are left
+        out."""
+        sessions, ours, others = self._state.sessions, self._handoffs, self._state.offers
+        first = (s for s in sessions.at(host, now) if s.subject not in last)
+        after = (s for s in (sessions.of(subject, now) for subject in last) if s and s.host == host)
         staying = (
-            s for s in bound if not (ours.moves(s.key) or ours.moves(s.name) or others.moves(s.name, now))
+            s
+            for s in chain(first, after)
+            if not (ours.moves(s.key) or ours.moves(s.name) or others.moves(s.name, now))
         )
         facts = (self._session(s, now) for s in staying)
-        return [session for session in facts if session is not None]
+        return list(islice((session for session in facts if session is not None), limit))
 
     def _session(self, s: Session, now: float) -> SessionFacts | None:
         """The session's facts; None while its turn is being prefilled, because then it is not yet known what
@@ -116,6 +123,18 @@ class LiveFacts:
             now - s.seen_at,
             s.chained,
         )
+
+    def can_be_copied(self, session: Session, now: float) -> bool:
+        """Whether the session's KV can be handed over, or could once its present turn has been prefilled."""
+        if not self.ahead or self._state.connectors.why_not(session.host):
+            return False
+        end, _ = self._state.held_end(session, now)
+        cause = self._why_not(session.subject, session.host, end, now) if end else Immovable.TOKENS
+        return cause is None or (cause is Immovable.TOKENS and self._runs(session))
+
+    def _runs(self, session: Session) -> bool:
+        """Whether a turn of the session runs, here or at another replica."""
+        return self._state.in_flight.runs(session.ticket) or self._state.sessions.runs_elsewhere(session)
 
     def prefix(self, name: Subject, tokens: int, now: float) -> PrefixFacts | None:
         """Return the facts of the prefix that ends with the block `name`, or None if no endpoint caches

@@ -39,7 +39,8 @@ from perilune_gateway.policy import MOVES_SESSIONS
 from perilune_gateway.policy.cost import cheapest_fetch, has_kv_room
 
 LOOKED_AT = 32
-"""Maximum number of sessions that one plan considers, the most recently used ones."""
+"""Maximum number of sessions that one plan considers, the most recently used ones. Those that the plans
+before left where they are come last."""
 ACTIVE_S = 60.0
 """Seconds of idleness after which a session may move only from a draining endpoint, because it may never
 continue. (90 % of an agent's turns follow within 44 s.)"""
@@ -92,8 +93,11 @@ class Facts(Protocol):
     def endpoints(self, now: float, near: Collection[str] = ()) -> Sequence[Candidate]:
         """Return all endpoints of the pool, each with its links to the addresses `near`."""
 
-    def sessions(self, host: str, limit: int, now: float) -> Sequence[SessionFacts]:
-        """Return at most `limit` sessions bound to `host`, the most recently used first."""
+    def sessions(
+        self, host: str, limit: int, now: float, last: Collection[Subject] = ()
+    ) -> Sequence[SessionFacts]:
+        """Return at most `limit` sessions bound to `host`, the most recently used first, but those of `last`
+        after all others and in its order."""
 
     def prefix(self, name: Subject, tokens: int, now: float) -> PrefixFacts | None:
         """Return the facts of a prefix, or None if no endpoint caches it any more."""
@@ -152,6 +156,9 @@ class Planner:
         self._counts: Counter[tuple[MoveReason, State]] = Counter()
         self._lapses: Counter[Lapse] = Counter()
         self._stays: Counter[MoveReason] = Counter()
+        self._stayed: dict[Subject, Move] = {}
+        """What the plans left where it is, each with the last verdict. A plan looks at these after all
+        others, beginning with the one that waited longest, so they hide no session that can move."""
         self._params = Migration()
         self.triggers: tuple[MoveTrigger, ...] = ()
         self.last = Plan()
@@ -196,10 +203,11 @@ class Planner:
     def _gather(self, hosts: Sequence[str], endpoints: Sequence[Candidate], now: float) -> list[SessionFacts]:
         draining = {c.address for c in endpoints if c.draining}
         each = max(1, LOOKED_AT // max(1, len(hosts)))
+        self._stayed = {subject: stay for subject, stay in self._stayed.items() if stay.source in hosts}
         return [
             session
             for host in hosts
-            for session in self._facts.sessions(host, each, now)
+            for session in self._facts.sessions(host, each, now, self._stayed)
             if session.idle_s <= ACTIVE_S or host in draining
         ]
 
@@ -217,7 +225,6 @@ class Planner:
 
     def _replace(self, plan: Plan, now: float) -> None:
         before = {**self._sessions, **self._copies}
-        stayed = {(move.subject, move.reason) for move in self.last.stays}
         offered = {move.subject: move for move in plan.moves}
         for subject, move in before.items():
             if subject not in offered or offered[subject].target != move.target:
@@ -226,7 +233,11 @@ class Planner:
             if subject not in before or before[subject].target != move.target:
                 self._counts[move.reason, State.PLANNED] += 1
         for move in plan.stays:
-            self._stays[move.reason] += (move.subject, move.reason) not in stayed
+            before_it = self._stayed.pop(move.subject, None)
+            self._stays[move.reason] += before_it is None or before_it.reason is not move.reason
+            self._stayed[move.subject] = move
+        for move in plan.moves:
+            self._stayed.pop(move.subject, None)
         self._sessions = {m.subject: m for m in plan.moves if m.reason is not MoveReason.REPLICATE}
         self._copies = {m.subject: m for m in plan.moves if m.reason is MoveReason.REPLICATE}
         self.last, self.planned_at = plan, now

@@ -8,14 +8,14 @@ worse, as `effect` says; only a pool without a usable endpoint stops the gateway
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isinf
 from statistics import median
 
 from perilune_api import names
-from perilune_gateway.model.kv_events import IngestStats
+from perilune_gateway.model.kv_events import IngestStats, Lost
 from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.observe.stats import EndpointStats, LogStats
 from perilune_gateway.routing.handing_over import HandoffStats
@@ -28,11 +28,14 @@ STALE_METRICS_S = 15.0
 """Age in seconds above which metrics are reported."""
 LATE_EVENTS_S = 2.0
 """Lag in seconds above which KV events are reported."""
+RECENT_S = 60.0
+"""Seconds for which what happened once to a feed is reported."""
 
 
 class ProblemKind(StrEnum):
     NO_ENDPOINT = "no_endpoint"
     NOT_READY = "not_ready"
+    ASLEEP = "asleep"
     EJECTED = "ejected"
     STALE_METRICS = "stale_metrics"
     NO_EVENTS = "no_events"
@@ -181,7 +184,7 @@ def diagnose(
             )
         )
     for stats in endpoints:
-        checks = CHECKS if stats.endpoint.ready else (_ejected,) if stats.ejection else (_not_ready,)
+        checks = CHECKS if stats.endpoint.ready else (_why_not_ready(stats),)
         found.extend(problem for check in checks for problem in check(stats, block_size))
     return tuple(found)
 
@@ -272,9 +275,9 @@ def _handoffs(endpoints: Sequence[EndpointStats], handoffs: HandoffStats | None)
         Problem(
             ProblemKind.BOOTSTRAP,
             stats.endpoint.address,
-            f"its bootstrap page http://{stats.endpoint.bootstrap}/query does not answer",
+            f"its bootstrap page http://{stats.endpoint.bootstrap}/query does not answer, or lacks workers",
             "no KV is handed over to or from it; its sessions move without their KV",
-            "vLLM runs without MooncakeConnector, or the gateway may not reach the port",
+            "vLLM runs without MooncakeConnector or still starts, or the gateway may not reach the port",
             "start vLLM with kv_role kv_both and check `bootstrap` in the pool document",
         )
         for stats in endpoints
@@ -282,13 +285,13 @@ def _handoffs(endpoints: Sequence[EndpointStats], handoffs: HandoffStats | None)
         and stats.endpoint.ready
         and stats.endpoint.address not in handoffs.connectors
     ]
-    if handoffs.tokens_forgotten:
+    if handoffs.tokens_missing:
         found.append(
             Problem(
                 ProblemKind.TOKEN_MEMORY,
                 "",
-                f"token ids of {handoffs.tokens_forgotten} blocks were forgotten",
-                "sessions whose blocks are older move without their KV",
+                f"token ids of {handoffs.tokens_missing} blocks that endpoints cache were forgotten",
+                "sessions with such blocks move without their KV",
                 "the memory for token ids is smaller than what the endpoints cache",
                 "raise `spec.routing.migration.tokenMemoryBytes`",
             )
@@ -310,6 +313,18 @@ def _not_ready(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
         if stats.silent
         else "it is down, still loading, or answered with errors",
         f"see its log and curl http://{address}/metrics; it is used again once that succeeds",
+    )
+
+
+def _asleep(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
+    address = stats.endpoint.address
+    yield Problem(
+        ProblemKind.ASLEEP,
+        address,
+        "its engine sleeps",
+        "it gets no requests, its sessions go elsewhere, and what it cached is gone",
+        "somebody has sent it to sleep (POST /sleep)",
+        f"curl -X POST http://{address}/wake_up; it is used again once its metrics say that it is awake",
     )
 
 
@@ -366,7 +381,7 @@ def _events(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
             "its publisher is off, or cannot be reached at the address in the pool document",
             "start vLLM with --kv-events-config enabling zmq, and check `events` in the pool document",
         )
-    if events.lag_s > LATE_EVENTS_S:
+    if events.lag_s > LATE_EVENTS_S and (events.heard_s or 0.0) <= RECENT_S:
         yield Problem(
             ProblemKind.LATE_EVENTS,
             address,
@@ -375,15 +390,29 @@ def _events(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
             "the two hosts' clocks differ, or one of the two is overloaded",
             "compare the clocks, then the CPU use of both",
         )
-    if events.rebuilds:
+    if events.lost and ((events.lost_s or 0.0) <= RECENT_S or stats.waiting_blocks):
+        cause, cure = WHY_LOST[events.lost]
         yield Problem(
             ProblemKind.LOST_EVENTS,
             address,
-            f"{events.rebuilds} of {events.gaps} gaps in its KV events could not be replayed",
-            "its blocks were forgotten each time, and learned again from later events",
-            "no replay address, or its replay buffer is shorter than the gap",
-            "set `replay` in the pool document and raise vLLM's replay buffer_steps",
+            f"a gap in its KV events could not be replayed {events.lost_s or 0.0:.0f} s ago;"
+            f" so far {events.rebuilds} of {events.gaps}",
+            "its blocks were forgotten, and are learned again from later events",
+            cause,
+            cure,
         )
+
+
+WHY_LOST: Mapping[Lost, tuple[str, str]] = {
+    Lost.NO_REPLAY: ("the pool document names no replay address", "set `replay` in the pool document"),
+    Lost.UNANSWERED: (
+        "its replay socket does not answer, or not to the end",
+        "check `replay` in the pool document, and that the gateway may reach the port",
+    ),
+    Lost.TOO_OLD: ("its replay buffer is shorter than the gap", "raise vLLM's replay buffer_steps"),
+    Lost.UNREADABLE: ("it replays messages that cannot be read", "see the gateway's log and vLLM's version"),
+}
+"""Why events were lost → (cause, cure)."""
 
 
 def _parity(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
@@ -401,7 +430,7 @@ def _parity(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
 
 
 def _block_size(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
-    if stats.block_size and stats.block_size != block_size:
+    if stats.block_size % block_size:
         yield Problem(
             ProblemKind.BLOCK_SIZE,
             stats.endpoint.address,
@@ -437,5 +466,11 @@ def _kv_group(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
 
 
 CHECKS: tuple[Check, ...] = (_stale_metrics, _events, _parity, _block_size, _learning, _kv_group)
-"""Checks of a ready endpoint. One that is not ready has only the problem NOT_READY or EJECTED, which explains
-the rest."""
+"""Checks of a ready endpoint. One that is not ready has only the problem NOT_READY, ASLEEP or EJECTED, which
+explains the rest."""
+
+
+def _why_not_ready(stats: EndpointStats) -> Check:
+    if stats.asleep:
+        return _asleep
+    return _ejected if stats.ejection else _not_ready

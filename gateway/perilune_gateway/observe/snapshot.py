@@ -140,6 +140,7 @@ class Snapshots:
                     view.seconds_since_move,
                     state.calibration.of(address, now),
                     address in silent,
+                    view.asleep,
                     state.ejection.of(address, now),
                     {cause: state.ejection.ejections[address, cause] for cause in Cause},
                     self._blocks.waiting.get(address, 0),

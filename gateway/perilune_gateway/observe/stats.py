@@ -47,6 +47,8 @@ class EndpointStats:
     calibration: EndpointCalibration = EndpointCalibration()
     silent: bool = False
     """Whether it is not ready only because its metrics cannot be read."""
+    asleep: bool = False
+    """Whether it is not ready only because its engine sleeps."""
     ejection: EjectionStats | None = None
     """Why it is ejected; None if it is not."""
     ejections: Mapping[Cause, int] = field(default_factory=dict)

@@ -5,8 +5,8 @@
 1. Compute every endpoint's cost in seconds (the terms are in cost.py).
 2. The session has no host, or the host is gone: choose the lowest cost. Among costs that differ by less than
    the predictions' precision (`nearly` in cost.py), choose the endpoint with the fewest sessions.
-3. The host drains and hands no KV over: choose the lowest cost of the other endpoints. Sessions of a
-   draining host that hands KV over stay until the planner has moved them (moves/handoff.py).
+3. The host drains: choose the lowest cost of the other endpoints. (A session whose KV can be handed over
+   stays until that is done, as under every policy, see routing/decide.py.)
 4. Otherwise the session moves to the lowest cost only if it saves more than `least_gain_seconds` plus the
    fetch time. A smaller saving is within the error of the predictions: most queues are gone before the next
    turn, and fetch times are the least certain term. There is no cooldown, which would cost more than it saves
@@ -56,8 +56,7 @@ def perilune(
         return _decision(host, Reason.HOST, here, costs)
     best = cheapest(others, costs, rng)
     saved_s = here[host.address].total_s - here[best.address].total_s
-    must_leave = host.draining and not host.endpoint.bootstrap
-    if not must_leave and saved_s <= params.least_gain_seconds + here[best.address].fetch_s:
+    if not host.draining and saved_s <= params.least_gain_seconds + here[best.address].fetch_s:
         return _decision(host, Reason.NOT_WORTH if saved_s > 0 else Reason.HOST, here, costs)
     if by_headers:
         return NEED_BODY

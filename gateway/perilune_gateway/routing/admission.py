@@ -49,7 +49,8 @@ def exclusion(view: EndpointView, wanted: Wanted) -> str:
     `subset`: the proxy's subset hint does not name it. `trial`: the request is the trial of an ejected
     endpoint. `failures` and `late`: it is ejected for that. `not_ready`: it is listed as not ready, or is
     suspected dead. `draining`: it drains and is not the session's host. `failing`: the session's latest
-    requests all failed there. An endpoint that only prefills is outside of subsets and trials.
+    requests all failed there. `asleep`: its engine sleeps. An endpoint that only prefills is outside of
+    subsets and trials.
     """
     endpoint = view.endpoint
     serves = endpoint.role is not Role.PREFILL
@@ -62,7 +63,7 @@ def exclusion(view: EndpointView, wanted: Wanted) -> str:
     if endpoint.address == wanted.failing:
         return "failing"
     if not endpoint.ready:
-        return "not_ready"
+        return "asleep" if view.asleep else "not_ready"
     if endpoint.draining and endpoint.address not in (wanted.host, wanted.holder):
         return "draining"
     return ""

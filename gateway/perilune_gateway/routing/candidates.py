@@ -211,13 +211,15 @@ class CandidateBuilder:
 
     def _overlaps(self, matches: Matches, limit: int) -> dict[str, Overlap]:
         """What each endpoint itself holds, in tokens, at most `limit`."""
-        size, overlaps = self._block_size, {}
-        alike: dict[tuple[int, int, int], Overlap] = {}  # many endpoints hold equally much
+        size, again, overlaps = self._block_size, self._state.computed_again, {}
+        alike: dict[tuple[tuple[int, int, int], int], Overlap] = {}  # many endpoints hold equally much
         for address in matches.reach:
-            held = matches.of(address)
-            if held not in alike:
-                alike[held] = Overlap(*(min(blocks * size, limit) for blocks in held))
-            overlaps[address] = alike[held]
+            key = held, less = matches.of(address), again.tokens(address)
+            if key not in alike:
+                device, host, store = (min(blocks * size, limit) for blocks in held)
+                used = max(0, device - less)
+                alike[key] = Overlap(used, host if host > device else used, store if store > device else used)
+            overlaps[address] = alike[key]
         return overlaps
 
     def _locations(self, matches: Matches, limit: int, waits: Mapping[str, float]) -> tuple[Location, ...]:

@@ -1,5 +1,6 @@
-"""The decision as a pure function: the policy chooses, then admission may still refuse. Where endpoints only
-prefill, both know the others, and `split` says whether one of those prefills the prompt.
+"""The decision as a pure function: the policy chooses, then admission may still refuse. A session whose KV is
+being handed over stays on its host whatever the policy chooses (`stay`): it would leave the KV behind. Where
+endpoints only prefill, both know the others, and `split` says whether one of those prefills the prompt.
 
     request, candidates, policy, routing, rng ─▶ Decision | Refusal | NeedBody
 
@@ -10,8 +11,9 @@ from collections.abc import Sequence
 from random import Random
 
 from perilune_api.pool import Routing
-from perilune_gateway.model import NEED_BODY, Candidate, Decision, Phase, RequestView, Verdict
+from perilune_gateway.model import NEED_BODY, Candidate, Decision, Phase, Reason, RequestView, Verdict
 from perilune_gateway.policy import POLICIES
+from perilune_gateway.policy.cost import cheapest_fetch, host_of
 from perilune_gateway.routing import admission
 from perilune_gateway.routing.disaggregation import decoders, split
 from perilune_gateway.routing.pull import pull
@@ -25,6 +27,7 @@ def decide(
     verdict = POLICIES[policy](request, able, routing.policy, rng)
     if not isinstance(verdict, Decision):
         return verdict
+    verdict = stay(request, verdict, able)
     if refusal := admission.not_overloaded(able, routing.limits, request.level):
         return refusal
     late = admission.meets_slo(request, able)
@@ -38,3 +41,20 @@ def decide(
             return made
         verdict = made
     return pull(request, verdict, candidates, routing.pull)
+
+
+def stay(request: RequestView, decision: Decision, candidates: Sequence[Candidate]) -> Decision:
+    """Return the decision for the session's host if its KV is being handed over and the host can serve it,
+    else the decision as it is."""
+    host = host_of(request, candidates) if request.session and request.session.awaits_kv else None
+    if host is None or decision.target == host.address:
+        return decision
+    _, peer, cached, fetch_s, prefill_s = cheapest_fetch(host, request)
+    return Decision(
+        host.address,
+        Reason.AWAITS_KV,
+        decision.costs,
+        replicate_from=peer,
+        cached_tokens=cached,
+        estimated_ttft_s=host.load.pending_prefill_s + fetch_s + prefill_s,
+    )

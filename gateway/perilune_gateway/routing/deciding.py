@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from random import Random
 
+from msgspec.structs import replace
+
 from perilune_api.pool import Pool
 from perilune_gateway.model import (
     NEED_BODY,
@@ -33,6 +35,7 @@ from perilune_gateway.routing.peer_reads import PeerReads
 from perilune_gateway.routing.pull import pull, without
 from perilune_gateway.routing.pulling import Pulling
 from perilune_gateway.state.pool_state import PoolState
+from perilune_gateway.state.sessions import Session
 
 
 class Deciding:
@@ -110,7 +113,7 @@ class Deciding:
             ordinal,
             prompt.tokens,
             Phase.BODY if prompt.model else Phase.HEADERS,
-            self._state.sessions.view(session, context.now) if session else self._new_session(context),
+            self._session(session, context.now) if session else self._new_session(context),
             prompt.model or self._model,
             prompt.output_tokens,
             prompt.source,
@@ -123,6 +126,10 @@ class Deciding:
             unsplit=self._candidates.unsplit(context),
             unpulled=context.unpulled,
         )
+
+    def _session(self, session: Session, now: float) -> SessionView:
+        view = self._state.sessions.view(session, now)
+        return replace(view, awaits_kv=True) if self._handing_over.keeps(session) else view
 
     def _new_session(self, context: RequestContext) -> SessionView | None:
         identity = context.identity

@@ -21,7 +21,7 @@ from uuid import uuid4
 from msgspec import Struct
 from msgspec.structs import replace as replace_fields
 
-from perilune_api.pool import Pool
+from perilune_api.pool import MoveTrigger, Pool
 from perilune_gateway.model import Move, MoveReason, SessionKey, Subject, Tier
 from perilune_gateway.model.handoff import (
     Content,
@@ -83,6 +83,8 @@ class HandoffStats(Struct, frozen=True):
     token_max_bytes: int
     tokens_forgotten: int
     """Number of blocks whose token ids were forgotten because the memory was used up."""
+    tokens_missing: int
+    """Number of those that an endpoint still caches."""
     connectors: Mapping[str, Connector]
     """What the endpoints can, by address."""
 
@@ -147,6 +149,7 @@ class HandingOver:
             tokens.bytes,
             tokens.max_bytes,
             tokens.forgotten,
+            tokens.missing,
             dict(self._state.connectors.known),
         )
 
@@ -234,6 +237,17 @@ class HandingOver:
             self._state.changes.offers_changed()
         if self._due:
             self._on_due()
+
+    def keeps(self, session: Session) -> bool:
+        """Return whether the session stays on its host until its KV has been handed over. It stays while it
+        is copied, here or by another replica, and on a host that drains if its KV can be copied."""
+        now, moves = self._clock(), self._handoffs.moves
+        if moves(session.key) or moves(session.name) or self._state.offers.moves(session.name, now):
+            return True
+        host = self._state.fleet.get(session.host)
+        if host is None or not host.draining or MoveTrigger.DRAIN not in self._planner.triggers:
+            return False
+        return self._facts.can_be_copied(session, now)
 
     # -- among replicas ----------------------------------------------------------------------------
 
@@ -413,7 +427,8 @@ class HandingOver:
             return None
         _, held_tokens = state.held_end(session, now)
         if session.follows:
-            prompt_end = session.chain[session.fork - 1] if session.fork else 0
+            whole = state.fleet.whole_blocks(session.host, session.fork)
+            prompt_end = session.chain[whole - 1] if whole else 0
         else:
             prompt_end = session.shared_tail
         announced = not prompt_end or state.index.announced(session.host, prompt_end)

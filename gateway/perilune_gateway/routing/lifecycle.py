@@ -30,12 +30,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from perilune_gateway.model import Ending, Move, Outcome, Tier, rank_of
+from perilune_gateway.model import Ending, Endpoint, Move, Outcome, Tier, rank_of
 from perilune_gateway.moves.planner import Planner
 from perilune_gateway.routing.announcement_check import AnnouncementCheck
 from perilune_gateway.routing.handing_over import HandingOver
 from perilune_gateway.routing.observer import Observer
 from perilune_gateway.routing.peer_reads import PeerReads
+from perilune_gateway.routing.prefill_forecast import PrefillForecast
 from perilune_gateway.routing.pulling import Pulling
 from perilune_gateway.routing.remote_prefills import RemotePrefills
 from perilune_gateway.routing.running import Running
@@ -47,6 +48,7 @@ from perilune_gateway.state.pool_state import PoolState
 NEARLY = 0.25
 """A share of a prefill by which the estimate of an unread body's tokens may be wrong."""
 NOT_FOUND = 404
+FAILED = 500
 REFUSED = 400
 """Least status of an answer without a prefill."""
 UNREACHABLE = (0, 502, 503, 504)
@@ -133,8 +135,9 @@ class Lifecycle:
         alone = running.alone
         assert alone, "nothing was to come"
         running.sent_at, running.forecast, running.learns = now, alone, False
-        self._state.in_flight.prefills(
+        self._state.in_flight.begin_again(
             ticket,
+            running.target,
             uncached_tokens=alone.uncached_tokens,
             prefill_s=alone.calibrated_s,
             last_block=running.awaited,
@@ -165,9 +168,10 @@ class Lifecycle:
         if served and rank is not None:
             served = f"{served}#{rank}"
         running.status, running.served, running.answered_at = status, served, now
-        if served and served != running.target and state.fleet.get(served):
-            self._served_elsewhere(ticket, running, served, now)
-        if status >= REFUSED:
+        here = self._is_there(running)
+        if served != running.target and (endpoint := state.fleet.get(served)):
+            self._served_elsewhere(ticket, running, endpoint, now, well=status < FAILED)
+        if status >= REFUSED and here:
             state.index.unclaim(running.target, running.claimed)
         if status == NOT_FOUND and running.session:
             running.session.unserved = True
@@ -181,22 +185,53 @@ class Lifecycle:
             state.in_flight.prefill_done(ticket)
             self._end_move(running, now, arrived=status < REFUSED)
 
-    def _served_elsewhere(self, ticket: int, running: Running, served: str, now: float) -> None:
-        state = self._state
+    def _served_elsewhere(
+        self, ticket: int, running: Running, endpoint: Endpoint, now: float, *, well: bool
+    ) -> None:
+        """The proxy sent the request to another endpoint, which computes whatever it lacks of the prompt: no
+        KV comes to it from elsewhere. If the answer is no failure (`well`), the first one is not well; else
+        the request may be to blame."""
+        state, served = self._state, endpoint.address
         self._remote_prefills.served_elsewhere(ticket)
         self._peer_reads.served_elsewhere(ticket)
-        state.fleet.suspect(running.target, now)
+        if self._is_there(running):
+            if well:
+                state.fleet.suspect(running.target, now)
+            state.index.unclaim(running.target, running.claimed)
         self._end_move(running, now, arrived=False)
-        state.in_flight.served_by(ticket, served)
+        if running.awaited and not endpoint.events:
+            running.awaited, running.told, running.expects_ratio = 0, False, 1.0
+        held = state.index.leading(served, running.blocks, now) if running.blocks else 0
+        work = self._forecast(served, running.prompt_tokens, held * state.block_size, now)
+        state.in_flight.begin_again(
+            ticket,
+            served,
+            uncached_tokens=work.uncached_tokens,
+            prefill_s=work.calibrated_s,
+            last_block=running.awaited if work.uncached_tokens else 0,
+        )
         state.ejection.served_by(ticket, served, now)
         if running.session and running.session.ticket == ticket:
             state.sessions.bind(running.session, served, now)
-        if endpoint := state.fleet.get(served):
-            state.claim(served, running.blocks, now, running.claim_s)
-            if running.awaited and not endpoint.events:
-                running.awaited, running.told = 0, False
-                state.in_flight.expect_prefilled(ticket, now + running.forecast.ttft_s)
-        running.target = served
+        state.claim(served, running.blocks, now, running.claim_s)
+        running.join = state.fleet.join(served)
+        running.target, running.sent_at, running.forecast, running.learns = served, now, work, False
+        running.claimed, running.announced_tokens = running.blocks[held:], 0
+        self._expect_prefilled(ticket, running)
+
+    def _forecast(self, address: str, prompt_tokens: int, held_tokens: int, now: float) -> PrefillForecast:
+        """What a prompt is at an endpoint that holds `held_tokens` of it and gets no KV from elsewhere."""
+        calibration = self._state.calibration
+        uncached, believed = max(0, prompt_tokens - held_tokens), calibration.engine
+        calibrated_s = calibration.speed(address, now).engine.prefill_s(uncached, held_tokens)
+        return PrefillForecast(
+            held_tokens,
+            uncached,
+            calibrated_s,
+            believed.prefill_s(uncached, held_tokens),
+            overhead_s=believed.request_overhead_s(prompt_tokens),
+            ttft_s=self._state.in_flight.at(address).pending_s + calibrated_s,
+        )
 
     def on_usage(self, ticket: int, cached_tokens: int) -> None:
         """The engine served so many of the prompt's tokens from its prefix cache."""
@@ -217,14 +252,18 @@ class Lifecycle:
         self._remote_prefills.ended(ticket, answered=answered)
         self._pulling.ended(ticket)
         self._peer_reads.ended(ticket, answered=answered, cached_tokens=running.cached_tokens)
-        if outcome is Outcome.FAILED and running.status in UNREACHABLE:
+        here = self._is_there(running)
+        if here and outcome is Outcome.FAILED and running.status in UNREACHABLE:
             state.fleet.suspect(running.target, now)
-        if completed and state.fleet.get(running.target):
+            state.index.unclaim(running.target, running.claimed)
+        if completed and here:
             self._learning.completed(running, now)
-        if answered and running.awaited:
+        if answered and here:
+            self._compare(running)
+        if answered and here and running.awaited:
             self._announcements.answered(running.target, running.awaited, running.started_at, now)
         self._announcements.check(now)
-        self._turns.ended(ticket, running, now, wrong, answered=answered)
+        self._turns.ended(ticket, running, now, wrong if here else None, answered=answered)
         since = running.started_at
         ending = Ending(
             outcome,
@@ -238,6 +277,19 @@ class Lifecycle:
         self._observer.ended(running.record, running.target, ending)
         self._handing_over.turn_ended()
 
+    def _is_there(self, running: Running) -> bool:
+        """Whether the endpoint to which the request was sent is still in the pool."""
+        return running.join == self._state.fleet.join(running.target) != 0
+
+    def _compare(self, running: Running) -> None:
+        """Compare the cached tokens that the engine reports with what its KV events had told."""
+        told, found = running.announced_tokens, running.cached_tokens
+        if told and found is not None and running.forecast.held_tokens == told:
+            state, target = self._state, running.target
+            state.computed_again.reported(
+                target, found, told, state.fleet.engine_blocks(target) * state.block_size
+            )
+
     # -- what engines announce ---------------------------------------------------------------------
 
     def on_applied(self, applied: Applied) -> None:
@@ -250,24 +302,27 @@ class Lifecycle:
             return
         now = self._clock()
         state.ejection.heard(applied.endpoint)
+        state.fleet.announced(applied.endpoint, applied.stride)
         for ticket in state.in_flight.blocks_stored(applied.endpoint, applied.stored):
             if running := self._running.get(ticket):  # else a prompt that is prefilled for another endpoint
                 self._prefilled(ticket, running, now)
         grown = state.sessions.blocks_stored(
-            applied.endpoint, applied.parent, applied.stored, state.block_size
+            applied.endpoint, applied.parent, applied.stored, state.block_size, applied.stride
         )
         if grown:
             session, tokens = grown
             left = state.in_flight.progress(session.ticket, tokens)
             running = self._running.get(session.ticket)
-            if running and not running.awaited and (left <= NEARLY or len(applied.stored) == 1):
+            one_block = len(applied.stored) == applied.stride
+            if running and not running.awaited and (left <= NEARLY or one_block):
                 self._first_token(running, now)
 
     def _prefilled(self, ticket: int, running: Running, now: float) -> None:
         running.prefilled_at = now
         self._state.ejection.prefilled(ticket, now)
         self._first_token(running, now)
-        self._learning.prefilled(running, now)
+        if self._is_there(running):
+            self._learning.prefilled(running, now)
         self._peer_reads.prefilled(ticket)
         self._end_move(running, now, arrived=True)
 

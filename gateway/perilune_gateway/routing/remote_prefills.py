@@ -34,6 +34,10 @@ class _Open(Struct, gc=False):
     leg: int
     """Ticket of its load on the source."""
     began_at: float
+    join: int
+    """Number of the source's joining the pool."""
+    claimed: Sequence[int]
+    """The prompt's blocks that count as cached on the source until it announces them."""
     cause: GivenUp | None = None
     cancel: Callable[[], object] = lambda: None
     """Ends its give leg, which may have ended already."""
@@ -69,8 +73,10 @@ class RemotePrefills:
         candidates: Sequence[Candidate],
         blocks: Sequence[int],
         tokens: int,
+        *,
+        tenant: str = "",
     ) -> RemotePrefill:
-        """A request begins whose prompt another endpoint prefills: its load begins there."""
+        """A request of the tenant begins whose prompt another endpoint prefills: its load begins there."""
         in_flight, now = self._state.in_flight, self._clock()
         by_address = {c.address: c for c in candidates}
         giver, taker = by_address[decision.prefill], by_address[decision.target]
@@ -92,17 +98,20 @@ class RemotePrefills:
             taker.engine.kv_bytes(missing),
             decision.estimated_ttft_s,
         )
-        leg = in_flight.leg_ticket()
-        self._open[ticket] = _Open(remote, move, tokens, leg, now)
+        leg, whole = in_flight.leg_ticket(), self._state.fleet.whole_blocks(giver.address, len(blocks))
+        claimed = self._state.index.speculate(giver.address, blocks, now)
+        self._open[ticket] = _Open(
+            remote, move, tokens, leg, now, self._state.fleet.join(giver.address), claimed
+        )
         in_flight.start(
             leg,
             giver.address,
             uncached_tokens=uncached,
             prefill_s=giver.prefill_s,
             context_tokens=tokens,
-            last_block=blocks[-1] if blocks and giver.endpoint.events else 0,
+            last_block=blocks[whole - 1] if whole and giver.endpoint.events else 0,
+            tenant=tenant,
         )
-        self._state.index.speculate(giver.address, blocks, now)
         return remote
 
     def giving(self, ticket: int, remote: RemotePrefill, cancel: Callable[[], object]) -> None:
@@ -117,14 +126,16 @@ class RemotePrefills:
         """The give leg has ended well: the source has computed the prompt, and keeps it until it is
         fetched."""
         if one := self._of(ticket, remote):
+            one.claimed = ()  # they stay
             self._end_leg(one)
 
     def failed(self, ticket: int, remote: RemotePrefill, cause: GivenUp) -> None:
         """The give leg has failed, or the target will not fetch. Ignores requests that have ended."""
         if one := self._of(ticket, remote):
             one.cause = one.cause or cause
+            self._unclaim(one)
             self._end_leg(one)
-            if cause is GivenUp.UNREACHABLE:
+            if cause is GivenUp.UNREACHABLE and self._is_there(one):
                 self._state.fleet.suspect(remote.source, self._clock())
 
     def served_elsewhere(self, ticket: int) -> None:
@@ -140,12 +151,23 @@ class RemotePrefills:
         self._end_leg(one)
         if not answered:
             one.cause = one.cause or GivenUp.LEFT
+            self._unclaim(one)
         self._past.add(one.move, one.tokens, 0 if one.cause else one.tokens, one.cause, one.began_at)
         one.cancel()
 
     def _of(self, ticket: int, remote: RemotePrefill) -> _Open | None:
         one = self._open.get(ticket)
         return one if one and one.remote is remote else None
+
+    def _unclaim(self, one: _Open) -> None:
+        """The source does not compute the prompt to its end. What it has computed it announces."""
+        if self._is_there(one):
+            self._state.index.unclaim(one.remote.source, one.claimed)
+        one.claimed = ()
+
+    def _is_there(self, one: _Open) -> bool:
+        """Whether the source is still in the pool."""
+        return one.join == self._state.fleet.join(one.remote.source)
 
     def _end_leg(self, one: _Open) -> None:
         if self._state.in_flight.runs(one.leg):

@@ -147,7 +147,7 @@ class Router:
 
     def configure(self, pool: Pool) -> Sequence[str]:
         """Take over a (changed) pool document; requests in flight go on. Returns the addresses of endpoints
-        that left the pool."""
+        that left the pool, also of those that another one has replaced at their address."""
         spec = pool.spec
         self.pool = pool
         self._routing = spec.routing
@@ -164,12 +164,16 @@ class Router:
         self.new_sessions.configure(self._routing.session_admission)
         endpoints = [endpoint for e in spec.endpoints for endpoint in _ranks(e, spec.topology)]
         self._by_alias = {self._aliases.endpoint(e.address): e.address for e in endpoints}
+        known = {endpoint.address: endpoint.instance for endpoint in self.state.fleet.endpoints()}
         gone = self.state.fleet.set_endpoints(endpoints, spec.topology)
         for address in gone:
             self.state.forget(address)
             self._lifecycle.forget(address)
             self._reports.forget(address)
             self.pulling.forget(address)
+        for endpoint in endpoints:
+            if endpoint.instance and known.get(endpoint.address) != endpoint.instance:
+                self.state.sessions.unbind(endpoint.address)  # they were another one's
         return gone
 
     # -- a request's way in ------------------------------------------------------------------------
@@ -497,7 +501,7 @@ def _ranks(spec: EndpointSpec, topology: Topology) -> list[Endpoint]:
     place = topology.place(spec.node)
     rest = spec.ready, spec.draining, spec.bootstrap, spec.role
     if len(spec.events) < 2:
-        return [Endpoint(spec.address, place, spec.events, spec.replay, *rest, spec.peer)]
+        return [Endpoint(spec.address, place, spec.events, spec.replay, *rest, spec.peer, spec.instance)]
     return [
         Endpoint(
             f"{spec.address}#{rank}",
@@ -506,6 +510,7 @@ def _ranks(spec: EndpointSpec, topology: Topology) -> list[Endpoint]:
             spec.replay[rank : rank + 1],
             *rest,
             _next_port(spec.peer, rank),
+            spec.instance,
         )
         for rank, url in enumerate(spec.events)
     ]

@@ -14,15 +14,20 @@ class Running(Struct, gc=False):
     """A routed request that has not ended. Times are monotonic seconds."""
 
     target: str
+    join: int
+    """Number of the target's joining the pool: with another one, another endpoint is at its address."""
     started_at: float
     sent_at: float
     """When the endpoint got the request: when it started, or later if it was held before."""
+    prompt_tokens: int = 0
     session: Session | None = None
     final: bool = False
     """Whether it is the last one of its session."""
     blocks: Sequence[int] = ()
     claimed: Sequence[int] = ()
     """Those of its blocks that were neither announced nor claimed before."""
+    announced_tokens: int = 0
+    """Prompt tokens that its endpoint itself has on its device, by its KV events; 0: they do not tell."""
     claim_s: float | None = None
     """Seconds for which its blocks count as cached if they are not announced; None: as the pool says."""
     awaited: int = 0

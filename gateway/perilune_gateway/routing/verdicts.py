@@ -159,7 +159,7 @@ class Verdicts:
         """No policy was asked: the request goes to the first of `order`, the rest are fallbacks."""
         target = order[0].endpoint.address
         request_id, ticket = self.request_id(context.head), self._next_ticket()
-        running = Running(target, context.now, context.now)
+        running = Running(target, self._state.fleet.join(target), context.now, context.now)
         with self._lifecycle.begun(ticket, running):
             record = DecisionRecord(
                 RequestView(request_id, ticket, 0, Phase.HEADERS),
@@ -226,20 +226,24 @@ class Verdicts:
         """What `lifecycle` has to know of the request."""
         prompt, block_size = context.prompt, self._state.block_size
         announces = chosen.endpoint.events and prompt.source is not TokenSource.ESTIMATE
-        covers_new = len(prompt.blocks) * block_size > work.held_tokens
-        awaited = prompt.blocks[-1] if announces and covers_new else 0
+        whole = self._state.fleet.whole_blocks(decision.target, len(prompt.blocks))
+        covers_new = whole * block_size > work.held_tokens
+        awaited = prompt.blocks[whole - 1] if announces and covers_new else 0
         continues = session is not None and (announces or not prompt.model)
         fetches = context.content or context.prefix.from_host
         from_peer = decision.prefill or (fetches and decision.replicate_from)
         believed = self._state.calibration.engine
         return Running(
             decision.target,
+            self._state.fleet.join(decision.target),
             context.now,
             context.now,
+            prompt.tokens,
             session,
             context.identity.final,
             prompt.blocks,
             prompt.blocks[chosen.overlap.device_tokens // block_size :],
+            chosen.overlap.device_tokens if announces and not from_peer else 0,
             None if announces else APPROXIMATE_TTL_S,
             awaited,
             bool(awaited or (continues and chosen.endpoint.events)),
@@ -258,7 +262,8 @@ class Verdicts:
         subject = session.key if session else routed.request_id
         if decision.prefill:
             remote = self._remote_prefills.begin(
-                *(ticket, subject, decision, context.candidates, prompt.blocks, prompt.tokens)
+                *(ticket, subject, decision, context.candidates, prompt.blocks, prompt.tokens),
+                tenant=context.identity.tenant,
             )
             return replace(routed, remote=remote)
         if context.content and decision.replicate_from:

@@ -7,7 +7,8 @@ The engines' events contain them.
 
 A run is as long as its blocks came one after the other; a fork begins a new run. A block is found in a dict,
 the run before by the hash of its last block. When the budget is used up, the runs that were announced longest
-ago are forgotten; a run is renewed with every block announced after it, so a shared head outlives its tails.
+ago are forgotten, first those that no endpoint caches any more; a run is renewed with every block announced
+after it, so a shared head outlives its tails.
 
 Costs 4 bytes per token and about 150 per block; 1 µs per announced block.
 """
@@ -16,7 +17,8 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import islice
 
 from perilune_gateway.model import Tier
 from perilune_gateway.model.handoff import Content, Immovable
@@ -29,6 +31,10 @@ RUN_BLOCKS = 4096
 """A longer run is continued by another."""
 FORKS = 256
 """Maximum number of runs of one prompt."""
+OLDEST = 16
+"""Number of runs, those announced longest ago, of which one that is not cached any more goes first."""
+REMEMBERED = 4096
+"""Number of forgotten runs of which it is known whether they are still cached."""
 
 
 class _Run:
@@ -50,14 +56,20 @@ class _Run:
 class BlockTokens:
     """The token ids of one pool's blocks."""
 
-    def __init__(self, block_size: int, max_bytes: int = 0) -> None:
-        """`max_bytes` 0: nothing is remembered."""
+    def __init__(
+        self, block_size: int, max_bytes: int = 0, cached: Callable[[int], bool] = lambda block: True
+    ) -> None:
+        """`max_bytes` 0: nothing is remembered. `cached` says whether an endpoint caches a block."""
         self.block_size = block_size
+        self._cached = cached
         self.max_bytes = max_bytes
         self.bytes = 0
         """Bytes in use."""
         self.forgotten = 0
         """Number of blocks forgotten because the budget was used up."""
+        self._lost: OrderedDict[int, int] = OrderedDict()
+        """The first cached block of a run when it was forgotten → its number of cached blocks, at most
+        REMEMBERED of them."""
         self.groups = False
         """Whether an engine has announced blocks of another KV cache group than the first."""
         self._where: dict[int, _Run] = {}
@@ -78,6 +90,12 @@ class BlockTokens:
         self._renew(where[blocks[-1]])
         while self.bytes > self.max_bytes and len(self._runs) > 1:
             self._forget()
+
+    @property
+    def missing(self) -> int:
+        """Number of blocks that endpoints still cache although their token ids were forgotten, as far as
+        known. Costs O(REMEMBERED)."""
+        return sum(n for block, n in self._lost.items() if block not in self._where and self._cached(block))
 
     def why_not(self, last: int, loras: Collection[str] = ()) -> Immovable | None:
         """Return why the prompt that ends with block `last` cannot be handed over; None if it can. `loras`:
@@ -147,7 +165,14 @@ class BlockTokens:
             run = None if run.namespace is not None else self._where.get(run.parent)
 
     def _forget(self) -> None:
-        run, _ = self._runs.popitem(last=False)
+        oldest = list(islice(self._runs, OLDEST))
+        run = next((run for run in oldest if not any(map(self._cached, run.blocks))), oldest[0])
+        del self._runs[run]
+        if cached := [block for block in run.blocks if self._cached(block)]:
+            self._lost[cached[0]] = len(cached)
+            self._lost.move_to_end(cached[0])
+            if len(self._lost) > REMEMBERED:
+                self._lost.popitem(last=False)
         for block in run.blocks:
             if self._where.get(block) is run:
                 del self._where[block]

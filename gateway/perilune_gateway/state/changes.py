@@ -20,6 +20,8 @@ MAX_CLAIMS = 1_000
 """Maximum number of claims that wait to be sent; the oldest are dropped, because claims soon expire."""
 MAX_MEASURED = 1_000
 """Maximum number of measurements that wait to be sent; the oldest are dropped."""
+MAX_JUDGEMENTS = 10_000
+"""Maximum number of addresses of which the last judgement is known."""
 MAX_CLAIMED_BLOCKS = 4_096
 """Maximum number of blocks of one claim, from the prompt's beginning."""
 
@@ -40,6 +42,9 @@ class Changes(Protocol):
         """Blocks of a prompt that was sent to the endpoint begin to count as cached, for so long; None: as
         the pool says."""
 
+    def left(self, endpoint: str) -> None:
+        """The endpoint left the pool: what is known of it holds for no other one at its address."""
+
     def offers_changed(self) -> None:
         """This replica may have begun, changed or ended an offer or a move."""
 
@@ -58,6 +63,8 @@ class _NotShared:
     def measured(self, seen: Measured) -> None: ...
 
     def claimed(self, endpoint: str, blocks: Sequence[int], seconds: float | None) -> None: ...
+
+    def left(self, endpoint: str) -> None: ...
 
     def offers_changed(self) -> None: ...
 
@@ -103,7 +110,8 @@ class PendingChanges:
         self._wake = wake
         self._loaded: set[str] = set()
         self._judgements: dict[str, tuple[Stamp, str]] = {}
-        """Endpoint → (stamp, cause) of its last ejection or return, here or elsewhere."""
+        """Endpoint → (stamp, cause) of its last ejection or return, here or elsewhere, or of its leaving the
+        pool: what others say of it later, but had found out before, is of no use."""
         self._judged: set[str] = set()
         """Endpoints of which this replica's judgement is to be told."""
         self._claims: deque[Claimed] = deque(maxlen=MAX_CLAIMS)
@@ -126,6 +134,16 @@ class PendingChanges:
     def claimed(self, endpoint: str, blocks: Sequence[int], seconds: float | None) -> None:
         self._claims.append(Claimed(endpoint, packed(blocks[:MAX_CLAIMED_BLOCKS]), seconds))
         self._wake()
+
+    def left(self, endpoint: str) -> None:
+        self._judgements.pop(endpoint, None)
+        self._judgements[endpoint] = self._stamps.next(), ""
+        self._judged.discard(endpoint)
+        if len(self._judgements) > MAX_JUDGEMENTS:
+            del self._judgements[next(iter(self._judgements))]
+        kept = [claim for claim in self._claims if claim.endpoint != endpoint]
+        self._claims.clear()
+        self._claims.extend(kept)
 
     def offers_changed(self) -> None:
         self._offers_changed = True

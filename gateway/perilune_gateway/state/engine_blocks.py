@@ -86,7 +86,8 @@ class Applied(msgspec.Struct, frozen=True, gc=False):
     parent: int = 0
     """Our hash of the block before the first stored one, or the root of the chain. Only for the device."""
     stored: Sequence[int] = ()
-    """Our hashes of the stored blocks, on the device in prompt order."""
+    """Our hashes of the stored blocks, on the device in prompt order. An engine's block is `stride` of
+    them."""
     removed: int = 0
     """Number of removed blocks."""
     cleared: bool = False
@@ -95,6 +96,8 @@ class Applied(msgspec.Struct, frozen=True, gc=False):
     """Session id that the client sent to the engine; mostly empty."""
     unused: int = 0
     """Number of blocks in the event that changed nothing yet."""
+    stride: int = 1
+    """The engine's block size over the pool's."""
 
 
 _Holding = tuple[str, Tier, Group]
@@ -252,7 +255,7 @@ class EngineBlocks:
         """The event's KV cache group; None if it is not understood."""
         kind, number, size = event.kv_cache_spec_kind, event.group_idx or 0, event.block_size
         window, stride = event.kv_cache_spec_sliding_window, size // self._block_size
-        if kind in _FULL_ATTENTION and (kind or not number):
+        if has_full_attention(event):
             return Group(number, 0, stride)
         if kind in _WINDOWS and window:
             return Group(number, max(1, ceil((window - 1) / size)), stride)
@@ -273,11 +276,13 @@ class EngineBlocks:
             ours = self._learn(parent, names, event.token_ids, group.stride, extra)
         except (ValueError, TypeError):
             return self._skip(endpoint, names, Unused.MALFORMED)
-        self._stored(endpoint, Tier.DEVICE, ours, now, group, 0 if above is None else parent)
+        whole = ours[group.stride - 1 :: group.stride]
+        self._stored(endpoint, Tier.DEVICE, whole, now, group, 0 if above is None else parent)
         self._join(names, now)
         self._names.shrink(self._index.cached)
         told = () if group.window else ours  # the group with full attention tells it too
-        return Applied(endpoint, Tier.DEVICE, parent, told, session_id=event.session_id or "")
+        session_id = event.session_id or ""
+        return Applied(endpoint, Tier.DEVICE, parent, told, session_id=session_id, stride=group.stride)
 
     def _learn(
         self,
@@ -287,11 +292,12 @@ class EngineBlocks:
         stride: int,
         extra: Sequence[bytes | None] | None,
     ) -> list[int]:
-        """Compute our hashes of blocks that follow `parent`, and remember their names. Raises ValueError."""
+        """Compute our hashes of blocks that follow `parent`, `stride` for each of the engine's, and remember
+        which of them the engine's names mean, the last ones. Raises ValueError."""
         if extra and stride > 1:  # the keys of an engine's block separate its end
             extra = [keys if n == stride - 1 else None for keys in extra for n in range(stride)]
-        ours = blocks.chain(token_ids, self._block_size, parent, extra)[stride - 1 :: stride]
-        self._names.enter(names, ours)
+        ours = blocks.chain(token_ids, self._block_size, parent, extra)
+        self._names.enter(names, ours[stride - 1 :: stride])
         return ours
 
     def _by_name(self, of: _Holding, event: BlockStored, now: float) -> Applied:
@@ -428,6 +434,13 @@ class EngineBlocks:
     def _skip(self, endpoint: str, names: Sequence[BlockHash], why: Unused) -> Applied:
         self.unused[why] += len(names)
         return Applied(endpoint, unused=len(names))
+
+
+def has_full_attention(event: BlockStored) -> bool:
+    """Return whether the event is of a KV cache group whose prefixes need all of their blocks. Old engines
+    name no kind, and then it is their first group."""
+    kind = event.kv_cache_spec_kind
+    return kind in _FULL_ATTENTION and bool(kind or not event.group_idx)
 
 
 def lora_of(event: BlockStored) -> str:

@@ -5,8 +5,9 @@ metrics.
 
 An endpoint is ready until it is suspected dead: Envoy used another endpoint, a connection failed (`suspect`),
 or two scrapes in a row failed. It is ready again after its next good scrape, or after SUSPECT_S seconds if
-its metrics are not scraped. If no endpoint is left, `as_last_resort` admits those whose metrics alone fail,
-because engines that are too busy to answer scrapes may still serve.
+its metrics are not scraped. One whose engine sleeps, by its metrics, is not ready until it is awake. If no
+endpoint is left, `as_last_resort` admits those whose metrics alone fail, because engines that are too busy to
+answer scrapes may still serve.
 
 `view` and `recent` only release prefills whose predicted time is over, and cost O(endpoints); `recent` reuses
 what has not changed.
@@ -44,6 +45,8 @@ class EndpointView(NamedTuple):
     links: Mapping[str, Link]
     ejected: str = ""
     """Why the endpoint is ejected; empty if it is not, or if it would not be ready anyway."""
+    asleep: bool = False
+    """Whether the endpoint is not ready because its engine sleeps."""
 
 
 @dataclass(slots=True)
@@ -62,8 +65,18 @@ class _State:
     """Tokens found in the prefix cache until the last good scrape; each counts half HITS_HALF_S later."""
     ejected: str = ""
     """Why it is ejected; empty if it is not."""
+
     position: int = 0
     """Position in the pool's order."""
+    join: int = 0
+    """Number of its joining the pool."""
+    stride: int = 1
+    """Its engine's block size over the pool's, as its KV events tell."""
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the engine slept at the last good scrape."""
+        return self.metrics is not None and self.metrics.asleep
 
 
 class Fleet:
@@ -75,6 +88,7 @@ class Fleet:
         self.kv_pool_tokens = kv_pool_tokens
         self._in_flight = in_flight
         self._states: dict[str, _State] = {}
+        self._joins = 0
         self._recent: list[EndpointView] = []
         """Last result of `recent`; replaced, never changed in place."""
         self._recent_until = -inf
@@ -89,18 +103,36 @@ class Fleet:
     # -- endpoints ---------------------------------------------------------------------------------
 
     def set_endpoints(self, endpoints: Iterable[Endpoint], topology: Topology) -> list[str]:
-        """Replace the endpoints; those that stay keep their load. Returns the addresses that left."""
-        old, self._states = self._states, {}
+        """Replace the endpoints; those that stay keep their load. Returns the addresses that left, or at
+        which another endpoint is now."""
         wanted = {e.address: e for e in endpoints}
+        left = [
+            address
+            for address, state in self._states.items()
+            if address not in wanted or wanted[address].instance != state.endpoint.instance
+        ]
+        old = {address: state for address, state in self._states.items() if address not in left}
+        self._states = {}
         for position, (address, endpoint) in enumerate(wanted.items()):
             links = MappingProxyType(
                 {a: topology.link(endpoint.place, e.place) for a, e in wanted.items() if a != address}
             )
-            state = self._states[address] = old.get(address) or _State(endpoint, links)
+            state = self._states[address] = old.get(address) or self._joined(endpoint, links)
             state.endpoint, state.links, state.position = endpoint, links, position
+        self._in_flight.follow(old)
         self._in_flight.follow(wanted)
         self._recent_until = -inf
-        return [address for address in old if address not in wanted]
+        return left
+
+    def _joined(self, endpoint: Endpoint, links: Mapping[str, Link]) -> _State:
+        self._joins += 1
+        return _State(endpoint, links, join=self._joins)
+
+    def join(self, address: str) -> int:
+        """Return the number of the endpoint's joining the pool, another one each time; 0: it is not in the
+        pool."""
+        state = self._states.get(address)
+        return state.join if state else 0
 
     def __len__(self) -> int:
         return len(self._states)
@@ -123,7 +155,7 @@ class Fleet:
     def takes_sessions(self, address: str, now: float) -> bool:
         """Whether sessions may be bound to the endpoint: it is ready, does not drain, and decodes."""
         state = self._states.get(address)
-        if state is None or not state.endpoint.ready or state.endpoint.draining:
+        if state is None or not state.endpoint.ready or state.endpoint.draining or state.asleep:
             return False
         if state.endpoint.role is Role.PREFILL:
             return False
@@ -182,7 +214,7 @@ class Fleet:
             address
             for address, state in self._states.items()
             if state.endpoint.ready
-            and not (state.endpoint.draining or state.ejected or self._is_suspect(state, now))
+            and not (state.endpoint.draining or state.ejected or state.asleep or self._is_suspect(state, now))
         }
 
     def set_ejected(self, address: str, cause: str) -> None:
@@ -224,12 +256,12 @@ class Fleet:
             requests.context_tokens,
             pool,
         )
-        endpoint = state.endpoint
-        ejected = ""
-        if endpoint.ready and (state.ejected or self._is_suspect(state, now)):
+        endpoint, suspect = state.endpoint, self._is_suspect(state, now)
+        asleep = endpoint.ready and state.asleep and not suspect
+        ejected = state.ejected if endpoint.ready and not (suspect or asleep) else ""
+        if endpoint.ready and (suspect or asleep or ejected):
             endpoint = replace(endpoint, ready=False)
-            ejected = "" if self._is_suspect(state, now) else state.ejected
-        return EndpointView(endpoint, load, now - state.moved_at, state.links, ejected)
+        return EndpointView(endpoint, load, now - state.moved_at, state.links, ejected, asleep)
 
     def use(self, server: str) -> tuple[int, int]:
         """Return how many requests this gateway has begun at a server since it joined the pool, and how many
@@ -273,6 +305,21 @@ class Fleet:
             state.metrics, state.metrics_at = metrics, now
             state.suspect_at = state.unreached_at = -inf
             state.failed_scrapes = 0
+
+    def whole_blocks(self, address: str, blocks: int) -> int:
+        """Return how many of a prompt's `blocks` the endpoint can cache: those of whole blocks of its
+        engine."""
+        return blocks - blocks % self.engine_blocks(address)
+
+    def engine_blocks(self, address: str) -> int:
+        """Return how many of the pool's blocks one block of the endpoint's engine is."""
+        state = self._states.get(address)
+        return state.stride if state else 1
+
+    def announced(self, address: str, stride: int) -> None:
+        """Record that the endpoint has announced blocks as long as `stride` of the pool's."""
+        if state := self._states.get(address):
+            state.stride = stride
 
     def suspect(self, address: str, now: float) -> None:
         """Record that the endpoint could not be reached."""

@@ -224,29 +224,16 @@ class InFlight:
             if request and request.expected_at == at:
                 self._prefilled(ticket, request)
 
-    def served_by(self, ticket: int, address: str) -> None:
-        """Move the request's load to the endpoint that Envoy used instead of the first one."""
+    def begin_again(
+        self, ticket: int, address: str, *, uncached_tokens: int, prefill_s: float, last_block: int
+    ) -> None:
+        """The request has another prefill than it had at its start, there or at another endpoint. Its tenant
+        and its context stay."""
         request = self._requests[ticket]
-        tokens, awaited = request.tokens, request.awaited
         self.finish(ticket)
         self.start(
             ticket,
             address,
-            uncached_tokens=tokens,
-            prefill_s=request.total_s,
-            context_tokens=request.context_tokens,
-            last_block=awaited,
-            tenant=request.tenant,
-        )
-        self._requests[ticket].expected_at = request.expected_at
-
-    def prefills(self, ticket: int, *, uncached_tokens: int, prefill_s: float, last_block: int) -> None:
-        """The request has another prefill than it had at its start, at the same endpoint."""
-        request = self._requests[ticket]
-        self.finish(ticket)
-        self.start(
-            ticket,
-            request.address,
             uncached_tokens=uncached_tokens,
             prefill_s=prefill_s,
             context_tokens=request.context_tokens,

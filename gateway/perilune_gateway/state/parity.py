@@ -29,7 +29,7 @@ from math import inf
 from perilune_api.pool import ExtraKeys, HashAlgorithm, Hashing, SpecError
 from perilune_gateway.model.kv_events import BlockStored
 from perilune_gateway.request import block_hashes as blocks
-from perilune_gateway.state.engine_blocks import mm_of, salt_of
+from perilune_gateway.state.engine_blocks import has_full_attention, mm_of, salt_of
 
 _RECENT = 32
 """Number of last results that a report uses."""
@@ -106,7 +106,7 @@ class ParityCheck:
 
     def observe(self, endpoint: str, event: BlockStored) -> Parity | None:
         """Compare one event if it is sampled and can be compared. Returns None if it was not compared."""
-        if (event.medium or "GPU").upper() != "GPU" or event.group_idx:
+        if (event.medium or "GPU").upper() != "GPU" or not has_full_attention(event):
             return None
         state = self._endpoints.setdefault(endpoint, _Endpoint())
         state.seen += 1
@@ -171,7 +171,9 @@ class ParityCheck:
 
     def _compare(self, state: _Endpoint, event: BlockStored) -> tuple[Parity, str] | None:
         announced = event.block_size or len(event.token_ids) // len(event.block_hashes)
-        if announced != self._block_size:
+        if len(event.token_ids) != announced * len(event.block_hashes):
+            return None  # which tokens are whose, only the engine knows
+        if not announced or announced % self._block_size:
             return Parity.BLOCK_SIZE, f"its blocks hold {announced} tokens, the pool says {self._block_size}"
         parent: bytes | None = None
         if event.parent_block_hash is not None:
@@ -188,6 +190,8 @@ class ParityCheck:
             for oldest in list(islice(state.digests, max(0, len(state.digests) - self._max_digests))):
                 del state.digests[oldest]
             return Parity.OK, ""
+        if announced != self._block_size:  # vLLM makes some of them from the hashes of smaller blocks
+            return None
         return self._explain(event, parent)
 
     def _explain(self, event: BlockStored, parent: bytes | None) -> tuple[Parity, str]:
@@ -239,15 +243,14 @@ class ParityCheck:
         self, event: BlockStored, hashing: Hashing, parent: bytes | None, blocks_wanted: int | None = None
     ) -> list[bytes] | None:
         """Return vLLM's hashes of the event's tokens, or None if they cannot be computed."""
-        tokens = (
-            event.token_ids if blocks_wanted is None else event.token_ids[: blocks_wanted * self._block_size]
-        )
+        size = event.block_size or self._block_size
+        tokens = event.token_ids if blocks_wanted is None else event.token_ids[: blocks_wanted * size]
         lora = event.lora_name or ""
         try:
             return list(
                 blocks.vllm_chain(
                     tokens,
-                    self._block_size,
+                    size,
                     hashing,
                     lora,
                     self._lora_paths.get(lora, ""),

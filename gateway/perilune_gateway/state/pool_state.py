@@ -13,6 +13,7 @@ from perilune_gateway.model import EngineModel
 from perilune_gateway.state.block_tokens import BlockTokens
 from perilune_gateway.state.calibration import Calibration
 from perilune_gateway.state.changes import NOT_SHARED, Changes
+from perilune_gateway.state.computed_again import ComputedAgain
 from perilune_gateway.state.connectors import Connectors
 from perilune_gateway.state.ejection import Ejection
 from perilune_gateway.state.fleet import Fleet
@@ -42,6 +43,7 @@ class PoolState:
     sessions: Sessions
     index: PrefixIndex
     calibration: Calibration
+    computed_again: ComputedAgain
     parity: ParityCheck
     ejection: Ejection
     block_tokens: BlockTokens
@@ -66,6 +68,7 @@ class PoolState:
         in_flight = InFlight(changes.loaded)
         fleet = Fleet(spec.engine.kv_pool_tokens, in_flight)
         keys = spec.routing.session
+        index = PrefixIndex(index_blocks(pool), SPECULATIVE_TTL_S, claims_per_endpoint=_kv_blocks(pool))
         believed = replace(
             engine.scaled(spec.engine.prefill_scale), kv_bytes_per_token=spec.model.kv_bytes_per_token
         )
@@ -79,15 +82,16 @@ class PoolState:
                 max_blocks=index_blocks(pool),
                 elsewhere=sharing.sessions if sharing else None,
             ),
-            PrefixIndex(index_blocks(pool), SPECULATIVE_TTL_S, claims_per_endpoint=_kv_blocks(pool)),
+            index,
             Calibration(believed, changes.measured),
+            ComputedAgain(),
             ParityCheck(
                 spec.engine.hashing,
                 spec.engine.block_size,
                 lora_paths={lora.name: lora.path for lora in spec.model.loras},
             ),
             Ejection(spec.routing.ejection, on_change=fleet.set_ejected, on_judged=changes.judged),
-            BlockTokens(spec.engine.block_size),
+            BlockTokens(spec.engine.block_size, cached=index.__contains__),
             Connectors(),
             HostTiers(),
             Offers(sharing.replica if sharing else ""),
@@ -145,10 +149,13 @@ class PoolState:
         return offloaded(session.host, session.chain) * self.block_size
 
     def forget(self, address: str) -> None:
-        """Forget an endpoint that left the pool. The fleet has dropped it already."""
+        """Forget an endpoint that left the pool. The fleet has dropped it already, or knows another one at
+        its address."""
+        self.changes.left(address)
         self.index.forget(address)
         self.sessions.forget_host(address)
         self.calibration.forget(address)
+        self.computed_again.forget(address)
         self.ejection.forget(address)
         self.parity.forget(address)
         self.connectors.forget(address)

@@ -22,7 +22,6 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from heapq import merge
-from itertools import islice
 from math import inf
 from typing import Protocol
 
@@ -270,13 +269,13 @@ class Sessions:
         key = self._elsewhere.key(name) if self._elsewhere else None
         return self._sessions.get(key) if key else None
 
-    def at(self, host: str, limit: int, now: float) -> list[Session]:
-        """Return at most `limit` live sessions that are bound to `host`, the most recently used first. Those
-        that only other replicas have routed are copies."""
+    def at(self, host: str, now: float) -> Iterator[Session]:
+        """Yield the live sessions that are bound to `host`, the most recently used first. Those that only
+        other replicas have routed are copies."""
         here = reversed(self._at.get(host, {}).values())
         there = map(_copy, self._elsewhere.at(host)) if self._elsewhere else ()
         latest = merge(here, there, key=lambda session: session.seen_at, reverse=True)
-        return list(islice((s for s in latest if now - s.seen_at <= self.idle_s), limit))
+        return (s for s in latest if now - s.seen_at <= self.idle_s)
 
     def of(self, subject: Subject, now: float) -> Session | None:
         """Return the live session that a planned move is about; a copy if only other replicas have routed it.
@@ -448,11 +447,11 @@ class Sessions:
         self._set_chain(session, blocks, len(blocks))
 
     def blocks_stored(
-        self, host: str, parent: int, blocks: Sequence[int], block_size: int
+        self, host: str, parent: int, blocks: Sequence[int], block_size: int, stride: int = 1
     ) -> tuple[Session, int] | None:
         """Record a KV event: `host` stored `blocks` after `parent`. If they continue a session on that host
         (its last blocks may come back with them), its chain grows. Returns that session and how many tokens
-        of its context were stored, else None."""
+        of its context were stored, else None. `stride`: the number of blocks in one of the host's engine."""
         by_end, at = self._by_end, len(blocks) - 1
         while at >= 0 and blocks[at] not in by_end:
             at -= 1
@@ -464,7 +463,7 @@ class Sessions:
         if news:
             known = session.chain if end == session.tail else session.chain[: session.fork]
             # The blocks of a prompt come first and mostly in one event, those of an answer one by one.
-            prompt = session.unconfirmed or len(news) > 1
+            prompt = session.unconfirmed or len(news) > stride
             chain = array("Q", (*known, *news))
             self._set_chain(session, chain, len(chain) if prompt else session.fork)
             session.context_tokens = len(chain) * block_size
@@ -483,6 +482,13 @@ class Sessions:
         index says what is left."""
         for session in self._at.get(host, {}).values():
             session.unblocked_tokens = 0
+
+    def unbind(self, host: str) -> None:
+        """Another endpoint is at this address: no session is bound to it. What is known of the sessions
+        stays."""
+        for session in list(self._at.get(host, {}).values()):
+            self._leave(session)
+            session.host, session.unblocked_tokens, session.came_from = "", 0, ""
 
     def free(self, key: SessionKey) -> None:
         """End a session. Unknown keys are ignored."""

@@ -27,7 +27,7 @@ from perilune_lab.result import Result
 from perilune_lab.traces.model import Mode, Session, Turn
 from perilune_lab.traces.reuse import Reuse, ideal_decode_s, ideal_turn_s, reuse
 
-CONTENT = (Reason.HOST, Reason.NOT_WORTH)
+CONTENT = (Reason.HOST, Reason.NOT_WORTH, Reason.AWAITS_KV)
 """The gateway's reasons of turns whose host was not hot. A simulation looks at the queue instead."""
 
 

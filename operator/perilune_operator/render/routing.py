@@ -140,8 +140,12 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
             "timeout": {"tcp": {"connectTimeout": "1s"}, "http": {"requestTimeout": "0s"}},
             "retry": {
                 "numRetries": 2,
-                # reset: requests that no engine has begun to answer, so that a lost node fails none of them
-                "retryOn": {"triggers": ["connect-failure", "refused-stream", "reset"]},
+                # Requests that no engine has begun to answer, so that a lost node fails none of them (reset),
+                # nor one whose engine has died while its HTTP server still answers, with 500.
+                "retryOn": {
+                    "triggers": ["connect-failure", "refused-stream", "reset", "retriable-status-codes"],
+                    "httpStatusCodes": [500],
+                },
             },
             # detects a lost node while an answer is awaited
             "tcpKeepalive": {"probes": 3, "idleTime": "1s", "interval": "1s"},

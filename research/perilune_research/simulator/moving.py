@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from itertools import islice
+from itertools import chain, islice
 from math import sqrt
 
 from perilune_api.topology import Link
@@ -144,18 +144,26 @@ class Moving:
             for e, endpoint in enumerate(b.endpoints)
         ]
 
-    def sessions(self, host: str, limit: int, now: float) -> Sequence[SessionFacts]:
+    def sessions(
+        self, host: str, limit: int, now: float, last: Collection[Subject] = ()
+    ) -> Sequence[SessionFacts]:
         e = self._beliefs.number[host]
         there = self._at[e]
         for gone in [number for number, session in there.items() if session.host != e]:
             del there[gone]
-        recent = islice(reversed(there.values()), limit)
+        first = (s for s in reversed(there.values()) if s.number not in last)
+        after = (self._all[subject] for subject in last if subject in there)
+        recent = chain(first, after)
         if not self.ahead:
-            return [self._facts(s, host, self._readable(s, e, now), now) for s in recent]
-        return [
-            self._facts(s, host, 0 if self.handoffs.gave_up(s.number, now) else self._handed(s, e), now)
+            return [self._facts(s, host, self._readable(s, e, now), now) for s in islice(recent, limit)]
+        staying = (
+            s
             for s in recent
             if not (self.handoffs.moves(s.number) or (self._busy[s.number] and not self._handed(s, e)))
+        )
+        return [
+            self._facts(s, host, 0 if self.handoffs.gave_up(s.number, now) else self._handed(s, e), now)
+            for s in islice(staying, limit)
         ]
 
     def _readable(self, s: KnownSession, e: int, now: float) -> int:

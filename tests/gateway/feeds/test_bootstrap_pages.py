@@ -22,6 +22,26 @@ def page(*engines: str, workers=WORKER) -> bytes:
     return json.dumps(ranks).encode()
 
 
+def test_ranks_are_in_the_order_of_their_numbers() -> None:
+    assert parse(page(*(f"e{rank}" for rank in range(12)))).engine_ids == [f"e{rank}" for rank in range(12)]
+    assert parse(page(*(f"e{rank}" for rank in range(12))), 2).engine_ids == ["e2"]
+
+
+@pytest.mark.parametrize("missing", ["rank", "worker"])
+def test_what_has_registered_in_part_says_nothing_yet_except_of_ranks_that_are_whole(missing: str) -> None:
+    two = {"0": {"0": "x"}, "1": {"0": "y"}}
+    ranks = {str(rank): {"engine_id": f"e{rank}", "worker_addr": dict(two)} for rank in (0, 1, 2)}
+    if missing == "rank":
+        del ranks["1"]
+    else:
+        del ranks["1"]["worker_addr"]["1"]
+    text = json.dumps(ranks).encode()
+    for rank in (None, 1):
+        with pytest.raises(ValueError, match="registered"):
+            parse(text, rank)
+    assert parse(text, 2) == Connector(["e2"], 2)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

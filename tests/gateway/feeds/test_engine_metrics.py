@@ -194,6 +194,16 @@ class TestParse:
         text = b"vllm:cache_config_info" + line + b"\nvllm:num_requests_running" + line
         assert _seconds(lambda: parse(text)) < 1.0
 
+    @pytest.mark.parametrize(
+        ("awake", "asleep"), [(b"1", False), (b"0", True), (b"0.0", True), (b"NaN", False), (b"x", False)]
+    )
+    def test_an_engine_says_whether_it_sleeps(self, awake, asleep):
+        lines = [
+            b'vllm:engine_sleep_state{engine="0",model_name="m",sleep_state="awake"} ' + awake,
+            b'vllm:engine_sleep_state{engine="0",model_name="m",sleep_state="weights_offloaded"} 0',
+        ]
+        assert parse(b"\n".join(lines)).asleep is asleep
+
     def test_a_label_that_only_looks_like_block_size(self):
         text = b'vllm:cache_config_info{hash_block_size="64",note="block_size=\\"8\\"",block_size="16"} 1\n'
         assert parse(text).block_size == 16
@@ -414,14 +424,14 @@ class TestFeed:
 
     async def test_another_block_size_is_logged_once_and_told(self, caplog):
         engine, sink = Engine(), Sink()
-        engine.body = b'vllm:cache_config_info{block_size="32",num_gpu_blocks="10"} 1\n'
+        engine.body = b'vllm:cache_config_info{block_size="24",num_gpu_blocks="10"} 1\n'
         async with engine.serving() as at, scraping(lambda: [at], sink, block_size=lambda: 16):
             await sink.until(lambda s: len(s.told) >= 3)
         assert [r.getMessage() for r in caplog.records if r.levelname == "ERROR"] == [
-            f"block size differs from the pool's: no prefix will match endpoint={at} engine=32 pool=16"
+            f"block size differs from the pool's: no prefix will match endpoint={at} engine=24 pool=16"
         ]
-        assert sink.told[0] == (at, EngineMetrics(block_size=32, gpu_blocks=10))
-        assert EngineMetrics(block_size=32, gpu_blocks=10).kv_tokens == 320
+        assert sink.told[0] == (at, EngineMetrics(block_size=24, gpu_blocks=10))
+        assert EngineMetrics(block_size=24, gpu_blocks=10).kv_tokens == 240
 
     async def test_a_bug_in_the_sink_ends_the_feed(self):
         def broken(*_: object) -> None:

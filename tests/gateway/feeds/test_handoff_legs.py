@@ -15,7 +15,7 @@ from leg_engines import Engine, never
 from perilune_gateway.feeds import handoff_legs
 from perilune_gateway.model.handoff import GivenUp, HandoffOutcome
 from perilune_gateway.moves.handoff import Stage
-from perilune_gateway.state.connectors import Connector
+from perilune_gateway.state.connectors import Connector, Connectors
 
 PROMPT = text(1, 320)
 
@@ -49,7 +49,8 @@ class Scene:
 
 
 @contextlib.asynccontextmanager
-async def scene() -> AsyncIterator[Scene]:
+async def scene(connectors: Connectors | None = None) -> AsyncIterator[Scene]:
+    """`connectors`: instead of those of the pool's state."""
     async with contextlib.AsyncExitStack() as stack:
         engines = [Engine(), Engine()]
         addresses = [await stack.enter_async_context(engine.served()) for engine in engines]
@@ -58,7 +59,8 @@ async def scene() -> AsyncIterator[Scene]:
         made = Scene(rig, dict(zip(addresses, engines, strict=True)))
         made.source = rig.turn("s", PROMPT).target
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        run = asyncio.create_task(handoff_legs.run(rig.handing_over, due, rig.state.connectors, http))
+        known = connectors or rig.state.connectors
+        run = asyncio.create_task(handoff_legs.run(rig.handing_over, due, known, http))
         yield made
         run.cancel()
         await asyncio.wait({run})
@@ -177,3 +179,20 @@ async def test_the_engine_id_is_asked_for_each_time() -> None:
         params = on.taker.bodies[0]["kv_transfer_params"]
         assert params["remote_engine_id"] == f"process of {on.source}"
         assert on.rig.handing_over.stats().open[0].stage is Stage.COPYING
+
+
+async def test_an_error_of_the_gateway_costs_one_hand_off_and_the_next_one_works() -> None:
+    class FailsOnce(Connectors):
+        failed = False
+
+        def answered(self, address: str, connector: Connector) -> None:
+            if not self.failed:
+                self.failed = True
+                raise RuntimeError
+
+    async with scene(FailsOnce()) as on:
+        on.giver.go_on.set()
+        on.begin()
+        assert await on.ended() == (HandoffOutcome.FAILED, GivenUp.ERROR)
+        on.rig.router.plan_moves()
+        await asyncio.wait_for(on.taker.asked.wait(), 10)

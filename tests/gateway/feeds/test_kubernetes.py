@@ -11,7 +11,7 @@ from aiohttp import web
 from kubernetes.aio.client.configuration import Configuration
 from routing_objects import chosen
 
-from perilune_api import kube
+from perilune_api import kube, names
 from perilune_api.pool import (
     EndpointSpec,
     Metadata,
@@ -51,6 +51,14 @@ def document(policy: str = "ear", model: str = "m", **topology: Any) -> Pool:
         Metadata("p", "ns"),
         Spec(Model(model), routing=Routing(chosen(policy)), topology=Topology(**topology)),
     )
+
+
+def test_a_new_pod_at_an_address_is_another_endpoint_however_long_the_old_one_is_listed() -> None:
+    giving = {names.BOOTSTRAP_PORT: "8998", names.EVENTS_PORT: "5557"}
+    old = pod("old", uid="1", deletionTimestamp="2030-01-01T00:00:00Z", annotations=giving)
+    for listed in ([old, pod("new", uid="2", ready=False, started=True)], [pod("new", uid="2")]):
+        (found,) = with_pods(document(), listed, giving={"1"}).spec.endpoints
+        assert (found.address, found.instance, found.draining) == ("10.0.0.1:8000", "2", False)
 
 
 @pytest.mark.parametrize(

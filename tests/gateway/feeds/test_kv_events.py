@@ -109,6 +109,41 @@ def test_unknown_types_are_counted(event):
     assert (batch.events, batch.unknown) == ((AllBlocksCleared(),), 1)
 
 
+REMOVED = {"type": "BlockRemoved", "block_hashes": [9], "medium": "GPU"}
+
+
+@pytest.mark.parametrize("encoding", [pytest.param(dict, id="maps"), pytest.param(as_array, id="arrays")])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param({"token_ids": None}, id="no tokens"),
+        pytest.param({"token_ids": ["a"]}, id="token is a string"),
+        pytest.param({"block_hashes": [1.5]}, id="hash is a fraction"),
+    ],
+)
+def test_one_damaged_event_of_a_batch_costs_itself_alone(encoding, damage):
+    sound = encoding(STORED)
+    batch = decode(pack([1.5, [sound, encoding(STORED | damage), encoding(REMOVED)], 3]))
+    assert [type(event) for event in batch.events] == [BlockStored, BlockRemoved]
+    assert (batch.malformed, batch.unknown) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        pytest.param(5, id="an event that is a number"),
+        pytest.param([], id="an empty event"),
+        pytest.param({}, id="no type"),
+        pytest.param({"type": 5}, id="type is a number"),
+        pytest.param({"type": "BlockRemoved", "block_hashes": ["a"]}, id="hash is a string"),
+    ],
+)
+def test_what_may_have_removed_any_block_has_removed_all(event):
+    batch = decode(pack([0.0, [STORED, event, STORED]]))
+    assert [type(event) for event in batch.events] == [BlockStored, AllBlocksCleared, BlockStored]
+    assert (batch.malformed, batch.unknown) == (1, 0)
+
+
 @pytest.mark.parametrize(
     "payload",
     [
@@ -118,13 +153,6 @@ def test_unknown_types_are_counted(event):
         pytest.param(pack(["late", []]), id="no time"),
         pytest.param(pack([float("nan"), []]), id="a time that is none"),
         pytest.param(pack([float("inf"), []]), id="a time after which nothing comes"),
-        pytest.param(pack([0.0, [5]]), id="an event that is a number"),
-        pytest.param(pack([0.0, [[]]]), id="an empty event"),
-        pytest.param(pack([0.0, [{}]]), id="no type"),
-        pytest.param(pack([0.0, [{"type": 5}]]), id="type is a number"),
-        pytest.param(pack([0.0, [{"type": "BlockStored"}]]), id="no hashes"),
-        pytest.param(pack([0.0, [{"type": "BlockRemoved", "block_hashes": ["a"]}]]), id="hash is a string"),
-        pytest.param(pack([0.0, [["BlockStored", [1], None, ["a"], 1]]]), id="token is a string"),
         pytest.param(pack([0.0, [{"type": "AllBlocksCleared"}]]) + b"x", id="more behind"),
     ],
 )

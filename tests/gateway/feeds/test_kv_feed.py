@@ -22,6 +22,7 @@ from perilune_api.pool import SpecError
 from perilune_gateway.feeds import kv_feed, zmq_sockets
 from perilune_gateway.feeds.kv_events import Batch, decode
 from perilune_gateway.feeds.kv_feed import Counters, Publisher, ResetCause, Shared
+from perilune_gateway.model.kv_events import Lost
 from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.prefix_index import PrefixIndex
 
@@ -437,7 +438,7 @@ async def test_a_short_replay_buffer_means_to_begin_anew(context, ours, captures
         assert sink.resets == [ResetCause.LOST]
         assert sink.held() <= expected(messages), "it may know less, never more"
         assert sink.held()
-        assert (counters.gaps, counters.rebuilds) == (1, 1)
+        assert (counters.gaps, counters.rebuilds, counters.lost) == (1, 1, Lost.TOO_OLD)
 
 
 async def test_a_gap_without_replay_address_means_to_begin_anew(context, ours):
@@ -449,6 +450,7 @@ async def test_a_gap_without_replay_address_means_to_begin_anew(context, ours):
         assert sink.resets == [ResetCause.LOST]
         assert sink.times == [3.0, 4.0, 6.0]
         assert (counters.gaps, counters.rebuilds) == (1, 1), "the beginning is no gap: nothing was known"
+        assert counters.lost is Lost.NO_REPLAY
 
 
 async def test_a_silent_replay_address_is_no_answer(context, ours):
@@ -459,6 +461,7 @@ async def test_a_silent_replay_address_is_no_answer(context, ours):
         await engine.send(2, at(3))
         await sink.until(lambda: len(sink.batches) == 2)
         assert sink.resets == [ResetCause.LOST]
+        assert counters.lost is Lost.UNANSWERED
 
 
 async def test_what_was_announced_before_we_came(context, ours, captures):

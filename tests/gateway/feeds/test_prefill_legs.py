@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import pytest
 from aiohttp import web
 from router_rig import USUAL, C, Rig, completion, pool
-from routing_objects import chosen, head
+from routing_objects import head
 
 from perilune_api.pool import Disaggregation, EndpointSpec, Role, Routing
 from perilune_gateway.feeds.prefill_legs import PrefillLegs
@@ -24,6 +25,11 @@ PROMPT = list(range(3_200))
 HEAD = head("/v1/completions", authorization="Bearer key", x_session_id="s")
 
 
+def said(engine_id: str) -> dict[str, Any]:
+    """What a bootstrap page says."""
+    return {"0": {"engine_id": engine_id, "worker_addr": {"0": {"0": "tcp://127.0.0.1:1"}}}}
+
+
 @dataclass
 class Giver:
     """A prefill endpoint."""
@@ -34,6 +40,13 @@ class Giver:
     left: asyncio.Event = field(default_factory=asyncio.Event)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    page: dict[str, Any] = field(default_factory=lambda: said("engine-0"))
+    has_page: asyncio.Event = field(default_factory=asyncio.Event)
+    """Until then the page does not answer."""
+
+    async def query(self, _: web.Request) -> web.Response:
+        await self.has_page.wait()
+        return web.json_response(self.page)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.json())
@@ -72,16 +85,18 @@ class Scene:
 async def scene(accept_s: float = 1.0, **own: str) -> AsyncIterator[Scene]:
     """`own`: headers of all requests of the gateway."""
     giver, app = Giver(), web.Application()
+    giver.has_page.set()
     app.router.add_post("/v1/completions", giver.complete)
+    app.router.add_get("/query", giver.query)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     address = "{}:{}".format(*runner.addresses[0])
     listed = [
-        EndpointSpec(address, events=("tcp://p",), bootstrap="10.0.0.1:8998", role=Role.PREFILL),
+        EndpointSpec(address, events=("tcp://p",), bootstrap=address, role=Role.PREFILL),
         EndpointSpec(C, events=("tcp://d",), bootstrap="10.0.0.3:8998"),
     ]
-    routing = Routing(chosen("ear"), disaggregation=Disaggregation(accept_seconds=accept_s))
+    routing = Routing(disaggregation=Disaggregation(accept_seconds=accept_s))
     rig = Rig(pool(endpoints=listed, routing=routing, engine=USUAL))
     for i, endpoint in enumerate(listed):
         rig.state.connectors.answered(endpoint.address, Connector([f"engine-{i}"], 1))
@@ -117,7 +132,7 @@ async def test_the_request_goes_on_when_its_prompt_is_accepted_not_when_it_is_co
         assert json.loads(attached.params) == {
             "do_remote_decode": False,
             "do_remote_prefill": True,
-            "remote_bootstrap_addr": "http://10.0.0.1:8998",
+            "remote_bootstrap_addr": f"http://{on.address}",
             "remote_engine_id": "engine-0",
             "transfer_id": transfer,
         }
@@ -140,6 +155,51 @@ async def test_a_prompt_that_is_not_accepted_in_time_is_not_waited_for() -> None
         assert await on.give() is None
         await asyncio.wait_for(on.giver.left.wait(), 10)  # the engine need not go on
         assert on.given_up() == {GivenUp.NOT_ACCEPTED: 1}
+
+
+async def test_an_engine_that_has_restarted_is_taken_from_by_its_new_id() -> None:
+    async with scene() as on:
+        on.giver.page = said("its next process")
+        on.giver.accepts.set()
+        attached = await on.give()
+        assert attached is not None
+        assert json.loads(attached.params)["remote_engine_id"] == "its next process"
+        assert on.rig.state.connectors.known[on.address].engine_ids == ["its next process"]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(None, id="slow"),
+        pytest.param({}, id="nobody has registered"),
+        pytest.param({"0": {"engine_id": "half", "worker_addr": {}}}, id="no worker has registered"),
+    ],
+)
+async def test_no_request_waits_longer_for_a_page_than_for_the_prompts_acceptance(page: Any) -> None:
+    async with scene(accept_s=0.2) as on:
+        if page is None:
+            on.giver.has_page.clear()
+        else:
+            on.giver.page = page
+        on.giver.accepts.set()
+        async with asyncio.timeout(10):
+            assert await on.give() is None
+            await on.giver.left.wait()
+        on.giver.has_page.set()
+        assert on.given_up() == {GivenUp.PAGE: 1}
+
+
+async def test_an_error_of_the_gateway_costs_one_leg() -> None:
+    async with scene() as on:
+        assert on.routed.remote
+        unreadable = on.legs.give(on.routed.ticket, on.routed.remote, HEAD, b"no JSON")
+        assert await asyncio.wait_for(unreadable, 10) is None
+        assert all(view.endpoint.ready for view in on.rig.state.fleet.view(on.rig.now))
+        on.giver.accepts.set()
+        another = on.rig.route(list(range(5_000, 8_200)))
+        assert another.remote
+        assert await on.legs.give(another.ticket, another.remote, HEAD, completion(PROMPT)) is not None
+        assert on.given_up() == {GivenUp.ERROR: 1}
 
 
 async def test_a_refused_prompt_goes_to_the_target_at_once() -> None:

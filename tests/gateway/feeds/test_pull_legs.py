@@ -77,12 +77,23 @@ async def babbles(engine: Engine, request: web.Request, body: dict[str, Any]) ->
     return web.Response(text="no JSON")
 
 
+async def floods(engine: Engine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    answer = web.StreamResponse()
+    await answer.prepare(request)
+    while True:
+        await answer.write(b" " * 65_536)
+
+
+async def redirects(engine: Engine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return web.Response(status=307, headers={"Location": str(request.url)})
+
+
 async def test_both_engines_are_sent_the_prefix_and_the_request_goes_on() -> None:
     async with scene() as on:
         assert await on.fetch() == (True, {}, [])
         (give,), (take,) = on.giver.bodies, on.taker.bodies
         assert give["prompt"] == take["prompt"] == HELD
-        assert take["kv_transfer_params"]["remote_engine_id"] == f"engine at {on.giver.address}"
+        assert take["kv_transfer_params"]["remote_engine_id"] == f"process of {on.giver.address}"
 
 
 @pytest.mark.parametrize(
@@ -93,6 +104,9 @@ async def test_both_engines_are_sent_the_prefix_and_the_request_goes_on() -> Non
         pytest.param("giver", breaks, GivenUp.UNREACHABLE, ["giver"], id="the giver is gone"),
         pytest.param("taker", breaks, GivenUp.UNREACHABLE, ["taker"], id="the taker is gone"),
         pytest.param("taker", babbles, GivenUp.UNREACHABLE, ["taker"], id="the taker's answer is none"),
+        pytest.param("giver", floods, GivenUp.UNREACHABLE, ["giver"], id="the giver's answer has no end"),
+        pytest.param("taker", floods, GivenUp.UNREACHABLE, ["taker"], id="the taker's answer has no end"),
+        pytest.param("taker", redirects, GivenUp.REFUSED, [], id="the taker sends us elsewhere"),
     ],
 )
 async def test_the_end_whose_leg_fails_is_blamed(end: str, answer, cause: GivenUp, dead: list[str]) -> None:
@@ -122,6 +136,19 @@ async def test_the_legs_of_a_client_that_leaves_are_cancelled() -> None:
 async def test_a_giver_whose_page_is_gone_is_not_asked() -> None:
     async with scene() as on:
         on.rig.state.connectors.forget(on.giver.address)
+        assert await on.fetch() == (False, {GivenUp.PAGE: 1}, [])
+        assert on.giver.bodies == on.taker.bodies == []
+
+
+async def test_an_error_of_the_gateway_costs_the_pull_and_not_the_request() -> None:
+    async with scene() as on:
+        structs.force_setattr(on.routed.pull, "transfer_id", 7)  # no value of a header
+        assert await on.fetch() == (False, {GivenUp.ERROR: 1}, [])
+
+
+async def test_a_page_without_an_engine_is_no_page() -> None:
+    async with scene() as on:
+        on.giver.has_page = False
         assert await on.fetch() == (False, {GivenUp.PAGE: 1}, [])
         assert on.giver.bodies == on.taker.bodies == []
 

@@ -1,7 +1,7 @@
 """The planner's life: plan, offer, apply, started, finished; facts by hand, time virtual."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from routing_objects import PLAIN, candidate, link, prefix, request, session
 
 from perilune_api.pool import Migration, MoveTrigger
-from perilune_gateway.model import Candidate, Decision, Location, Move, MoveReason, Reason
+from perilune_gateway.model import Candidate, Decision, Location, Move, MoveReason, Reason, Subject
 from perilune_gateway.moves.budget import WINDOW_S
 from perilune_gateway.moves.plan import PrefixFacts, SessionFacts
 from perilune_gateway.moves.planner import ACTIVE_S, LOOKED_AT, Lapse, Planner, State
@@ -43,9 +43,13 @@ class World:
     def endpoints(self, now: float, near: Sequence[str] = ()) -> list[Candidate]:
         return [c._replace(links={a: c.links[a] for a in near if a in c.links}) for c in self.candidates]
 
-    def sessions(self, host: str, limit: int, now: float) -> list[SessionFacts]:
+    def sessions(
+        self, host: str, limit: int, now: float, last: Collection[Subject] = ()
+    ) -> list[SessionFacts]:
         self.asked.append((host, limit))
-        return [s for s in self.bound if s.host == host][:limit]
+        here = {s.session: s for s in self.bound if s.host == host}
+        first = [s for name, s in here.items() if name not in last]
+        return [*first, *(here[name] for name in last if name in here)][:limit]
 
     def prefix(self, name: str, tokens: int, now: float) -> PrefixFacts | None:
         return self.prefixes.get(name)
@@ -211,6 +215,41 @@ def test_a_plan_looks_at_few_sessions_draining_hosts_first() -> None:
     world = World([one("a", 5.0), one("b", 9.0), one("c", draining=True), one("d")])
     planner(world).plan(0.0)
     assert world.asked == [(host, LOOKED_AT // 3) for host in "cba"]
+
+
+@pytest.mark.parametrize(
+    ("staying", "reason"),
+    [
+        pytest.param({"chained": True}, MoveReason.CHAINED, id="chained"),
+        pytest.param({"tokens": 10**9}, MoveReason.NOWHERE, id="too long for every other endpoint"),
+    ],
+)
+def test_sessions_that_cannot_move_hide_none_that_can(staying: dict, reason: MoveReason) -> None:
+    world = World([one("a", draining=True), one("b", kv_free=10**6)])
+    world.bound = [at("a", f"fixed {i}", **staying) for i in range(3 * LOOKED_AT)]
+    world.bound.append(at("a", "free"))
+    p = planner(world)
+    for second in range(4):
+        p.plan(float(second))
+    assert [move.subject for move in p.offers] == ["free"]
+    for second in range(4, 8):
+        p.plan(float(second))
+        assert [move.subject for move in p.offers] == ["free"], "it stays offered"
+    assert p.stats(8.0).stays == {reason: 3 * LOOKED_AT}, "each counts once"
+
+
+def test_what_could_not_move_is_looked_at_again_in_turn() -> None:
+    world = World([one("a", draining=True), one("b", kv_free=10)])
+    world.bound = [at("a", f"chained {i}", chained=True) for i in range(LOOKED_AT)]
+    world.bound.append(at("a", "long"))
+    p = planner(world)
+    for second in range(3):
+        p.plan(float(second))
+    assert p.offers == ()
+    world.candidates[1] = one("b", kv_free=10**6)
+    for second in range(3, 5):
+        p.plan(float(second))
+    assert [move.subject for move in p.offers] == ["long"]
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ class TestState:
         async with browsing(world) as get:
             status, body = await get("/api/health")
             assert (status, body["status"], body["problems"]) == (200, "ok", [])
-            world.endpoints = (replace(world.endpoints[0], block_size=32),)
+            world.endpoints = (replace(world.endpoints[0], block_size=24),)
             status, body = await get("/api/health")
             assert (status, body["status"], body["problems"][0]["kind"]) == (200, "degraded", "block_size")
             world.endpoints = ()

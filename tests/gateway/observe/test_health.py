@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from perilune_gateway.model import Endpoint, Load
-from perilune_gateway.model.kv_events import EventStats, IngestStats
+from perilune_gateway.model.kv_events import EventStats, IngestStats, Lost
 from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.observe.health import ProblemKind, Status, diagnose, report
 from perilune_gateway.observe.stats import EndpointStats, LogStats
@@ -50,8 +50,21 @@ def stats(address: str = "a", *, ready: bool = True, age_s: float = 1.0, **chang
         pytest.param(stats(events=EventStats(True, 2.5)), [ProblemKind.LATE_EVENTS], id="events late"),
         pytest.param(stats(events=EventStats(True, 0.1, gaps=2)), [], id="gaps replayed"),
         pytest.param(
-            stats(events=EventStats(True, 0.1, gaps=2, rebuilds=1)), [ProblemKind.LOST_EVENTS], id="rebuilt"
+            stats(events=EventStats(True, 0.1, lost_s=9.0, lost=Lost.NO_REPLAY, gaps=2, rebuilds=1)),
+            [ProblemKind.LOST_EVENTS],
+            id="lost just now",
         ),
+        pytest.param(
+            stats(events=EventStats(True, 0.1, lost_s=3600.0, lost=Lost.NO_REPLAY, gaps=2, rebuilds=1)),
+            [],
+            id="learned again since",
+        ),
+        pytest.param(
+            stats(events=EventStats(True, 0.1, lost_s=99.0, lost=Lost.TOO_OLD, rebuilds=1), waiting_blocks=7),
+            [ProblemKind.LOST_EVENTS, ProblemKind.LEARNING],
+            id="still learning",
+        ),
+        pytest.param(stats(events=EventStats(True, 9.0, heard_s=3600.0)), [], id="late, long ago"),
         pytest.param(stats(parity="ok"), [], id="hashes equal"),
         pytest.param(
             stats(parity="seed", parity_cause="seed", parity_cure="set it"),
@@ -59,7 +72,8 @@ def stats(address: str = "a", *, ready: bool = True, age_s: float = 1.0, **chang
             id="hashes differ",
         ),
         pytest.param(stats(block_size=16), [], id="block size equal"),
-        pytest.param(stats(block_size=32), [ProblemKind.BLOCK_SIZE], id="block size differs"),
+        pytest.param(stats(block_size=32), [], id="a multiple of the block size"),
+        pytest.param(stats(block_size=24), [ProblemKind.BLOCK_SIZE], id="block size differs"),
         pytest.param(stats(waiting_blocks=7), [ProblemKind.LEARNING], id="blocks of unknown parents"),
         pytest.param(stats(strange_group="cross_attention"), [ProblemKind.KV_GROUP], id="strange layers"),
     ],

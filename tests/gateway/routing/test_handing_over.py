@@ -1,6 +1,8 @@
 """Hand-offs over the router's real state: loads, budgets, the switch, and what is said of them. The legs'
 answers and the engines' events are the test's."""
 
+from itertools import count
+
 import pytest
 from handing_rig import PAGES, Handing, text
 from prometheus_client import generate_latest
@@ -8,13 +10,22 @@ from router_rig import A, B
 from routing_objects import head
 
 from perilune_api.pool import MoveTrigger
-from perilune_gateway.model import MoveReason, Reason, Routed
+from perilune_gateway.model import MOVING, Decision, DecisionRecord, MoveReason, Reason, Routed
 from perilune_gateway.model.handoff import GivenUp, Immovable, Leg
+from perilune_gateway.moves.planner import LOOKED_AT
 from perilune_gateway.observe import moves as move_rows
 from perilune_gateway.observe.explain import to_json
 from perilune_gateway.observe.stats import Snapshot
+from perilune_gateway.policy import POLICIES
 
 BLOCK = 16
+
+
+def left(record: DecisionRecord) -> str:
+    """The host that the session left, by its policy or by the plan; it must have left one."""
+    assert isinstance(record.verdict, Decision)
+    assert record.reason in MOVING
+    return record.moved_from
 
 
 def test_a_session_switches_when_the_target_has_answered_and_announced_its_blocks() -> None:
@@ -63,6 +74,70 @@ def test_a_turn_that_comes_meanwhile_goes_to_the_host_and_the_rest_follows() -> 
     assert rig.host("s") == target
 
 
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_under_every_policy_a_session_waits_for_its_kv_however_long_its_hosts_queue(policy: str) -> None:
+    rig = Handing(policy=policy)
+    source = rig.turn("s", text(1, 320)).target
+    rig.queue(source, seconds=60.0, tokens=400_000)
+    (legs,) = rig.drain(source)
+    record = rig.turn("s", text(1, 480))
+    assert (record.target, record.cached_tokens, record.moved_from) == (source, 320, "")
+    rig.handing_over.took(legs, 320, 0.1)
+    rig.announce(legs.target, text(1, 320))
+    assert rig.turn("s", text(1, 640)).target == source, "what has grown meanwhile is copied first"
+    while rest := rig.handing_over.due():
+        rig.handing_over.took(rest[0], rest[0].content.tokens, 0.1)
+        rig.announce(legs.target, list(rest[0].content.ids))
+    assert rig.host("s") == legs.target
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_draining_hosts_session_waits_for_the_plan_under_every_policy(policy: str) -> None:
+    rig = Handing(policy=policy)
+    source = rig.turn("s", text(1, 320)).target
+    rig.router.configure(rig.pool(draining=source))
+    rig.queue(source, seconds=60.0, tokens=400_000)
+    assert rig.turn("s", text(1, 480)).target == source
+
+
+def test_a_session_waits_for_its_kv_whatever_triggered_the_move_and_the_answer_says_so() -> None:
+    rig = Handing(MoveTrigger.HOT_HOST, policy="least_loaded")
+    source = rig.turn("s", text(1, 32_000)).target
+    rig.queue(source, seconds=60.0)
+    rig.router.plan_moves()
+    (legs,) = rig.handing_over.due()
+    assert legs.source == source
+    record = rig.record(rig.send("s", text(1, 32_160)))
+    assert (record.target, record.reason, record.cached_tokens) == (source, Reason.AWAITS_KV, 32_000)
+    assert "keeps it until its KV has been handed over" in to_json(record)["sentence"]
+    rig.handing_over.failed(legs, GivenUp.UNREACHABLE)
+    assert rig.send("s", text(1, 32_320)).destinations[0] != source, "there is nothing to wait for"
+
+
+def test_engines_with_longer_blocks_than_the_pools_hand_whole_ones_over() -> None:
+    rig, long = Handing(), 3 * BLOCK
+    routed = rig.send("s", text(1, 365))
+    source = routed.destinations[0]
+    rig.announce(source, text(1, 365), block=long)
+    assert rig.pending()[source] == 365, "the first event tells how long its blocks are"
+    rig.finish(routed)
+    target = B if source == A else A
+    (legs,) = rig.drain(source)
+    assert list(legs.content.ids) == text(1, 336), "the host has no more"
+    again = rig.send("s", text(1, 510))
+    rig.announce(source, text(1, 510), after=336, block=long)
+    assert rig.pending()[source] == 0, "its last whole block ends the prefill"
+    rig.finish(again)
+    rig.handing_over.took(legs, 336, 0.1)
+    rig.announce(target, text(1, 336), block=long)
+    (rest,) = rig.handing_over.due()
+    assert list(rest.content.ids) == text(1, 480)
+    rig.handing_over.took(rest, 480, 0.1)
+    rig.announce(target, text(1, 480), after=336, block=long)
+    assert rig.host("s") == target
+    assert rig.turn("s", text(1, 600)).cached_tokens == 480
+
+
 def test_a_failed_leg_leaves_the_session_where_it_is_and_says_why() -> None:
     rig = Handing()
     source = rig.turn("s", text(1, 320)).target
@@ -109,8 +184,7 @@ def test_after_several_failures_a_draining_hosts_session_leaves_without_its_kv()
         rig.router.plan_moves()
         legs = rig.handing_over.due()
     assert legs == []
-    record = rig.turn("s", text(1, 480))
-    assert (record.reason, record.moved_from) == (Reason.PLANNED, source)
+    assert left(rig.turn("s", text(1, 480))) == source
     assert rig.handing_over.stats().immovable == {Immovable.GAVE_UP: 1}
 
 
@@ -128,21 +202,20 @@ def test_without_a_giver_the_next_request_moves_the_session(who: str, cause: Imm
         if who == "nobody" or address == source:
             rig.state.connectors.forget(address)
     assert rig.drain(source) == []
-    assert rig.turn("s", text(1, 480)).reason == Reason.PLANNED
+    assert left(rig.turn("s", text(1, 480))) == source
     assert rig.handing_over.stats().immovable == ({cause: 1} if cause else {})
 
 
 def test_prompts_whose_tokens_nobody_announced_move_with_the_next_request() -> None:
     rig = Handing()
-    source = rig.turn("s", text(1, 320)).target
     rig.state.block_tokens.max_bytes = 0
-    other = rig.send("t", text(2, 320))
-    rig.stored(other.destinations[0], text(2, 320))
-    rig.finish(other)
-    rig.drain(other.destinations[0])
-    assert rig.turn("t", text(2, 480)).reason == Reason.PLANNED
+    routed = rig.send("t", text(2, 320))
+    source = routed.destinations[0]
+    rig.stored(source, text(2, 320))
+    rig.finish(routed)
+    rig.drain(source)
+    assert left(rig.turn("t", text(2, 480))) == source
     assert rig.handing_over.stats().immovable == {Immovable.TOKENS: 1}
-    assert source
 
 
 def test_a_chain_of_stored_responses_stays() -> None:
@@ -153,6 +226,24 @@ def test_a_chain_of_stored_responses_stays() -> None:
     rig.finish(routed)
     assert rig.drain(routed.destinations[0]) == []
     assert [stay.reason for stay in rig.router.planner.last.stays] == [MoveReason.CHAINED]
+
+
+def test_chains_and_sessions_on_their_way_hide_no_session_that_can_move() -> None:
+    rig = Handing()
+    source = rig.turn("plain", text(1, 320)).target
+    chains = 0
+    for i in count():
+        body = b'{"model": "m", "input": "more", "previous_response_id": "resp_1"}'
+        routed = rig.router.on_body(head("/v1/responses", x_session_id=f"c{i}"), body)
+        assert isinstance(routed, Routed)
+        rig.finish(routed)
+        chains += routed.destinations[0] == source
+        if chains > LOOKED_AT:
+            break
+    assert rig.drain(source) == []
+    rig.router.plan_moves()
+    (legs,) = rig.handing_over.due()
+    assert list(legs.content.ids) == text(1, 320)
 
 
 def test_a_hot_prefix_is_copied_and_new_sessions_find_it() -> None:

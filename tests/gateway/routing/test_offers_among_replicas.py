@@ -141,7 +141,7 @@ def test_the_planner_moves_a_session_that_only_another_replica_has_routed() -> N
     (session,) = second.state.sessions.matching(SECRET)
     assert (session.host, session.came_from) == (target, legs.source)
     second.tells(first)
-    assert [s.turns for s in first.state.sessions.at(target, 9, first.now)] == [1], "known there as one"
+    assert [s.turns for s in first.state.sessions.at(target, first.now)] == [1], "known there as one"
     record = second.record(second.send(SECRET, text(1, 480)))
     assert (record.target, record.reason, record.cached_tokens) == (target, Reason.HOST, 320)
 

@@ -1,9 +1,10 @@
 """Prompts that another endpoint prefills, over the router's real state: loads, and what is said of them."""
 
 import pytest
-from handing_rig import PAGES, Handing, text
+from handing_rig import BLOCK, PAGES, Handing, text
 from prometheus_client import generate_latest
 from router_rig import USUAL, A, B, C, pool
+from routing_objects import head
 
 from perilune_api.pool import EndpointSpec, Pool, Role
 from perilune_gateway.model import Outcome, Reason, Routed
@@ -11,6 +12,7 @@ from perilune_gateway.model.handoff import GivenUp, HandoffOutcome
 from perilune_gateway.observe import moves as move_rows
 from perilune_gateway.observe.explain import to_json
 from perilune_gateway.observe.stats import Snapshot
+from perilune_gateway.request import block_hashes
 from perilune_gateway.state.connectors import Connector
 
 PROMPT = text(1, 3_200)
@@ -20,7 +22,7 @@ class Split(Handing):
     """A prefills, B and C decode."""
 
     def __init__(self) -> None:
-        super().__init__(pages={**PAGES, C: "10.0.0.3:8998"}, policy="ear")
+        super().__init__(pages={**PAGES, C: "10.0.0.3:8998"})
 
     def pool(self, draining: str = "") -> Pool:
         listed = [
@@ -34,6 +36,10 @@ class Split(Handing):
     def answered(self, routed: Routed) -> None:
         self.router.on_response(routed.ticket, 200, routed.destinations[0], True)
         self.finish(routed)
+
+    def believed(self, ids: list[int]) -> set[str]:
+        """The endpoints that are believed to cache the prompt's first block."""
+        return set(self.state.index.find_matches(block_hashes.chain(ids, BLOCK, 0), self.now).device)
 
     def page(self) -> dict:
         router = self.router
@@ -117,11 +123,36 @@ def test_what_is_not_accepted_becomes_load_of_the_target() -> None:
     rig.router.prefills_itself(routed.ticket)
     target = routed.destinations[0]
     assert rig.pending() == {A: 0, B: 0, C: 0} | {target: len(PROMPT)}
+    assert rig.believed(PROMPT) == {target}, "the source computes nothing of it"
     rig.announce(target, PROMPT)
     assert rig.pending() == {A: 0, B: 0, C: 0}
     rig.answered(routed)
     (ended,) = rig.page()["prefills"]["ended"]
     assert (ended["outcome"], ended["cause"]) == (HandoffOutcome.EXPIRED, GivenUp.NOT_ACCEPTED)
+
+
+def test_a_prompt_that_was_computed_counts_as_cached_though_its_request_goes_elsewhere() -> None:
+    rig = Split()
+    routed = rig.send("s", PROMPT)
+    assert routed.remote
+    rig.router.remote_prefills.given(routed.ticket, routed.remote)
+    other = B if routed.destinations[0] == C else C
+    rig.router.on_response(routed.ticket, 200, other, True)
+    assert rig.believed(PROMPT) == {A, other}
+
+
+def test_the_queue_of_a_tenant_is_its_own_wherever_its_prompts_are_prefilled() -> None:
+    rig = Split()
+    routed = rig.route(PROMPT, head("/v1/completions", x_session_id="s", authorization="ann"))
+    assert routed.remote
+    queue_s = rig.state.in_flight.share_of_queue_s
+    tenant = rig.record(routed).tenant
+    at_the_source = queue_s(tenant)
+    assert at_the_source > 0.0
+    rig.router.remote_prefills.failed(routed.ticket, routed.remote, GivenUp.REFUSED)
+    assert queue_s(tenant) == 0.0
+    rig.router.prefills_itself(routed.ticket)
+    assert queue_s(tenant) == pytest.approx(at_the_source)
 
 
 @pytest.mark.parametrize("cause", [GivenUp.UNREACHABLE, GivenUp.REFUSED])
@@ -148,6 +179,10 @@ def test_a_request_that_another_endpoint_serves_has_no_remote_any_more() -> None
     other = B if target == C else C
     rig.router.on_response(routed.ticket, 200, other, True)
     assert rig.load(A).in_flight == 0
+    assert rig.pending() == {A: 0, B: 0, C: 0} | {other: len(PROMPT)}, "it computes all of it"
+    assert rig.believed(PROMPT) == {other}
+    rig.announce(other, PROMPT)
+    assert rig.pending() == {A: 0, B: 0, C: 0}
     rig.finish(routed)
     assert rig.router.remote_prefills.stats().given_up == {GivenUp.ELSEWHERE: 1}
     assert cancelled == ["leg"]

@@ -5,7 +5,7 @@ from base64 import b64encode
 from random import Random
 
 import pytest
-from router_rig import A, B, Rig, completion, pool
+from router_rig import USUAL, A, B, Rig, completion, pool
 from routing_objects import chosen, head
 
 from perilune_api.pool import EndpointSpec, Hashing, Lora, Model, Routing
@@ -13,6 +13,7 @@ from perilune_gateway.model import NEED_BODY, DecisionRecord, Outcome, Routed, T
 from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.request.tokens.prompts import MEDIA_TOKENS
 from perilune_gateway.routing.full_reports import MAX_ASKING
+from perilune_gateway.state.computed_again import ComputedAgain
 from perilune_gateway.state.parity import ParityCheck
 
 
@@ -293,3 +294,31 @@ def test_while_an_endpoint_is_learnt_requests_ask_it_to_tell_its_blocks_again() 
     rig.router.on_learning(A, False)
     rig.router.on_learning(A, True)
     assert rig.route(range(40), h).fields.full_report
+
+
+def test_a_block_that_speculative_decoding_computes_again_is_learnt_from_the_engines_reports() -> None:
+    """Its events do not tell; without that every prediction would be one block too high."""
+    rig = Rig(pool(endpoints=(A,), engine=USUAL))
+
+    def second_turn(number: int, uses: int) -> int:
+        """Returns how many of 320 cached tokens were predicted to be used; the engine uses `uses`."""
+        ids = range(number * 10_000, number * 10_000 + 480)
+        first = rig.route(ids[:320])
+        rig.stored(A, ids[:320])
+        rig.finish(first)
+        routed = rig.route(ids)
+        rig.stored(A, ids, after=20)
+        rig.router.on_response(routed.ticket, 200, A, False)
+        rig.router.on_usage(routed.ticket, uses)
+        rig.finish(routed)
+        return rig.record(routed).cached_tokens
+
+    assert [second_turn(i, 304) for i in range(12)] == [320] * 7 + [304] * 5
+    assert [second_turn(i, 320) for i in range(12, 24)] == [304] * 7 + [320] * 5, "it was turned off"
+
+
+def test_an_eviction_that_was_not_known_yet_teaches_nothing() -> None:
+    again = ComputedAgain()
+    for less in (0, 16, 160, 16, 320, 16, 16, 0, 16, 16):
+        again.reported("a", 320 - less, 320, 16)
+    assert again.tokens("a") == 0

@@ -6,7 +6,7 @@ from json import dumps
 
 import pytest
 from prometheus_client import generate_latest
-from router_rig import A, B, Rig, completion, pool
+from router_rig import USUAL, A, B, Rig, completion, pool
 from routing_objects import head
 
 from perilune_api import names
@@ -278,3 +278,26 @@ def test_requests_without_a_prompt_have_no_first_token(rig: Rig) -> None:
     answer(rig, routed)
     rig.finish(routed)
     assert counted(rig) == (0, 0.0)
+
+
+def test_who_serves_in_the_targets_place_computes_what_it_lacks_itself() -> None:
+    rig = Rig(pool(endpoints=(A, B), engine=USUAL))
+    first = rig.route(range(3_200))
+    target = first.destinations[0]
+    rig.stored(target, range(3_200))
+    rig.finish(first)
+    routed = rig.route(range(3_520))
+    assert (routed.destinations[0], rig.pending()[target]) == (target, 320)
+    other = B if target == A else A
+    rig.router.on_response(routed.ticket, 200, other, True)
+    assert rig.pending() == {target: 0, other: 3_520}
+    rig.stored(other, range(3_520))
+    assert rig.pending() == {target: 0, other: 0}
+    rig.finish(routed)
+
+
+def test_an_endpoint_that_was_not_reached_will_not_cache_the_prompt() -> None:
+    rig = Rig(pool(endpoints=(A, B), engine=USUAL))
+    routed = rig.route(range(3_200))
+    rig.finish(routed, Outcome.FAILED)
+    assert rig.state.index.stats(rig.now).endpoints[routed.destinations[0]].speculative == 0

@@ -15,6 +15,7 @@ from perilune_gateway.observe import moves as move_rows
 from perilune_gateway.observe.explain import to_json
 from perilune_gateway.observe.stats import Snapshot
 
+DEFAULT = Routing().policy.name
 LONG = 32_000
 """Tokens whose prefill takes about 4.5 s."""
 
@@ -22,7 +23,7 @@ LONG = 32_000
 class Moving(Rig):
     """Three endpoints, and sessions whose turns say how long they are."""
 
-    def __init__(self, policy: str = "sticky", *triggers: MoveTrigger) -> None:
+    def __init__(self, policy: str = DEFAULT, *triggers: MoveTrigger) -> None:
         self.routing = Routing(chosen(policy), Migration(triggers or tuple(MoveTrigger)))
         super().__init__(self.pool())
 
@@ -80,6 +81,16 @@ def test_sessions_of_a_draining_endpoint_leave_with_their_next_request(policy: s
     assert rig.states() == [State.COMPLETED]
     assert f"the planner moves the session here from {host} (drain)" in to_json(record)["sentence"]
     assert rig.turn("s", text(1, 640)).target != host, "for good"
+
+
+def test_the_default_policy_moves_the_sessions_of_a_draining_endpoint_itself() -> None:
+    rig = Moving(DEFAULT, MoveTrigger.DRAIN)
+    host = rig.turn("s", text(1, 320)).target
+    rig.drain(host)
+    rig.router.plan_moves()
+    record = rig.turn("s", text(1, 480))
+    assert (record.reason, record.moved_from) == (Reason.MOVED, host)
+    assert rig.states() == [State.LAPSED]
 
 
 def test_without_the_trigger_sticky_stays_until_the_endpoint_is_gone() -> None:

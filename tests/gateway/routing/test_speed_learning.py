@@ -13,7 +13,7 @@ LOAD = PrefillForecast(prefill_s=1.0, fetch_s=2.0, overhead_s=0.5, ttft_s=4.0)
 
 
 def sent(at: float, forecast: PrefillForecast = PREFILL, *, learns: bool = True) -> Running:
-    return Running("a", at, at, forecast=forecast, learns=learns)
+    return Running("a", 1, at, at, forecast=forecast, learns=learns)
 
 
 def learnt(*prefills: tuple[Running, float]) -> list[Measured]:

@@ -133,3 +133,30 @@ def test_without_memory_nothing_is_kept() -> None:
     tokens = BlockTokens(SIZE)
     last = Engine(tokens).stores(list(range(8)))
     assert (tokens.why_not(last), tokens.bytes) == (Immovable.TOKENS, 0)
+
+
+def test_what_no_endpoint_caches_is_forgotten_first_and_is_not_missed() -> None:
+    cached: set[int] = set()
+    tokens = BlockTokens(SIZE, 3 * RUN_BYTES + 12 * A_BLOCK, cached.__contains__)
+    engine = Engine(tokens)
+    kept = engine.stores(list(range(16)))
+    cached.add(kept)
+    for i in range(1, 9):
+        engine.stores([i * 100 + n for n in range(16)])
+    assert tokens.forgotten > 0
+    assert (tokens.why_not(kept), tokens.missing) == (None, 0)
+
+
+def test_what_is_cached_and_was_forgotten_is_missed_until_it_is_evicted_or_told_again() -> None:
+    cached: set[int] = set()
+    tokens = BlockTokens(SIZE, 2 * RUN_BYTES + 8 * A_BLOCK, cached.__contains__)
+    engine, prompts = Engine(tokens), [[i * 100 + n for n in range(16)] for i in range(4)]
+    for prompt in prompts:
+        cached.update(block_hashes.chain(prompt, SIZE, 0))
+        engine.stores(prompt)
+    assert tokens.missing == 8
+    cached.difference_update(block_hashes.chain(prompts[0], SIZE, 0))
+    assert tokens.missing == 4, "evicted"
+    cached.difference_update(block_hashes.chain(prompts[3], SIZE, 0))
+    engine.stores(prompts[1])
+    assert tokens.missing == 0, "told again in the room of what was evicted"

@@ -54,3 +54,17 @@ def test_of_two_judgements_the_later_one_wins() -> None:
     assert not changes.judged_elsewhere("a", "", Stamp(NOW_US - 1, "c"))
     assert changes.judged_elsewhere("a", "", Stamp(NOW_US + 1, "c"))
     assert changes.take_judged(repeat=True) == [], "it is not true any more"
+
+
+def test_what_was_found_out_of_an_endpoint_that_left_holds_for_no_other_at_its_address() -> None:
+    changes, _ = pending()
+    changes.judged("a", "failures")
+    changes.claimed("a", [1, 2], 5.0)
+    changes.claimed("b", [1], 5.0)
+    for endpoint in ("a", "c"):
+        changes.left(endpoint)
+    assert changes.take_judged(repeat=True) == []
+    assert changes.take_events() == [Claimed("b", packed([1]), 5.0)]
+    for endpoint in ("a", "c"):
+        assert not changes.judged_elsewhere(endpoint, "late", Stamp(NOW_US - 1, "r")), "of the one before"
+        assert changes.judged_elsewhere(endpoint, "late", Stamp(NOW_US + 9, "r"))

@@ -47,6 +47,15 @@ def test_a_prompt_stored_in_steps_is_one_chain():
     assert pool.device() == {"a": 3}
 
 
+def test_an_engines_longer_block_is_several_of_the_pools():
+    pool, chain = Pool(), blocks.chain(TOKENS[:4] + TOKENS[:4], SIZE, 0)
+    long = BlockStored((101, 102), None, TOKENS[:4] + TOKENS[:4], 2 * SIZE, medium="GPU")
+    applied = pool.apply(long)
+    assert (applied.stored, applied.stride) == (chain, 2)
+    assert pool.device(TOKENS[:4] + TOKENS[:4]) == {"a": 4}
+    assert pool.device(TOKENS) == {"a": 2}, "it begins with one of them"
+
+
 def test_removed_by_name_and_cleared():
     pool = Pool()
     pool.apply(stored())

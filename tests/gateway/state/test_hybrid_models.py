@@ -12,6 +12,7 @@ from perilune_api.pool import HashAlgorithm, Hashing
 from perilune_gateway.model.kv_events import BlockStored, Event
 from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.state.engine_blocks import EngineBlocks
+from perilune_gateway.state.parity import Parity, ParityCheck
 from perilune_gateway.state.prefix_index import PrefixIndex
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -46,6 +47,17 @@ def test_predictions_for_models_are_within_a_block(name: str) -> None:
     assert sum(abs(error) <= 1 for error in errors) >= 0.99 * len(errors)
     assert sum(turn["cached"] > 0 for turn in turns) > len(turns) / 2
     assert sum(event["type"] == "BlockRemoved" for turn in turns for event in turn["events"]) > 50
+
+
+@pytest.mark.parametrize("name", MODELS["models"])
+def test_hashes_of_every_model_agree_whichever_group_has_full_attention(name: str) -> None:
+    """Groups of states and windows name fewer blocks than they have tokens of."""
+    check = ParityCheck(Hashing(HashAlgorithm.SHA256_CBOR), MODELS["block_size"])
+    for turn in MODELS["models"][name]:
+        for event in (msgspec.convert(event, Event) for event in turn["events"]):
+            if isinstance(event, BlockStored):
+                assert check.observe(ENGINE, event) in (Parity.OK, None)
+    assert check.report(ENGINE).parity is Parity.OK
 
 
 ALONE = "window alone"

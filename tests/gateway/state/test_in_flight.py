@@ -123,8 +123,9 @@ def test_progress_step_by_step_and_never_below_zero(requests: InFlight) -> None:
 
 def test_load_follows_who_really_serves(requests: InFlight) -> None:
     start(requests)
-    requests.served_by(1, "b")
-    assert (pending(requests, "a"), pending(requests, "b")) == ((0, 0.0), (100, 0.1))
+    requests.begin_again(1, "b", uncached_tokens=150, prefill_s=0.2, last_block=0)
+    assert (pending(requests, "a"), pending(requests, "b")) == ((0, 0.0), (150, 0.2))
+    assert requests.at("b").context_tokens == 200
     requests.finish(1)
     assert requests.at("b").in_flight == 0
 
@@ -157,7 +158,7 @@ def test_whatever_happens_an_idle_endpoint_has_no_load(steps: list[tuple[str, in
         elif step == "done":
             made.prefill_done(ticket)
         elif step == "served" and ticket in live:
-            made.served_by(ticket, "b")
+            made.begin_again(ticket, "b", uncached_tokens=ticket, prefill_s=0.1, last_block=ticket)
         elif step == "finish" and ticket in live:
             made.finish(ticket)
             live.remove(ticket)
@@ -188,8 +189,8 @@ def test_a_tenants_share_of_the_queue_is_its_pending_prefill_among_all(requests:
 
 def test_a_tenants_queue_follows_a_request_to_the_endpoint_that_serves_it(requests: InFlight) -> None:
     requests.start(1, "a", uncached_tokens=100, prefill_s=1.0, context_tokens=0, tenant="t")
-    requests.served_by(1, "b")
-    assert requests.share_of_queue_s("t") == pytest.approx(0.5)
+    requests.begin_again(1, "b", uncached_tokens=50, prefill_s=0.5, last_block=0)
+    assert requests.share_of_queue_s("t") == pytest.approx(0.25), "of two endpoints"
     requests.prefill_done(1)
     assert requests.share_of_queue_s("t") == 0.0
 

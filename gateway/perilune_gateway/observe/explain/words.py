@@ -34,6 +34,7 @@ BECAUSE: Mapping[Reason, str] = {
     Reason.CACHE_AWARE: "its predicted time to the first token is the lowest",
     Reason.CACHE_BALANCING: "its predicted time to the first token is the lowest with the prefix pulled",
     Reason.NOT_WORTH: "it is the session's host; another is cheaper, but not by enough to move",
+    Reason.AWAITS_KV: "it is the session's host, which keeps it until its KV has been handed over",
     Reason.SPLIT: "it decodes what {prefill} prefills",
     Reason.PLANNED: "the planner moves the session here from {moved_from} ({trigger})",
     Reason.REPLICA: "the planner wants a copy of its prefix here too",
