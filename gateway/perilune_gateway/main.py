@@ -107,25 +107,23 @@ class Gateway:
     async def run(
         self, listen: str, admin: str, grace_s: float, stop: asyncio.Event, drain_s: float = 0.0
     ) -> None:
-        """Serves until `stop` is set, then drains. Raises OSError when it cannot listen on a port."""
+        """Reads what the engines have announced, serves until `stop` is set, then drains. Raises OSError when
+        it cannot listen on a port."""
         host, _, port = admin.rpartition(":")
+        refused: OSError | None = None
         try:
             admin_port = await self.admin.start(host, int(port))
-            ext_proc_port = await self.server.start(listen)
             async with asyncio.TaskGroup() as tasks:
                 feeds = [feed for pool in self.pools for feed in await pool.start(tasks)]
-                await self.server.set_ready(True)
-                ext_proc = f"{listen.rpartition(':')[0]}:{ext_proc_port}"
-                print(f"perilune-gateway ready ext_proc={ext_proc} admin={host}:{admin_port}", flush=True)
-                await stop.wait()
-                for pool in self.pools:
-                    pool.draining = True
-                log.info("draining in_flight=%d", sum(pool.state.in_flight.count for pool in self.pools))
-                await self.server.set_ready(False)
-                await asyncio.sleep(drain_s)
-                for pool in self.pools:
-                    pool.service.begin_all()
-                await self.server.stop(grace_s)
+                await asyncio.gather(*(pool.warm() for pool in self.pools))
+                try:
+                    ext_proc_port = await self.server.start(listen)
+                except OSError as error:
+                    refused = error
+                else:
+                    ext_proc = f"{listen.rpartition(':')[0]}:{ext_proc_port}"
+                    at = f"ext_proc={ext_proc} admin={host}:{admin_port}"
+                    await self._serve(at, grace_s, stop, drain_s)
                 for feed in feeds:
                     feed.cancel()
                 for pool in self.pools:
@@ -134,6 +132,22 @@ class Gateway:
             await self.admin.stop()
             for pool in self.pools:
                 await pool.close()
+        if refused:
+            raise refused
+
+    async def _serve(self, at: str, grace_s: float, stop: asyncio.Event, drain_s: float) -> None:
+        """Is ready until `stop` is set, then drains."""
+        await self.server.set_ready(True)
+        print(f"perilune-gateway ready {at}", flush=True)
+        await stop.wait()
+        for pool in self.pools:
+            pool.draining = True
+        log.info("draining in_flight=%d", sum(pool.state.in_flight.count for pool in self.pools))
+        await self.server.set_ready(False)
+        await asyncio.sleep(drain_s)
+        for pool in self.pools:
+            pool.service.begin_all()
+        await self.server.stop(grace_s)
 
 
 def _check_names(names: Sequence[str]) -> None:

@@ -63,6 +63,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+WARM_S = 1.5
+"""Most seconds for which a gateway that starts reads what its engines had announced before it serves. What it
+decided without would bind sessions to engines that lack their KV."""
+LOOK_S = 0.02
 TOKENS_SHARE = 0.9
 """Share of `decision_seconds` after which the tokenizer stops waiting for exact tokens and estimates them.
 The rest of the time is left for its estimate, which is better than the one that streams make from bytes."""
@@ -219,6 +223,15 @@ class ServedPool:
         if self.shared:
             await self.shared.warm()
         return feeds
+
+    async def warm(self) -> None:
+        """Waits until it is known what the engines cache, WARM_S at most."""
+        try:
+            async with asyncio.timeout(WARM_S):
+                while not self.events.caught_up():  # noqa: ASYNC110 - a short wait, once
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            log.warning("kv events not read in time, serving without them seconds=%g", WARM_S)
 
     def stop(self) -> None:
         """Ends the decision log after the entries that wait."""

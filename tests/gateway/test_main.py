@@ -2,16 +2,19 @@
 
 import asyncio
 import contextlib
+import json
 import re
 import signal
 import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from urllib.request import urlopen
 
 import aiohttp
 import grpc.aio
 import pytest
+import replaying_engine
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from msgspec import structs
 from prometheus_client import generate_latest
@@ -259,6 +262,32 @@ def test_a_signal_drains_the_gateway(tmp_path, number: signal.Signals) -> None:
         running.kill()
     assert running.returncode == 0
     assert "draining" in said
+
+
+@pytest.mark.processes
+def test_a_gateway_knows_what_its_engines_cache_when_it_begins_to_serve(tmp_path) -> None:
+    """One that has replaced another would bind sessions to engines that lack their KV."""
+    pipe, file = subprocess.PIPE, tmp_path / "pool.yaml"
+    publisher = [sys.executable, replaying_engine.__file__, "400", "4"]
+    with subprocess.Popen(publisher, stdin=pipe, stdout=pipe, text=True) as engine:
+        assert engine.stdout is not None
+        events, replay = engine.stdout.readline().split()
+        spec = pool().spec
+        followed = structs.replace(spec, endpoints=(EndpointSpec(A, events=(events,), replay=(replay,)),))
+        file.write_bytes(dump(structs.replace(pool(), spec=followed)))
+        command = [sys.executable, "-m", "perilune_gateway.main", "--pool", str(file)]
+        command += ["--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
+        running = subprocess.Popen(command, stdout=pipe, text=True)
+        try:
+            assert running.stdout is not None
+            found = re.search(READY, running.stdout.readline())
+            assert found
+            with urlopen(f"http://{found[2]}/api/index/stats") as answer:
+                assert json.load(answer)["entries"] == 80
+        finally:
+            running.kill()
+            running.communicate()
+            engine.communicate("")
 
 
 def test_a_gateway_loads_no_slow_package_that_it_does_not_need() -> None:

@@ -130,6 +130,8 @@ class Counters:
     """Seconds from publication to receipt of the last live batch."""
     behind_s: float = 0.0
     """Seconds that the last live batch took longer than the fastest one; 0 when no message waits."""
+    caught_up: bool = False
+    """Whether the feed has once been connected and read what was announced before, as far as it is told."""
     failure: str = ""
     """Why the feed does not run; empty when it does."""
     heard_at: float = nan
@@ -245,6 +247,7 @@ class _Feed:
             if self._behind and self._counters.connected:
                 self._behind = False
                 await self.catch_up()
+                self._counters.caught_up = True
             held = await self._shared.turns.run(self._arrived(socket))
             if held is None:
                 self._counters.behind_s = 0.0

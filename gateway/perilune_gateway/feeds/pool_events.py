@@ -210,6 +210,10 @@ class EventFeeds:
             *(sum(getattr(c, name) for c in ranks) for name in _SUMMED),
         )
 
+    def caught_up(self) -> bool:
+        """Whether every feed that runs has once read what its publisher had announced before."""
+        return all(counters.caught_up for task, counters in self._feeds.values() if task)
+
     def ingest(self) -> IngestStats:
         """How much of the event loop all feeds take, and how far they are behind."""
         feeds = [counters for _, counters in self._feeds.values()]
