@@ -464,7 +464,7 @@ async def test_an_absence_of_the_server_fails_no_request_and_leaves_no_differenc
         processors = list(here.ext_proc.values())
         bootstrap = config(stack.endpoints, processors, message_timeout_s=30.0, fail_open=False)
         here.url = (await exits.enter_async_context(Envoy(bootstrap))).url
-        played: list[tuple[str, int, str]] = []
+        played: list[Turn] = []
         loading = True
 
         async def client(number: int) -> None:
@@ -472,7 +472,7 @@ async def test_an_absence_of_the_server_fails_no_request_and_leaves_no_differenc
             while loading:
                 session, conversation = f"client-{number}-{conversation}", conversation + 1
                 for turn in range(TURNS):
-                    played.append((session, *await here.turn(session, turn)))
+                    played.append(await here.turn(session, turn))
 
         async def alone() -> bool:
             return min([("shared_state" in await here.problems(g)) for g in here.gateways])
@@ -482,7 +482,7 @@ async def test_an_absence_of_the_server_fails_no_request_and_leaves_no_differenc
 
         async def agree() -> bool:
             """Whether a session that both gateways have routed has one host."""
-            for session in {session for session, _, _ in played}:
+            for session in {turn.session for turn in played}:
                 pages = [await here.page(g, f"/api/sessions/{session}") for g in ("gateway-1", "gateway-2")]
                 if len({row["host"] for page in pages for row in page.get("tenants", ())}) > 1:
                     return False
@@ -498,7 +498,7 @@ async def test_an_absence_of_the_server_fails_no_request_and_leaves_no_differenc
         await until_true(together)
         loading = False
         await asyncio.gather(*clients)
-        sessions = {session for session, _, _ in played}
+        sessions = {turn.session for turn in played}
         assert failed(played) == []
         assert during > 4 * TURNS
         await until_true(agree)

@@ -264,8 +264,6 @@ async def test_who_ignores_sigterm_is_killed_after_the_grace(run, parts):
 PARENT = """
 import asyncio, sys
 from perilune_lab.stack import *
-
-pytestmark = pytest.mark.processes
 async def main():
     part = (sys.executable, "-S", sys.argv[1])
     programs = Programs(engine=(*part, "engine", "deaf"), gateway=(*part, "gateway", "deaf"))
