@@ -193,6 +193,8 @@ class Claimed(Struct, frozen=True, gc=False, array_like=True, tag="claimed"):
     """Hashes as little-endian unsigned 64-bit numbers, in the prompt's order."""
     seconds: Amount | None
     """Time for which they count as cached if the endpoint does not announce them; None: as the pool says."""
+    parent: int | None = None
+    """The block before them, which the endpoint has announced; 0: there is none. None: unknown."""
 
 
 class Alive(Struct, frozen=True, gc=False, array_like=True, tag="alive"):

@@ -38,9 +38,9 @@ class Changes(Protocol):
     def measured(self, seen: Measured) -> None:
         """A request here has told how fast an endpoint or a link is."""
 
-    def claimed(self, endpoint: str, blocks: Sequence[int], seconds: float | None) -> None:
+    def claimed(self, endpoint: str, blocks: Sequence[int], seconds: float | None, parent: int) -> None:
         """Blocks of a prompt that was sent to the endpoint begin to count as cached, for so long; None: as
-        the pool says."""
+        the pool says. `parent`: the block before them, 0 for none."""
 
     def left(self, endpoint: str) -> None:
         """The endpoint left the pool: what is known of it holds for no other one at its address."""
@@ -62,7 +62,7 @@ class _NotShared:
 
     def measured(self, seen: Measured) -> None: ...
 
-    def claimed(self, endpoint: str, blocks: Sequence[int], seconds: float | None) -> None: ...
+    def claimed(self, endpoint: str, blocks: Sequence[int], seconds: float | None, parent: int) -> None: ...
 
     def left(self, endpoint: str) -> None: ...
 
@@ -131,8 +131,8 @@ class PendingChanges:
         self._measured.append(replace(seen, at_us=self._stamps.next_us()))
         self._wake()
 
-    def claimed(self, endpoint: str, blocks: Sequence[int], seconds: float | None) -> None:
-        self._claims.append(Claimed(endpoint, packed(blocks[:MAX_CLAIMED_BLOCKS]), seconds))
+    def claimed(self, endpoint: str, blocks: Sequence[int], seconds: float | None, parent: int) -> None:
+        self._claims.append(Claimed(endpoint, packed(blocks[:MAX_CLAIMED_BLOCKS]), seconds, parent))
         self._wake()
 
     def left(self, endpoint: str) -> None:

@@ -218,14 +218,17 @@ class Claims:
         return [(run, run.start, run.start + run.common(blocks, at)) for at, run in found]
 
     def _scattered(self, blocks: Iterable[int]) -> Iterator[tuple[Run, int, int]]:
-        """Each block that is claimed, as a part of a run."""
+        """The parts of runs that consist of any of these blocks, of each run the last part first."""
         wanted = set(blocks)
         for claim in [claim for claim in self._claims if not claim.members.isdisjoint(wanted)]:
-            for at in reversed([at for at, block in enumerate(claim.row) if block in wanted]):
-                for run in claim.runs:
-                    if run.start <= at < run.end:
-                        yield run, at, at + 1
-                        break
+            for run in tuple(claim.runs):
+                parts: list[tuple[int, int]] = []
+                for at in range(run.start, run.end):
+                    if claim.row[at] in wanted:
+                        start = parts.pop()[0] if parts and parts[-1][1] == at else at
+                        parts.append((start, at + 1))
+                for start, end in reversed(parts):
+                    yield run, start, end
 
     def _remove(self, run: Run, start: int, end: int) -> None:
         """Cut these positions of the row out of a run."""

@@ -107,7 +107,8 @@ class PoolState:
         """Count the blocks of a prompt that was sent to the endpoint as cached there before it announces
         them, for `ttl_s` seconds at most; None: as the pool says."""
         if blocks and (claimed := self.index.speculate(address, blocks, now, ttl_s=ttl_s)):
-            self.changes.claimed(address, claimed, ttl_s)
+            before = len(blocks) - len(claimed)
+            self.changes.claimed(address, claimed, ttl_s, blocks[before - 1] if before else 0)
 
     def held(self, session: Session, now: float) -> Matches:
         """Return what is held of the session's context. While its host's device has all of it, the others are

@@ -347,17 +347,16 @@ class PrefixIndex:
         blocks: Sequence[int],
         now: float,
         ttl_s: float | None = None,
-        *,
-        begins: bool = True,
+        parent: int | None = 0,
     ) -> Sequence[int]:
         """Claim a whole prompt that was just routed to an endpoint: the blocks after the last one that it has
         announced count as cached for `ttl_s` seconds, or until they are announced. If the endpoint then has
-        too many claims, the oldest are dropped. `begins`: the prompt's beginning is not missing. Returns the
-        claimed blocks."""
+        too many claims, the oldest are dropped. `parent`: the block before these if the prompt's beginning is
+        missing; None: it is missing, and that block is unknown. Returns the claimed blocks."""
         self.expire(now)
         holder = self._holder(endpoint)
         start = self._announced_end(holder, blocks)
-        parent = blocks[start - 1] if start else 0 if begins else None
+        parent = blocks[start - 1] if start else parent
         claimed = blocks[start:] if start else blocks
         ttl_s = self._ttl_s if ttl_s is None else ttl_s
         holder.claims.make(claimed, now, ttl_s, self._before(holder, parent))

@@ -364,7 +364,7 @@ class Replicas:
             self.dropped += 1
             return
         if self._state.fleet.get(change.endpoint):
-            self._state.index.speculate(change.endpoint, blocks, now, change.seconds, begins=False)
+            self._state.index.speculate(change.endpoint, blocks, now, change.seconds, change.parent)
 
     # -- questions ---------------------------------------------------------------------------------
 

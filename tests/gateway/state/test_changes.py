@@ -22,14 +22,14 @@ def test_a_stamp_is_later_than_all_that_was_seen() -> None:
 
 def test_each_change_is_taken_once() -> None:
     changes, woken = pending()
-    changes.claimed("a", range(MAX_CLAIMED_BLOCKS + 1), 5.0)
+    changes.claimed("a", range(MAX_CLAIMED_BLOCKS + 1), 5.0, 7)
     changes.measured(Measured(Measure.PREFILL, "a", 2.0, 1.0))
     changes.loaded("a")
     changes.loaded("a")
     changes.offers_changed()
     assert len(woken) == 5
     assert changes.take_events() == [
-        Claimed("a", packed(range(MAX_CLAIMED_BLOCKS)), 5.0),
+        Claimed("a", packed(range(MAX_CLAIMED_BLOCKS)), 5.0, 7),
         Measured(Measure.PREFILL, "a", 2.0, 1.0, at_us=NOW_US),
     ]
     assert changes.take_loaded() == {"a"}
@@ -59,12 +59,12 @@ def test_of_two_judgements_the_later_one_wins() -> None:
 def test_what_was_found_out_of_an_endpoint_that_left_holds_for_no_other_at_its_address() -> None:
     changes, _ = pending()
     changes.judged("a", "failures")
-    changes.claimed("a", [1, 2], 5.0)
-    changes.claimed("b", [1], 5.0)
+    changes.claimed("a", [1, 2], 5.0, 0)
+    changes.claimed("b", [1], 5.0, 0)
     for endpoint in ("a", "c"):
         changes.left(endpoint)
     assert changes.take_judged(repeat=True) == []
-    assert changes.take_events() == [Claimed("b", packed([1]), 5.0)]
+    assert changes.take_events() == [Claimed("b", packed([1]), 5.0, 0)]
     for endpoint in ("a", "c"):
         assert not changes.judged_elsewhere(endpoint, "late", Stamp(NOW_US - 1, "r")), "of the one before"
         assert changes.judged_elsewhere(endpoint, "late", Stamp(NOW_US + 9, "r"))

@@ -273,11 +273,12 @@ def test_a_claim_goes_on_after_what_other_endpoints_announced():
     assert (matches.device, matches.reach, matches.store) == ({"1": 5, "2": 3}, {"1": 5, "2": 3}, 2)
 
 
-def test_the_end_of_a_prompt_that_is_claimed_already_is_claimed_once():
+@pytest.mark.parametrize("parent", [B, None])
+def test_the_end_of_a_prompt_that_is_claimed_already_is_claimed_once(parent):
     """Another replica tells only what it did not know to be announced."""
     it = index(ttl_s=10)
     it.speculate("1", PROMPT, 0)
-    it.speculate("1", PROMPT[2:], 5, begins=False)
+    it.speculate("1", PROMPT[2:], 5, parent=parent)
     assert it.stats(5).speculative == 5
     assert it.find_block(E, 11).device == {"1": 1}
     assert it.find_block(A, 11).device == {}
@@ -665,12 +666,13 @@ class AgainstEngines(RuleBasedStateMachine):
         self._claim(endpoint, self._new(endpoint, prompt), ttl_s)
 
     @precondition(lambda self: self.disturbed)
-    @rule(endpoint=both, prompt=prompts, at=st.integers(0, 5))
-    def told_by_a_replica(self, endpoint, prompt, at):
+    @rule(endpoint=both, prompt=prompts, at=st.integers(0, 5), told=st.booleans())
+    def told_by_a_replica(self, endpoint, prompt, at, told):
         """Another replica tells the end of a prompt, after what it knew to be announced."""
         self._follow(prompt)
         piece = prompt[at:]
-        self.it.speculate(endpoint, piece, self.now, begins=False)
+        parent = prompt[:at][-1] if at and told else None
+        self.it.speculate(endpoint, piece, self.now, parent=parent)
         self._claim(endpoint, self._new(endpoint, piece))
 
     @rule(endpoint=both, prompt=prompts, at=st.integers(0, 5), lost=st.booleans())
@@ -782,7 +784,7 @@ def test_claims_end_whatever_order_an_endpoint_evicts_in(steps):
             case "evicted":
                 it.removed("1", DEVICE, prompt[at : at + 1])
             case "told":
-                it.speculate("1", prompt[at:], now, begins=False)
+                it.speculate("1", prompt[at:], now, parent=None)
             case "time":
                 now += at
         assert it.find_matches(prompt, now).longest <= len(prompt)
