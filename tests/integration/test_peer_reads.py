@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import aiohttp
-from prefix_user import LONG, User
+from prefix_user import BLOCK, LONG, User
 from routing_objects import chosen
 from running_envoy import Envoy
 from waiting import until_true
@@ -33,12 +33,24 @@ async def served(engines: int = 3) -> AsyncIterator[User]:
         yield user
 
 
+async def held_in_host_memory(user: User, address: str, prompts: int) -> None:
+    """Waits until the gateway knows that an endpoint has so many prompts there."""
+    name = f'perilune_index_blocks{{endpoint="{address}",tier="host"}}'
+
+    async def held() -> bool:
+        return await user.metric(name) >= prompts * (LONG // BLOCK)
+
+    await until_true(held)
+
+
 async def test_an_endpoint_reads_what_another_one_has_in_host_memory() -> None:
     """60 requests of 20 prompts. Round robin over three endpoints gives each prompt another one each time."""
     async with served() as user:
-        found = []
+        found, prompts = [], Counter[str]()
         for prompt in range(20):
             first, _ = await user.ask(prompt)
+            prompts[first] += 1
+            await held_in_host_memory(user, first, prompts[first])
             for end in (1, 2):
                 there, cached = await user.ask(prompt, end)
                 assert there != first
@@ -57,9 +69,11 @@ async def test_a_source_that_dies_or_hangs_costs_time_and_no_request() -> None:
     """The engine's own heartbeat ends the wait, after 10 s."""
     async with served(engines=2) as user:
         holder, _ = await user.ask(1)
+        await held_in_host_memory(user, holder, 1)
         there, cached = await user.ask(1, 1)
         assert (there != holder, cached) == (True, LONG)
         assert await user.ask(2) == (holder, 0)
+        await held_in_host_memory(user, holder, 2)
         user.child(holder).signal(signal.SIGSTOP)
         try:
             assert await user.ask(2, 1) == (there, 0)
@@ -81,6 +95,8 @@ async def test_what_the_engine_reports_says_whether_it_has_found_the_kv() -> Non
         async with Envoy(bootstrap) as proxy:
             user.url = proxy.url
             first = {prompt: (await user.ask(prompt))[0] for prompt in (1, 2)}
+            for holder in first.values():
+                await held_in_host_memory(user, holder, 1)
             assert (await user.ask(1, 1))[1] == LONG
             async with user.http.post(f"http://{first[2]}/reset_prefix_cache") as answer:
                 assert answer.status == 200, "its host memory has it all the same"
