@@ -109,7 +109,7 @@ class LiveFacts:
             if not held and state.sessions.runs_elsewhere(s):
                 return None
             cause = self._why_not(s.subject, s.host, end, now) if held else None
-        if cause is Immovable.TOKENS and state.in_flight.runs(s.ticket):
+        if cause is Immovable.TOKENS and (state.in_flight.runs(s.ticket) or self._is_to_be_told(s.host, end)):
             return None
         self._count(s.subject, cause)
         return SessionFacts(
@@ -130,7 +130,13 @@ class LiveFacts:
             return False
         end, _ = self._state.held_end(session, now)
         cause = self._why_not(session.subject, session.host, end, now) if end else Immovable.TOKENS
-        return cause is None or (cause is Immovable.TOKENS and self._runs(session))
+        if cause is Immovable.TOKENS:
+            return self._runs(session) or self._is_to_be_told(session.host, end)
+        return cause is None
+
+    def _is_to_be_told(self, host: str, end: int) -> bool:
+        """Whether the host has yet to announce the block: the turn's end overtook its KV events."""
+        return bool(end) and not self._state.index.announced(host, end)
 
     def _runs(self, session: Session) -> bool:
         """Whether a turn of the session runs, here or at another replica."""

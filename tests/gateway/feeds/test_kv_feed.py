@@ -584,6 +584,19 @@ async def test_a_message_that_cannot_be_read(context, ours):
         assert counters.malformed == 2
 
 
+async def test_a_damaged_event_is_counted_and_resets_nothing(context, ours, caplog):
+    engine, counters = Engine(context), Counters()
+    sound = {"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU"}
+    damaged = {"type": "BlockStored", "block_hashes": [2], "parent_block_hash": None, "token_ids": None}
+    async with feeding(engine, ours, counters=counters) as sink:
+        for seq in range(2):
+            await engine.send(seq, pack([float(seq + 1), [sound, damaged, sound], 0]))
+        await sink.until(lambda: len(sink.batches) == 2)
+        assert (counters.malformed, sink.resets) == (2, [])
+        (said,) = caplog.messages
+        assert said.startswith("KV events left out, they cannot be read endpoint=10.0.0.1:8000")
+
+
 async def test_an_engine_of_which_nothing_can_be_read_is_told_once(context, ours, caplog):
     """It speaks with every step."""
     caplog.set_level("INFO", "perilune_gateway.feeds.kv_feed")

@@ -100,6 +100,24 @@ def test_a_draining_hosts_session_waits_for_the_plan_under_every_policy(policy: 
     assert rig.turn("s", text(1, 480)).target == source
 
 
+def test_a_session_stays_while_its_hosts_events_are_late() -> None:
+    """Their tokens are not known yet, so nothing can be copied."""
+    rig = Handing()
+    routed = rig.send("s", text(1, 320))
+    source = routed.destinations[0]
+    rig.finish(routed)
+    rig.queue(source, seconds=60.0, tokens=400_000)
+    assert rig.drain(source) == []
+    assert rig.router.planner.offers == ()
+    again = rig.send("s", text(1, 480))
+    assert again.destinations[0] == source
+    rig.finish(again)
+    rig.announce(source, text(1, 480))
+    rig.router.plan_moves()
+    (legs,) = rig.handing_over.due()
+    assert legs.content.tokens == 480
+
+
 def test_a_session_waits_for_its_kv_whatever_triggered_the_move_and_the_answer_says_so() -> None:
     rig = Handing(MoveTrigger.HOT_HOST, policy="least_loaded")
     source = rig.turn("s", text(1, 32_000)).target
