@@ -155,9 +155,10 @@ class SessionKeys(Struct, frozen=True):
     """Whether a prompt that extends an earlier prompt continues that prompt's session when nothing else names
     one."""
     tenant_header: str = ""
-    """Request header that names the tenant; sessions of different tenants are never the same session. Empty:
-    a hash of the headers Authorization, x-api-key and api-key names the tenant. A session is found by tenant
-    and session id."""
+    """Request header that names the tenant, which your platform sets on every request. A session is found by
+    tenant and session id. Empty: a hash of the request's credential names the tenant: the first of the
+    headers Authorization, x-api-key and api-key that it has. A client is then as many tenants as it can send
+    first credentials that are accepted."""
     idle_seconds: Seconds = 1800.0
     """Seconds without a request after which the gateway forgets a session."""
     max_sessions: Positive = 100_000
@@ -266,7 +267,8 @@ class EnginePriority(Struct, frozen=True):
     fair_share: bool = False
     """Ranks a request as if it had arrived later by the time that its tenant's queued prefill takes at the
     tenant's share of the pool, so that tenants with little in the queues overtake those with much. Tenants
-    that are alone are served as before."""
+    that are alone are served as before. Name the tenants with `session.tenantHeader` where clients could
+    otherwise pass for several."""
 
     @property
     def used(self) -> bool:
