@@ -284,8 +284,9 @@ class Ejection(Struct, frozen=True):
     enabled: bool = True
     """Whether endpoints are ejected."""
     failure_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
-    """Ejects an endpoint when at least this share of its latest answers failed (status 401, 403, or 500 and
-    above) or came too late, and the other endpoints do less than half as badly."""
+    """Ejects an endpoint when at least this share of its latest answers failed (status 500 and above except
+    501, and with `engine.apiKey` 401 and 403) or came too late, at least this share of its tenants see that,
+    and the other endpoints do less than half as badly."""
     slow_factor: Annotated[float, Meta(ge=1)] = 1.5
     """A request is too late when its first token takes this many times longer than that of 99 of 100 requests
     of the pool takes, compared with each request's predicted time."""

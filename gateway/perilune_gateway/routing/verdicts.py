@@ -124,6 +124,7 @@ class Verdicts:
                 ticket,
                 target,
                 now,
+                tenant=identity.tenant,
                 source=session.key if session else ticket,
                 alone_s=alone_s,
                 by_event=bool(running.awaited),

@@ -60,9 +60,12 @@ class PoolState:
         pool: Pool,
         engine: EngineModel = EngineModel(),  # noqa: B008
         sharing: Sharing | None = None,
+        *,
+        keyed: bool = False,
     ) -> PoolState:
         """Return an empty state for a pool. `engine` is the assumed speed of an engine, before the pool's
-        `prefillScale`. `sharing`: with other replicas of the gateway; None: nothing is shared."""
+        `prefillScale`. `sharing`: with other replicas of the gateway; None: nothing is shared. `keyed`:
+        the gateway sends the key that engines demand."""
         spec = pool.spec
         changes = sharing.changes if sharing else NOT_SHARED
         in_flight = InFlight(changes.loaded)
@@ -90,7 +93,9 @@ class PoolState:
                 spec.engine.block_size,
                 lora_paths={lora.name: lora.path for lora in spec.model.loras},
             ),
-            Ejection(spec.routing.ejection, on_change=fleet.set_ejected, on_judged=changes.judged),
+            Ejection(
+                spec.routing.ejection, on_change=fleet.set_ejected, on_judged=changes.judged, keyed=keyed
+            ),
             BlockTokens(spec.engine.block_size, cached=index.__contains__),
             Connectors(),
             HostTiers(),
