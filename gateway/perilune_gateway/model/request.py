@@ -111,11 +111,20 @@ class Unsplit(StrEnum):
     API = "api"
     """Requests of this API have no transfer parameters."""
     ANSWERS = "answers"
-    """The request asks for several answers."""
+    """The request asks for several answers, or searches among them."""
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    """The answer tells of the prompt itself (`prompt_logprobs`, `echo`), so one engine has to compute all of
+    it."""
+    PICTURES = "pictures"
+    """The prompt has pictures, sound or video."""
     PROMPTS = "prompts"
     """The request has several prompts, or embeddings instead of one."""
     GROUPS = "groups"
     """The model has several KV cache groups."""
+
+
+COMPUTED_WHOLE = frozenset({Unsplit.ANSWERS, Unsplit.PROMPT_LOGPROBS, Unsplit.PICTURES, Unsplit.PROMPTS})
+"""What a request itself has that its endpoint computes alone: nothing is fetched for it."""
 
 
 class Unpulled(StrEnum):
@@ -142,8 +151,8 @@ class Unpulled(StrEnum):
     GROUPS = "groups"
     """The model has several KV cache groups."""
     REQUEST = "request"
-    """The request cannot name the endpoint to read from: its API has no transfer parameters, or it asks for
-    several answers, or has several prompts."""
+    """The request asks for several answers or for the prompt's log probabilities, or has several prompts, or,
+    where it has to name the endpoint to read from, its API has no transfer parameters."""
 
 
 class SessionView(Struct, frozen=True, gc=False):

@@ -179,6 +179,9 @@ class _Body(Struct, frozen=True):
     metadata: Any = None
     n: Any = None
     best_of: Any = None
+    use_beam_search: Any = None
+    echo: Any = None
+    prompt_logprobs: Any = None
     kv_transfer_params: Any = None
     ec_transfer_params: Any = None
 
@@ -315,7 +318,9 @@ def _completions(body: bytes) -> ParsedRequest:
     else:
         raise _RefusedError("Object missing required field `prompt` - at `$`")
     limit = COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
-    return _request(Api.COMPLETIONS, fields, model, prompt, limit)
+    request = _request(Api.COMPLETIONS, fields, model, prompt, limit)
+    embedded = request.unsplit is None and _given(fields.prompt_embeds)  # prompts in addition
+    return replace(request, unsplit=Unsplit.PROMPTS) if embedded else request
 
 
 def _responses(body: bytes) -> ParsedRequest:
@@ -424,8 +429,10 @@ def _unsplit(api: Api, fields: _Body, prompt: Prompt) -> Unsplit | None:
     the APIs."""
     if api not in (Api.CHAT, Api.COMPLETIONS):
         return Unsplit.API
-    if any(count not in (None, 1) for count in (fields.n, fields.best_of)):
+    if fields.use_beam_search or any(count not in (None, 1) for count in (fields.n, fields.best_of)):
         return Unsplit.ANSWERS
+    if fields.echo or fields.prompt_logprobs is not None:
+        return Unsplit.PROMPT_LOGPROBS
     several = isinstance(prompt, TextPrompt) and len(prompt.texts) != 1
     if several or (isinstance(prompt, TokenPrompt) and len(prompt.ids) != 1):
         return Unsplit.PROMPTS

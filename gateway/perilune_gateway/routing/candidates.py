@@ -17,6 +17,7 @@ from dataclasses import replace
 from perilune_api.pool import Pool, Role
 from perilune_api.topology import Link
 from perilune_gateway.model import (
+    COMPUTED_WHOLE,
     Candidate,
     Location,
     Overlap,
@@ -273,6 +274,8 @@ class CandidateBuilder:
         if self._reads_peers:
             named = None if context.prompt.unsplit is None else Unpulled.REQUEST
             return unpulled(locations, givers, lambda tokens: named)
+        if context.prompt.unsplit in COMPUTED_WHOLE:
+            return unpulled(locations, givers, lambda tokens: Unpulled.REQUEST)
         return unpulled(locations, givers, lambda tokens: self._why_not(tokens, blocks))
 
     def _why_not(self, tokens: int, blocks: Sequence[int]) -> Unpulled | None:

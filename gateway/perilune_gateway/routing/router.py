@@ -52,7 +52,8 @@ from perilune_gateway.request import paths
 from perilune_gateway.request.aliases import Aliases
 from perilune_gateway.request.identity import bounded, from_headers, inferred, with_body
 from perilune_gateway.request.known_bodies import KnownBodies
-from perilune_gateway.request.openai import ParsedRequest
+from perilune_gateway.request.media import may_have_media
+from perilune_gateway.request.openai import ChatPrompt, ParsedRequest
 from perilune_gateway.routing import admission
 from perilune_gateway.routing.candidates import CandidateBuilder, wanted_by
 from perilune_gateway.routing.context import Prompt, RequestContext, StepTimer
@@ -163,6 +164,7 @@ class Router:
         self.handing_over.configure(pool)
         self.new_sessions.configure(self._routing.session_admission)
         endpoints = [endpoint for e in spec.endpoints for endpoint in _ranks(e, spec.topology)]
+        self._splits = any(endpoint.role is Role.PREFILL for endpoint in spec.endpoints)
         self._by_alias = {self._aliases.endpoint(e.address): e.address for e in endpoints}
         known = {endpoint.address: endpoint.instance for endpoint in self.state.fleet.endpoints()}
         gone = self.state.fleet.set_endpoints(endpoints, spec.topology)
@@ -348,7 +350,7 @@ class Router:
             salt,
             bool(request.previous_response_id),
             request.api is paths.Api.RESPONSES and not request.request_id,
-            Unsplit.GROUPS if self.state.block_tokens.groups else request.unsplit,
+            self._unsplit(request),
         )
         if self._prompt_seen and tokens.ids is not None:
             self._prompt_seen(tokens.ids, prompt.blocks, lora, request.cache_salt, self._clock())
@@ -360,6 +362,15 @@ class Router:
             case Queued() as queued:
                 return queued
         return self._route(context)
+
+    def _unsplit(self, request: ParsedRequest) -> Unsplit | None:
+        """Why the prompt can only be prefilled where it is decoded."""
+        if self.state.block_tokens.groups:
+            return Unsplit.GROUPS
+        chat = request.prompt
+        if self._splits and request.unsplit is None and isinstance(chat, ChatPrompt):
+            return Unsplit.PICTURES if may_have_media(chat.messages) else None
+        return request.unsplit
 
     def _route(self, context: RequestContext) -> Routed | Refusal:
         """Decide with the prompt."""
