@@ -101,6 +101,8 @@ class Pick(Struct, frozen=True, gc=False):
     """Replaces the client's Authorization header; empty keeps it."""
     headers: tuple[tuple[str, str], ...] = ()
     """Added to the request."""
+    decoded: bool = False
+    """Whether `body` is without the encoding that the request's headers name."""
 
 
 class Echo(Struct, frozen=True, gc=False):

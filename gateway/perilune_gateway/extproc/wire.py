@@ -227,7 +227,7 @@ def _encode(outbound: Outbound) -> bytes:
         case Continue(to, headers, override):
             _answer(message, to, headers)
             _override(message, override)
-        case Pick(to, destinations, override, body, rank, authorization, headers):
+        case Pick(to, destinations, override, body, rank, authorization, headers, was_decoded):
             value = ",".join(destinations)
             changed = [(DESTINATION_HEADER, value), *headers]
             if rank is not None:
@@ -237,6 +237,8 @@ def _encode(outbound: Outbound) -> bytes:
             if body is not None:  # Envoy refuses a new body of another length than the header has
                 changed.append(("content-length", str(len(body))))
             common = _answer(message, to, changed)
+            if was_decoded:
+                common.header_mutation.remove_headers.append("content-encoding")
             common.clear_route_cache = True
             metadata = message.dynamic_metadata.fields[DESTINATION_NAMESPACE].struct_value
             metadata.fields[DESTINATION_HEADER].string_value = value

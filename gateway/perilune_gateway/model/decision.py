@@ -74,6 +74,10 @@ class RefuseReason(StrEnum):
     BAD_REQUEST = "bad_request"
     UNKNOWN_MODEL = "unknown_model"
     NOT_FOUND = "not_found"
+    UNSUPPORTED_ENCODING = "unsupported_encoding"
+    """The body is compressed in a way that we cannot read."""
+    UPGRADE = "upgrade"
+    """The request asks for another protocol, such as a web socket."""
     TOO_LONG = "context_length_exceeded"
     BODY_TOO_LARGE = "body_too_large"
     NO_ENDPOINT = "no_endpoint"
@@ -90,6 +94,8 @@ STATUS: Mapping[RefuseReason, int] = {
     RefuseReason.BAD_REQUEST: 400,
     RefuseReason.UNKNOWN_MODEL: 404,
     RefuseReason.NOT_FOUND: 404,
+    RefuseReason.UNSUPPORTED_ENCODING: 415,
+    RefuseReason.UPGRADE: 426,
     RefuseReason.TOO_LONG: 400,
     RefuseReason.BODY_TOO_LARGE: 413,
     RefuseReason.NO_ENDPOINT: 503,

@@ -60,6 +60,11 @@ class RequestHead(Struct, gc=False):
     """Our span; None without tracing, or if the client's trace is not recorded."""
 
     @property
+    def encoded(self) -> bool:
+        """Whether the body is compressed."""
+        return self.headers.get("content-encoding", "").strip().lower() not in ("", "identity")
+
+    @property
     def content_length(self) -> int:
         """Bytes of the body; 0 without a valid content-length header."""
         value = self.headers.get("content-length", "")
