@@ -452,6 +452,7 @@ class Exchange:
         """Envoy or another filter answers the client, or Envoy did not send the body that we asked for."""
         self._response_mode = event.response_mode or self._response_mode
         self._leave_queue()
+        self._parts, self._bodies = [], (b"", None)  # an answer may last long
         if event.status < 400 and self.state is State.BODY:
             log.warning("body_never_came path=%s: does the filter allow mode_override?", self._head.path)
         return State.ANSWER, [Send(Continue(Kind.RESPONSE_HEADERS))]

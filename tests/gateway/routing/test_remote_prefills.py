@@ -2,13 +2,13 @@
 
 import json
 
+import prompts_that_split
 import pytest
-from handing_rig import BLOCK, PAGES, Handing, text
+from handing_rig import BLOCK, PAGES, text
 from prometheus_client import generate_latest
-from router_rig import USUAL, A, B, C, pool
+from router_rig import A, B, C
 from routing_objects import head
 
-from perilune_api.pool import EndpointSpec, Pool, Role
 from perilune_gateway.model import NEED_BODY, Decision, Outcome, Reason, Routed, Unsplit
 from perilune_gateway.model.handoff import GivenUp, HandoffOutcome
 from perilune_gateway.observe import moves as move_rows
@@ -20,20 +20,8 @@ from perilune_gateway.state.connectors import Connector
 PROMPT = text(1, 3_200)
 
 
-class Split(Handing):
-    """A prefills, B and C decode."""
-
-    def __init__(self) -> None:
-        super().__init__(pages={**PAGES, C: "10.0.0.3:8998"})
-
-    def pool(self, draining: str = "") -> Pool:
-        listed = [
-            EndpointSpec(
-                a, events=(f"tcp://{a}",), bootstrap=page, role=Role.PREFILL if a == A else Role.DECODE
-            )
-            for a, page in self.pages.items()
-        ]
-        return pool(endpoints=listed, routing=self.routing, engine=USUAL)
+class Split(prompts_that_split.Split):
+    """What is said of it."""
 
     def answered(self, routed: Routed) -> None:
         self.router.on_response(routed.ticket, 200, routed.destinations[0], True)
