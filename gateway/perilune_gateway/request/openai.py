@@ -135,7 +135,7 @@ class _Named(Struct, frozen=True):
 def model_in(body: bytes) -> str:
     """The body's `model`, on any path; empty if it has none, or if the body is no JSON object."""
     try:
-        return msgspec.json.decode(body.removeprefix(_BYTE_ORDER_MARK), type=_Named).model or ""
+        return msgspec.json.decode(body.removeprefix(BYTE_ORDER_MARK), type=_Named).model or ""
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
 
@@ -272,7 +272,7 @@ _ID_LISTS = msgspec.json.Decoder(tuple[list[TokenId], ...])
 _ITEMS = msgspec.json.Decoder(list[Raw])
 _ITEM = msgspec.json.Decoder(_Item)
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """Some clients write it before the JSON, and engines ignore it."""
 COMPLETION_TOKENS = 16
 """The limit of a completion whose body has none."""
@@ -292,7 +292,7 @@ def parse(path: str, body: bytes) -> ParsedRequest | Refusal:
     if api is None:
         return Refusal(RefuseReason.BAD_REQUEST, f"Not a model path: {path[:200]}")
     try:
-        return _PARSERS[api](body.removeprefix(_BYTE_ORDER_MARK))
+        return _PARSERS[api](body.removeprefix(BYTE_ORDER_MARK))
     except _RefusedError as error:
         return Refusal(RefuseReason.BAD_REQUEST, str(error))
     except msgspec.ValidationError as error:
