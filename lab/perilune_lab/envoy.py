@@ -29,6 +29,7 @@ from typing import Any
 
 from perilune_api import paths, pool
 from perilune_api.names import (
+    CODE_DETAILS,
     DESTINATION_HEADER,
     DESTINATION_NAMESPACE,
     SUBSET_NAMESPACE,
@@ -186,7 +187,7 @@ def _routes(retry_on: str, allowed: Sequence[str]) -> Json:
         "retry_policy": {
             "retry_on": retry_on,
             "retriable_status_codes": [500],
-            "num_retries": 2,
+            "num_retries": 1,  # a prompt that ends engines ends two at most
             "host_selection_retry_max_attempts": 5,
             "retry_host_predicate": [_PREVIOUS_HOSTS],
         },
@@ -256,7 +257,7 @@ def _ext_proc(
             "receiving_namespaces": {"untyped": [DESTINATION_NAMESPACE]},
             "forwarding_namespaces": {"untyped": [DESTINATION_NAMESPACE, SUBSET_NAMESPACE]},
         },
-        "response_attributes": ["upstream.address"],
+        "response_attributes": ["upstream.address", CODE_DETAILS],
     }
     if status_on_error:
         fields["status_on_error"] = {"code": status_on_error}

@@ -360,8 +360,8 @@ class Routing(Struct, frozen=True):
     name's new sessions, relative to the weights of the others. A session stays with its pool. 0: no new
     sessions, unless all have 0."""
     fallbacks: Annotated[int, Meta(ge=0, le=8)] = 2
-    """Number of further endpoints that the gateway gives to Envoy, which tries them in order when the chosen
-    one fails."""
+    """Number of further endpoints that the gateway gives to Envoy, which passes over those that it does not
+    know. If the one that it chose fails before it answers, it tries one more."""
 
     @property
     def message_timeout_s(self) -> int:

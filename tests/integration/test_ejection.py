@@ -4,7 +4,7 @@ back when it is well. A real Envoy, our gateway, simulated engines that are made
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from typing import Any
 
@@ -150,3 +150,22 @@ async def excluded(clients: Clients, address: str) -> set[str]:
         async with clients.http.get(clients.stack.admin_url + f"/api/decisions/{request_id}") as answer:
             found.add((await answer.json())["excluded"].get(address, ""))
     return found
+
+
+async def test_a_prompt_that_breaks_engines_breaks_two_at_most() -> None:
+    async with Stack(3, EngineOptions(), spec.Routing()) as stack, aiohttp.ClientSession() as http:
+        clients = Clients(stack, http)
+
+        async def ask(prompt: str) -> tuple[int, str]:
+            body = {"model": "sim-30b", "prompt": prompt, "max_tokens": 2}
+            async with http.post(stack.url + "/v1/completions", json=body) as answer:
+                await answer.read()
+                return answer.status, answer.headers.get("x-perilune-refused", "")
+
+        async with AsyncExitStack() as faults:
+            for address in stack.endpoints:
+                await faults.enter_async_context(clients.fault(address, {"reset": True}))
+            assert await ask("a poisoned prompt") == (503, "")
+            assert await ask("a poisoned prompt") == (400, "resets_engines")
+        assert await ask("a poisoned prompt") == (400, "resets_engines")
+        assert await ask("another prompt") == (200, "")

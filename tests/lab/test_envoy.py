@@ -40,6 +40,7 @@ def test_route_has_no_timeout_and_retries_what_was_not_answered():
     assert (route["timeout"], route["idle_timeout"]) == ("0s", "0s")
     assert route["retry_policy"]["retry_on"] == "connect-failure,refused-stream,reset,retriable-status-codes"
     assert route["retry_policy"]["retriable_status_codes"] == [500]
+    assert route["retry_policy"]["num_retries"] == 1, "a prompt that ends engines ends two at most"
 
 
 def test_only_supported_paths_reach_endpoints():

@@ -50,6 +50,8 @@ class ResponseHeaders(Struct, frozen=True, gc=False):
     end_of_stream: bool = False
     response_mode: BodyMode | None = None
     """The mode of the response's body, in the first message of a stream; None in later messages."""
+    reset: bool = False
+    """Whether the endpoint got the request and broke off before it answered, so that Envoy answers."""
 
 
 class Body(Struct, frozen=True, gc=False):

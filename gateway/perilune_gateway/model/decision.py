@@ -80,6 +80,8 @@ class RefuseReason(StrEnum):
     """The request asks for another protocol, such as a web socket."""
     TOO_LONG = "context_length_exceeded"
     BODY_TOO_LARGE = "body_too_large"
+    RESETS = "resets_engines"
+    """Engines broke off before they answered the same request."""
     NO_ENDPOINT = "no_endpoint"
     SUBSET_EMPTY = "subset_empty"
     OVERLOADED = "overloaded"
@@ -98,6 +100,7 @@ STATUS: Mapping[RefuseReason, int] = {
     RefuseReason.UPGRADE: 426,
     RefuseReason.TOO_LONG: 400,
     RefuseReason.BODY_TOO_LARGE: 413,
+    RefuseReason.RESETS: 400,
     RefuseReason.NO_ENDPOINT: 503,
     RefuseReason.SUBSET_EMPTY: 503,
     RefuseReason.OVERLOADED: 429,

@@ -44,7 +44,7 @@ class Identity(NamedTuple):
 
 class RequestHead(Struct, gc=False):
     """The headers of a request. Header names are lower case. Immutable except for `identity`,
-    `arrived_at` and `trace`."""
+    `arrived_at`, `trace` and `name`."""
 
     method: str
     path: str
@@ -58,6 +58,8 @@ class RequestHead(Struct, gc=False):
     """When the gateway got it, on the router's clock; the router fills it in."""
     trace: Trace | None = None
     """Our span; None without tracing, or if the client's trace is not recorded."""
+    name: int = 0
+    """What the request is called if it breaks engines (state/resets.py); 0: it is not followed."""
 
     @property
     def encoded(self) -> bool:

@@ -89,6 +89,12 @@ def no_response(response_id: str) -> Refusal:
     return Refusal(RefuseReason.NOT_FOUND, f"Response with id '{response_id[:200]}' not found")
 
 
+def resets(left_s: float) -> Refusal:
+    """The refusal of a request at which engines broke off."""
+    message = f"Engines broke off before they answered this request. It is refused for {left_s:.0f} s more"
+    return Refusal(RefuseReason.RESETS, message)
+
+
 def unsupported(head: RequestHead) -> Refusal | None:
     """Why no pool serves the request's path or protocol; None if one may."""
     if "websocket" in head.headers.get("upgrade", "").lower():

@@ -44,6 +44,7 @@ from perilune_gateway.routing import admission
 from perilune_gateway.routing.context import StepTimer
 from perilune_gateway.routing.new_sessions import Queued
 from perilune_gateway.routing.router import Encode, Router
+from perilune_gateway.state import resets
 
 
 class Chosen(Struct, frozen=True, gc=False):
@@ -94,6 +95,7 @@ class Pools:
         timer = StepTimer(self._stopwatch)
         if not paths.is_model_path(head.path):
             return self._elsewhere(head, openai.model_in(body))
+        head.name = resets.named(body)
         request = self.bodies.parse(head.path, body)
         if isinstance(request, Refusal):
             return self.refused(head, request)

@@ -69,6 +69,7 @@ from perilune_gateway.routing.pulling import Pulling
 from perilune_gateway.routing.remote_prefills import RemotePrefills
 from perilune_gateway.routing.request_transfers import TransferStats, together
 from perilune_gateway.routing.verdicts import Verdicts
+from perilune_gateway.state import resets
 from perilune_gateway.state.engine_blocks import Applied
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.sessions import Session
@@ -213,6 +214,11 @@ class Router:
                 return NEED_BODY
             if self._routing.engine_priority.used or self._routing.cache_salt == "tenant":
                 return NEED_BODY  # priority and salt for the engine are written into every body
+            head.name = resets.named_unread(identity.key, body_bytes)
+            if left_s := self.state.resets.refused_s(head.name, now):
+                return self._verdicts.refused(head, admission.resets(left_s), timer)
+            if self.state.resets.watching(now):
+                return NEED_BODY  # the body may be one at which engines break off
         context = RequestContext(head, now, timer, identity, session)
         if not for_model and (response_id := paths.response_of(head.path)):
             context.holder = self._holder(identity, session, response_id)
@@ -236,6 +242,7 @@ class Router:
             return self._verdicts.refused(head, self._too_large(), timer)
         if not paths.is_model_path(head.path):  # it was compressed
             return self.beside(head)
+        head.name = resets.named(body)
         return self.on_request(head, self.bodies.parse(head.path, body), len(body), timer)
 
     def beside(self, head: RequestHead) -> Routed | Refusal:
@@ -262,6 +269,8 @@ class Router:
             request = replace(request, model=self.pool.spec.model.name)
         if not request.model:
             return self._verdicts.refused(head, admission.no_model(self.models, "This pool"), timer)
+        if left_s := self.state.resets.refused_s(head.name, self._clock()):
+            return self._verdicts.refused(head, admission.resets(left_s), timer)
         if request.model not in self.models:
             refusal = admission.unknown_model(request.model, self.models, "This pool")
             return self._verdicts.refused(head, refusal, timer)
@@ -337,6 +346,10 @@ class Router:
     def on_response(self, ticket: int, status: int, served: str, streamed: bool) -> None:
         """The answer's head has come, see lifecycle."""
         self._lifecycle.on_response(ticket, status, served, streamed)
+
+    def on_reset(self, ticket: int, served: str) -> None:
+        """An endpoint broke off before it answered, see lifecycle."""
+        self._lifecycle.on_reset(ticket, served)
 
     def on_usage(self, ticket: int, cached_tokens: int) -> None:
         """The engine has reported how much of the prompt it had, see lifecycle."""

@@ -22,6 +22,7 @@ from perilune_gateway.state.in_flight import InFlight
 from perilune_gateway.state.offers import Offers
 from perilune_gateway.state.parity import ParityCheck
 from perilune_gateway.state.prefix_index import Matches, PrefixIndex
+from perilune_gateway.state.resets import Resets
 from perilune_gateway.state.sessions import Session, Sessions
 from perilune_gateway.state.sharing import Sharing
 
@@ -50,6 +51,7 @@ class PoolState:
     connectors: Connectors
     host_tiers: HostTiers
     offers: Offers
+    resets: Resets
     changes: Changes
     """Is told what other replicas of the gateway have to know."""
     block_size: int
@@ -100,6 +102,7 @@ class PoolState:
             Connectors(),
             HostTiers(),
             Offers(sharing.replica if sharing else ""),
+            Resets(),
             changes,
             spec.engine.block_size,
         )

@@ -144,7 +144,7 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
             "healthCheck": HEALTH_CHECK,
             "timeout": {"tcp": {"connectTimeout": "1s"}, "http": {"requestTimeout": "0s"}},
             "retry": {
-                "numRetries": 2,
+                "numRetries": 1,  # a prompt that ends engines ends two at most
                 # Requests that no engine has begun to answer, so that a lost node fails none of them (reset),
                 # nor one whose engine has died while its HTTP server still answers, with 500.
                 "retryOn": {
@@ -171,8 +171,9 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
                     "processingMode": {
                         "allowModeOverride": True,
                         "request": {"body": "Buffered"},
-                        # the endpoint that really served, so that a failed pick is not repeated
-                        "response": {"attributes": ["upstream.address"]},
+                        # the endpoint that really served, so that a failed pick is not repeated, and whether
+                        # it broke off
+                        "response": {"attributes": ["upstream.address", names.CODE_DETAILS]},
                     },
                     "metadata": {"writableNamespaces": [names.DESTINATION_NAMESPACE]},
                     "backendSettings": {

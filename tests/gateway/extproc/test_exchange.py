@@ -405,3 +405,11 @@ def test_what_comes_after_the_first_end_is_dropped(again, answered):
     assert said[-2:] == [[], []]
     exchange.closed()
     assert len(router.finishes) == 1
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_the_router_hears_of_engines_that_broke_off(reset):
+    router = FakeRouter(**ON_HEADERS)
+    converse(router, request(), ResponseHeaders(503, "text/plain", B, reset=reset))
+    assert (("on_reset", 7, B) in router.calls) is reset
+    assert router.calls[-1] == ("on_response", 7, 503, B, False)
