@@ -10,7 +10,7 @@ from typing import TypedDict
 
 import aiohttp
 
-KIB, MIB = 1024, 1024 * 1024
+MIB = 1024 * 1024
 
 
 class Asked(TypedDict):
@@ -41,13 +41,3 @@ async def read(answer: aiohttp.ClientResponse, most_bytes: int) -> bytes:
             answer.close()
             raise TooLongError(f"more than {most_bytes} bytes")
     return bytes(body)
-
-
-async def skip(answer: aiohttp.ClientResponse, most_bytes: int) -> None:
-    """Wait for the end of an answer without keeping it. Raises TooLongError for more than `most_bytes`."""
-    left = most_bytes
-    async for part in answer.content.iter_any():
-        left -= len(part)
-        if left < 0:
-            answer.close()
-            raise TooLongError(f"more than {most_bytes} bytes")

@@ -114,7 +114,7 @@ class PrefillLegs:
         try:
             content = prefill_body(body, remote.transfer_id)
         except UNREADABLE as error:  # the source has no part in it
-            return self._failed(ticket, remote, GivenUp.REFUSED, error)
+            return self._failed(ticket, remote, GivenUp.ERROR, error)
         try:
             async with (
                 asyncio.timeout(remote.give_s),

@@ -259,4 +259,4 @@ async def test_what_a_client_writes_into_its_body_is_not_its_prefill_endpoints_f
         assert (attached is not None) is given
         view = next(v for v in on.rig.state.fleet.view(on.rig.now) if v.endpoint.address == on.address)
         assert view.endpoint.ready, "not suspected"
-        assert on.given_up() == ({} if given else {GivenUp.REFUSED: 1})
+        assert on.given_up() == ({} if given else {GivenUp.ERROR: 1})
