@@ -123,7 +123,7 @@ class ServedPool:
         if state_server:
             key = state_key or state_server.password or shared_as
             sharing = Sharing(token_hex(8), Names(key.encode()), clock, time.time, changed.set)
-        self.state = PoolState.of(pool, sharing=sharing)
+        self.state = PoolState.of(pool, sharing=sharing, keyed=bool(authorization))
         self.tokenizer = Tokenizer(
             spec.model,
             self._least_busy,

@@ -5,7 +5,8 @@
 The same as under Envoy Gateway: the destination header is read by an `override_host` cluster with round robin
 behind it; a header of that name sent by a client is removed before any filter; the route has no timeout and
 retries what no endpoint has answered; buffers of 32 MiB; the call to the gateway is retried 8 times from
-25 ms on, and its circuit breaker is high, since every running request holds one stream.
+25 ms on, and its circuit breaker is high, since every running request holds one stream; only supported paths
+(perilune_api.paths) lead to engines.
 Different: no xDS, and one route to one cluster. Here `retry_host_predicate` sends a retry of the call to the
 gateway to another gateway; Envoy Gateway 1.9 can configure that on routes only.
 
@@ -26,8 +27,9 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from perilune_api import pool
+from perilune_api import paths, pool
 from perilune_api.names import (
+    CODE_DETAILS,
     DESTINATION_HEADER,
     DESTINATION_NAMESPACE,
     SUBSET_NAMESPACE,
@@ -89,6 +91,7 @@ def config(
     health_check_s: float = 0.0,
     processor_ca: Path | None = None,
     filters_before: Sequence[Json] = (),
+    allowed: Sequence[str] = paths.EXACT,
     processing_mode: Json | None = None,
     ext_proc: Json | None = None,
 ) -> Json:
@@ -100,7 +103,8 @@ def config(
     `grpc_retries`: how often a gateway is asked again; None: as often as fits, see `_asked_again`.
     `status_on_error` 0 keeps Envoy's own 500; `keepalive_s` 0 sends no pings; `health_check_s` is how often
     gateways are asked whether they are ready, 0: never. `processor_ca`: PEM file of the CA that signed the
-    gateways' certificates; None without TLS. `filters_before` run before ours.
+    gateways' certificates; None without TLS. `filters_before` run before ours. `allowed`: the paths
+    that may be asked for, and with them paths.PREFIXES; empty: all.
     `processing_mode` and `ext_proc` replace fields of that message and of the filter, for tests of
     Envoy itself.
     """
@@ -119,7 +123,7 @@ def config(
                                     "envoy.filters.network.http_connection_manager",
                                     "filters.network.http_connection_manager.v3.HttpConnectionManager",
                                     stat_prefix="http",
-                                    route_config=_routes(retry_on),
+                                    route_config=_routes(retry_on, allowed),
                                     http_filters=[
                                         *filters_before,
                                         _ext_proc(
@@ -173,23 +177,35 @@ def _address(address: str) -> Json:
     return {"socket_address": {"address": host.strip("[]"), "port_value": int(port)}}
 
 
-def _routes(retry_on: str) -> Json:
-    route = {
-        "match": {"prefix": "/"},
-        "route": {
-            "cluster": "endpoints",
-            "timeout": "0s",  # Envoy's default of 15 s would cut every longer stream
-            "idle_timeout": "0s",  # and its default of 5 minutes an answer whose prefill waits that long
-            "retry_policy": {
-                "retry_on": retry_on,
-                "retriable_status_codes": [500],
-                "num_retries": 2,
-                "host_selection_retry_max_attempts": 5,
-                "retry_host_predicate": [_PREVIOUS_HOSTS],
-            },
+def _routes(retry_on: str, allowed: Sequence[str]) -> Json:
+    """Other paths than the `allowed` ones (exact, or with all that follows a slash) are refused, also while
+    no gateway runs; while one does, it refuses them itself."""
+    to_engines = {
+        "cluster": "endpoints",
+        "timeout": "0s",  # Envoy's default of 15 s would cut every longer stream
+        "idle_timeout": "0s",  # and its default of 5 minutes an answer whose prefill waits that long
+        "retry_policy": {
+            "retry_on": retry_on,
+            "retriable_status_codes": [500],
+            "num_retries": 1,  # a prompt that ends engines ends two at most
+            "host_selection_retry_max_attempts": 5,
+            "retry_host_predicate": [_PREVIOUS_HOSTS],
         },
     }
-    return {"name": "http", "virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]}
+    if not allowed:
+        routes: list[Json] = [{"match": {"prefix": "/"}, "route": to_engines}]
+    else:
+        matches = [{"path": path} for path in allowed]
+        matches += [{"path_separated_prefix": path} for path in paths.PREFIXES]
+        message = f"This path is not supported. Supported are {', '.join(paths.SUPPORTED)}"
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": "not_found"}
+        refused = {"status": 404, "body": {"inline_string": json.dumps({"error": error})}}
+        json_type = {"header": {"key": "content-type", "value": "application/json"}}
+        routes = [
+            *({"match": match, "route": to_engines} for match in matches),
+            {"match": {"prefix": "/"}, "direct_response": refused, "response_headers_to_add": [json_type]},
+        ]
+    return {"name": "http", "virtual_hosts": [{"name": "all", "domains": ["*"], "routes": routes}]}
 
 
 _PROCESSING: dict[Mode, Json] = {
@@ -241,7 +257,7 @@ def _ext_proc(
             "receiving_namespaces": {"untyped": [DESTINATION_NAMESPACE]},
             "forwarding_namespaces": {"untyped": [DESTINATION_NAMESPACE, SUBSET_NAMESPACE]},
         },
-        "response_attributes": ["upstream.address"],
+        "response_attributes": ["upstream.address", CODE_DETAILS],
     }
     if status_on_error:
         fields["status_on_error"] = {"code": status_on_error}

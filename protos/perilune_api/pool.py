@@ -155,9 +155,10 @@ class SessionKeys(Struct, frozen=True):
     """Whether a prompt that extends an earlier prompt continues that prompt's session when nothing else names
     one."""
     tenant_header: str = ""
-    """Request header that names the tenant; sessions of different tenants are never the same session. Empty:
-    a hash of the headers Authorization, x-api-key and api-key names the tenant. A session is found by tenant
-    and session id."""
+    """Request header that names the tenant, which your platform sets on every request. A session is found by
+    tenant and session id. Empty: a hash of the request's credential names the tenant: the first of the
+    headers Authorization, x-api-key and api-key that it has. A client is then as many tenants as it can send
+    first credentials that are accepted."""
     idle_seconds: Seconds = 1800.0
     """Seconds without a request after which the gateway forgets a session."""
     max_sessions: Positive = 100_000
@@ -266,7 +267,8 @@ class EnginePriority(Struct, frozen=True):
     fair_share: bool = False
     """Ranks a request as if it had arrived later by the time that its tenant's queued prefill takes at the
     tenant's share of the pool, so that tenants with little in the queues overtake those with much. Tenants
-    that are alone are served as before."""
+    that are alone are served as before. Name the tenants with `session.tenantHeader` where clients could
+    otherwise pass for several."""
 
     @property
     def used(self) -> bool:
@@ -282,8 +284,9 @@ class Ejection(Struct, frozen=True):
     enabled: bool = True
     """Whether endpoints are ejected."""
     failure_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
-    """Ejects an endpoint when at least this share of its latest answers failed (status 401, 403, or 500 and
-    above) or came too late, and the other endpoints do less than half as badly."""
+    """Ejects an endpoint when at least this share of its latest answers failed (status 500 and above except
+    501, and with `engine.apiKey` 401 and 403) or came too late, at least this share of its tenants see that,
+    and the other endpoints do less than half as badly."""
     slow_factor: Annotated[float, Meta(ge=1)] = 1.5
     """A request is too late when its first token takes this many times longer than that of 99 of 100 requests
     of the pool takes, compared with each request's predicted time."""
@@ -357,8 +360,8 @@ class Routing(Struct, frozen=True):
     name's new sessions, relative to the weights of the others. A session stays with its pool. 0: no new
     sessions, unless all have 0."""
     fallbacks: Annotated[int, Meta(ge=0, le=8)] = 2
-    """Number of further endpoints that the gateway gives to Envoy, which tries them in order when the chosen
-    one fails."""
+    """Number of further endpoints that the gateway gives to Envoy, which passes over those that it does not
+    know. If the one that it chose fails before it answers, it tries one more."""
 
     @property
     def message_timeout_s(self) -> int:

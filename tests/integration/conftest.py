@@ -87,7 +87,8 @@ class Rig:
         if key not in self._envoys:
             log = self._folder / f"access-{self.transport}-{len(self._envoys)}.json"
             endpoints = options.pop("endpoints", self.addresses)
-            bootstrap = config(endpoints, processor.split(","), access_log=log, **options)
+            allowed = options.pop("allowed", ())  # these tests use paths of their own
+            bootstrap = config(endpoints, processor.split(","), access_log=log, allowed=allowed, **options)
             self._envoys[key] = await self._stack.enter_async_context(Envoy(bootstrap))
             self._logs[self._envoys[key]] = log
         return self._envoys[key]

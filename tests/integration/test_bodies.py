@@ -1,5 +1,6 @@
 """What arrives at the endpoint, and where it arrives: bodies, framing, destinations, hints, refusals."""
 
+import gzip
 import hashlib
 import io
 import random
@@ -90,6 +91,24 @@ async def test_a_priority_is_written_into_the_body(rig, size, mode, phase):
         received = await reply.json()
     assert received["name"] == "b"
     assert says(received) == sent(body[:-1] + b',"priority":1234567890}')
+    assert await rig.router.outcome(test_id) is Outcome.COMPLETED
+
+
+@pytest.mark.parametrize("priority", [{}, {PRIORITY: "1234567890"}], ids=["as it is", "with a priority"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [10, 1_000_000])
+async def test_a_compressed_body_arrives_decoded(rig, size, mode, priority):
+    """The endpoint would fail to read a plain body under the header of a compressed one."""
+    envoy, test_id = await getattr(rig, mode)(), rig.new_id()
+    body = b'{"model":"m","prompt":"%b"}' % (b"x" * size)
+    headers = rig.headers(test_id, to=rig.addresses[1], phase="body") | priority
+    headers["content-encoding"] = "gzip"
+    async with rig.http.post(f"{envoy.url}/v1/x", data=gzip.compress(body), headers=headers) as reply:
+        assert reply.status == 200
+        received = await reply.json()
+    assert rig.router.bodies[test_id] == body
+    wanted = body[:-1] + b',"priority":1234567890}' if priority else body
+    assert says(received) == sent(wanted)
     assert await rig.router.outcome(test_id) is Outcome.COMPLETED
 
 

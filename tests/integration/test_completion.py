@@ -91,7 +91,7 @@ async def test_endpoints_that_all_die_before_an_answer_have_failed(rig, mode, ph
     status, served, _ = rig.router.responses[test_id]
     assert status == 503
     assert served in rig.addresses
-    assert sum(endpoint.hits[test_id] for endpoint in rig.endpoints) == 3
+    assert sum(endpoint.hits[test_id] for endpoint in rig.endpoints) == 2, "no third one"
 
 
 @by_every_path

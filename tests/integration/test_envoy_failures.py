@@ -15,6 +15,7 @@ from envoy_doubles import Call
 from waiting import until
 
 from perilune_api import extproc_pb2 as pb
+from perilune_api import paths
 from perilune_api.names import REFUSE_REASON_HEADER
 from perilune_gateway.extproc import wire
 from perilune_gateway.extproc.messages import BodyMode, Continue, Echo, Kind, Override, Pick
@@ -147,6 +148,19 @@ async def test_gateway_down_and_open_is_served_by_the_fallback(stub_rig, unused_
     status, answer = await ask(stub_rig, envoy)
     assert status == 200
     assert says(answer) in [received(name) for name in "abc"]
+
+
+async def test_only_supported_paths_are_served_while_the_gateway_is_down(stub_rig, unused_address):
+    envoy = await stub_rig.envoy(
+        unused_address, mode=Mode.BUFFERED, grpc_retries=0, allowed=paths.EXACT, fail_open=True
+    )
+    for path in ("/v1/completions", "/v1/embeddings?x=1", "/v1/responses/resp_1/cancel", "/v1/models/org/m"):
+        assert (await ask(stub_rig, envoy, path=path))[0] == 200
+    for path in ("/v1/chat/completions/batch", "/v1/audio/speech", "/inference/v1/generate", "/metrics"):
+        status, answer = await ask(stub_rig, envoy, path=path)
+        assert status == 404
+        assert isinstance(answer, dict)
+        assert "/v1/chat/completions" in answer["error"]["message"]
 
 
 async def test_gateway_down_and_open_has_no_fallback_with_original_dst(stub_rig, unused_address):
@@ -318,7 +332,6 @@ RETRY_ON = "connect-failure,refused-stream,reset,gateway-error"
         pytest.param("?b", "", "b", id="a list: its first that is known"),
         pytest.param("ab", "a=503", "b", id="the first answers 503: the second"),
         pytest.param("ab", "a=die", "b", id="the first breaks off: the second"),
-        pytest.param("ab", "a=503,b=503", "c", id="all of the list fail: the fallback"),
         pytest.param("a", "a=503", "bc", id="the only one fails: another"),
         pytest.param("a", "a=die", "bc", id="the only one breaks off: another"),
     ],
@@ -332,6 +345,16 @@ async def test_the_next_address_of_the_list_serves_a_retry(rig, mode, size, to, 
     assert (status, answer["sha1"]) == (200, received("", bytes(size))[1])
     assert answer["name"] in served
     assert rig.router.responses[test_id] == (200, addresses[answer["name"]], False)
+
+
+@both_modes
+async def test_a_request_at_which_two_endpoints_break_off_reaches_no_third(rig, mode):
+    envoy = await rig.envoy(rig.gateway, mode=mode)
+    test_id = rig.new_id()
+    headers = rig.headers(test_id, to=",".join(rig.addresses), phase="body")
+    status, _ = await ask(rig, envoy, **headers, **{doubles.ILL: "a=die,b=die"})
+    assert status == 503
+    assert rig.router.resets[test_id] == rig.addresses[1]
 
 
 @pytest.mark.parametrize(("size", "status"), [(20_000, 200), (130_000, 503)])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from running_envoy import Envoy
 
+from perilune_api import paths
 from perilune_api.names import DESTINATION_HEADER
 from perilune_lab import envoy
 from perilune_lab.child import StackError
@@ -39,6 +40,20 @@ def test_route_has_no_timeout_and_retries_what_was_not_answered():
     assert (route["timeout"], route["idle_timeout"]) == ("0s", "0s")
     assert route["retry_policy"]["retry_on"] == "connect-failure,refused-stream,reset,retriable-status-codes"
     assert route["retry_policy"]["retriable_status_codes"] == [500]
+    assert route["retry_policy"]["num_retries"] == 1, "a prompt that ends engines ends two at most"
+
+
+def test_only_supported_paths_reach_endpoints():
+    manager, *_ = parts(config(ENDPOINTS, GATEWAY))
+    *routes, last = manager["route_config"]["virtual_hosts"][0]["routes"]
+    assert [route["match"] for route in routes] == [
+        *({"path": path} for path in paths.EXACT),
+        *({"path_separated_prefix": path} for path in ("/v1/models", "/v1/responses")),
+    ]
+    assert {route["route"]["cluster"] for route in routes} == {"endpoints"}
+    assert (last["match"], last["direct_response"]["status"]) == ({"prefix": "/"}, 404)
+    error = json.loads(last["direct_response"]["body"]["inline_string"])["error"]
+    assert "/v1/chat/completions" in error["message"]
 
 
 def test_call_to_the_gateway_is_retried_and_not_broken_by_many_streams():

@@ -17,7 +17,7 @@ FORM = (b"content-type", b"multipart/form-data; boundary=x")
 
 
 def through(
-    body: bytes, *headers: tuple[bytes, bytes], method: str = "POST", chunks: int = 3
+    body: bytes, *headers: tuple[bytes, bytes], path: str = "/v1/completions", chunks: int = 3
 ) -> tuple[int, bytes, dict[bytes, bytes]]:
     """(status, body and headers that the engine gets); the engine answers 200."""
     got: dict[str, Any] = {"body": b"", "headers": ()}
@@ -45,7 +45,7 @@ def through(
         statuses.append(message.get("status"))
 
     length = (b"content-length", str(len(body)).encode())
-    scope = {"type": "http", "method": method, "path": "/v1/completions", "headers": [length, *headers]}
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [length, *headers]}
     scope["server"] = ("10.0.0.1", 8000)
     asyncio.run(Door(engine)(scope, receive, send))
     return statuses[0], got["body"], dict(got["headers"])
@@ -73,6 +73,29 @@ def test_nor_within_vllm_xargs() -> None:
     body = {"p": 1, "vllm_xargs": {"kv_transfer_params": "x", "own": 2}}
     _, got, _ = through(json.dumps(body).encode(), JSON)
     assert json.loads(got) == {"p": 1, "vllm_xargs": {"own": 2}}
+
+
+@pytest.mark.parametrize(
+    ("body", "left"),
+    [
+        pytest.param(
+            {"sampling_params": {"n": 1, "extra_args": {"kv_transfer_params": PARAMETERS}}},
+            {"sampling_params": {"n": 1, "extra_args": {}}},
+            id="sampling parameters",
+        ),
+        pytest.param([{"kv_transfer_params": 1, "p": 1}, 2], [{"p": 1}, 2], id="a list of requests"),
+        pytest.param({"requests": [[{"ec_transfer_params": 1}]]}, {"requests": [[{}]]}, id="lists in lists"),
+        pytest.param(
+            {"a": {"b": {"kv_transfer_params": {"kv_transfer_params": 1}}}},
+            {"a": {"b": {}}},
+            id="unknown containers",
+        ),
+    ],
+)
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/completions", "/unknown"])
+def test_nor_at_any_depth_on_any_path(path: str, body: Any, left: Any) -> None:
+    _, got, _ = through(json.dumps(body).encode(), JSON, path=path)
+    assert json.loads(got) == left
 
 
 def test_nor_behind_a_second_content_type() -> None:

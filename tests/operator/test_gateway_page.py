@@ -1,11 +1,14 @@
 """What the operator reads of metrics pages, by the real pages."""
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from prometheus_client import CollectorRegistry, generate_latest
 from routing_objects import candidate, request, session
 
+from perilune_api import names
 from perilune_gateway.model import Decision, DecisionRecord, Endpoint, Load, Outcome, Reason
 from perilune_gateway.model.kv_events import EventStats, IngestStats
 from perilune_gateway.model.shared import SharedStats
@@ -13,7 +16,13 @@ from perilune_gateway.observe.merged_metrics import MergedMetrics
 from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.stats import EndpointStats, Snapshot
 from perilune_operator.observe.facts import Drained, GatewayStats
-from perilune_operator.observe.gateway_pages import first_tokens_between, gateway_stats, of_pool
+from perilune_operator.observe.gateway_pages import (
+    GatewayPages,
+    first_tokens_between,
+    gateway_stats,
+    of_pool,
+    unreadable,
+)
 
 
 def page(
@@ -85,6 +94,62 @@ def test_sessions_and_hits_are_read_from_the_gateways_pages(
     pages: list[str], told: GatewayStats | None
 ) -> None:
     assert gateway_stats({f"g{i}": page for i, page in enumerate(pages)}) == told
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        'perilune_endpoint_sessions{endpoint="1.2.3.4:8000"} x\n',
+        'perilune_endpoint_pending_prefill_seconds{endpoint="1.2.3.4:8000"} 1.2.3\n',
+        names.FIRST_TOKENS + '_bucket{le="x"} 1\n',
+        names.FIRST_TOKENS + '_bucket{le="1.0"} NaN\n',
+        names.FIRST_TOKENS + '_bucket{le="1.0"} +Inf\n',
+    ],
+)
+def test_a_page_that_cannot_be_read_costs_only_itself(bad: str) -> None:
+    good = page(sessions=4)
+    assert unreadable(bad)
+    assert not unreadable(good)
+    assert gateway_stats({"good": good, "bad": bad}) == gateway_stats({"good": good, "bad": ""})
+    assert gateway_stats({"bad": bad}) is None
+
+
+async def endless(request: web.Request) -> web.StreamResponse:
+    answer = web.StreamResponse()
+    await answer.prepare(request)
+    while True:
+        await answer.write(b"# \n" * 2**16)
+
+
+async def elsewhere(_: web.Request) -> web.Response:
+    raise web.HTTPFound("/other")
+
+
+@pytest.mark.parametrize("answer", [endless, elsewhere])
+async def test_a_page_without_end_or_elsewhere_counts_as_missing(
+    monkeypatch, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> None:
+    followed = []
+
+    async def other(_: web.Request) -> web.Response:
+        followed.append(True)
+        return web.Response(text=page(sessions=4))
+
+    app = web.Application()
+    app.router.add_get("/metrics", answer)
+    app.router.add_get("/other", other)
+    server, gateways = TestServer(app, host="127.0.0.1"), GatewayPages()
+    await server.start_server()
+    monkeypatch.setattr(names, "ADMIN_PORT", server.port)
+    pod = {
+        "metadata": {"name": "g", "labels": {names.POOL_LABEL: "p", names.COMPONENT_LABEL: "gateway"}},
+        "spec": {},
+        "status": {"podIP": "127.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]},
+    }
+    assert await gateways.read([pod]) is None
+    assert followed == []
+    await gateways.close()
+    await server.close()
 
 
 def test_of_a_gateway_with_several_pools_each_pool_reads_its_own_series() -> None:

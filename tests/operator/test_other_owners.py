@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 from plans import made
 
+from perilune_api import paths
 from perilune_api.inference_pool.checks import convert
 from perilune_api.pool import SpecError
+from perilune_gateway.request.paths import is_supported
 from perilune_operator.observe.facts import Observed, key
 
 Object = dict[str, Any]
@@ -14,13 +16,19 @@ KINDS = frozenset({"gateway.networking.k8s.io/HTTPRoute", "gateway.envoyproxy.io
 DESTINATION = "x-gateway-destination-endpoint"
 
 
-def client_policy(name: str = "theirs", gateway: str = "g", *, remove: tuple[str, ...] = ()) -> Object:
+def client_policy(
+    name: str = "theirs", gateway: str = "g", *, remove: tuple[str, ...] = (), buffer: str = "32Mi"
+) -> Object:
     target = {"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": gateway}
     return {
         "apiVersion": "gateway.envoyproxy.io/v1alpha1",
         "kind": "ClientTrafficPolicy",
         "metadata": {"name": name, "namespace": "ns"},
-        "spec": {"targetRefs": [target], "headers": {"earlyRequestHeaders": {"remove": list(remove)}}},
+        "spec": {
+            "targetRefs": [target],
+            "connection": {"bufferLimit": buffer},
+            "headers": {"earlyRequestHeaders": {"remove": list(remove)}},
+        },
     }
 
 
@@ -59,6 +67,18 @@ def test_a_client_policy_is_created_where_allowed_and_never_over_another(
         pytest.param({}, [client_policy()], "ClientTrafficPolicy theirs is not the operator's", id="theirs"),
         pytest.param({}, [client_policy(remove=(DESTINATION.upper(),))], "", id="theirs removes the header"),
         pytest.param(
+            {},
+            [client_policy(remove=(DESTINATION,), buffer="32Ki")],
+            "it has to set connection.bufferLimit to 32Mi",
+            id="theirs takes smaller bodies than the pool",
+        ),
+        pytest.param(
+            {"parent": {"name": "g", "namespace": "infra"}},
+            [],
+            "and set connection.bufferLimit to 32Mi, or Envoy answers 413",
+            id="a Gateway elsewhere",
+        ),
+        pytest.param(
             {"clientTrafficPolicy": "none"}, [], "gateway.clientTrafficPolicy is none", id="nobody's"
         ),
     ],
@@ -66,7 +86,8 @@ def test_a_client_policy_is_created_where_allowed_and_never_over_another(
 def test_the_status_tells_who_has_to_remove_the_header(
     gateway: Object, there: list[Object], said: str
 ) -> None:
-    accepted = {"conditions": [{"type": "Accepted", "status": "True"}], "parentRef": {"name": "g"}}
+    parent = {"name": "g", **gateway.get("parent", {})}
+    accepted = {"conditions": [{"type": "Accepted", "status": "True"}], "parentRef": parent}
     done = [
         {"kind": kind, "metadata": {"name": "p", "namespace": "ns"}, "status": {"ancestors": [accepted]}}
         for kind in ("HTTPRoute", "BackendTrafficPolicy", "EnvoyExtensionPolicy")
@@ -75,7 +96,11 @@ def test_the_status_tells_who_has_to_remove_the_header(
     observed = Observed("u", 1, kinds=KINDS, children={key(child): child for child in (*there, *done)})
     (route,) = (c for c in made(spec, observed).status.conditions if c.type == "RouteProgrammed")
     assert route.status == "True"
-    assert (said in route.message) if said else (DESTINATION not in route.message)
+    if said:
+        assert said in route.message
+    else:
+        assert DESTINATION not in route.message
+        assert "bufferLimit" not in route.message
 
 
 def buffers(made: dict[tuple[str, str], Object]) -> set[str]:
@@ -118,3 +143,13 @@ def test_a_route_of_ones_own_is_what_the_policies_are_about() -> None:
                 "gateway": {"route": "r", "mode": "inferenceExtension", "parent": {"name": "g"}},
             }
         )
+
+
+def test_a_pool_that_names_no_matches_gets_the_paths_that_the_gateway_supports() -> None:
+    """So that no other reaches an engine while no gateway runs."""
+    (rule,) = objects({})["HTTPRoute", "p"]["spec"]["rules"]
+    values = {(match["path"]["type"], match["path"]["value"]) for match in rule["matches"]}
+    assert {("Exact", path) for path in (*paths.GENERATING, *paths.POOLING)} <= values
+    assert {value for kind, value in values if kind == "PathPrefix"} == {"/v1/models", "/v1/responses"}
+    assert len(rule["matches"]) <= 64, "as many as a rule may have"
+    assert all(is_supported(value) for _, value in values)

@@ -64,6 +64,8 @@ class ScriptedRouter:
         self.tokens: dict[str, Tokens] = {}
         self.responses: dict[str, tuple[int, str, bool]] = {}
         """Test id → status, served, streamed."""
+        self.resets: dict[str, str] = {}
+        """Test id → the endpoint that broke off."""
         self.outcomes: dict[str, list[Outcome]] = defaultdict(list)
         """Test id → every `finished`; more than one is a bug."""
         self._finished: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
@@ -94,6 +96,9 @@ class ScriptedRouter:
 
     def on_response(self, ticket: int, status: int, served: str, streamed: bool) -> None:
         self.responses[self.tickets[ticket]] = (status, served, streamed)
+
+    def on_reset(self, ticket: int, served: str) -> None:
+        self.resets[self.tickets[ticket]] = served
 
     def on_usage(self, ticket: int, cached_tokens: int) -> None:
         """Nobody asks."""

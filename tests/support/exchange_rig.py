@@ -72,6 +72,9 @@ class FakeRouter:
     def on_response(self, ticket, status, served, streamed):
         self.calls.append(("on_response", ticket, status, served, streamed))
 
+    def on_reset(self, ticket, served):
+        self.calls.append(("on_reset", ticket, served))
+
     def on_usage(self, ticket, cached_tokens):
         self.calls.append(("on_usage", ticket, cached_tokens))
 

@@ -9,8 +9,8 @@ Rules:
     is asked to send the whole body, and the pick answers that.
 3.  Full duplex: body and trailers need no answer of their own. Nothing is answered before the pick, and the
     body is kept; then follow the pick, the body in parts and the trailers. What comes after the pick is
-    passed on at once. The stream must never end early without an error, because Envoy would forward an empty
-    body and report success.
+    passed on at once, and what comes after the first end is dropped. The stream must never end early without
+    an error, because Envoy would forward an empty body and report success.
 4.  A request without a body is decided by its headers.
 5.  A refusal, or an answer of the gateway's own, answers the client and ends the request; later messages are
     ignored.
@@ -21,7 +21,8 @@ Rules:
     whose endpoint reads KV while it has the request gets its parameters with the pick.
 8.  With tracing, the pick names our span in `traceparent`, so that the engine's span is its child. Where
     engines demand a key, the pick has it in place of the client's `Authorization`.
-9.  A message that the state does not allow raises ProtocolError and changes nothing; the caller then calls
+9.  A compressed body is decoded before anybody reads it, and passed on decoded without that header.
+10. A message that the state does not allow raises ProtocolError and changes nothing; the caller then calls
     `fail`. That aborts the call (Envoy then fails open or closed, as configured), except in full duplex
     before the pick, where the client gets a 500 from us.
 
@@ -86,8 +87,9 @@ from perilune_gateway.model import (
 )
 from perilune_gateway.model.handoff import Attachment, Fetched, KvPull, RemotePrefill
 from perilune_gateway.model.tracing import Trace
+from perilune_gateway.request.encodings import decoded
 from perilune_gateway.request.engine_body import for_engine, with_transfer
-from perilune_gateway.request.refusal_body import error_body
+from perilune_gateway.request.refusal_body import error_body, too_large
 from perilune_gateway.request.usage import CachedTokens
 from perilune_gateway.routing.new_sessions import Queued
 from perilune_gateway.routing.pools import Chosen
@@ -119,6 +121,7 @@ class Router(Entrance, Protocol):
     def prefills_itself(self, ticket: int) -> None: ...
     def fetched(self, ticket: int) -> None: ...
     def on_response(self, ticket: int, status: int, served: str, streamed: bool) -> None: ...
+    def on_reset(self, ticket: int, served: str) -> None: ...
     def on_usage(self, ticket: int, cached_tokens: int) -> None: ...
     def finished(self, ticket: int, outcome: Outcome) -> None: ...
     def due(self) -> list[tuple[int, Refusal | None]]: ...
@@ -253,9 +256,10 @@ class Exchange:
     end."""
 
     __slots__ = (
-        "_authorization", "_bodies", "_body_bytes", "_cached_tokens", "_conformance", "_duplex", "_encode",
-        "_head", "_max_body_bytes", "_parts", "_queued", "_response_body_seen", "_response_ended",
-        "_response_mode", "_response_status", "_routed", "_trace", "_trailers", "router", "state",
+        "_authorization", "_bodies", "_body_bytes", "_cached_tokens", "_conformance", "_decoded", "_duplex",
+        "_encode", "_head", "_max_body_bytes", "_parts", "_queued", "_request_ended", "_response_body_seen",
+        "_response_ended", "_response_mode", "_response_status", "_routed", "_trace", "_trailers", "router",
+        "state",
     )  # fmt: skip
 
     def __init__(
@@ -283,6 +287,9 @@ class Exchange:
         self._bodies: tuple[bytes, bytes | None] = b"", None
         """Of a held request: its body, and what replaces it."""
         self._body_bytes = 0
+        self._decoded = False
+        """Whether the kept body is another one than the client's."""
+        self._request_ended = False
         self._trailers = False
         self._encode: Encode | None = None
         self._queued: Queued | None = None
@@ -349,6 +356,7 @@ class Exchange:
         if self._trace:
             head.trace = self._trace(head.headers.get(TRACEPARENT_HEADER, ""))
         self._duplex = event.request_mode is BodyMode.FULL_DUPLEX_STREAMED
+        self._request_ended = not head.has_body
         self._response_mode = event.response_mode
         verdict = self.router.on_headers(head)
         if not isinstance(verdict, NeedBody):
@@ -363,7 +371,8 @@ class Exchange:
         self._parts.append(event.chunk)
         self._body_bytes += len(event.chunk)
         if self._body_bytes > self._max_body_bytes:
-            return self._conclude(self._too_large(self._body_bytes))
+            return self._conclude(self._own(too_large(self._max_body_bytes)))
+        self._request_ended = event.end_of_stream
         if self._duplex and not event.end_of_stream:
             return State.BODY, []
         return self._decide_body()  # a buffered body is complete, even when trailers follow
@@ -371,11 +380,16 @@ class Exchange:
     def _collect_trailers(self, event: Trailers) -> _Next:
         if not self._duplex:
             raise ProtocolError("request trailers before the body")
-        self._trailers = True
+        self._trailers = self._request_ended = True
         return self._decide_body()
 
     def _decide_body(self) -> _Next:
         body = b"".join(self._parts)
+        if self._head.encoded:
+            unpacked = decoded(body, self._head.headers["content-encoding"], self._max_body_bytes)
+            if isinstance(unpacked, Refusal):
+                return self._conclude(self._own(unpacked))
+            body, self._decoded = unpacked, True
         self._parts = [body]
         return self._conclude(self.router.on_body(self._head, body))
 
@@ -405,20 +419,28 @@ class Exchange:
         return State.ROUTED, self._pick(routed, body, attached, attachment.headers)
 
     def _pass_request(self, event: Body | Trailers) -> _Next:
+        if self._duplex and self._request_ended:  # Envoy may send the end again
+            return self.state, []
+        self._request_ended = isinstance(event, Trailers) or event.end_of_stream
         return self.state, self._pass(event, self._duplex)
 
     def _pass_response(self, event: Body | Trailers) -> _Next:
+        duplex = self._response_mode is BodyMode.FULL_DUPLEX_STREAMED
+        if duplex and self._response_ended:
+            return self.state, []
         self._response_body_seen = True
         self._response_ended = isinstance(event, Trailers) or event.end_of_stream
         if isinstance(event, Body):
             self._cached_tokens.read(event.chunk)
-        return self.state, self._pass(event, self._response_mode is BodyMode.FULL_DUPLEX_STREAMED)
+        return self.state, self._pass(event, duplex)
 
     def _answered(self, event: ResponseHeaders) -> _Next:
         assert self._routed is not None
         self._response_status = event.status
         self._response_ended = event.end_of_stream
         streamed = event.content_type.startswith("text/event-stream")
+        if event.reset:
+            self.router.on_reset(self._routed.ticket, event.served)
         self.router.on_response(self._routed.ticket, event.status, event.served, streamed)
         headers: tuple[tuple[str, str], ...] = ()
         if self._routed.decision_header:
@@ -433,6 +455,7 @@ class Exchange:
         """Envoy or another filter answers the client, or Envoy did not send the body that we asked for."""
         self._response_mode = event.response_mode or self._response_mode
         self._leave_queue()
+        self._parts, self._bodies = [], (b"", None)  # an answer may last long
         if event.status < 400 and self.state is State.BODY:
             log.warning("body_never_came path=%s: does the filter allow mode_override?", self._head.path)
         return State.ANSWER, [Send(Continue(Kind.RESPONSE_HEADERS))]
@@ -491,10 +514,13 @@ class Exchange:
             rank=routed.rank,
             authorization=self._authorization,
             headers=headers,
+            decoded=self._decoded,
         )
         if not self._duplex:
             if self.state is State.START or not self._head.has_body:
                 return [Send(pick(Kind.REQUEST_HEADERS, override=KEEP_BODY))]
+            if changed is None and self._decoded:
+                changed = body
             return [Send(pick(Kind.REQUEST_BODY, body=changed))]
         effects: list[Effect] = [Send(pick(Kind.REQUEST_HEADERS))]
         if self.state is not State.START and self._head.has_body:
@@ -512,10 +538,6 @@ class Exchange:
     def _refuse(self, refusal: Refusal) -> list[Effect]:
         body = error_body(refusal.status, refusal.reason, refusal.message, self._head.path)
         return [Send(Immediate(refusal.status, refusal.reason, body, refusal.retry_after_s))]
-
-    def _too_large(self, size: int) -> Refusal:
-        message = f"the request body has {size} bytes, and at most {self._max_body_bytes} are accepted"
-        return self._own(Refusal(RefuseReason.BODY_TOO_LARGE, message))
 
     def _own(self, refusal: Refusal) -> Refusal:
         """Reports a refusal that is not the router's to the router, which records it."""

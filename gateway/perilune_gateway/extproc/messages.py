@@ -50,6 +50,8 @@ class ResponseHeaders(Struct, frozen=True, gc=False):
     end_of_stream: bool = False
     response_mode: BodyMode | None = None
     """The mode of the response's body, in the first message of a stream; None in later messages."""
+    reset: bool = False
+    """Whether the endpoint got the request and broke off before it answered, so that Envoy answers."""
 
 
 class Body(Struct, frozen=True, gc=False):
@@ -101,6 +103,8 @@ class Pick(Struct, frozen=True, gc=False):
     """Replaces the client's Authorization header; empty keeps it."""
     headers: tuple[tuple[str, str], ...] = ()
     """Added to the request."""
+    decoded: bool = False
+    """Whether `body` is without the encoding that the request's headers name."""
 
 
 class Echo(Struct, frozen=True, gc=False):

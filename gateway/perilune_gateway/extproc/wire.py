@@ -7,6 +7,7 @@
   the request; if that is full duplex, it is assumed for the response too.
 - The endpoints to choose from are in the metadata `envoy.lb.subset_hint`: a list, or one comma-separated
   string, as a header-to-metadata filter writes it.
+- Whether an endpoint broke off before it answered is in the attribute `response.code_details`.
 - The endpoint that served the request is in the response's `envoy.lb` metadata, else in the attribute
   `upstream.address`.
 
@@ -32,6 +33,7 @@ from google.protobuf.message import DecodeError
 from perilune_api import extproc_pb2 as pb
 from perilune_api.names import (
     AUTHORIZATION_HEADER,
+    CODE_DETAILS,
     DATA_PARALLEL_RANK_HEADER,
     DESTINATION_HEADER,
     DESTINATION_NAMESPACE,
@@ -63,6 +65,10 @@ _MODE_NUMBERS: dict[BodyMode, pb.ProcessingMode.BodySendMode] = {
     for mode in BodyMode
 }
 _MODES: dict[int, BodyMode] = {number: mode for mode, number in _MODE_NUMBERS.items()}
+_RESETS = tuple(
+    f"upstream_reset_before_response_started{{{cause}" for cause in ("connection_termination", "remote_reset")
+)
+"""Envoy's words for endpoints that broke off; those that it could not connect to have others."""
 MEMO_BYTES = 4096
 """Contexts of at most this many bytes are cached."""
 
@@ -75,6 +81,8 @@ class _Context(NamedTuple):
     """Body modes of request and response, as protobuf numbers; None when the message has none."""
     served: str
     """The endpoint that served the request; empty when the message names none."""
+    reset: bool
+    """Whether it broke off before it answered."""
 
 
 def decode(raw: bytes, default_mode: BodyMode = BodyMode.BUFFERED) -> Inbound:
@@ -134,9 +142,8 @@ def _response_headers(headers: dict[str, str], end_of_stream: bool, context: _Co
     if not (status.isascii() and status.isdigit()):
         raise ProtocolError(f"response status {status!r}")
     modes = _modes(context.modes)
-    return ResponseHeaders(
-        int(status), content_type, context.served, end_of_stream, modes[1] if modes else None
-    )
+    mode = modes[1] if modes else None
+    return ResponseHeaders(int(status), content_type, context.served, end_of_stream, mode, context.reset)
 
 
 @lru_cache
@@ -166,7 +173,7 @@ def _context_of(message: pb.ProcessingRequest) -> _Context:
     if message.HasField("protocol_config"):
         config = message.protocol_config
         modes = config.request_body_mode, config.response_body_mode
-    return _Context(_subset(message.metadata_context), modes, _served(message))
+    return _Context(_subset(message.metadata_context), modes, _served(message), _reset(message))
 
 
 def _headers(found: pb.HeaderMap) -> dict[str, str]:
@@ -207,6 +214,11 @@ def _served(message: pb.ProcessingRequest) -> str:
     return ""
 
 
+def _reset(message: pb.ProcessingRequest) -> bool:
+    details = (attributes.fields.get(CODE_DETAILS) for attributes in message.attributes.values())
+    return any(found.string_value.startswith(_RESETS) for found in details if found)
+
+
 def encode(outbound: Outbound) -> bytes:
     """Writes one ProcessingResponse. Answers without a body are cached, since there are few different
     ones."""
@@ -227,7 +239,7 @@ def _encode(outbound: Outbound) -> bytes:
         case Continue(to, headers, override):
             _answer(message, to, headers)
             _override(message, override)
-        case Pick(to, destinations, override, body, rank, authorization, headers):
+        case Pick(to, destinations, override, body, rank, authorization, headers, was_decoded):
             value = ",".join(destinations)
             changed = [(DESTINATION_HEADER, value), *headers]
             if rank is not None:
@@ -237,6 +249,8 @@ def _encode(outbound: Outbound) -> bytes:
             if body is not None:  # Envoy refuses a new body of another length than the header has
                 changed.append(("content-length", str(len(body))))
             common = _answer(message, to, changed)
+            if was_decoded:
+                common.header_mutation.remove_headers.append("content-encoding")
             common.clear_route_cache = True
             metadata = message.dynamic_metadata.fields[DESTINATION_NAMESPACE].struct_value
             metadata.fields[DESTINATION_HEADER].string_value = value

@@ -26,7 +26,7 @@ from perilune_api import names
 from perilune_gateway.feeds import bootstrap_pages, pages
 from perilune_gateway.model import RequestHead, rank_of, server_of
 from perilune_gateway.model.handoff import Attachment, GivenUp, RemotePrefill
-from perilune_gateway.request.engine_body import prefill_body
+from perilune_gateway.request.engine_body import UNREADABLE, prefill_body
 from perilune_gateway.routing.remote_prefills import RemotePrefills
 from perilune_gateway.state.connectors import Connectors
 
@@ -112,11 +112,15 @@ class PrefillLegs:
     ) -> None:
         """Sends one leg and reads it to its end. `accepted` is set by its head."""
         try:
+            content = prefill_body(body, remote.transfer_id)
+        except UNREADABLE as error:  # the source has no part in it
+            return self._failed(ticket, remote, GivenUp.ERROR, error)
+        try:
             async with (
                 asyncio.timeout(remote.give_s),
                 http.post(
                     f"http://{server_of(remote.source)}{head.path}",
-                    data=prefill_body(body, remote.transfer_id),
+                    data=content,
                     allow_redirects=False,
                     headers=_headers(remote, head, http.headers),
                 ) as answer,

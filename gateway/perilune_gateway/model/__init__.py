@@ -45,6 +45,7 @@ from perilune_gateway.model.errors import ProtocolError
 from perilune_gateway.model.moves import APPROVED, UNPLANNED, Move, MoveReason, Subject
 from perilune_gateway.model.record import DecisionRecord, Ending, tenant_hash
 from perilune_gateway.model.request import (
+    COMPUTED_WHOLE,
     NO_PREFIX,
     Identity,
     Location,
@@ -62,6 +63,7 @@ from perilune_gateway.model.request import (
 
 __all__ = [
     "APPROVED",
+    "COMPUTED_WHOLE",
     "H20_30B",
     "MOVING",
     "NEED_BODY",

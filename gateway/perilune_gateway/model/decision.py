@@ -74,8 +74,14 @@ class RefuseReason(StrEnum):
     BAD_REQUEST = "bad_request"
     UNKNOWN_MODEL = "unknown_model"
     NOT_FOUND = "not_found"
+    UNSUPPORTED_ENCODING = "unsupported_encoding"
+    """The body is compressed in a way that we cannot read."""
+    UPGRADE = "upgrade"
+    """The request asks for another protocol, such as a web socket."""
     TOO_LONG = "context_length_exceeded"
     BODY_TOO_LARGE = "body_too_large"
+    RESETS = "resets_engines"
+    """Engines broke off before they answered the same request."""
     NO_ENDPOINT = "no_endpoint"
     SUBSET_EMPTY = "subset_empty"
     OVERLOADED = "overloaded"
@@ -90,8 +96,11 @@ STATUS: Mapping[RefuseReason, int] = {
     RefuseReason.BAD_REQUEST: 400,
     RefuseReason.UNKNOWN_MODEL: 404,
     RefuseReason.NOT_FOUND: 404,
+    RefuseReason.UNSUPPORTED_ENCODING: 415,
+    RefuseReason.UPGRADE: 426,
     RefuseReason.TOO_LONG: 400,
     RefuseReason.BODY_TOO_LARGE: 413,
+    RefuseReason.RESETS: 400,
     RefuseReason.NO_ENDPOINT: 503,
     RefuseReason.SUBSET_EMPTY: 503,
     RefuseReason.OVERLOADED: 429,

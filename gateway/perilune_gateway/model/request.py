@@ -44,7 +44,7 @@ class Identity(NamedTuple):
 
 class RequestHead(Struct, gc=False):
     """The headers of a request. Header names are lower case. Immutable except for `identity`,
-    `arrived_at` and `trace`."""
+    `arrived_at`, `trace` and `name`."""
 
     method: str
     path: str
@@ -58,6 +58,13 @@ class RequestHead(Struct, gc=False):
     """When the gateway got it, on the router's clock; the router fills it in."""
     trace: Trace | None = None
     """Our span; None without tracing, or if the client's trace is not recorded."""
+    name: int = 0
+    """What the request is called if it breaks engines (state/resets.py); 0: it is not followed."""
+
+    @property
+    def encoded(self) -> bool:
+        """Whether the body is compressed."""
+        return self.headers.get("content-encoding", "").strip().lower() not in ("", "identity")
 
     @property
     def content_length(self) -> int:
@@ -111,11 +118,20 @@ class Unsplit(StrEnum):
     API = "api"
     """Requests of this API have no transfer parameters."""
     ANSWERS = "answers"
-    """The request asks for several answers."""
+    """The request asks for several answers, or searches among them."""
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    """The answer tells of the prompt itself (`prompt_logprobs`, `echo`), so one engine has to compute all of
+    it."""
+    PICTURES = "pictures"
+    """The prompt has pictures, sound or video."""
     PROMPTS = "prompts"
     """The request has several prompts, or embeddings instead of one."""
     GROUPS = "groups"
     """The model has several KV cache groups."""
+
+
+COMPUTED_WHOLE = frozenset({Unsplit.ANSWERS, Unsplit.PROMPT_LOGPROBS, Unsplit.PICTURES, Unsplit.PROMPTS})
+"""What a request itself has that its endpoint computes alone: nothing is fetched for it."""
 
 
 class Unpulled(StrEnum):
@@ -142,8 +158,8 @@ class Unpulled(StrEnum):
     GROUPS = "groups"
     """The model has several KV cache groups."""
     REQUEST = "request"
-    """The request cannot name the endpoint to read from: its API has no transfer parameters, or it asks for
-    several answers, or has several prompts."""
+    """The request asks for several answers or for the prompt's log probabilities, or has several prompts, or,
+    where it has to name the endpoint to read from, its API has no transfer parameters."""
 
 
 class SessionView(Struct, frozen=True, gc=False):

@@ -6,6 +6,10 @@ import msgspec
 from msgspec import Struct
 
 from perilune_gateway.model import NO_FIELDS, EngineFields
+from perilune_gateway.request.openai import BYTE_ORDER_MARK
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What reading a body raises."""
 
 
 def for_engine(body: bytes, added: EngineFields) -> bytes | None:
@@ -41,8 +45,8 @@ _UNWANTED = (
 def prefill_body(body: bytes, transfer_id: str) -> bytes:
     """Returns the body that has a request's prompt prefilled for another engine: the client's own, but for an
     answer of one token that ends by its length, because the engine drops the KV of one that ends otherwise.
-    Raises msgspec.DecodeError."""
-    fields = msgspec.json.decode(body, type=dict[str, Any])
+    Raises one of UNREADABLE, since only a part of the body was read before."""
+    fields = msgspec.json.decode(body.removeprefix(BYTE_ORDER_MARK), type=dict[str, Any])
     for name in _UNWANTED:
         fields.pop(name, None)
     params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
@@ -63,6 +67,6 @@ class _OwnXargs(Struct, frozen=True):
 def _own_xargs(body: bytes) -> dict[str, Any] | None:
     """The client's `vllm_xargs`; None if the engine will refuse them."""
     try:
-        return msgspec.json.decode(body, type=_OwnXargs).vllm_xargs or {}
-    except msgspec.ValidationError:
+        return msgspec.json.decode(body.removeprefix(BYTE_ORDER_MARK), type=_OwnXargs).vllm_xargs or {}
+    except UNREADABLE:
         return None

@@ -10,8 +10,9 @@ without the body:
 4. otherwise the router infers the session, see state/sessions.py.
 
 Clients choose session ids, so the id alone grants nothing: a session is looked up by (tenant, id), where the
-tenant is a configured header or a hash of what the client authenticates with. Ids over 256 characters, and
-those that look like an inferred one, are replaced by a hash.
+tenant is a configured header or a hash of the credential with which the client authenticates: the first of
+CREDENTIALS that is there, since one that comes in addition would make another tenant of the same client. Ids
+over 256 characters, and those that look like an inferred one, are replaced by a hash.
 """
 
 from collections.abc import Mapping
@@ -28,7 +29,8 @@ MAX_ID = 256
 INFERRED = "inferred-"
 """Beginning of the ids of inferred sessions; clients cannot name one."""
 CREDENTIALS = ("authorization", "x-api-key", "api-key")
-"""Headers with which clients authenticate: OpenAI's, Anthropic's, Azure's."""
+"""Headers with which clients authenticate, in the order in which they count: OpenAI's, Anthropic's,
+Azure's."""
 _SPECIAL = frozenset({names.SUB_AGENT_HEADER, *names.PARENT_SESSION_HEADERS, *names.FINAL_TURN_HEADERS})
 """Headers that most requests do not have."""
 
@@ -94,8 +96,8 @@ def _cookie(headers: Mapping[str, str], wanted: str) -> str:
 def _tenant(headers: Mapping[str, str], tenant_header: str) -> str:
     if tenant_header:
         return bounded(headers.get(tenant_header.lower(), ""))
-    given = "\0".join(filter(None, map(headers.get, CREDENTIALS)))
-    return _digest(given) if given else ""
+    credential = _first(headers, CREDENTIALS)
+    return _digest(credential) if credential else ""
 
 
 def bounded(value: str) -> str:

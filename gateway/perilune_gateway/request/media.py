@@ -12,6 +12,15 @@ _RUN_BYTES = 1024
 _BASE64_RUN = re.compile(rb"(?:[A-Za-z0-9+/=_-]|\\/){%d,}" % _RUN_BYTES)
 _SIGNS = (b"base64", b'"input_audio"')
 """A conversation without these has no file in it."""
+_KINDS = (b'_url"', b'"input_audio"', b'"input_image"', b'"image_pil"', b'_embeds"')
+"""A conversation without these has no part that is more than text."""
+
+
+def may_have_media(conversation: bytes | memoryview) -> bool:
+    """Whether parts of a conversation may be pictures, sound or video, also by their addresses. Costs a few
+    searches; text that quotes such a part counts, too."""
+    text = bytes(conversation)
+    return any(kind in text for kind in _KINDS)
 
 
 def digested(conversation: bytes | memoryview, medium_bytes: int) -> bytes | memoryview:

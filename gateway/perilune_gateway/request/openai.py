@@ -1,7 +1,7 @@
-"""Reads the few fields that routing needs from a request's body, for four APIs.
+"""Reads the few fields that routing needs from a request's body, for five APIs.
 
 `parse` decodes the body once, into a typed struct of its API: it skips all other fields, keeps the
-conversation as undecoded JSON, checks that model and prompt are there and returns a `ParsedRequest`. It
+conversation as undecoded JSON, checks that the prompt is there and returns a `ParsedRequest`. It
 returns a value for any bytes: bad JSON, wrong types and too deep nesting give a Refusal that says where the
 problem is.
 
@@ -13,9 +13,11 @@ number). Roles, tools and limits are not checked, since only the engine can judg
     POST /v1/completions        prompt: text, ids, or a list of those → TextPrompt, TokenPrompt
     POST /v1/responses          input, instructions, tools            → ChatPrompt
     POST /v1/messages           system, messages, tools (Anthropic)   → ChatPrompt
+    POST /v1/embeddings, …      input, query, documents, …            → TextPrompt, TokenPrompt
 """
 
 import re
+from contextlib import suppress
 from typing import Annotated, Any
 
 import msgspec
@@ -81,6 +83,7 @@ class ParsedRequest(Struct, frozen=True, gc=False):
 
     api: Api
     model: str
+    """Empty if the body names none; a pool of one model serves it all the same, as engines do."""
     prompt: Prompt
     stream: bool = False
     max_output_tokens: int = 0
@@ -132,7 +135,7 @@ class _Named(Struct, frozen=True):
 def model_in(body: bytes) -> str:
     """The body's `model`, on any path; empty if it has none, or if the body is no JSON object."""
     try:
-        return msgspec.json.decode(body, type=_Named).model or ""
+        return msgspec.json.decode(body.removeprefix(BYTE_ORDER_MARK), type=_Named).model or ""
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
 
@@ -179,6 +182,9 @@ class _Body(Struct, frozen=True):
     metadata: Any = None
     n: Any = None
     best_of: Any = None
+    use_beam_search: Any = None
+    echo: Any = None
+    prompt_logprobs: Any = None
     kv_transfer_params: Any = None
     ec_transfer_params: Any = None
 
@@ -233,6 +239,19 @@ class _Messages(_Body, frozen=True):
     output_config: _Effort | None = None
 
 
+class _Pooling(_Body, frozen=True):
+    input: Raw = Raw()
+    messages: Raw = Raw()
+    query: Raw = Raw()
+    queries: Raw = Raw()
+    documents: Raw = Raw()
+    items: Raw = Raw()
+    text_1: Raw = Raw()
+    text_2: Raw = Raw()
+    data_1: Raw = Raw()
+    data_2: Raw = Raw()
+
+
 class _Item(Struct, frozen=True):
     """An item of a Responses input."""
 
@@ -244,6 +263,7 @@ _CHAT = msgspec.json.Decoder(_Chat, strict=False)
 _COMPLETIONS = msgspec.json.Decoder(_Completions, strict=False)
 _RESPONSES = msgspec.json.Decoder(_Responses, strict=False)
 _MESSAGES = msgspec.json.Decoder(_Messages, strict=False)
+_POOLING = msgspec.json.Decoder(_Pooling, strict=False)
 
 _TEXT = msgspec.json.Decoder(str)
 _TEXTS = msgspec.json.Decoder(tuple[str, ...])
@@ -252,6 +272,8 @@ _ID_LISTS = msgspec.json.Decoder(tuple[list[TokenId], ...])
 _ITEMS = msgspec.json.Decoder(list[Raw])
 _ITEM = msgspec.json.Decoder(_Item)
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""Some clients write it before the JSON, and engines ignore it."""
 COMPLETION_TOKENS = 16
 """The limit of a completion whose body has none."""
 _UNFINISHED = ("in_progress", "incomplete")
@@ -259,10 +281,6 @@ _UNFINISHED = ("in_progress", "incomplete")
 
 class _RefusedError(Exception):
     """A field is missing or has the wrong shape. `parse` turns it into a Refusal."""
-
-    def __init__(self, message: str, reason: RefuseReason = RefuseReason.BAD_REQUEST) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 def parse(path: str, body: bytes) -> ParsedRequest | Refusal:
@@ -274,9 +292,9 @@ def parse(path: str, body: bytes) -> ParsedRequest | Refusal:
     if api is None:
         return Refusal(RefuseReason.BAD_REQUEST, f"Not a model path: {path[:200]}")
     try:
-        return _PARSERS[api](body)
+        return _PARSERS[api](body.removeprefix(BYTE_ORDER_MARK))
     except _RefusedError as error:
-        return Refusal(error.reason, str(error))
+        return Refusal(RefuseReason.BAD_REQUEST, str(error))
     except msgspec.ValidationError as error:
         return Refusal(RefuseReason.BAD_REQUEST, str(error))
     except msgspec.DecodeError as error:
@@ -289,7 +307,6 @@ def parse(path: str, body: bytes) -> ParsedRequest | Refusal:
 
 def _chat(body: bytes) -> ParsedRequest:
     fields = _CHAT.decode(body)
-    model = _model(fields)
     prompt = ChatPrompt(
         messages=_array(fields.messages, "messages"),
         tools=_optional_array(fields.tools, "tools"),
@@ -301,12 +318,11 @@ def _chat(body: bytes) -> ParsedRequest:
         continue_final_message=fields.continue_final_message,
         add_special_tokens=fields.add_special_tokens,
     )
-    return _request(Api.CHAT, fields, model, prompt, fields.max_completion_tokens or fields.max_tokens)
+    return _request(Api.CHAT, fields, prompt, fields.max_completion_tokens or fields.max_tokens)
 
 
 def _completions(body: bytes) -> ParsedRequest:
     fields = _COMPLETIONS.decode(body)
-    model = _model(fields)
     prompt: Prompt
     if _given(fields.prompt):
         prompt = _completion_prompt(fields.prompt, fields.add_special_tokens)
@@ -315,12 +331,13 @@ def _completions(body: bytes) -> ParsedRequest:
     else:
         raise _RefusedError("Object missing required field `prompt` - at `$`")
     limit = COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
-    return _request(Api.COMPLETIONS, fields, model, prompt, limit)
+    request = _request(Api.COMPLETIONS, fields, prompt, limit)
+    embedded = request.unsplit is None and _given(fields.prompt_embeds)  # prompts in addition
+    return replace(request, unsplit=Unsplit.PROMPTS) if embedded else request
 
 
 def _responses(body: bytes) -> ParsedRequest:
     fields = _RESPONSES.decode(body)
-    model = _model(fields)
     if _first(fields.input) not in (b"[", b'"'):
         raise _mismatch(fields.input, "input", "`str | array`")
     unfinished = _ends_unfinished(fields.input)
@@ -334,7 +351,7 @@ def _responses(body: bytes) -> ParsedRequest:
         continue_final_message=unfinished,
         add_special_tokens=True,  # vLLM adds none to the prompts of the other chat APIs
     )
-    request = _request(Api.RESPONSES, fields, model, prompt, fields.max_output_tokens)
+    request = _request(Api.RESPONSES, fields, prompt, fields.max_output_tokens)
     return replace(
         request,
         previous_response_id=fields.previous_response_id or "",
@@ -344,7 +361,6 @@ def _responses(body: bytes) -> ParsedRequest:
 
 def _messages(body: bytes) -> ParsedRequest:
     fields = _MESSAGES.decode(body)
-    model = _model(fields)
     if (system := _given(fields.system)) and _first(system) not in (b"[", b'"'):
         raise _mismatch(system, "system", "`str | array`")
     prompt = ChatPrompt(
@@ -354,10 +370,24 @@ def _messages(body: bytes) -> ParsedRequest:
         template_kwargs=_given(fields.chat_template_kwargs),
         reasoning_effort=_anthropic_effort(fields),
     )
-    return _request(Api.MESSAGES, fields, model, prompt, fields.max_tokens)
+    return _request(Api.MESSAGES, fields, prompt, fields.max_tokens)
+
+
+def _pooling(body: bytes) -> ParsedRequest:
+    """Texts count as the body writes them. Of which form they are is for the engine to judge."""
+    fields = _POOLING.decode(body)
+    values = (getattr(fields, name) for name in _Pooling.__struct_fields__)
+    given = [value for value in values if isinstance(value, Raw) and value]
+    prompt: Prompt = TextPrompt(tuple(str(raw, "utf-8") for raw in given))
+    if len(given) == 1 and _first(fields.input) == b"[":
+        with suppress(_RefusedError):
+            tokens = _completion_prompt(fields.input, special=True)
+            prompt = tokens if isinstance(tokens, TokenPrompt) else prompt
+    return _request(Api.POOLING, fields, prompt, 0)
 
 
 _PARSERS = {
+    Api.POOLING: _pooling,
     Api.CHAT: _chat,
     Api.COMPLETIONS: _completions,
     Api.RESPONSES: _responses,
@@ -382,16 +412,9 @@ def _anthropic_effort(fields: _Messages) -> str:
     return "none" if fields.thinking and fields.thinking.type == "disabled" else ""
 
 
-def _model(fields: _Body) -> str:
-    if not fields.model:
-        raise _RefusedError("The request names no model - at `$.model`", RefuseReason.NO_MODEL)
-    return fields.model
-
-
 def _request(
     api: Api,
     fields: _Body,
-    model: str,
     prompt: Prompt,
     max_tokens: int | None,
 ) -> ParsedRequest:
@@ -403,7 +426,7 @@ def _request(
             raise _RefusedError(f"Field `{name}` is not accepted from clients - at `{where}.{name}`")
     return ParsedRequest(
         api=api,
-        model=model,
+        model=fields.model or "",
         prompt=prompt,
         stream=bool(fields.stream),
         max_output_tokens=max(max_tokens or 0, 0),
@@ -424,8 +447,10 @@ def _unsplit(api: Api, fields: _Body, prompt: Prompt) -> Unsplit | None:
     the APIs."""
     if api not in (Api.CHAT, Api.COMPLETIONS):
         return Unsplit.API
-    if any(count not in (None, 1) for count in (fields.n, fields.best_of)):
+    if fields.use_beam_search or any(count not in (None, 1) for count in (fields.n, fields.best_of)):
         return Unsplit.ANSWERS
+    if fields.echo or fields.prompt_logprobs is not None:
+        return Unsplit.PROMPT_LOGPROBS
     several = isinstance(prompt, TextPrompt) and len(prompt.texts) != 1
     if several or (isinstance(prompt, TokenPrompt) and len(prompt.ids) != 1):
         return Unsplit.PROMPTS

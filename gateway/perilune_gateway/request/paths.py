@@ -1,11 +1,14 @@
 """What a request is for, by its path: a model's API, a stored response, the list of models, an engine's page.
 
-The query string is ignored, and escapes such as `%73` are decoded, as engines decode them.
+`perilune_api.paths` lists what is supported. The query string is ignored, and escapes such as `%73` are
+decoded, as engines decode them.
 """
 
 from collections.abc import Mapping
 from enum import StrEnum
 from urllib.parse import unquote
+
+from perilune_api.paths import EXACT, MODELS, POOLING, PREFIXES, RESPONSES
 
 
 class Api(StrEnum):
@@ -15,6 +18,8 @@ class Api(StrEnum):
     COMPLETIONS = "completions"
     RESPONSES = "responses"
     MESSAGES = "messages"
+    POOLING = "pooling"
+    """Embeddings, rerank, score, classify: prompts are read, and nothing is generated."""
 
 
 PATHS: Mapping[str, Api] = {
@@ -22,8 +27,10 @@ PATHS: Mapping[str, Api] = {
     "/v1/completions": Api.COMPLETIONS,
     "/v1/responses": Api.RESPONSES,
     "/v1/messages": Api.MESSAGES,
+    "/v1/responses/compact": Api.RESPONSES,
+    **dict.fromkeys(POOLING, Api.POOLING),
 }
-MODELS = "/v1/models"
+_EXACT = frozenset(EXACT)
 ENGINE_PAGES = frozenset({"/metrics", "/load", "/kv_event_sources", "/server_info", "/is_sleeping"})
 """Pages on which an engine describes itself; from a pool the answer would be any engine's."""
 
@@ -35,8 +42,21 @@ def is_model_path(path: str) -> bool:
 
 def response_of(path: str) -> str:
     """The id of the stored response that a path names, such as /v1/responses/ID/cancel; else empty."""
-    _, _, rest = _bare(path).partition("/v1/responses/")
-    return rest.partition("/")[0]
+    bare = _bare(path)
+    if bare in _EXACT or not bare.startswith(f"{RESPONSES}/"):
+        return ""
+    return bare.removeprefix(f"{RESPONSES}/").partition("/")[0]
+
+
+def is_supported(path: str) -> bool:
+    """Whether clients may ask for the path."""
+    bare = _bare(path)
+    return bare in _EXACT or any(bare == known or bare.startswith(f"{known}/") for known in PREFIXES)
+
+
+def answers_with_id(path: str) -> bool:
+    """Whether the answer is a response with an id that the request may choose."""
+    return _bare(path) == RESPONSES
 
 
 def is_engine_page(path: str) -> bool:

@@ -1,8 +1,9 @@
-"""The JSON bodies of refusals, in the form of the API that was asked."""
+"""The JSON bodies of refusals, in the form of the API that was asked, and the refusal of bodies that are too
+large."""
 
 import msgspec
 
-from perilune_gateway.model import RefuseReason
+from perilune_gateway.model import Refusal, RefuseReason
 from perilune_gateway.request.paths import Api, api_of
 
 _OPENAI_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
@@ -14,6 +15,12 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 _ABOUT_MODEL = (RefuseReason.NO_MODEL, RefuseReason.UNKNOWN_MODEL)
+
+
+def too_large(limit_bytes: int) -> Refusal:
+    """The refusal of a body of more bytes, whoever finds that."""
+    message = f"The request's body has more than {limit_bytes} bytes, the limit (routing.limits.maxBodyBytes)"
+    return Refusal(RefuseReason.BODY_TOO_LARGE, message)
 
 
 def error_body(status: int, reason: RefuseReason, message: str, path: str = "") -> bytes:

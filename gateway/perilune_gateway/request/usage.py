@@ -1,13 +1,16 @@
 """Reads from an answer's body, part by part, how many prompt tokens came from the engine's prefix cache.
 
 Every API reports it in `usage`, streamed or not: OpenAI's as `cached_tokens`, Anthropic's as
-`cache_read_input_tokens`. The last number wins. The same words inside a text have escaped quotes and are not
-found, nor is anything in a compressed body. Costs a search for one word in each part.
+`cache_read_input_tokens`. The last number wins; what is no whole number is none. The same words inside a text
+have escaped quotes and are not found, nor is anything in a compressed body. Costs a search for one word in
+each part.
 """
 
 import re
 
-_CACHED = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d{1,12})')
+_CACHED = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s{0,8}:\s{0,8}(\d{1,12})(?=[\s,}])')
+"""A whole number, to its end: neither a part of one that the next part continues, nor of 1.5, 1e9 or a longer
+one."""
 _CARRY_BYTES = 64
 """More than the longest match, which two parts may share."""
 

@@ -14,16 +14,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from perilune_api.paths import SUPPORTED
 from perilune_api.pool import Limits, Role
 from perilune_gateway.model import (
     Candidate,
     Refusal,
     RefuseReason,
+    RequestHead,
     RequestView,
     Tokens,
     TokenSource,
 )
 from perilune_gateway.policy.cost import cheapest_fetch, tpot_s
+from perilune_gateway.request import paths
 from perilune_gateway.state.fleet import EndpointView
 
 
@@ -73,6 +76,36 @@ def unknown_model(model: str, known: Iterable[str], server: str) -> Refusal:
     """The refusal of a model that `server`, such as "This pool", does not serve."""
     message = f"The model `{model[:200]}` does not exist. {server} serves: {', '.join(sorted(known))}"
     return Refusal(RefuseReason.UNKNOWN_MODEL, message)
+
+
+def no_model(known: Iterable[str], server: str) -> Refusal:
+    """The refusal of a request that does not say which of several models it is for."""
+    message = f"The request names no model. {server} serves: {', '.join(sorted(known))} - at `$.model`"
+    return Refusal(RefuseReason.NO_MODEL, message)
+
+
+def no_response(response_id: str) -> Refusal:
+    """The refusal of a response that no endpoint of the pool has."""
+    return Refusal(RefuseReason.NOT_FOUND, f"Response with id '{response_id[:200]}' not found")
+
+
+def resets(left_s: float) -> Refusal:
+    """The refusal of a request at which engines broke off."""
+    message = f"Engines broke off before they answered this request. It is refused for {left_s:.0f} s more"
+    return Refusal(RefuseReason.RESETS, message)
+
+
+def unsupported(head: RequestHead) -> Refusal | None:
+    """Why no pool serves the request's path or protocol; None if one may."""
+    if "websocket" in head.headers.get("upgrade", "").lower():
+        return Refusal(RefuseReason.UPGRADE, "Web sockets are not supported: send the request by HTTP")
+    if paths.is_engine_page(head.path):
+        message = f"{head.path[:200]} tells of one engine only. Ask the engine that you mean, not the pool"
+        return Refusal(RefuseReason.NOT_FOUND, message)
+    if not paths.is_supported(head.path):
+        known = ", ".join(SUPPORTED)
+        return Refusal(RefuseReason.NOT_FOUND, f"{head.path[:200]} is not supported. Supported are {known}")
+    return None
 
 
 def split(views: Sequence[EndpointView], wanted: Wanted) -> tuple[list[EndpointView], dict[str, str]]:

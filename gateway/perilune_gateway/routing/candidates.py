@@ -17,6 +17,7 @@ from dataclasses import replace
 from perilune_api.pool import Pool, Role
 from perilune_api.topology import Link
 from perilune_gateway.model import (
+    COMPUTED_WHOLE,
     Candidate,
     Location,
     Overlap,
@@ -96,9 +97,15 @@ class CandidateBuilder:
         self._weigh(context, self._state.held(session, context.now), session.chain)
 
     def look_up(self, context: RequestContext) -> Matches:
-        """Fill in prefix and candidates from the prompt's blocks. Returns the index's answer."""
+        """Fill in prefix and candidates from the prompt's blocks. Returns the index's answer. A turn that is
+        only estimated, of a session whose earlier ones were not, matches no engine's blocks; then the session
+        tells what is cached, as it does for a turn that is not read."""
         index, prompt, now = self._state.index, context.prompt, context.now
-        matches = index.find_matches(prompt.blocks, now)
+        matches, session = index.find_matches(prompt.blocks, now), context.session
+        unlike = prompt.source is TokenSource.ESTIMATE and not matches.longest
+        if unlike and session and self._state.knows(session, prompt.body_bytes):
+            self._weigh(context, self._state.held(session, now), session.chain)
+            return matches
         hits, _, score = (
             index.statistics(prompt.blocks[matches.longest - 1], now) if matches.longest else (0, 0, 0.0)
         )
@@ -273,6 +280,8 @@ class CandidateBuilder:
         if self._reads_peers:
             named = None if context.prompt.unsplit is None else Unpulled.REQUEST
             return unpulled(locations, givers, lambda tokens: named)
+        if context.prompt.unsplit in COMPUTED_WHOLE:
+            return unpulled(locations, givers, lambda tokens: Unpulled.REQUEST)
         return unpulled(locations, givers, lambda tokens: self._why_not(tokens, blocks))
 
     def _why_not(self, tokens: int, blocks: Sequence[int]) -> Unpulled | None:

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from perilune_gateway.model import Ending, Endpoint, Move, Outcome, Tier, rank_of
+from perilune_gateway.model import Ending, Endpoint, Move, Outcome, Tier, rank_of, server_of
 from perilune_gateway.moves.planner import Planner
 from perilune_gateway.routing.announcement_check import AnnouncementCheck
 from perilune_gateway.routing.handing_over import HandingOver
@@ -160,6 +160,13 @@ class Lifecycle:
 
     # -- what Envoy says ---------------------------------------------------------------------------
 
+    def on_reset(self, ticket: int, served: str) -> None:
+        """The endpoint that had the request last, `served`, broke off before it answered. If that is not the
+        target, the target did, too, or could not be reached."""
+        running = self._running[ticket]
+        times = 2 if served and served != server_of(running.target) else 1
+        self._state.resets.reset(running.name, self._clock(), times)
+
     def on_response(self, ticket: int, status: int, served: str, streamed: bool) -> None:
         """The answer's head has come. `served`: the endpoint that answers, empty if unknown. One that refuses
         a request caches nothing of it."""
@@ -175,6 +182,8 @@ class Lifecycle:
             state.index.unclaim(running.target, running.claimed)
         if status == NOT_FOUND and running.session:
             running.session.unserved = True
+        if status < FAILED:
+            state.resets.answered(running.name)
         state.ejection.head(ticket, status, now)
         running.streamed = streamed and status < REFUSED
         if running.streamed and not running.told:

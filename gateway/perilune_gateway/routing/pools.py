@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from perilune_gateway.model import (
@@ -33,7 +34,6 @@ from perilune_gateway.model import (
     Answer,
     NeedBody,
     Refusal,
-    RefuseReason,
     RequestHead,
     Routed,
 )
@@ -44,6 +44,7 @@ from perilune_gateway.routing import admission
 from perilune_gateway.routing.context import StepTimer
 from perilune_gateway.routing.new_sessions import Queued
 from perilune_gateway.routing.router import Encode, Router
+from perilune_gateway.state import resets
 
 
 class Chosen(Struct, frozen=True, gc=False):
@@ -75,8 +76,10 @@ class Pools:
     def on_headers(self, head: RequestHead) -> Chosen | Refusal | Answer | NeedBody:
         """Chooses by the headers, if they suffice."""
         self.routers[0].arrived(head)
+        if refusal := self.routers[0].unsupported(head):
+            return self.refused(head, refusal)
         response_id = paths.response_of(head.path)
-        if head.method == "POST" and head.has_body and not (response_id or paths.is_engine_page(head.path)):
+        if head.method == "POST" and head.has_body and not response_id:
             bound = [router for router in self.routers if router.is_bound(router.identity(head))]
             if len(bound) == 1 and paths.is_model_path(head.path) and _of_one_model(bound[0]):
                 verdict = bound[0].on_headers(head)
@@ -92,9 +95,14 @@ class Pools:
         timer = StepTimer(self._stopwatch)
         if not paths.is_model_path(head.path):
             return self._elsewhere(head, openai.model_in(body))
+        head.name = resets.named(body)
         request = self.bodies.parse(head.path, body)
         if isinstance(request, Refusal):
             return self.refused(head, request)
+        if not request.model and len(self._names()) > 1:
+            return self.refused(head, admission.no_model(self._names(), "This gateway"))
+        if not request.model:
+            request = replace(request, model=self.routers[0].pool.spec.model.name)
         serving = [router for router in self.routers if request.model in router.models]
         if not serving:
             return self.refused(head, self._unknown(request.model))
@@ -114,12 +122,10 @@ class Pools:
 
     def _elsewhere(self, head: RequestHead, model: str) -> Chosen | Refusal:
         """A request with a body for another page than the model's, such as /tokenize or /v1/embeddings."""
-        if not model:
-            names = ", ".join(sorted(self._names()))
-            message = f"The request names no model. This gateway serves: {names} - at `$.model`"
-            return self.refused(head, Refusal(RefuseReason.NO_MODEL, message))
-        router = next((router for router in self.routers if model in router.models), None)
-        return self._by_headers(router, head) if router else self.refused(head, self._unknown(model))
+        if not model and len(self._names()) > 1:
+            return self.refused(head, admission.no_model(self._names(), "This gateway"))
+        router = next((r for r in self.routers if not model or model in r.models), None)
+        return Chosen(router, router.beside(head)) if router else self.refused(head, self._unknown(model))
 
     def _unknown(self, model: str) -> Refusal:
         return admission.unknown_model(model, self._names(), "This gateway")

@@ -52,7 +52,9 @@ from perilune_gateway.request import paths
 from perilune_gateway.request.aliases import Aliases
 from perilune_gateway.request.identity import bounded, from_headers, inferred, with_body
 from perilune_gateway.request.known_bodies import KnownBodies
-from perilune_gateway.request.openai import ParsedRequest
+from perilune_gateway.request.media import may_have_media
+from perilune_gateway.request.openai import ChatPrompt, ParsedRequest
+from perilune_gateway.request.refusal_body import too_large
 from perilune_gateway.routing import admission
 from perilune_gateway.routing.candidates import CandidateBuilder, wanted_by
 from perilune_gateway.routing.context import Prompt, RequestContext, StepTimer
@@ -67,8 +69,10 @@ from perilune_gateway.routing.pulling import Pulling
 from perilune_gateway.routing.remote_prefills import RemotePrefills
 from perilune_gateway.routing.request_transfers import TransferStats, together
 from perilune_gateway.routing.verdicts import Verdicts
+from perilune_gateway.state import resets
 from perilune_gateway.state.engine_blocks import Applied
 from perilune_gateway.state.pool_state import PoolState
+from perilune_gateway.state.sessions import Session
 
 SEED_BITS = 53
 """Number of bits of a decision's random seed; JSON readers lose precision above it."""
@@ -163,6 +167,7 @@ class Router:
         self.handing_over.configure(pool)
         self.new_sessions.configure(self._routing.session_admission)
         endpoints = [endpoint for e in spec.endpoints for endpoint in _ranks(e, spec.topology)]
+        self._splits = any(endpoint.role is Role.PREFILL for endpoint in spec.endpoints)
         self._by_alias = {self._aliases.endpoint(e.address): e.address for e in endpoints}
         known = {endpoint.address: endpoint.instance for endpoint in self.state.fleet.endpoints()}
         gone = self.state.fleet.set_endpoints(endpoints, spec.topology)
@@ -191,27 +196,34 @@ class Router:
         if session:
             self.handing_over.follow(session)
         forced = self._conformance and names.CONFORMANCE_SELECTION_HEADER in head.headers
-        for_model = head.has_body and head.method == "POST" and paths.is_model_path(head.path)
+        has_body = head.has_body and head.method == "POST"
+        for_model = has_body and paths.is_model_path(head.path)
         body_bytes = head.content_length
-        if paths.is_engine_page(head.path):
-            message = (
-                f"{head.path[:200]} tells of one engine only. Ask the engine that you mean, not the pool"
-            )
-            return self._verdicts.refused(head, Refusal(RefuseReason.NOT_FOUND, message), timer)
+        if refusal := self.unsupported(head):
+            return self._verdicts.refused(head, refusal, timer)
+        if has_body and head.encoded:
+            return NEED_BODY  # engines cannot decode it
         if for_model and not forced:
             if body_bytes > self._routing.limits.max_body_bytes:
-                return self._verdicts.refused(head, self._too_large(body_bytes), timer)
+                return self._verdicts.refused(head, self._too_large(), timer)
             if session is None or not session.host or not body_bytes:
                 return NEED_BODY  # a body of unknown length may be too long
-            if paths.api_of(head.path) is paths.Api.RESPONSES:
-                return NEED_BODY  # the body may name an earlier response, which one endpoint has
+            if paths.api_of(head.path) in (paths.Api.RESPONSES, paths.Api.POOLING):
+                return NEED_BODY  # it may name an earlier response, which one endpoint has; or has no session
             if not self.state.knows(session, body_bytes) or self._reports.wanted(session.host):
                 return NEED_BODY
             if self._routing.engine_priority.used or self._routing.cache_salt == "tenant":
                 return NEED_BODY  # priority and salt for the engine are written into every body
+            head.name = resets.named_unread(identity.key, body_bytes)
+            if left_s := self.state.resets.refused_s(head.name, now):
+                return self._verdicts.refused(head, admission.resets(left_s), timer)
+            if self.state.resets.watching(now):
+                return NEED_BODY  # the body may be one at which engines break off
         context = RequestContext(head, now, timer, identity, session)
-        if not for_model and (stored := self._aliases.stored(identity.tenant, paths.response_of(head.path))):
-            context.holder = self._by_alias.get(stored.endpoint, "")
+        if not for_model and (response_id := paths.response_of(head.path)):
+            context.holder = self._holder(identity, session, response_id)
+            if not context.holder:
+                return self._verdicts.refused(head, admission.no_response(response_id), timer, context)
         self._candidates.find_eligible(context)
         if not context.eligible:
             return self._no_endpoint(context)
@@ -227,15 +239,38 @@ class Router:
         """The body has come."""
         timer = StepTimer(self._stopwatch)
         if len(body) > self._routing.limits.max_body_bytes:
-            return self._verdicts.refused(head, self._too_large(len(body)), timer)
+            return self._verdicts.refused(head, self._too_large(), timer)
+        if not paths.is_model_path(head.path):  # it was compressed
+            return self.beside(head)
+        head.name = resets.named(body)
         return self.on_request(head, self.bodies.parse(head.path, body), len(body), timer)
+
+    def beside(self, head: RequestHead) -> Routed | Refusal:
+        """Route a request for another page than the model's to any endpoint, whatever its body says."""
+        identity = from_headers(head.headers, self._routing.session)
+        context = RequestContext(head, self._clock(), StepTimer(self._stopwatch), identity, None)
+        self._candidates.find_eligible(context)
+        return self._pass_through(context) if context.eligible else self._no_endpoint(context)
+
+    def unsupported(self, head: RequestHead) -> Refusal | None:
+        """Why no pool serves the request's path; None if one may. Conformance tests have paths of their
+        own."""
+        return None if self._conformance else admission.unsupported(head)
 
     def on_request(
         self, head: RequestHead, request: ParsedRequest | Refusal, body_bytes: int, timer: StepTimer
     ) -> Routed | Refusal | Encode | Queued:
         """The body has been parsed."""
+        if body_bytes > self._routing.limits.max_body_bytes:
+            return self._verdicts.refused(head, self._too_large(), timer)
         if isinstance(request, Refusal):
             return self._verdicts.refused(head, request, timer)
+        if not request.model and not self._loras:
+            request = replace(request, model=self.pool.spec.model.name)
+        if not request.model:
+            return self._verdicts.refused(head, admission.no_model(self.models, "This pool"), timer)
+        if left_s := self.state.resets.refused_s(head.name, self._clock()):
+            return self._verdicts.refused(head, admission.resets(left_s), timer)
         if request.model not in self.models:
             refusal = admission.unknown_model(request.model, self.models, "This pool")
             return self._verdicts.refused(head, refusal, timer)
@@ -294,15 +329,27 @@ class Router:
         return session is not None and bool(session.host)
 
     def stores(self, identity: Identity, response_id: str) -> bool:
-        """Whether an endpoint of this pool has the response."""
-        stored = self._aliases.stored(identity.tenant, response_id)
-        return stored is not None and stored.endpoint in self._by_alias
+        """Whether an endpoint of this pool has the response, as far as its id, or else its session, tells."""
+        session = self.state.sessions.find(identity.key, self._clock()) if identity.session_id else None
+        return bool(self._holder(identity, session, response_id))
+
+    def _holder(self, identity: Identity, session: Session | None, response_id: str) -> str:
+        """The endpoint that has a response; empty if none has it. An id that is not in our form was chosen by
+        a client, and is where its session is."""
+        if stored := self._aliases.stored(identity.tenant, response_id):
+            return self._by_alias.get(stored.endpoint, "")
+        known = response_id and session is not None and not self._aliases.is_ours(response_id)
+        return session.host if known and session is not None else ""
 
     # -- a request's way out -----------------------------------------------------------------------
 
     def on_response(self, ticket: int, status: int, served: str, streamed: bool) -> None:
         """The answer's head has come, see lifecycle."""
         self._lifecycle.on_response(ticket, status, served, streamed)
+
+    def on_reset(self, ticket: int, served: str) -> None:
+        """An endpoint broke off before it answered, see lifecycle."""
+        self._lifecycle.on_reset(ticket, served)
 
     def on_usage(self, ticket: int, cached_tokens: int) -> None:
         """The engine has reported how much of the prompt it had, see lifecycle."""
@@ -331,7 +378,10 @@ class Router:
         if refusal := admission.fits_context(tokens, self.pool.spec.model.context_tokens):
             return self._verdicts.refused(head, refusal, timer)
         lora = request.model if request.model in self._loras else ""
+        pooling = request.api is paths.Api.POOLING
         identity = head.identity or from_headers(head.headers, self._routing.session)
+        if pooling:  # it leaves nothing that a session could find again
+            identity, request = Identity(identity.tenant), replace(request, session_id="", user="")
         salt = ""
         if self._routing.cache_salt == "tenant":
             salt = self._aliases.cache_salt(identity.tenant, request.cache_salt)
@@ -339,7 +389,7 @@ class Router:
         prompt = Prompt(
             tokens.count,
             tokens.source,
-            self._candidates.hash_blocks(request, tokens, lora),
+            () if pooling else self._candidates.hash_blocks(request, tokens, lora),
             request.model,
             request.max_output_tokens,
             request.priority,
@@ -347,19 +397,31 @@ class Router:
             bounded(request.prompt_cache_key),
             salt,
             bool(request.previous_response_id),
-            request.api is paths.Api.RESPONSES and not request.request_id,
-            Unsplit.GROUPS if self.state.block_tokens.groups else request.unsplit,
+            paths.answers_with_id(head.path) and not request.request_id,
+            self._unsplit(request),
         )
-        if self._prompt_seen and tokens.ids is not None:
+        if self._prompt_seen and tokens.ids is not None and not pooling:
             self._prompt_seen(tokens.ids, prompt.blocks, lora, request.cache_salt, self._clock())
         timer.lap(Step.HASH)
         context = self._with_session(head, request, prompt, timer, identity)
-        match self.new_sessions.arrive(context, request):
+        if prompt.chained and not context.holder:
+            refusal = admission.no_response(request.previous_response_id)
+            return self._verdicts.refused(head, refusal, timer, context)
+        match None if pooling else self.new_sessions.arrive(context, request):
             case Refusal() as refusal:
                 return self._verdicts.refused(head, refusal, timer, context)
             case Queued() as queued:
                 return queued
         return self._route(context)
+
+    def _unsplit(self, request: ParsedRequest) -> Unsplit | None:
+        """Why the prompt can only be prefilled where it is decoded."""
+        if self.state.block_tokens.groups:
+            return Unsplit.GROUPS
+        chat = request.prompt
+        if self._splits and request.unsplit is None and isinstance(chat, ChatPrompt):
+            return Unsplit.PICTURES if may_have_media(chat.messages) else None
+        return request.unsplit
 
     def _route(self, context: RequestContext) -> Routed | Refusal:
         """Decide with the prompt."""
@@ -401,7 +463,7 @@ class Router:
             identity = inferred(identity, session_id)
         if session:
             self.handing_over.follow(session)
-        holder = self._by_alias.get(stored.endpoint, "") if stored else ""
+        holder = self._holder(identity, session, request.previous_response_id)
         return RequestContext(head, now, timer, identity, session, prompt=prompt, holder=holder)
 
     # -- decide ------------------------------------------------------------------------------------
@@ -471,9 +533,8 @@ class Router:
             return self._verdicts.refused(context.head, refusal, context.timer, context)
         return self._verdicts.unprompted(context, chosen, Reason.FORCED)
 
-    def _too_large(self, body_bytes: int) -> Refusal:
-        limit = self._routing.limits.max_body_bytes
-        return Refusal(RefuseReason.BODY_TOO_LARGE, f"The body has {body_bytes} bytes, the limit is {limit}")
+    def _too_large(self) -> Refusal:
+        return too_large(self._routing.limits.max_body_bytes)
 
     def pulls(self) -> TransferStats:
         """Statistics of the KV that endpoints fetch for requests, from devices or from host memory."""

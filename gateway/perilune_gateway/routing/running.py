@@ -43,6 +43,8 @@ class Running(Struct, gc=False):
     """Whether its prefill tells how fast the endpoint is."""
     arrived_at: float | None = None
     """When the request arrived; None: its first token is counted already, or it has none."""
+    name: int = 0
+    """What it is called if it breaks engines, see state/resets.py."""
     record: int = -1
     """The observer's number for the decision's record."""
     move: int = -1

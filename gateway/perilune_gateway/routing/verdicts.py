@@ -124,6 +124,7 @@ class Verdicts:
                 ticket,
                 target,
                 now,
+                tenant=identity.tenant,
                 source=session.key if session else ticket,
                 alone_s=alone_s,
                 by_event=bool(running.awaited),
@@ -252,6 +253,7 @@ class Verdicts:
             forecast_alone(decision, chosen, prompt.tokens, believed) if from_peer else None,
             learns=not decision.prefill,
             arrived_at=context.head.arrived_at,
+            name=context.head.name,
         )
 
     def _fetching(

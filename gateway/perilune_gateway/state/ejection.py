@@ -7,15 +7,20 @@
 
 1. Every request for the model is a piece of evidence about its endpoint. It is *good* at the first sign of
    its prompt's prefill (a KV event where one is expected, else the head of its answer). It is *bad* if the
-   answer's status is 401, 403 or at least 500, or if no sign came within the *patience*.
+   answer's status is at least 500, or if no sign came within the *patience*. What a client can cause by
+   itself is no evidence: 501, other statuses from 400 on, and 401 and 403 unless the gateway sends the key
+   that engines demand.
 2. Engines prefill one prompt after the other, so the time to a first token is counted from the first token
    before it. The patience is measured in the pool's own terms: this time over the predicted time of the
    prefill, as QUANTILE of each endpoint's requests stay below, at the median over all endpoints, times
    `slow_factor`. So neither a queue nor a pool in which everything takes long ejects anybody. Where no KV
    event is expected, the time until the answer's head takes its place.
 3. An endpoint is ejected if at least `failure_share` of its latest evidence is bad, or the last IN_A_ROW
-   pieces are, from SOURCES different sessions, and if the other endpoints do less than half as badly. So
-   neither one client's bad requests nor a fault of the whole pool ejects an endpoint.
+   pieces are, from SOURCES different sessions, and if the other endpoints do less than half as badly. Its
+   tenants have to agree: at least `failure_share` of those that gave evidence of it lately accuse it, which
+   means that at least half of a tenant's last IN_A_ROW pieces are bad, and SOURCES tenants do so, or all of
+   the pool where fewer are active. So neither one tenant's requests nor a fault of the whole pool ejects an
+   endpoint.
 4. At least half of the pool's endpoints stay usable; beyond that, no endpoint is ejected.
 5. After a pause one request is sent there as a trial, while all others stay away. If it is good, the endpoint
    is healthy again; otherwise the next pause is twice as long, up to `LONGEST_PAUSE` times the first.
@@ -39,7 +44,8 @@ from msgspec import Struct, field
 from perilune_api.pool import Ejection as Rules
 
 SOURCES = 3
-"""Evidence from this many different sessions is needed for an ejection."""
+"""Evidence from this many different sessions is needed for an ejection, and from as many tenants, if so many
+are active."""
 LATEST = 10
 IN_A_ROW = 4
 RECENT_S = 1.0
@@ -61,6 +67,8 @@ COLD_RATIO = 10.0
 SLACK_S = 0.05
 """Seconds that every request takes beside what is predicted."""
 LEAST_PATIENCE_S = 1.0
+NOT_IMPLEMENTED = 501
+"""Engines answer so to what their model or version does not offer."""
 EAGER_S = 2.0
 """Seconds for which a trial waits for a new session; after that, a session's next turn is the trial."""
 
@@ -69,7 +77,7 @@ class Cause(StrEnum):
     """The fault of an endpoint, or of one answer."""
 
     FAILURES = "failures"
-    """Answers with status 401, 403, or 500 and above."""
+    """Answers with statuses that clients cannot cause, see `Ejection.is_failure`."""
     LATE = "late"
     """No first token, or too late."""
 
@@ -114,6 +122,7 @@ class EjectionStats(Struct, frozen=True, gc=False):
 
 class _Evidence(Struct, frozen=True, gc=False):
     at: float
+    tenant: str
     source: Hashable
     cause: Cause | None
 
@@ -150,6 +159,7 @@ class _Wait(Struct, gc=False):
     """A request without a first sign, or one of which that is not expected any more."""
 
     address: str
+    tenant: str
     source: Hashable
     since: float
     alone_s: float
@@ -166,11 +176,13 @@ class Ejection:
         rules: Rules,
         on_change: Callable[[str, str], object],
         on_judged: Callable[[str, str], object] = lambda address, cause: None,
+        keyed: bool = False,
     ) -> None:
         """`on_change(address, cause)` is called when an endpoint is ejected and, with an empty cause, when it
-        is healthy again. `on_judged` is called likewise, but only for what this gateway has found out
-        itself."""
+        is healthy again. `on_judged` is called likewise, but only for what this gateway has found out itself.
+        `keyed`: the gateway sends the key that engines demand, in place of what clients send."""
         self.rules = rules
+        self._keyed = keyed
         self.ejections: Counter[tuple[str, Cause]] = Counter()
         """(address, cause) → number of ejections."""
         self._on_change = on_change
@@ -192,6 +204,7 @@ class Ejection:
         address: str,
         now: float,
         *,
+        tenant: str = "",
         source: Hashable,
         alone_s: float,
         by_event: bool,
@@ -199,7 +212,7 @@ class Ejection:
         """A request was sent. `alone_s`: predicted seconds until its first sign on a healthy and idle
         endpoint; `by_event`: a KV event will be that sign; `source`: the session that it belongs to."""
         record = self._record(address)
-        self._waits[ticket] = _Wait(address, source, now, alone_s, by_event and not record.blind)
+        self._waits[ticket] = _Wait(address, tenant, source, now, alone_s, by_event and not record.blind)
         if record.standing is Standing.EJECTED and now >= record.until:
             record.trial = ticket
             self._step(address, record, Event.TRIED, now)
@@ -214,7 +227,7 @@ class Ejection:
         wait = self._waits.get(ticket)
         if wait is None:
             return
-        if is_failure(status):
+        if self.is_failure(status):
             self._bad(ticket, wait, Cause.FAILURES, now)
         elif status >= 400:
             self._abandon(ticket)  # the request's own mistake says nothing about the endpoint
@@ -236,7 +249,15 @@ class Ejection:
         if wait is None:
             return
         self._bad(ticket, wait, Cause.FAILURES, now)
-        self.sent(ticket, address, now, source=wait.source, alone_s=wait.alone_s, by_event=False)
+        self.sent(
+            ticket,
+            address,
+            now,
+            tenant=wait.tenant,
+            source=wait.source,
+            alone_s=wait.alone_s,
+            by_event=False,
+        )
 
     def ended(self, ticket: int, now: float, *, well: bool) -> Cause | None:
         """The request has ended, `well` if its answer is complete. Returns what was wrong with it."""
@@ -280,9 +301,13 @@ class Ejection:
         for ticket, wait in self._waits.items():
             if wait.cause is None and self._is_late(wait, now):
                 self._bad(ticket, wait, Cause.LATE, now)
+        if not self._accused:
+            return
+        tenants = len({e.tenant for each in self._records.values() for e in _fresh(each, now)})
         for address in list(self._accused):
             record = self._records[address]
-            found = self._found(address, record, now) if record.standing is Standing.HEALTHY else None
+            healthy = record.standing is Standing.HEALTHY
+            found = self._found(address, record, now, tenants) if healthy else None
             if found is None:
                 self._accused.discard(address)
             elif address in (here := usable()) and 2 * (len(here) - 1) >= endpoints:
@@ -332,14 +357,14 @@ class Ejection:
         if wait.by_event:
             record.sign_at = now
         if wait.cause is None:
-            self._add(record, _Evidence(now, wait.source, None))
+            self._add(record, _Evidence(now, wait.tenant, wait.source, None))
             self._tried(ticket, wait.address, record, Event.GOOD, now)
 
     def _bad(self, ticket: int, wait: _Wait, cause: Cause, now: float) -> None:
         if wait.cause is None:
             wait.cause = cause
             record = self._record(wait.address)
-            self._add(record, _Evidence(now, wait.source, cause))
+            self._add(record, _Evidence(now, wait.tenant, wait.source, cause))
             self._accused.add(wait.address)
             self._tried(ticket, wait.address, record, Event.BAD, now)
 
@@ -379,25 +404,44 @@ class Ejection:
         while now - kept[0].at > (RECENT_S if len(kept) > LATEST else EVIDENCE_S):
             kept.popleft()
 
-    def _found(self, address: str, record: _Record, now: float) -> tuple[Cause, int, int] | None:
-        """Return what is wrong with a healthy endpoint, and (bad, all) pieces of evidence for it."""
-        causes = _fresh(record, now)
+    def _found(
+        self, address: str, record: _Record, now: float, tenants: int
+    ) -> tuple[Cause, int, int] | None:
+        """Return what is wrong with a healthy endpoint, and (bad, all) pieces of evidence for it. `tenants`:
+        how many are active in the pool."""
+        causes = [e.cause for e in _fresh(record, now)]
         if len(causes) >= IN_A_ROW and all(causes[-IN_A_ROW:]):
             causes = causes[-IN_A_ROW:]
         bad = Counter(cause for cause in causes if cause)
         share = bad.total() / len(causes) if causes else 0.0
         sources = {e.source for e in record.evidence if e.cause and now - e.at <= EVIDENCE_S}
-        if len(sources) < SOURCES or share < self.rules.failure_share:
+        if (
+            len(sources) < SOURCES
+            or share < self.rules.failure_share
+            or not self._agreed(record, now, tenants)
+        ):
             return None
         others = [
-            cause
+            evidence.cause
             for other, its in self._records.items()
             if other != address and its.standing is Standing.HEALTHY
-            for cause in _fresh(its, now)
+            for evidence in _fresh(its, now)
         ]
         if sum(cause is not None for cause in others) > share / 2 * len(others):
             return None
         return bad.most_common(1)[0][0], bad.total(), len(causes)
+
+    def _agreed(self, record: _Record, now: float, tenants: int) -> bool:
+        """Whether the tenants with evidence of an endpoint accuse it, rather than few of them."""
+        latest: dict[str, deque[bool]] = {}
+        for evidence in _fresh(record, now):
+            latest.setdefault(evidence.tenant, deque(maxlen=IN_A_ROW)).append(evidence.cause is not None)
+        accusing = sum(2 * sum(bad) >= len(bad) for bad in latest.values())
+        return accusing >= max(min(SOURCES, tenants), self.rules.failure_share * len(latest))
+
+    def is_failure(self, status: int) -> bool:
+        """Whether an answer with this status is the endpoint's fault, and none that a client can cause."""
+        return (status >= 500 and status != NOT_IMPLEMENTED) or (self._keyed and status in (401, 403))
 
     @staticmethod
     def _begun(wait: _Wait, record: _Record) -> float:
@@ -423,11 +467,6 @@ class Ejection:
         return known[(len(known) - 1) // 2] if known else COLD_RATIO
 
 
-def _fresh(record: _Record, now: float) -> list[Cause | None]:
-    """Return the endpoint's evidence that still counts; None stands for a good piece."""
-    return [e.cause for e in record.evidence if now - e.at <= EVIDENCE_S]
-
-
-def is_failure(status: int) -> bool:
-    """Whether an answer with this status is the endpoint's fault."""
-    return status >= 500 or status in (401, 403)
+def _fresh(record: _Record, now: float) -> list[_Evidence]:
+    """Return the endpoint's evidence that still counts."""
+    return [e for e in record.evidence if now - e.at <= EVIDENCE_S]

@@ -22,6 +22,7 @@ from perilune_gateway.state.in_flight import InFlight
 from perilune_gateway.state.offers import Offers
 from perilune_gateway.state.parity import ParityCheck
 from perilune_gateway.state.prefix_index import Matches, PrefixIndex
+from perilune_gateway.state.resets import Resets
 from perilune_gateway.state.sessions import Session, Sessions
 from perilune_gateway.state.sharing import Sharing
 
@@ -50,6 +51,7 @@ class PoolState:
     connectors: Connectors
     host_tiers: HostTiers
     offers: Offers
+    resets: Resets
     changes: Changes
     """Is told what other replicas of the gateway have to know."""
     block_size: int
@@ -60,9 +62,12 @@ class PoolState:
         pool: Pool,
         engine: EngineModel = EngineModel(),  # noqa: B008
         sharing: Sharing | None = None,
+        *,
+        keyed: bool = False,
     ) -> PoolState:
         """Return an empty state for a pool. `engine` is the assumed speed of an engine, before the pool's
-        `prefillScale`. `sharing`: with other replicas of the gateway; None: nothing is shared."""
+        `prefillScale`. `sharing`: with other replicas of the gateway; None: nothing is shared. `keyed`:
+        the gateway sends the key that engines demand."""
         spec = pool.spec
         changes = sharing.changes if sharing else NOT_SHARED
         in_flight = InFlight(changes.loaded)
@@ -90,11 +95,14 @@ class PoolState:
                 spec.engine.block_size,
                 lora_paths={lora.name: lora.path for lora in spec.model.loras},
             ),
-            Ejection(spec.routing.ejection, on_change=fleet.set_ejected, on_judged=changes.judged),
+            Ejection(
+                spec.routing.ejection, on_change=fleet.set_ejected, on_judged=changes.judged, keyed=keyed
+            ),
             BlockTokens(spec.engine.block_size, cached=index.__contains__),
             Connectors(),
             HostTiers(),
             Offers(sharing.replica if sharing else ""),
+            Resets(),
             changes,
             spec.engine.block_size,
         )

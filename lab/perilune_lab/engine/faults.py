@@ -2,6 +2,7 @@
 
     {"status": 500}     every request for the model is answered with this status
     {"hang": true}      no request for the model is answered, until the next /fault
+    {"reset": true}     every request for the model breaks its connection, as the end of an engine does
     {"slowdown": 10}    prefill and decode take ten times as long
     {}                  the engine is well again; each /fault replaces the one before
 
@@ -25,6 +26,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     status: Annotated[int, msgspec.Meta(ge=400, le=599)] | None = None
     hang: bool = False
+    reset: bool = False
     slowdown: Annotated[float, msgspec.Meta(gt=0)] = 1.0
 
 
@@ -60,6 +62,9 @@ class Faults:
             if request.method == "POST" and request.path.startswith("/v1/"):
                 while self._fault.hang:
                     await self._changed.wait()
+                if self._fault.reset and request.transport:
+                    await request.read()
+                    request.transport.abort()
                 if status := self._fault.status:
                     raise BadRequestError("a fault was injected", status, "InjectedFault")
             return await handler(request)

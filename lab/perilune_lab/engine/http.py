@@ -229,7 +229,7 @@ class Server:
     def _namespace(self, inbound: Inbound) -> Namespace:
         served = self._served
         adapter = served.adapters.get(inbound.model)
-        if adapter is None and inbound.model not in (served.model, *served.aliases):
+        if adapter is None and inbound.model not in ("", served.model, *served.aliases):  # as vLLM
             message = f"The model `{inbound.model}` does not exist."
             raise BadRequestError(message, 404, "NotFoundError", "model")
         if not inbound.cache_salt:

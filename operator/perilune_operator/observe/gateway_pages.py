@@ -1,11 +1,12 @@
 """What a pool's gateways report on their metrics pages: sessions and hit ratio, for the pool's status, and
 the draining engines that they no longer use.
 
-They are read beside the rounds, so that no round waits for a gateway. A gateway that does not answer in time
-is left out.
+They are read beside the rounds, so that no round waits for a gateway. A gateway is left out that does not
+answer in time, or whose page is too long or has something else where a number belongs.
 """
 
 import asyncio
+import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -13,7 +14,7 @@ from math import inf, isfinite
 
 import aiohttp
 
-from perilune_api import names
+from perilune_api import names, pages
 from perilune_operator.observe import readers
 from perilune_operator.observe.facts import Drained, FirstTokens, GatewayStats, Object
 
@@ -21,6 +22,10 @@ READ_S, FIRST_READ_S, DRAIN_READ_S = 30.0, 5.0, 1.0
 """Time between two readings: usually, until a gateway has answered or where the load sets the number of
 endpoints, and while an engine drains."""
 TIMEOUT_S = 1.0
+MOST_BYTES = 32 * pages.MIB
+"""A page of 1,000 endpoints has 6 MB."""
+
+log = logging.getLogger(__name__)
 
 _SESSIONS = re.compile(r"^perilune_sessions_bound (\S+)", re.MULTILINE)
 _OTHERS_SESSIONS = re.compile(r"^perilune_shared_state_sessions (\S+)", re.MULTILINE)
@@ -34,6 +39,7 @@ _FIRST_TOKENS = re.compile(rf'^{names.FIRST_TOKENS}_bucket{{le="([^"]+)"}} (\S+)
 _DRAINED = re.compile(rf'^{names.DRAINED}{{mark="([^"]*)",pod="([^"]*)"}} 1', re.MULTILINE)
 
 
+_OF_ENDPOINTS = ("sessions", "kv_usage_ratio", "pending_prefill_seconds", "recent_hits_tokens")
 _POOL = re.compile(r',?perilune_dev_pool="([^"]*)"')
 
 
@@ -49,9 +55,22 @@ def of_pool(page: str, pool: str) -> str:
     )
 
 
-def gateway_stats(pages: Mapping[str, str]) -> GatewayStats | None:
-    """Sum up metrics pages, by the gateway's pod. An empty page stands for a gateway that did not answer;
-    None when none did."""
+def unreadable(page: str) -> str:
+    """What is wrong with a page; empty when nothing is."""
+    try:
+        _first_tokens(page)
+        for name in _OF_ENDPOINTS:
+            for _ in _each(page, name):
+                pass
+    except (ValueError, OverflowError) as error:
+        return str(error)
+    return ""
+
+
+def gateway_stats(given: Mapping[str, str]) -> GatewayStats | None:
+    """Sum up metrics pages, by the gateway's pod. An empty page stands for a gateway that did not answer, and
+    one that is `unreadable` for the same; None when none did."""
+    pages = {gateway: "" if unreadable(page) else page for gateway, page in given.items()}
     texts = pages.values()
     drained = (
         Drained(gateway, pod, mark) for gateway, page in pages.items() for mark, pod in _DRAINED.findall(page)
@@ -181,13 +200,21 @@ class GatewayPages:
     async def _page(self, ip: str) -> str:
         """The metrics page of one gateway; empty when it did not answer."""
         if self._http is None:  # it needs a running loop
-            self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
+            timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+            self._http = aiohttp.ClientSession(timeout=timeout, headers=pages.PLAIN)
         host = f"[{ip}]" if ":" in ip else ip
+        url = f"http://{host}:{names.ADMIN_PORT}/metrics"
         try:
-            async with self._http.get(f"http://{host}:{names.ADMIN_PORT}/metrics") as answer:
-                return await answer.text(errors="replace")
+            async with self._http.get(url, **pages.NO_REDIRECTS) as answer:
+                page = (await pages.read(answer, MOST_BYTES)).decode(errors="replace")
+        except aiohttp.ClientPayloadError as error:
+            log.warning("gateway's page is left out ip=%s cause=%s", ip, error)
+            return ""
         except (OSError, aiohttp.ClientError):
             return ""
+        if why := unreadable(page):
+            log.warning("gateway's page is left out ip=%s cause=%s", ip, why)
+        return page
 
 
 def _is_gateway(pod: Object) -> bool:

@@ -3,12 +3,13 @@ requests of the Responses API reach the data-parallel rank that the gateway chos
 
 The operator mounts this file into engine pods, so it needs nothing but the standard library.
 
-**Transfer parameters.** vLLM obeys `kv_transfer_params` and `ec_transfer_params` in a request's body or its
-`vllm_xargs`: they name hosts to connect to, and an engine of the wrong role ends by an assertion. The gateway
-refuses them where it sees the body; here they are removed from all other requests, also while no gateway
-runs. They pass only with the pool's secret in HEADER, and only to the engine that TARGET names, if it names
-one: a proxy may send a request again to another engine, which would wait in vain for a transfer that is
-spent. Bodies without a trace of them are passed on as they are.
+**Transfer parameters.** vLLM obeys `kv_transfer_params` and `ec_transfer_params` in a request's body, its
+`vllm_xargs`, or the `extra_args` of its `sampling_params`: they name hosts to connect to, and an engine of
+the wrong role ends by an assertion. The gateway refuses them where it sees the body; here they are removed
+from all other requests, also while no gateway runs, on every path and at every depth, since the next version
+may read them elsewhere. They pass only with the pool's secret in HEADER, and only to the engine that TARGET
+names, if it names one: a proxy may send a request again to another engine, which would wait in vain for a
+transfer that is spent. Bodies without a trace of them are passed on as they are.
 
 **Ranks.** vLLM 0.32 obeys the header RANK in all of its APIs but Responses, whose requests it sends to the
 rank with the fewest requests, whatever that caches. There the rank is given to its engine client instead.
@@ -123,10 +124,15 @@ def clean(body: bytes) -> bytes:
     if not any(trace in body for trace in TRACES):
         return body
     value = json.loads(body)
-    top = value if isinstance(value, dict) else {}
-    extra = top.get("vllm_xargs")
-    places = [top, extra] if isinstance(extra, dict) else [top]
-    found = [(place, field) for place in places for field in FIELDS if field in place]
-    for place, field in found:
-        del place[field]
+    found, left = False, [value]
+    while left:
+        place = left.pop()
+        if isinstance(place, dict):
+            for field in FIELDS:
+                if field in place:
+                    del place[field]
+                    found = True
+            left.extend(place.values())
+        elif isinstance(place, list):
+            left.extend(place)
     return json.dumps(value).encode() if found else body

@@ -11,7 +11,7 @@ inference extension gets an InferencePool whose endpoint picker is the gateway's
 
 from collections.abc import Iterator, Sequence
 
-from perilune_api import names
+from perilune_api import names, paths
 from perilune_api.inference_pool.gateway import GatewayMode, ParentRef
 from perilune_api.quantities import quantity
 from perilune_operator.kinds import GATEWAY_API, INFERENCE
@@ -20,8 +20,13 @@ from perilune_operator.render.endpoints import with_duty
 from perilune_operator.render.gateway import EXT_PROC_PORT
 from perilune_operator.render.objects import Context, size
 
-PATHS: Sequence[Object] = ({"path": {"type": "PathPrefix", "value": "/v1"}},)
-"""The requests of a pool that names no matches."""
+PATHS: Sequence[Object] = (
+    *({"path": {"type": "Exact", "value": path}} for path in (*paths.GENERATING, *paths.POOLING)),
+    *({"path": {"type": "Exact", "value": path}} for path in paths.COUNTING if path.startswith("/v1/")),
+    *({"path": {"type": "PathPrefix", "value": path}} for path in paths.PREFIXES),
+)
+"""The requests of a pool that names no matches: those that the gateway supports, so that no other reaches an
+engine while no gateway runs."""
 AT_ONCE = 65_536
 """Requests that one Envoy may have under way to the engines, and so to the gateway; one may run for minutes.
 Envoy's default is 1,024, above which it would answer 503, but refusing requests is the gateway's
@@ -139,7 +144,7 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
             "healthCheck": HEALTH_CHECK,
             "timeout": {"tcp": {"connectTimeout": "1s"}, "http": {"requestTimeout": "0s"}},
             "retry": {
-                "numRetries": 2,
+                "numRetries": 1,  # a prompt that ends engines ends two at most
                 # Requests that no engine has begun to answer, so that a lost node fails none of them (reset),
                 # nor one whose engine has died while its HTTP server still answers, with 500.
                 "retryOn": {
@@ -166,8 +171,9 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
                     "processingMode": {
                         "allowModeOverride": True,
                         "request": {"body": "Buffered"},
-                        # the endpoint that really served, so that a failed pick is not repeated
-                        "response": {"attributes": ["upstream.address"]},
+                        # the endpoint that really served, so that a failed pick is not repeated, and whether
+                        # it broke off
+                        "response": {"attributes": ["upstream.address", names.CODE_DETAILS]},
                     },
                     "metadata": {"writableNamespaces": [names.DESTINATION_NAMESPACE]},
                     "backendSettings": {
@@ -243,6 +249,15 @@ def removes_destination(policy: Object) -> bool:
     """Whether a ClientTrafficPolicy keeps clients from choosing their endpoint."""
     early = ((policy.get("spec") or {}).get("headers") or {}).get("earlyRequestHeaders") or {}
     return names.DESTINATION_HEADER in [name.lower() for name in early.get("remove") or ()]
+
+
+def buffers(policy: Object, needed_bytes: int) -> bool:
+    """Whether a ClientTrafficPolicy lets bodies of this size in. Envoy Gateway's default is 32 KiB."""
+    given = ((policy.get("spec") or {}).get("connection") or {}).get("bufferLimit", 0)
+    try:
+        return quantity(given) >= needed_bytes
+    except ValueError:
+        return False
 
 
 def shared_policy_name(parent: ParentRef) -> str:

@@ -14,7 +14,7 @@ from perilune_api.inference_pool.gateway import GatewayMode, ParentRef
 from perilune_operator.observe.facts import Key, Object, Observed, ParentFacts, Rival, Verdict
 from perilune_operator.observe.readers import verdicts
 from perilune_operator.render import routing
-from perilune_operator.render.objects import Context
+from perilune_operator.render.objects import Context, size
 from perilune_operator.status.fact import Fact, listed
 
 _BESIDE: Mapping[GatewayMode, Sequence[str]] = {
@@ -126,31 +126,32 @@ def _shadowed(parent: ParentRef, rival: Rival) -> str:
 
 
 def _cautions(pool: Context, observed: Observed, parent: ParentRef, made: GatewayMode) -> Iterator[str]:
-    """Warnings where Envoy may obey a destination that a client sends, because the ClientTrafficPolicy that
-    would remove it is not the operator's."""
+    """Warnings where Envoy may obey a destination that a client sends, or refuse bodies that the pool takes,
+    because the ClientTrafficPolicy that would change that is not the operator's."""
+    needed_bytes = pool.spec.routing.limits.max_body_bytes
+    removes = f"remove {names.DESTINATION_HEADER} early, or clients can choose their endpoint"
+    buffers = (
+        f"set connection.bufferLimit to {size(needed_bytes)}, or Envoy answers 413 to bodies above its own "
+        "limit (by default 32 KiB)"
+    )
+    both = f"{removes}, and {buffers}"
     if made is GatewayMode.ENVOY_GATEWAY and parent.namespace not in ("", pool.namespace):
         yield (
-            "The Gateway is in another namespace: a ClientTrafficPolicy there has to remove "
-            f"{names.DESTINATION_HEADER} early, or clients can choose their endpoint: see the chart's notes "
-            "(helm get notes)."
+            f"The Gateway is in another namespace: a ClientTrafficPolicy there has to {both}: see the "
+            "chart's notes (helm get notes)."
         )
     if made is GatewayMode.ENVOY_GATEWAY and parent.namespace in ("", pool.namespace):
         others = routing.foreign_policies(pool)
-        if others and not all(map(routing.removes_destination, others)):
+        lacks = [
+            *([removes] if not all(map(routing.removes_destination, others)) else ()),
+            *([buffers] if not all(routing.buffers(policy, needed_bytes) for policy in others) else ()),
+        ]
+        if lacks:
             named = listed([policy["metadata"]["name"] for policy in others])
-            yield (
-                f"ClientTrafficPolicy {named} is not the operator's: it has to remove "
-                f"{names.DESTINATION_HEADER} early, or clients can choose their endpoint."
-            )
+            yield f"ClientTrafficPolicy {named} is not the operator's: it has to {', and '.join(lacks)}."
         if not others and pool.spec.gateway.client_traffic_policy == "none":
-            yield (
-                f"gateway.clientTrafficPolicy is none: one of yours has to remove {names.DESTINATION_HEADER} "
-                "early, or clients can choose their endpoint."
-            )
+            yield f"gateway.clientTrafficPolicy is none: one of yours has to {both}."
     shared = Key("ClientTrafficPolicy", pool.namespace, routing.shared_policy_name(parent))
     for verdict in _verdicts(observed.children.get(shared, {}), parent):
         if verdict.status == "False":  # the Gateway has another one already
-            yield (
-                f"{shared.kind} {shared.name}: {verdict.reason}: the one in force has to remove "
-                f"{names.DESTINATION_HEADER} early, or clients can choose their endpoint."
-            )
+            yield f"{shared.kind} {shared.name}: {verdict.reason}: the one in force has to {both}."

@@ -98,8 +98,8 @@ class GatewaySpec(Struct, frozen=True):
     """Host names whose requests belong to this pool. Empty: all hosts. Two pools that share a Gateway need
     different host names."""
     matches: Annotated[tuple[Raw, ...], Meta(max_length=16)] = ()
-    """Which requests of these hosts belong to this pool, as matches of an HTTPRoute's rule. Empty: paths that
-    begin with /v1."""
+    """Which requests of these hosts belong to this pool, as matches of an HTTPRoute's rule. Empty: the
+    paths below /v1 and the few others that the gateway supports (docs/limits.md)."""
     route: OptionalSection = ""
     """Name of an HTTPRoute of your own in the pool's namespace, which sends requests to the Service that is
     called like the pool, port 8000. The operator then creates none, and its policies are about yours;

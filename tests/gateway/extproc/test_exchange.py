@@ -1,8 +1,13 @@
 """The conversation of one stream, message by message."""
 
+import gzip
+import json
+
 import pytest
 from exchange_rig import (
+    BUFFERED,
     DUPLEX,
+    LIMIT_BYTES,
     OK,
     ON_HEADERS,
     REFUSAL,
@@ -352,3 +357,59 @@ def test_every_pick_has_the_key_that_engines_demand(mode, router):
     said, _ = converse(FakeRouter(**router), request(mode), WHOLE, authorization="Bearer k")
     picks = [message for answers in said for message in answers if isinstance(message, Pick)]
     assert [pick.authorization for pick in picks] == ["Bearer k"]
+
+
+def compressed(body: bytes) -> Body:
+    return Body(Kind.REQUEST_BODY, gzip.compress(body))
+
+
+@pytest.mark.parametrize("priority", [None, 3])
+def test_a_compressed_body_goes_on_decoded_without_its_header(priority):
+    body = b'{"a":1}'
+    router = FakeRouter(on_body_=structs.replace(ROUTED, fields=EngineFields(priority)))
+    for mode in (BUFFERED, DUPLEX):
+        said, _ = converse(router, request(mode, content_encoding="gzip"), compressed(body))
+        pick, *rest = said[1]
+        sent = b"".join(part.chunk for part in rest) if mode is DUPLEX else pick.body
+        assert json.loads(sent) == {"a": 1} | ({"priority": priority} if priority else {})
+        assert pick.decoded
+        assert ("on_body", body) in router.calls
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "status"),
+    [
+        ("compress", b"abc", 415),
+        ("gzip", b"abc", 400),
+        ("gzip", gzip.compress(b"0" * (LIMIT_BYTES + 1)), 413),
+        ("gzip", gzip.compress(b"0" * 600_000), 413),
+    ],
+)
+def test_a_body_that_cannot_be_decoded_is_refused_and_recorded(encoding, body, status):
+    router = FakeRouter()
+    assert len(body) <= LIMIT_BYTES
+    said, _ = converse(router, request(content_encoding=encoding), Body(Kind.REQUEST_BODY, body))
+    (answer,) = said[-1]
+    assert (answer.status, router.finishes) == (status, [])
+    assert ("refused", answer.reason) in router.calls
+
+
+@pytest.mark.parametrize(
+    "again", [part(b"", end=True), part(b"c", end=True), part(b"c"), Trailers(Kind.REQUEST_TRAILERS)]
+)
+@pytest.mark.parametrize("answered", [(), (OK,)])
+def test_what_comes_after_the_first_end_is_dropped(again, answered):
+    router = FakeRouter()
+    said, exchange = converse(router, request(DUPLEX), part(b"ab", end=True), *answered, again, again)
+    assert [m.chunk for messages in said for m in messages if isinstance(m, Echo)] == [b"ab"]
+    assert said[-2:] == [[], []]
+    exchange.closed()
+    assert len(router.finishes) == 1
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_the_router_hears_of_engines_that_broke_off(reset):
+    router = FakeRouter(**ON_HEADERS)
+    converse(router, request(), ResponseHeaders(503, "text/plain", B, reset=reset))
+    assert (("on_reset", 7, B) in router.calls) is reset
+    assert router.calls[-1] == ("on_response", 7, 503, B, False)

@@ -297,3 +297,38 @@ def test_pick_may_replace_the_clients_credentials():
     assert set_by(mutation.header_mutation)["authorization"] == "Bearer k"
     kept = encoded(Pick(Kind.REQUEST_BODY, (A,))).request_body.response
     assert "authorization" not in set_by(kept.header_mutation)
+
+
+def test_a_decoded_body_goes_on_without_its_encodings_header():
+    pick = Pick(Kind.REQUEST_BODY, (A,), body=b"{}", decoded=True)
+    answer = pb.ProcessingResponse.FromString(wire.encode(pick)).request_body.response
+    assert list(answer.header_mutation.remove_headers) == ["content-encoding"]
+    assert answer.body_mutation.body == b"{}"
+    kept = wire.encode(Pick(Kind.REQUEST_BODY, (A,)))
+    assert not pb.ProcessingResponse.FromString(kept).request_body.response.header_mutation.remove_headers
+
+
+@pytest.mark.parametrize(
+    ("details", "reset"),
+    [
+        ("upstream_reset_before_response_started{connection_termination}", True),
+        ("upstream_reset_before_response_started{remote_reset}", True),
+        ("upstream_reset_before_response_started{connection_termination|TLS_error}", True),
+        (
+            "upstream_reset_before_response_started{remote_connection_failure|connect_error:_111}",
+            False,
+        ),
+        ("upstream_reset_before_response_started{overflow}", False),
+        ("via_upstream", False),
+    ],
+)
+def test_an_endpoint_that_broke_off_is_told_from_one_that_could_not_be_reached(details: str, reset: bool):
+    attributes = Struct()
+    attributes.update({"upstream.address": A, "response.code_details": details})
+    status = pb.HeaderMap(headers=[pb.HeaderValue(key=":status", raw_value=b"503")])
+    message = pb.ProcessingRequest(response_headers=pb.HttpHeaders(headers=status))
+    message.attributes["envoy.filters.http.ext_proc"].CopyFrom(attributes)
+    for decode in (wire.decode, wire.by_protobuf):
+        found = decode(message.SerializeToString())
+        assert isinstance(found, ResponseHeaders)
+        assert (found.reset, found.served) == (reset, A)

@@ -130,6 +130,30 @@ async def test_every_wait_has_a_bound(monkeypatch, bound: str, silent: str, caus
         assert loads == [0, 0]
 
 
+async def test_a_host_does_not_choose_whom_the_gateway_asks() -> None:
+    async def elsewhere(engine: Engine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        raise web.HTTPTemporaryRedirect(f"http://{on.taker.address}/v1/completions")
+
+    async with scene() as on:
+        on.giver.handler = elsewhere
+        on.begin()
+        assert await on.ended() == (HandoffOutcome.FAILED, GivenUp.REFUSED)
+        assert on.taker.bodies == []
+
+
+async def test_an_answer_without_end_ends_both_legs() -> None:
+    async def endless(engine: Engine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        while True:
+            await answer.write(b"x" * 2**16)
+
+    async with scene() as on:
+        on.giver.handler, on.taker.handler = endless, never
+        on.begin()
+        assert await on.ended() == (HandoffOutcome.FAILED, GivenUp.UNREACHABLE)
+
+
 async def test_a_leg_whose_connection_breaks_ends_both() -> None:
     async def breaks(engine: Engine, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await on.taker.asked.wait()

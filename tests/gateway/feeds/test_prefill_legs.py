@@ -236,3 +236,27 @@ async def test_the_engine_that_prefills_is_told_of_the_trace_too() -> None:
         (headers,) = on.giver.headers
         assert headers["traceparent"] == traced.trace.traceparent
         assert headers["tracestate"] == "vendor=value"
+
+
+@pytest.mark.parametrize(
+    ("body", "given"),
+    [
+        pytest.param(b"\xef\xbb\xbf" + completion(PROMPT), True, id="a byte order mark"),
+        pytest.param(completion(PROMPT)[:-1] + b',"x":"\xff"}', False, id="no UTF-8 in a field of nobody"),
+        pytest.param(
+            completion(PROMPT)[:-1] + b',"x":' + b"[" * 5_000 + b"]" * 5_000 + b"}", False, id="nested deeply"
+        ),
+    ],
+)
+async def test_what_a_client_writes_into_its_body_is_not_its_prefill_endpoints_fault(
+    body: bytes, given: bool
+) -> None:
+    async with scene() as on:
+        on.giver.accepts.set()
+        on.giver.computed.set()
+        assert on.routed.remote
+        attached = await on.legs.give(on.routed.ticket, on.routed.remote, HEAD, body)
+        assert (attached is not None) is given
+        view = next(v for v in on.rig.state.fleet.view(on.rig.now) if v.endpoint.address == on.address)
+        assert view.endpoint.ready, "not suspected"
+        assert on.given_up() == ({} if given else {GivenUp.ERROR: 1})

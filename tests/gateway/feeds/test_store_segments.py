@@ -64,10 +64,11 @@ async def test_a_master_that_has_ended_has_no_segments(followed):
     await until(seen, {})
 
 
-async def test_a_master_that_answers_with_errors_says_nothing(followed):
+@pytest.mark.parametrize("status", [503, 302])
+async def test_a_master_that_answers_with_errors_or_names_another_host_says_nothing(followed, status):
     master, seen = followed
     await until(seen, master.segments)
-    master.status = 503
+    master.status = status
     async with asyncio.timeout(10):
         for _ in range(3):
             await master.answered.wait()

@@ -49,3 +49,12 @@ def test_asking_for_a_full_report_keeps_the_clients_own_arguments(body: bytes, x
 
 def test_a_body_to_which_nothing_is_added_stays():
     assert for_engine(b'{"model":"m"}', NO_FIELDS) is None
+
+
+@pytest.mark.parametrize("more", [b"", b',"x":"\xff"', b',"x":' + b"[" * 5_000 + b"]" * 5_000])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_fields_are_added_to_whatever_was_parsed(mark: bytes, more: bytes):
+    body = mark + b'{"model":"m","prompt":"x"%b}' % more
+    changed = for_engine(body, EngineFields(priority=3, full_report=True))
+    assert changed is not None
+    assert changed.startswith(body[:-1] + b',"priority":3')

@@ -79,9 +79,26 @@ def test_two_users_with_one_session_id_are_two_sessions() -> None:
 
 @pytest.mark.parametrize("name", ["authorization", "x-api-key", "api-key"])
 def test_whatever_a_client_authenticates_with_separates_tenants(name: str) -> None:
-    tenants = {from_headers({name: key, "x-session-id": "s"}, KEYS).tenant for key in ("a", "b")}
-    tenants.add(from_headers({"authorization": "shared", "x-api-key": "a"}, KEYS).tenant)
+    tenants = {from_headers({name: key, "x-session-id": "s"}, KEYS).tenant for key in ("a", "b", "")}
     assert len(tenants) == 3
+
+
+@pytest.mark.parametrize(
+    ("first", "others"),
+    [
+        ("authorization", ("x-api-key", "api-key")),
+        ("x-api-key", ("api-key",)),
+    ],
+)
+def test_further_credentials_make_no_other_tenant(first: str, others: tuple[str, ...]) -> None:
+    given = {first: "real"}
+    tenants = {from_headers(given | {name: str(i)}, KEYS).tenant for name in others for i in range(3)}
+    assert tenants == {from_headers(given, KEYS).tenant}
+
+
+def test_an_empty_credential_is_none() -> None:
+    headers = {"authorization": "", "x-api-key": "a"}
+    assert from_headers(headers, KEYS).tenant == from_headers({"x-api-key": "a"}, KEYS).tenant
 
 
 def test_a_client_cannot_name_an_inferred_session() -> None:

@@ -271,9 +271,6 @@ def test_completions_stop_after_16_tokens_unless_told():
             id="deep prompt",
         ),
         pytest.param(CHAT, b"[]", RefuseReason.BAD_REQUEST, "Expected `object`, got `array`", id="array"),
-        pytest.param(CHAT, b'{"messages":[]}', RefuseReason.NO_MODEL, "`$.model`", id="no model"),
-        pytest.param(CHAT, b'{"model":null}', RefuseReason.NO_MODEL, "`$.model`", id="model is null"),
-        pytest.param(CHAT, b'{"model":""}', RefuseReason.NO_MODEL, "`$.model`", id="model is empty"),
         pytest.param(
             CHAT, b'{"model":5}', RefuseReason.BAD_REQUEST, "got `int` - at `$.model`", id="model is 5"
         ),

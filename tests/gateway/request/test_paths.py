@@ -2,9 +2,17 @@
 
 import pytest
 
-from perilune_gateway.request.paths import PATHS, is_engine_page, is_model_path, listed, response_of
+from perilune_api.paths import SUPPORTED
+from perilune_gateway.request.paths import (
+    PATHS,
+    is_engine_page,
+    is_model_path,
+    is_supported,
+    listed,
+    response_of,
+)
 
-CHAT, COMPLETIONS, RESPONSES, MESSAGES = PATHS
+CHAT, COMPLETIONS, RESPONSES, MESSAGES, *_ = PATHS
 
 
 @pytest.mark.parametrize(
@@ -35,6 +43,9 @@ def test_only_some_paths_are_for_the_model(path, yes):
     [
         ("/v1/responses/resp_1", "resp_1"),
         ("/v1/responses/resp_1/cancel?x=1", "resp_1"),
+        ("/v1/responses/input_tokens", ""),
+        ("/v1/responses/compact", ""),
+        ("/x/v1/responses/resp_1", ""),
         ("/v1/responses", ""),
         ("/v1/completions", ""),
     ],
@@ -49,6 +60,29 @@ def test_a_path_names_a_stored_response(path: str, response_id: str):
 )
 def test_a_path_asks_for_the_list_of_models_or_one_of_them(path: str, model: str | None):
     assert listed(path) == model
+
+
+@pytest.mark.parametrize(
+    ("path", "yes"),
+    [
+        *((path, True) for path in SUPPORTED),
+        ("/v1/models/org/m", True),
+        ("/v1/responses/resp_1/cancel?x=1", True),
+        ("/v1/chat/completions/batch", False),
+        ("/v1/audio/transcriptions", False),
+        ("/inference/v1/generate", False),
+        ("/invocations", False),
+        ("/v1/load_lora_adapter", False),
+        ("/v1/completions/", False),
+        ("//v1/completions", False),
+        ("/v1/chat/completions%2Fbatch", False),
+        ("/sleep", False),
+        ("/v1/modelsx", False),
+        ("/", False),
+    ],
+)
+def test_only_listed_paths_are_supported(path: str, yes: bool):
+    assert is_supported(path) is yes
 
 
 def test_a_page_of_one_engine_is_known_by_its_path():

@@ -238,10 +238,11 @@ def test_prompts_whose_tokens_nobody_announced_move_with_the_next_request() -> N
 
 def test_a_chain_of_stored_responses_stays() -> None:
     rig = Handing()
-    body = b'{"model": "m", "input": "more", "previous_response_id": "resp_1"}'
-    routed = rig.router.on_body(head("/v1/responses", x_session_id="s"), body)
-    assert isinstance(routed, Routed)
-    rig.finish(routed)
+    for continued in (b'"request_id": "resp_1"', b'"previous_response_id": "resp_1"'):
+        body = b'{"model": "m", "input": "more", %b}' % continued
+        routed = rig.router.on_body(head("/v1/responses", x_session_id="s"), body)
+        assert isinstance(routed, Routed)
+        rig.finish(routed)
     assert rig.drain(routed.destinations[0]) == []
     assert [stay.reason for stay in rig.router.planner.last.stays] == [MoveReason.CHAINED]
 

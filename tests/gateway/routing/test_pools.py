@@ -9,7 +9,7 @@ from router_rig import A, B, Rig, completion, pool
 from routing_objects import head
 
 from perilune_api import names
-from perilune_api.pool import Lora, Metadata, Model, Pool, Routing, SessionKeys
+from perilune_api.pool import Limits, Lora, Metadata, Model, Pool, Routing, SessionKeys
 from perilune_gateway.model import Answer, NeedBody, Outcome, Refusal, RefuseReason, RequestHead, Routed
 from perilune_gateway.routing.pools import Chosen, Pools, by_weight
 
@@ -187,3 +187,60 @@ def test_a_higher_weight_takes_sessions_and_gives_none_away() -> None:
 
 def test_without_any_weight_all_pools_have_the_same() -> None:
     assert {by_weight({"a": 0, "b": 0}, name) for name in NAMES[:50]} == {"a", "b"}
+
+
+@pytest.mark.parametrize("path", ["/v1/responses/input_tokens", "/v1/responses/compact", "/v1/embeddings"])
+def test_the_body_names_the_pool_on_every_path(front: Front, path: str) -> None:
+    h = head(path)
+    assert isinstance(front.pools.on_headers(h), NeedBody)
+    chosen = front.pools.on_body(h, b'{"model":"n","input":"count me"}')
+    assert isinstance(chosen, Chosen)
+    assert chosen.router.pool.metadata.name == "two"
+    assert isinstance(chosen.verdict, Routed)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_of_several_models_one_has_to_be_named(front: Front, path: str) -> None:
+    h = head(path)
+    assert isinstance(front.pools.on_headers(h), NeedBody)
+    refusal = front.pools.on_body(h, b'{"prompt":"x"}')
+    assert isinstance(refusal, Refusal)
+    assert (refusal.status, refusal.reason) == (400, RefuseReason.NO_MODEL)
+    assert "chat, m, n, tuned" in refusal.message
+
+
+def test_one_pool_needs_no_name() -> None:
+    front = Front([Rig(named("one", A, Model("m", tokenize="estimate")))])
+    h = head("/v1/completions")
+    assert isinstance(front.pools.on_headers(h), NeedBody)
+    chosen = front.pools.on_body(h, b'{"prompt":"x"}')
+    assert isinstance(chosen, Chosen)
+    assert isinstance(chosen.verdict, Routed)
+
+
+def test_no_pool_serves_other_paths(front: Front) -> None:
+    refusal = front.pools.on_headers(head("/v1/chat/completions/batch"))
+    assert isinstance(refusal, Refusal)
+    assert refusal.status == 404
+    assert front.refused == [refusal]
+
+
+def test_a_pools_own_limit_of_bodies_holds(front: Front) -> None:
+    routing = Routing(limits=Limits(max_body_bytes=100))
+    front.rigs[0].router.configure(named("one", A, Model("m", tokenize="estimate"), routing))
+    _, refusal, _ = front.ask("m", tokens=200)
+    assert isinstance(refusal, Refusal)
+    assert refusal.status == 413
+    assert isinstance(front.ask("n", tokens=200)[1], Routed)
+
+
+def test_a_response_that_a_client_named_is_in_the_pool_of_its_session(front: Front) -> None:
+    front.ask("n", session("s"))
+    page = head("/v1/responses/resp_mine", method="GET", has_body=False, x_session_id="s")
+    chosen = front.pools.on_headers(page)
+    assert isinstance(chosen, Chosen)
+    assert isinstance(chosen.verdict, Routed)
+    assert chosen.verdict.destinations == (B,)
+    nobody = front.pools.on_headers(head("/v1/responses/resp_mine", method="GET", has_body=False))
+    assert isinstance(nobody, Chosen)
+    assert isinstance(nobody.verdict, Refusal)

@@ -378,3 +378,14 @@ def test_ears_hot_session_takes_its_kv_along() -> None:
     routed = rig.send("s", [*long, *text(8, 100)])
     assert rig.record(routed).moved_from == host
     assert (routed.pull and routed.pull.source, rig.why(routed)) == (host, None)
+
+
+@pytest.mark.parametrize(
+    "body", [{"prompt_logprobs": 1}, {"echo": True}, {"n": 2}, {"best_of": 2}, {"use_beam_search": True}]
+)
+def test_nothing_is_fetched_for_what_one_engine_has_to_compute(body: dict[str, object]) -> None:
+    rig = Pulls()
+    asked = head("/v1/completions")
+    asked.subset = frozenset({B})
+    routed = rig.route(PROMPT, asked, **body)
+    assert (routed.pull, rig.why(routed)) == (None, Unpulled.REQUEST)

@@ -1,13 +1,15 @@
 """Prompts that another endpoint prefills, over the router's real state: loads, and what is said of them."""
 
+import json
+
+import prompts_that_split
 import pytest
-from handing_rig import BLOCK, PAGES, Handing, text
+from handing_rig import BLOCK, PAGES, text
 from prometheus_client import generate_latest
-from router_rig import USUAL, A, B, C, pool
+from router_rig import A, B, C
 from routing_objects import head
 
-from perilune_api.pool import EndpointSpec, Pool, Role
-from perilune_gateway.model import Outcome, Reason, Routed
+from perilune_gateway.model import NEED_BODY, Decision, Outcome, Reason, Routed, Unsplit
 from perilune_gateway.model.handoff import GivenUp, HandoffOutcome
 from perilune_gateway.observe import moves as move_rows
 from perilune_gateway.observe.explain import to_json
@@ -18,20 +20,8 @@ from perilune_gateway.state.connectors import Connector
 PROMPT = text(1, 3_200)
 
 
-class Split(Handing):
-    """A prefills, B and C decode."""
-
-    def __init__(self) -> None:
-        super().__init__(pages={**PAGES, C: "10.0.0.3:8998"})
-
-    def pool(self, draining: str = "") -> Pool:
-        listed = [
-            EndpointSpec(
-                a, events=(f"tcp://{a}",), bootstrap=page, role=Role.PREFILL if a == A else Role.DECODE
-            )
-            for a, page in self.pages.items()
-        ]
-        return pool(endpoints=listed, routing=self.routing, engine=USUAL)
+class Split(prompts_that_split.Split):
+    """What is said of it."""
 
     def answered(self, routed: Routed) -> None:
         self.router.on_response(routed.ticket, 200, routed.destinations[0], True)
@@ -212,3 +202,28 @@ def test_connectors_that_are_silent_or_unlike_give_nothing() -> None:
     rig.state.connectors.answered(A, Connector(["engine"], 2))
     assert rig.send("t", text(5, 3_200)).remote is None
     assert 'perilune_prefills_total{where="no_giver"} 2.0' in rig.metrics_text()
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        ({"type": "text", "text": "x"}, None),
+        ({"type": "image_url", "image_url": {"url": "http://a/b.png"}}, Unsplit.PICTURES),
+        ({"type": "input_audio", "input_audio": {"data": "AA"}}, Unsplit.PICTURES),
+        ({"type": "video_url", "video_url": {"url": "http://a/b.mp4"}}, Unsplit.PICTURES),
+        ({"type": "image_embeds", "image_embeds": "AA"}, Unsplit.PICTURES),
+    ],
+)
+def test_prompts_with_pictures_are_prefilled_where_they_are_decoded(
+    part: dict[str, object], why: Unsplit | None
+) -> None:
+    rig = Split()
+    content = [{"type": "text", "text": "word " * 8_000}, part]
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
+    asked = head("/v1/chat/completions")
+    assert rig.router.on_headers(asked) is NEED_BODY
+    routed = rig.router.on_body(asked, body)
+    assert isinstance(routed, Routed)
+    decision = rig.record(routed).verdict
+    assert isinstance(decision, Decision)
+    assert (bool(routed.remote), decision.unsplit) == (why is None, why)

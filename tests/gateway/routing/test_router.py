@@ -29,7 +29,7 @@ from perilune_gateway.routing.router import Encode
 
 @pytest.mark.parametrize(
     "h",
-    [head("/v1/models", has_body=False), head("/v1/embeddings"), head("/health", has_body=False)],
+    [head("/v1/models", has_body=False), head("/v1/messages/count_tokens"), head("/health", has_body=False)],
     ids=["GET", "another POST", "health"],
 )
 def test_what_is_not_for_the_model_goes_to_any_ready_endpoint(rig: Rig, h: RequestHead) -> None:

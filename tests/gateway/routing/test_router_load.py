@@ -11,7 +11,7 @@ from routing_objects import head
 
 from perilune_api import names
 from perilune_api.pool import EndpointSpec, Routing
-from perilune_gateway.model import EngineMetrics, NeedBody, Outcome, Refusal, Routed
+from perilune_gateway.model import EngineMetrics, NeedBody, Outcome, Refusal, RefuseReason, Routed
 from perilune_gateway.observe.explain import to_json
 from perilune_gateway.state.fleet import DEAD_SCRAPES
 
@@ -301,3 +301,57 @@ def test_an_endpoint_that_was_not_reached_will_not_cache_the_prompt() -> None:
     routed = rig.route(range(3_200))
     rig.finish(routed, Outcome.FAILED)
     assert rig.state.index.stats(rig.now).endpoints[routed.destinations[0]].speculative == 0
+
+
+def breaks_off(rig: Rig, routed: Routed, served: str = "") -> None:
+    rig.router.on_reset(routed.ticket, served)
+    rig.router.on_response(routed.ticket, 503, served, streamed=False)
+    rig.finish(routed, Outcome.FAILED)
+
+
+def test_a_request_that_broke_two_engines_is_refused_and_no_other() -> None:
+    rig = Rig(pool())
+    breaks_off(rig, routed := rig.route(), routed.destinations[1])
+    refusal = rig.ask()
+    assert isinstance(refusal, Refusal)
+    assert (refusal.status, refusal.reason) == (400, RefuseReason.RESETS)
+    rig.now += 6.0  # so that the two engines are back
+    assert isinstance(rig.ask(range(100, 120)), Routed)
+    rig.now += 595.0
+    assert isinstance(rig.ask(), Routed)
+
+
+def test_one_engine_at_a_time_counts_too() -> None:
+    rig = Rig(pool())
+    for _ in range(2):
+        breaks_off(rig, rig.route())
+        rig.now += 10.0
+    assert isinstance(rig.ask(), Refusal)
+
+
+def test_a_request_that_is_answered_by_another_engine_is_not_to_blame() -> None:
+    """Engines that end take many requests with them, equal ones among them."""
+    rig = Rig(pool())
+    for _ in range(4):
+        routed = rig.route()
+        other = B if routed.destinations[0] == A else A
+        rig.router.on_response(routed.ticket, 200, other, streamed=True)
+        rig.finish(routed)
+        rig.now += 6.0
+    breaks_off(rig, rig.route())
+    rig.now += 6.0
+    assert isinstance(rig.ask(), Routed)
+
+
+def test_a_turn_whose_body_was_not_read_is_known_by_session_and_length() -> None:
+    rig = Rig(pool())
+    turn = head("/v1/completions", x_session_id="s", content_length="200")
+    rig.finish(rig.route(h=turn))
+    known = rig.router.on_headers(turn)
+    assert isinstance(known, Routed), "decided by its headers"
+    breaks_off(rig, known, known.destinations[1])
+    refusal = rig.router.on_headers(turn)
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason is RefuseReason.RESETS
+    longer = head("/v1/completions", x_session_id="s", content_length="201")
+    assert isinstance(rig.router.on_headers(longer), NeedBody), "bodies are read for a while"

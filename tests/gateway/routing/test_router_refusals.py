@@ -1,11 +1,13 @@
 """Who may be chosen, and who is told what where nobody may."""
 
+import json
+
 import pytest
 from router_rig import A, B, Rig, completion, pool
 from routing_objects import chosen, head
 
-from perilune_api.pool import EndpointSpec, Limits, Model, Routing
-from perilune_gateway.model import Refusal, RefuseReason, RequestHead, Routed
+from perilune_api.pool import EndpointSpec, Limits, Lora, Model, Routing
+from perilune_gateway.model import NeedBody, Refusal, RefuseReason, RequestHead, Routed
 
 
 def test_only_endpoints_of_the_subset_hint_are_chosen(rig: Rig) -> None:
@@ -42,7 +44,6 @@ def test_no_endpoint_at_all() -> None:
     ("body", "reason", "status"),
     [
         pytest.param(b"{", RefuseReason.BAD_JSON, 400, id="no JSON"),
-        pytest.param(b'{"prompt": "x"}', RefuseReason.NO_MODEL, 400, id="no model"),
         pytest.param(
             b'{"model": "other", "prompt": "x"}', RefuseReason.UNKNOWN_MODEL, 404, id="unknown model"
         ),
@@ -100,3 +101,88 @@ def test_a_client_learns_no_addresses_from_a_refusal(rig: Rig) -> None:
     assert isinstance(refusal, Refusal)
     assert "not_ready: 2" in refusal.message
     assert A not in refusal.message
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/batch", "/v1/audio/speech", "/inference/v1/generate"])
+@pytest.mark.parametrize("method", ["POST", "GET"])
+def test_a_path_that_is_not_supported_is_refused_by_its_name(path: str, method: str) -> None:
+    rig = Rig(pool())
+    refusal = rig.router.on_headers(head(path, method=method))
+    assert isinstance(refusal, Refusal)
+    assert (refusal.status, refusal.reason) == (404, RefuseReason.NOT_FOUND)
+    assert refusal.message.startswith(f"{path} is not supported. Supported are /v1/chat/completions, ")
+    assert len(rig.decisions) == 1
+
+
+def test_a_web_socket_is_refused_at_once_and_nobodys_fault() -> None:
+    rig = Rig(pool())
+    asked = head("/v1/responses", method="GET", has_body=False, connection="upgrade", upgrade="WebSocket")
+    refusal = rig.router.on_headers(asked)
+    assert isinstance(refusal, Refusal)
+    assert (refusal.status, refusal.reason) == (426, RefuseReason.UPGRADE)
+
+
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("model", [b"", b'"model":null,', b'"model":"",'])
+def test_a_pool_of_one_model_serves_requests_that_name_none(bom: bytes, model: bytes) -> None:
+    rig = Rig(pool(model=Model("m", aliases=("chat",), tokenize="estimate")))
+    routed = rig.router.on_body(head("/v1/completions"), bom + b'{%b"prompt":"hi"}' % model)
+    assert isinstance(routed, Routed)
+    view = rig.record(routed).view
+    assert view.model == "m"
+
+
+def test_a_pool_with_adapters_asks_which_model_is_meant() -> None:
+    rig = Rig(pool(model=Model("m", loras=(Lora("tuned", "/a"),), tokenize="estimate")))
+    refusal = rig.router.on_body(head("/v1/completions"), b'{"prompt":"hi"}')
+    assert isinstance(refusal, Refusal)
+    assert (refusal.status, refusal.reason) == (400, RefuseReason.NO_MODEL)
+    assert "m, tuned" in refusal.message
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "tokens"),
+    [
+        ("/v1/embeddings", {"input": "x" * 4_000}, 1_000),
+        ("/v1/embeddings", {"input": ["x" * 2_000, "y" * 2_000]}, 1_000),
+        ("/v1/embeddings", {"input": [1] * 1_000}, 1_000),
+        ("/v1/embeddings", {"input": [[1] * 400, [2] * 600]}, 1_000),
+        ("/v1/rerank", {"query": "q", "documents": ["x" * 4_000]}, 1_000),
+        ("/v2/rerank", {"query": "q", "documents": [{"text": "x" * 4_000}]}, 1_000),
+        ("/v1/score", {"text_1": "x" * 2_000, "text_2": ["y" * 2_000]}, 1_000),
+        ("/score", {"queries": "x" * 2_000, "documents": "y" * 2_000}, 1_000),
+        ("/classify", {"input": "x" * 4_000}, 1_000),
+        ("/pooling", {"messages": [{"role": "user", "content": "x" * 4_000}]}, 1_000),
+    ],
+)
+def test_what_generates_nothing_is_counted_by_its_tokens_and_has_no_session(
+    path: str, body: dict[str, object], tokens: int
+) -> None:
+    rig = Rig(pool())
+    asked = head(path, x_session_id="s", content_length="9")
+    loads = []
+    for _ in range(2):
+        assert isinstance(rig.router.on_headers(asked), NeedBody)
+        routed = rig.router.on_body(asked, json.dumps({"model": "m", "user": "u", **body}).encode())
+        assert isinstance(routed, Routed)
+        assert rig.record(routed).session_id == ""
+        loads.append(routed.destinations[0])
+    assert set(loads) == {A, B}, "balanced by load"
+    assert all(tokens * 0.95 < pending < tokens * 1.1 for pending in rig.pending().values())
+    assert rig.state.sessions.bound == {}
+
+
+def test_transfer_parameters_do_not_pass_where_nothing_is_generated() -> None:
+    body = b'{"model":"m","input":"x","kv_transfer_params":{"do_remote_prefill":true}}'
+    refusal = Rig(pool()).router.on_body(head("/v1/embeddings"), body)
+    assert isinstance(refusal, Refusal)
+    assert refusal.status == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses/input_tokens", "/v1/embeddings"])
+def test_a_compressed_body_is_read_also_of_a_known_session(path: str) -> None:
+    rig = Rig(pool())
+    rig.finish(rig.route(h=head("/v1/completions", x_session_id="s")))
+    asked = head(path, x_session_id="s", content_length="900", content_encoding="gzip")
+    assert isinstance(rig.router.on_headers(asked), NeedBody)
+    assert isinstance(rig.router.on_body(asked, b'{"model":"m","prompt":"hi","input":"hi"}'), Routed)

@@ -7,7 +7,7 @@ from router_rig import A, B, C, Rig, pool
 from routing_objects import chosen, head
 
 from perilune_api.pool import EndpointSpec, Routing
-from perilune_gateway.model import NEED_BODY, Decision, RequestHead, Routed
+from perilune_gateway.model import NEED_BODY, Refusal, RefuseReason, RequestHead, Routed
 
 RESPONSES = "/v1/responses"
 ENDPOINTS = (A, B, C)
@@ -68,12 +68,47 @@ def test_a_session_that_its_client_names_is_kept_and_still_goes_to_the_response(
     assert rig.record(second).session_id == "s"
 
 
-def test_who_has_no_right_to_a_response_is_not_led_to_it(rig: Rig) -> None:
-    first = ask(rig, head(RESPONSES, authorization="ann"))
-    told = first.fields.request_id
-    seen = {ask(rig, head(RESPONSES, authorization="bob"), previous_response_id=told).destinations[0]}
-    seen |= {ask(rig, head(RESPONSES, authorization="bob"), previous_response_id=told).destinations[0]}
-    assert len(seen) == 2
+def refused(rig: Rig, h: RequestHead, response_id: str) -> Refusal:
+    assert rig.router.on_headers(h) is NEED_BODY
+    body = {"model": "m", "input": "go on", "previous_response_id": response_id}
+    refusal = rig.router.on_body(h, json.dumps(body).encode())
+    assert isinstance(refusal, Refusal)
+    return refusal
+
+
+def test_who_has_no_right_to_a_response_gets_404(rig: Rig) -> None:
+    told = ask(rig, head(RESPONSES, authorization="ann")).fields.request_id
+    asked = head(RESPONSES, authorization="bob", x_session_id="s")
+    ask(rig, asked)
+    refusal = refused(rig, asked, told)
+    assert (refusal.status, refusal.reason) == (404, RefuseReason.NOT_FOUND)
+    for path in (told, f"{told}/cancel"):
+        page = head(
+            f"{RESPONSES}/{path}", method="GET", has_body=False, authorization="bob", x_session_id="s"
+        )
+        found = rig.router.on_headers(page)
+        assert isinstance(found, Refusal)
+        assert found.status == 404
+
+
+def test_an_id_that_its_client_chose_is_where_its_session_is(rig: Rig) -> None:
+    named = head(RESPONSES, x_session_id="s")
+    first = ask(rig, named, request_id="resp_mine")
+    for _ in range(3):
+        assert ask(rig, named, previous_response_id="resp_mine").destinations == first.destinations[:1]
+        page = head(f"{RESPONSES}/resp_mine", method="GET", has_body=False, x_session_id="s")
+        found = rig.router.on_headers(page)
+        assert isinstance(found, Routed)
+        assert found.destinations == first.destinations[:1]
+
+
+@pytest.mark.parametrize("response_id", ["resp_mine", "resp_" + "0" * 74, "x"])
+def test_an_id_of_nobody_gets_404(rig: Rig, response_id: str) -> None:
+    assert refused(rig, head(RESPONSES), response_id).status == 404
+    assert refused(rig, head(RESPONSES, x_session_id="never seen"), response_id).status == 404
+    found = rig.router.on_headers(head(f"{RESPONSES}/{response_id}", method="GET", has_body=False))
+    assert isinstance(found, Refusal)
+    assert (found.status, found.message) == (404, f"Response with id '{response_id}' not found")
 
 
 def test_a_draining_endpoint_keeps_its_conversations(rig: Rig) -> None:
@@ -88,13 +123,11 @@ def test_a_draining_endpoint_keeps_its_conversations(rig: Rig) -> None:
     assert ask(rig, previous_response_id=first.fields.request_id).destinations == (host,)
 
 
-def test_when_its_endpoint_is_gone_another_one_answers_that_it_has_no_such_response(rig: Rig) -> None:
+def test_when_its_endpoint_is_gone_nobody_has_the_response(rig: Rig) -> None:
     first = ask(rig)
     left = [e for e in ENDPOINTS if e != first.destinations[0]]
     rig.router.configure(pool(endpoints=left, routing=rig.document.spec.routing))
-    routed = ask(rig, previous_response_id=first.fields.request_id)
-    assert routed.destinations[0] in left
-    assert isinstance(rig.record(routed).verdict, Decision)
+    assert refused(rig, head(RESPONSES), first.fields.request_id).status == 404
 
 
 def test_a_stored_response_is_read_where_it_is(rig: Rig) -> None:

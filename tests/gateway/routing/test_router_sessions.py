@@ -1,11 +1,15 @@
 """Whose host a request goes to: sessions that are named, inferred, moved, ended, a child of another."""
 
+import json
+
 import pytest
-from router_rig import A, B, Rig, pool
+from router_rig import USUAL, A, B, Rig, pool
 from routing_objects import chosen, head
 
 from perilune_api.pool import Routing, SessionKeys
-from perilune_gateway.model import NeedBody, Phase, Reason, Routed
+from perilune_gateway.model import NEED_BODY, NeedBody, Phase, Reason, Routed, Tier, Tokens, TokenSource
+from perilune_gateway.request.openai import ChatPrompt, ParsedRequest
+from perilune_gateway.state.engine_blocks import Applied
 
 
 def test_an_unknown_session_needs_its_body_and_then_has_a_host(rig: Rig) -> None:
@@ -114,3 +118,41 @@ def test_a_session_that_has_ended_is_bound_no_more_by_what_is_in_flight(rig: Rig
     rig.finish(after)
     assert not rig.router.state.sessions.matching("s")
     assert not rig.router.state.sessions.bound
+
+
+class Exact:
+    """Knows the tokens of conversations without tools of a kind that only the engine renders."""
+
+    def now(self, request: ParsedRequest) -> Tokens:
+        assert isinstance(request.prompt, ChatPrompt)
+        text = bytes(request.prompt.messages)
+        if b"custom_tool_call" in text:
+            return Tokens(len(text) // 4, TokenSource.ESTIMATE)
+        ids = [int.from_bytes(text[at : at + 3], "big") for at in range(0, len(text), 4)]
+        return Tokens(len(ids), TokenSource.LOCAL, ids)
+
+
+def test_a_turn_that_is_only_estimated_keeps_its_host_and_what_that_caches() -> None:
+    rig = Rig(pool(endpoints=[A, B], engine=USUAL), tokenizer=Exact())
+    said: list[dict[str, object]] = [{"role": "user", "content": "x" * 40_000}]
+
+    def turn() -> Routed:
+        h = head("/v1/responses", x_session_id="s")
+        assert rig.router.on_headers(h) is NEED_BODY
+        routed = rig.router.on_body(h, json.dumps({"model": "m", "input": said}).encode())
+        assert isinstance(routed, Routed)
+        return routed
+
+    first = turn()
+    host = first.destinations[0]
+    (session,) = rig.state.sessions.matching("s")
+    rig.state.index.stored(host, Tier.DEVICE, session.chain, rig.now)
+    rig.router.on_applied(Applied(host, Tier.DEVICE, 0, tuple(session.chain)))
+    rig.finish(first)
+    rig.now += 60.0
+    rig.queue(host, 0.3)
+    said.append({"type": "custom_tool_call", "call_id": "c", "name": "n", "input": "i"})
+    second = turn()
+    assert second.destinations[0] == host
+    (candidate,) = [c for c in rig.record(second).candidates if c.address == host]
+    assert candidate.overlap.device_tokens > 9_000

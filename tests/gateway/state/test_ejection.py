@@ -13,11 +13,17 @@ PAUSE_S = 2.0
 class Pool:
     """Endpoints that answer as told."""
 
-    def __init__(self, size: int = 4, rules: Rules = Rules(pause_seconds=PAUSE_S)) -> None:  # noqa: B008
+    def __init__(
+        self,
+        size: int = 4,
+        rules: Rules = Rules(pause_seconds=PAUSE_S),  # noqa: B008
+        *,
+        keyed: bool = False,
+    ) -> None:
         self.now = 100.0
         self.addresses = [f"e{i}" for i in range(size)]
         self.out: dict[str, str] = {}
-        self.ejection = Ejection(rules, self.changed)
+        self.ejection = Ejection(rules, self.changed, keyed=keyed)
         self.alone_s = 1.0
         self._tickets = iter(range(1_000_000))
 
@@ -30,20 +36,28 @@ class Pool:
     def usable(self) -> Collection[str]:
         return set(self.addresses) - set(self.out)
 
-    def send(self, address: str, source: object = None, *, by_event: bool = False) -> int:
+    def send(self, address: str, source: object = None, *, by_event: bool = False, tenant: str = "") -> int:
         ticket = next(self._tickets)
         self.ejection.sent(
             ticket,
             address,
             self.now,
+            tenant=tenant,
             source=ticket if source is None else source,
             alone_s=self.alone_s,
             by_event=by_event,
         )
         return ticket
 
-    def ask(self, address: str, status: int = 200, after_s: float = 0.0, source: object = None) -> None:
-        ticket = self.send(address, source)
+    def ask(
+        self,
+        address: str,
+        status: int = 200,
+        after_s: float = 0.0,
+        source: object = None,
+        tenant: str = "",
+    ) -> None:
+        ticket = self.send(address, source, tenant=tenant)
         self.now += after_s
         self.ejection.head(ticket, status, self.now)
         self.ejection.ended(ticket, self.now, well=status < 400)
@@ -70,7 +84,7 @@ def test_every_step_of_a_standing_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("status", [401, 403, 500, 502, 503])
 def test_failures_of_several_sessions_eject(status: int) -> None:
-    pool = Pool()
+    pool = Pool(keyed=True)
     pool.serves()
     for _ in range(6):
         pool.ask("e0", status)
@@ -99,6 +113,52 @@ def test_nobody_is_ejected_for(ask) -> None:
     pool.serves()
     ask(pool)
     assert pool.judge() == {}
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 422, 429, 501])
+def test_what_clients_cause_is_no_evidence(status: int) -> None:
+    """Without a key of its own the gateway passes the clients' on, and engines answer 401 to wrong ones."""
+    pool = Pool()
+    pool.serves()
+    for i in range(40):
+        pool.ask("e0", status, tenant=f"t{i}")
+    assert pool.judge() == {}
+
+
+@pytest.mark.parametrize(
+    ("bad", "good", "ejected"),
+    [
+        pytest.param(["a"], ["b", "c", "d"], False, id="one tenant, many sessions"),
+        pytest.param(["a", "b"], ["c", "d"], False, id="two of four"),
+        pytest.param(["a", "b", "c"], ["d"], True, id="three of four"),
+        pytest.param(["a"], ["b"], False, id="one of two"),
+        pytest.param(["a", "b"], [], True, id="all of two"),
+        pytest.param(["a"], [], True, id="the only one"),
+        pytest.param(["a", "b", "c"], ["d", "e", "f", "g"], False, id="three of seven"),
+    ],
+)
+def test_tenants_have_to_agree(bad: list[str], good: list[str], ejected: bool) -> None:
+    pool = Pool()
+    for i in range(20):
+        for tenant in good:
+            pool.ask(f"e{i % 4}", tenant=tenant)
+    for _ in range(10):
+        for tenant in bad:
+            pool.ask("e0", 500, tenant=tenant)
+    assert bool(pool.judge()) is ejected
+
+
+def test_one_tenants_late_answers_eject_nobody_whom_others_find_well() -> None:
+    pool = Pool()
+    pool.serves()
+    for i in range(20):
+        pool.ask(f"e{i % 4}", tenant=f"t{i % 5}")
+    hanging = [pool.send("e0", tenant="a") for _ in range(10)]
+    pool.now += 14.0
+    for i in range(20):
+        pool.ask(f"e{i % 4}", tenant=f"t{i % 5}")
+    assert pool.judge() == {}
+    assert pool.ejection.ended(hanging[0], pool.now, well=False) is Cause.LATE
 
 
 def test_at_least_half_of_the_pool_stays() -> None:

@@ -31,7 +31,8 @@ _TEXT_PARTS = frozenset(("text", "input_text", "output_text", "refusal", "thinki
 
 
 class ConversationError(ValueError):
-    """The conversation does not have the form that its API prescribes; the engine will refuse it."""
+    """The conversation does not have the form that its API prescribes, so that the engine will refuse it; or
+    it has items that only the engine can render."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,10 @@ def read(api: Api, prompt: ChatPrompt, keep_parts: bool = False) -> Conversation
         return _Reader(keep_parts).read(api, prompt)
     except ConversationError:
         raise
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise ConversationError(f"{type(error).__name__}: {error}") from None
+    except KeyError as error:
+        raise ConversationError(f"the field {error} is missing") from None
+    except (TypeError, AttributeError, ValueError, RecursionError):
+        raise ConversationError("a field has another form than its API prescribes") from None
 
 
 def as_sent(messages: Sequence[Message]) -> list[Message]:
@@ -93,7 +96,7 @@ class _Reader:
             case Api.RESPONSES:
                 messages, functions = _from_responses(content, system), [_responses_tool(t) for t in tools]
             case _:
-                messages, functions = content, [tool["function"] for tool in tools]
+                messages, functions = content, [_chat_tool(tool) for tool in tools]
         return Conversation(
             messages=[self._message(message) for message in messages],
             tools=[_tool(function) for function in functions if function] or None,
@@ -169,6 +172,14 @@ def _kwargs(prompt: ChatPrompt) -> dict[str, Any]:
         given.setdefault("enable_thinking", prompt.reasoning_effort != "none")
         given["reasoning_effort"] = prompt.reasoning_effort
     return given
+
+
+def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """The function of a tool."""
+    if (kind := tool.get("type", "function")) != "function":
+        raise ConversationError(f"a tool of type {kind} is rendered by the engine alone")
+    function: dict[str, Any] = tool["function"]
+    return function
 
 
 # Anthropic messages
@@ -263,6 +274,8 @@ def _from_responses(content: Any, instructions: Any) -> list[Message]:
                 messages.append(output)
             case "reasoning":
                 _join(messages, last, "reasoning", _first_text(item.get("content") or item.get("summary")))
+            case kind if "role" not in item:
+                raise ConversationError(f"an item of type {kind} is rendered by the engine alone")
             case _ if item["role"] == "assistant":
                 _join(messages, last, "content", _first_text(item.get("content")))
             case _:

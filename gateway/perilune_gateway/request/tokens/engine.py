@@ -2,8 +2,8 @@
 
 Costs a round trip and the engine's CPU. At most `max_concurrent` requests run at a time, the others wait. The
 body for a long prompt is written in a thread. For a request with several prompts only the first is sent, and
-the tokens of the others are estimated from their bytes. Has no timeout; the caller must end what takes too
-long.
+the tokens of the others are estimated from their bytes. An answer with more tokens than the prompt can have
+is not used, nor read to its end. Has no timeout; the caller must end what takes too long.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from perilune_api import pages
 from perilune_gateway.model import Tokens, TokenSource
 from perilune_gateway.request.openai import ChatPrompt, ParsedRequest, TextPrompt, TokenId
 from perilune_gateway.request.paths import Api
@@ -31,8 +32,11 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 _ANSWER = msgspec.json.Decoder(_Answer)
-_HOW: dict[str, Any] = {"headers": {"content-type": "application/json"}, "allow_redirects": False}
-"""Redirects are not followed, so that an engine cannot choose which host the gateway asks."""
+_JSON = {"content-type": "application/json"}
+TEMPLATE_TOKENS = 16_384
+"""Tokens that a model's own template may add to a conversation."""
+_TOKEN_BYTES = 16
+"""Most bytes of a token in an answer: ten digits, a comma, and room for spaces."""
 
 
 class EngineTokenizer:
@@ -69,19 +73,26 @@ class EngineTokenizer:
         if not (endpoint := self._choose()):
             raise CannotTellError(Cause.NO_ENGINE)
         if self._http is None:
-            self._http = aiohttp.ClientSession(headers=self._headers)
-        url = f"http://{endpoint}/tokenize"
+            self._http = aiohttp.ClientSession(headers={**pages.PLAIN, **self._headers})
+        url, most = f"http://{endpoint}/tokenize", _most_tokens(request)
         try:
-            async with self._slots, self._http.post(url, data=question, **_HOW) as answer:
-                content = await answer.read()
+            async with (
+                self._slots,
+                self._http.post(url, data=question, headers=_JSON, **pages.NO_REDIRECTS) as answer,
+            ):
+                if answer.status != 200:
+                    raise CannotTellError(Cause.ENGINE_STATUS, f"{endpoint} {answer.status}")
+                content = await pages.read(answer, most * _TOKEN_BYTES)
+        except pages.TooLongError as error:
+            raise CannotTellError(Cause.ENGINE_ANSWER, f"{endpoint} {error}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise CannotTellError(Cause.ENGINE_UNREACHABLE, f"{endpoint} {error!r}") from None
-        if answer.status != 200:
-            raise CannotTellError(Cause.ENGINE_STATUS, f"{endpoint} {answer.status}")
         try:
             ids = _ANSWER.decode(content).tokens
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise CannotTellError(Cause.ENGINE_ANSWER, f"{endpoint} {error}") from None
+        if len(ids) > most:
+            raise CannotTellError(Cause.ENGINE_ANSWER, f"{endpoint} {len(ids)} tokens of at most {most}")
         rest = math.ceil(rest_bytes / self._bytes_per_token)
         return Tokens(len(ids) + rest, TokenSource.ENGINE, ids, longest=len(ids) if rest else 0)
 
@@ -111,3 +122,12 @@ class EngineTokenizer:
                 raise CannotTellError(Cause.NO_TEXT)
         given = {key: value for key, value in question.items() if value is not None}
         return msgspec.json.encode(given | {"model": request.model}), rest_bytes
+
+
+def _most_tokens(request: ParsedRequest) -> int:
+    """Return how many tokens the prompt can have: no token is shorter than a byte, and a template adds words
+    of its own and may indent tools."""
+    template = TEMPLATE_TOKENS
+    if isinstance(request.prompt, ChatPrompt):
+        template += len(request.prompt.own_template)
+    return 2 * size_bytes(request) + template

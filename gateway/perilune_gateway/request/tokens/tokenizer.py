@@ -12,7 +12,7 @@ When a source fails, the next one is used; each cause is counted, and logged onc
 template refuses (undefined roles, its own `raise_exception`) is estimated, not refused: the engine has the
 same template and answers 400 itself, and a wrong copy of the template in the gateway must not fail a request.
 Prompts that are not all text (pictures, a conversation stored in the engine) are estimated, and so are
-prompts that no context can hold (`too_much`).
+prompts that no context can hold (`too_much`), and those of which nothing is generated (embeddings and such).
 
 A conversation is decoded, normalised and rendered whole at every turn, which takes about 2.5 ns a byte (0.3
 ms for 130 KB). A template may render earlier messages differently when a new one comes (it drops their
@@ -35,6 +35,7 @@ from pathlib import Path
 from perilune_api.pool import Model, SpecError
 from perilune_gateway.model import Tokens, TokenSource
 from perilune_gateway.request.openai import ChatPrompt, ParsedRequest, TextPrompt, TokenPrompt
+from perilune_gateway.request.paths import Api
 from perilune_gateway.request.tokens import chat_template, encoder
 from perilune_gateway.request.tokens.causes import ENGINE_MAY_KNOW, CannotTellError, Cause
 from perilune_gateway.request.tokens.chat_template import ChatTemplates, TemplateError
@@ -104,6 +105,8 @@ class Tokenizer:
         """Tokens, if that takes less than 1 ms and no engine has to be asked; None means to use `encode`."""
         if isinstance(request.prompt, TokenPrompt):
             return self._count(_given(request.prompt))
+        if request.api is Api.POOLING:
+            return self._estimate(request)
         if why := too_much(request, self._context_tokens):
             return self._estimate(request, why)
         if self.local is None:

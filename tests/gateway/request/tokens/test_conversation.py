@@ -308,3 +308,48 @@ def test_deep_content_is_an_error_not_a_crash():
     assert isinstance(request, ParsedRequest)
     with pytest.raises(ConversationError):
         read(Api.CHAT, request.prompt)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "why"),
+    [
+        pytest.param(
+            "/v1/responses",
+            {"input": [{"type": "custom_tool_call", "call_id": "c", "name": "n", "input": "i"}]},
+            "an item of type custom_tool_call",
+            id="a custom tool's call",
+        ),
+        pytest.param(
+            "/v1/responses",
+            {"input": [{"type": "item_reference", "id": "rs_1"}]},
+            "an item of type item_reference",
+            id="a reference",
+        ),
+        pytest.param(
+            "/v1/responses",
+            {"input": [{"type": "local_shell_call", "action": {}}]},
+            "an item of type local_shell_call",
+            id="a shell's call",
+        ),
+        pytest.param(
+            "/v1/chat/completions",
+            {"messages": [], "tools": [{"type": "custom", "custom": {"name": "n"}}]},
+            "a tool of type custom",
+            id="a custom tool",
+        ),
+        pytest.param(
+            "/v1/chat/completions",
+            {"messages": [{"content": "x"}]},
+            "the field 'role' is missing",
+            id="no role",
+        ),
+        pytest.param("/v1/chat/completions", {"messages": [1]}, "a field has another form", id="a number"),
+    ],
+)
+def test_why_a_conversation_is_not_rendered_is_said_in_words(path: str, body: dict, why: str) -> None:
+    parsed = parse(path, json.dumps({"model": "m", **body}).encode())
+    assert isinstance(parsed, ParsedRequest)
+    with pytest.raises(ConversationError) as found:
+        read(parsed.api, parsed.prompt)
+    assert str(found.value).startswith(why)
+    assert "Error" not in str(found.value)

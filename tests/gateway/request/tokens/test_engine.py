@@ -19,6 +19,7 @@ class Engine:
 
     def __init__(self):
         self.questions = []
+        self.tokenize_instead = None
         self.authorizations = []
         self.answer = web.json_response({"count": 3, "max_model_len": 9, "tokens": [7, 8, 9]}).body
         self.status = 200
@@ -30,6 +31,8 @@ class Engine:
         self.arrived = asyncio.Condition()
 
     async def tokenize(self, http_request):
+        if self.tokenize_instead:
+            return await self.tokenize_instead(http_request)
         self.questions.append(await http_request.json())
         self.authorizations.append(http_request.headers.get("authorization"))
         self.waiting += 1
@@ -177,6 +180,7 @@ async def test_further_texts_are_estimated(by_engine, engine):
         pytest.param(200, b'{"tokens": "\xff"}', Cause.ENGINE_ANSWER, id="no UTF-8"),
         pytest.param(200, b"[" * 5000, Cause.ENGINE_ANSWER, id="deep"),
         pytest.param(200, b"", Cause.ENGINE_ANSWER, id="nothing"),
+        pytest.param(200, b'{"tokens":[%b1]}' % (b"1," * 100_000), Cause.ENGINE_ANSWER, id="too many"),
     ],
 )
 async def test_an_engine_that_fails(status, answer, cause, by_engine, engine):
@@ -184,6 +188,26 @@ async def test_an_engine_that_fails(status, answer, cause, by_engine, engine):
     tokens = await by_engine.encode(request(COMPLETIONS, prompt="x" * 40))
     assert tokens == Tokens(10, TokenSource.ESTIMATE)
     assert by_engine.causes == {cause: 1}
+
+
+async def test_an_answer_without_end_is_not_read_to_its_end(by_engine, engine):
+    """Reading all of it would take this test longer than the tokenizer waits, and the cause would differ."""
+    left = asyncio.Event()
+
+    async def tokenize(http_request):
+        answer = web.StreamResponse()
+        await answer.prepare(http_request)
+        try:
+            await answer.write(b'{"tokens":[')
+            while True:
+                await answer.write(b"1," * 2**16)
+        finally:
+            left.set()
+
+    engine.tokenize_instead = tokenize
+    assert await by_engine.encode(request(COMPLETIONS, prompt="x" * 40)) == Tokens(10, TokenSource.ESTIMATE)
+    assert by_engine.causes == {Cause.ENGINE_ANSWER: 1}
+    await asyncio.wait_for(left.wait(), 10)
 
 
 async def test_an_engine_does_not_choose_whom_the_gateway_asks(by_engine, engine):
