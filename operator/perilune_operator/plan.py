@@ -32,6 +32,7 @@ from perilune_operator.render.objects import Context, Defaults
 from perilune_operator.revision import Revised
 from perilune_operator.roles import Switch
 from perilune_operator.rollout import Drain, Mark, Replaced, drain
+from perilune_operator.scaling import writers
 
 LOOK_S = 30.0
 """Time between two rounds of a pool to which nothing happens."""
@@ -202,7 +203,10 @@ def _revised(pool: Context, observed: Observed) -> Revised:
 
 
 def _scaled(name: str, namespace: str, spec: InferencePoolSpec, observed: Observed, now: float) -> int | None:
-    """The number of replicas that the spec should have from now on; None: it stays."""
+    """The number of replicas that the spec should have from now on; None: it stays, as it does while others
+    set it, too."""
+    if writers.contested(name, namespace, spec, observed):
+        return None
     if spec.scaling is None or spec.scaling.signal is Signal.METRIC:
         return _handed_over(name, namespace, spec, observed)
     wanted = scaling.replicas(spec.scaling, spec.replicas, observed.demands.get("serve", ()), now)

@@ -335,19 +335,26 @@ class Reconciler:
         """Read what the pool's gateways report, in a task of its own so that no round waits for a gateway."""
         while True:
             if self._fence.remaining_s() > 0:
-                pods = self.cluster.pods(pool.name)
-                stats = await self._pages.read(pods)
-                if stats is not None and pool.follows_load:
-                    engines = [readers.pod(pod) for pod in pods]
-                    for duty in DUTIES:
-                        pool.demands[duty].append(_demand(duty, pool, stats, engines, self._wall_clock()))
-                    known = {**pool.first_tokens, **stats.first_tokens}
-                    pool.first_tokens = {pod.name: known[pod.name] for pod in engines if pod.name in known}
-                changed, pool.stats = stats != pool.stats, stats
-                if changed or pool.follows_load:
-                    pool.wake(self._clock())
+                try:
+                    await self._read_stats(pool)
+                except Exception:
+                    log.exception("reading gateways failed by a defect pool=%s/%s", *pool.name)
             await _until(pool.pages_due, _read_in_s(pool))
             pool.pages_due.clear()
+
+    async def _read_stats(self, pool: _Pool) -> None:
+        """Read the pages once. A reading of which a page is missing says nothing about the load."""
+        pods = self.cluster.pods(pool.name)
+        stats = await self._pages.read(pods)
+        if stats is not None and pool.follows_load and stats.whole:
+            engines = [readers.pod(pod) for pod in pods]
+            for duty in DUTIES:
+                pool.demands[duty].append(_demand(duty, pool, stats, engines, self._wall_clock()))
+            known = {**pool.first_tokens, **stats.first_tokens}
+            pool.first_tokens = {pod.name: known[pod.name] for pod in engines if pod.name in known}
+        changed, pool.stats = stats != pool.stats, stats
+        if changed or pool.follows_load:
+            pool.wake(self._clock())
 
 
 def _read_in_s(pool: _Pool) -> float:

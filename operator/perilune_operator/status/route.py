@@ -15,6 +15,7 @@ from perilune_operator.observe.facts import Key, Object, Observed, ParentFacts, 
 from perilune_operator.observe.readers import verdicts
 from perilune_operator.render import routing
 from perilune_operator.render.objects import Context
+from perilune_operator.status import others
 from perilune_operator.status.fact import Fact, listed
 
 _BESIDE: Mapping[GatewayMode, Sequence[str]] = {
@@ -26,8 +27,8 @@ _BESIDE: Mapping[GatewayMode, Sequence[str]] = {
 
 def route(pool: Context, observed: Observed) -> Fact:
     kind, made = Condition.ROUTE_PROGRAMMED, routing.mode(pool)
-    if server := pool.spec.gateway.served_by:
-        return Fact(kind, "True", Reason.PROGRAMMED, f"The route of the pool {server} leads to it.")
+    if pool.spec.gateway.served_by:
+        return others.of_server(kind, pool, observed)
     if pool.spec.gateway.mode is GatewayMode.NONE:
         return Fact(kind, "True", Reason.PROGRAMMED, "The spec asks for no route.")
     if made is GatewayMode.NONE:

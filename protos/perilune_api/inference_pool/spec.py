@@ -59,9 +59,10 @@ class Scaling(Struct, frozen=True):
     first token came within ttftSeconds, 0 to 1. For these three the operator reads the gateways' pages, and
     nothing else is needed. metric: a HorizontalPodAutoscaler follows `metric`, for which it needs a metrics
     adapter, such as prometheus-adapter."""
-    metric: Name = "perilune_endpoint_pending_prefill_seconds"
+    metric: Name = "perilune_queued_prefill_seconds"
     """Metric to scale by, for signal: metric. The adapter must serve it for the gateway's Service, summed
-    over all endpoints."""
+    over the gateways' pods. A metric of which each gateway reports the whole, such as
+    perilune_endpoint_pending_prefill_seconds where they share state, grows with their number."""
     target: Quantity = "2"
     """Target value of the signal per endpoint: the sum over all endpoints is divided by it. For kvUsage at
     most 1, such as 0.7. For ttftAttainment the least share of all requests, below 1, such as 0.95."""
