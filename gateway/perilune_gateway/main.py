@@ -137,17 +137,21 @@ class Gateway:
 
     async def _serve(self, at: str, grace_s: float, stop: asyncio.Event, drain_s: float) -> None:
         """Is ready until `stop` is set, then drains."""
-        await self.server.set_ready(True)
+        await self._set_ready(True)
         print(f"perilune-gateway ready {at}", flush=True)
         await stop.wait()
         for pool in self.pools:
             pool.draining = True
         log.info("draining in_flight=%d", sum(pool.state.in_flight.count for pool in self.pools))
-        await self.server.set_ready(False)
+        await self._set_ready(False)
         await asyncio.sleep(drain_s)
         for pool in self.pools:
             pool.service.begin_all()
         await self.server.stop(grace_s)
+
+    async def _set_ready(self, ready: bool) -> None:
+        await self.server.set_ready(ready)
+        self.admin.serving = ready
 
 
 def _check_names(names: Sequence[str]) -> None:

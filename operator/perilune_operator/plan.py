@@ -57,6 +57,8 @@ class Plan:
     """Annotations and labels of pods that are to be removed or emptied, or that change their role."""
     scale_to: int | None = None
     """Replicas to write into the pool's own spec first."""
+    handed_over: bool = False
+    """They are written because an autoscaler takes over, which goes on from them."""
     prefill: tuple[int, int] = (0, 0)
     """Number of endpoints that only prefill, before and after this plan."""
     kept: frozenset[Key] = frozenset()
@@ -115,6 +117,7 @@ def plan(
             *switch.marks,
         ),
         scale_to=scale_to,
+        handed_over=scale_to is not None and _is_autoscaled(spec),
         prefill=prefill,
         kept=replaced.workloads,
         upgrades=made.upgrades,
@@ -207,10 +210,14 @@ def _scaled(name: str, namespace: str, spec: InferencePoolSpec, observed: Observ
     set it, too."""
     if writers.contested(name, namespace, spec, observed):
         return None
-    if spec.scaling is None or spec.scaling.signal is Signal.METRIC:
+    if spec.scaling is None or _is_autoscaled(spec):
         return _handed_over(name, namespace, spec, observed)
     wanted = scaling.replicas(spec.scaling, spec.replicas, observed.demands.get("serve", ()), now)
     return wanted if wanted != spec.replicas else None
+
+
+def _is_autoscaled(spec: InferencePoolSpec) -> bool:
+    return spec.scaling is not None and spec.scaling.signal is Signal.METRIC
 
 
 def _prefill(

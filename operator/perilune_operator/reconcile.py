@@ -290,16 +290,9 @@ class Reconciler:
         applied = Applied()
         if planned.objects is not None:
             applied = await pool.applier.apply(planned, observed.children)
-            if planned.scale_to is not None:
-                log.info("scaled pool=%s/%s replicas=%d", *pool.name, planned.scale_to)
-                before = body["spec"].get("replicas", 1)
-                said = _scaled(f"replicas {before} → {planned.scale_to}", body, "serve", observed)
-                _post(body, "Normal", "Scaled", said)
-            if planned.prefill[0] != planned.prefill[1]:
-                log.info("scaled pool=%s/%s prefill=%d", *pool.name, planned.prefill[1])
-                change = f"endpoints that only prefill {planned.prefill[0]} → {planned.prefill[1]}"
-                _post(body, "Normal", "Scaled", _scaled(change, body, "prefill", observed))
-            if planned.switch.switched:
+            if not applied.refused:
+                _tell_scaled(pool.name, body, planned, observed)
+            if planned.switch.switched and not applied.refused:
                 _post(body, "Normal", "RoleSwitched", _switched(planned.switch, observed.demands))
                 for read in pool.demands.values():
                     read.clear()
@@ -444,6 +437,23 @@ def _report(pool: Object, condition: StatusCondition) -> None:
     bad = bad or (condition.type, condition.status) == (Condition.STALLED, "True")
     severity = "Warning" if bad or condition.reason == Reason.APPLY_FAILED else "Normal"
     _post(pool, severity, condition.reason, f"{words}: {condition.message}")
+
+
+def _tell_scaled(name: PoolName, body: Object, planned: Plan, observed: Observed) -> None:
+    """Log numbers of endpoints that were changed, and post an event of each."""
+    if planned.scale_to is not None:
+        change = f"replicas {body['spec'].get('replicas', 1)} → {planned.scale_to}"
+        if planned.handed_over:
+            log.info("handed over to an autoscaler pool=%s/%s replicas=%d", *name, planned.scale_to)
+            said = f"{change}: an autoscaler takes over as many as run"
+        else:
+            log.info("scaled pool=%s/%s replicas=%d", *name, planned.scale_to)
+            said = _scaled(change, body, "serve", observed)
+        _post(body, "Normal", "Scaled", said)
+    if planned.prefill[0] != planned.prefill[1]:
+        log.info("scaled pool=%s/%s prefill=%d", *name, planned.prefill[1])
+        change = f"endpoints that only prefill {planned.prefill[0]} → {planned.prefill[1]}"
+        _post(body, "Normal", "Scaled", _scaled(change, body, "prefill", observed))
 
 
 def _scaled(change: str, pool: Object, duty: names.Duty, observed: Observed) -> str:

@@ -202,11 +202,16 @@ async def test_it_goes_on_serving_while_it_says_that_it_will_not(gateway, capsys
                     return (await health.Check(health_pb2.HealthCheckRequest(service=service))).status
 
                 assert await says("readiness") == serving
+                ready = f"http://{found[2]}/healthz?service=readiness"
+                async with http.get(ready) as reply:
+                    assert reply.status == 200
                 stop.set()
                 while await says("readiness") != not_serving:  # noqa: ASYNC110 - by gRPC
                     await asyncio.sleep(0.01)
                 assert await says("liveness") == serving
                 async with http.get(f"http://{found[2]}/readyz") as reply:
+                    assert reply.status == 503
+                async with http.get(ready) as reply:
                     assert reply.status == 503
     finally:
         running.cancel()

@@ -201,7 +201,9 @@ def test_gateways_know_the_password_of_the_operators_server_and_other_pools_have
     [
         pytest.param([], {"grpc": {"port": 9002, "service": "readiness"}}, id="plain"),
         pytest.param(
-            ["--tls-cert=/tls/tls.crt"], {"httpGet": {"path": "/healthz", "port": "admin"}}, id="TLS"
+            ["--tls-cert=/tls/tls.crt"],
+            {"httpGet": {"path": "/healthz?service=readiness", "port": "admin"}},
+            id="TLS",
         ),
     ],
 )

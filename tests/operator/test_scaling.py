@@ -526,3 +526,26 @@ def test_several_writers_of_replicas_are_a_condition(
         [writers] if writers else []
     )
     assert (made.scale_to is not None) is (signal == "queueSeconds" and not writers)
+
+
+@pytest.mark.parametrize(
+    ("signal", "replicas", "live", "scale_to", "handed_over"),
+    [
+        pytest.param("metric", 1, 3, 3, True, id="an autoscaler goes on from what runs"),
+        pytest.param("metric", 3, 3, None, False, id="it has nothing to go on from"),
+        pytest.param("queueSeconds", 2, 2, 4, False, id="the operator's own decision"),
+    ],
+)
+def test_what_is_handed_over_to_an_autoscaler_is_not_what_the_operator_decides(
+    signal: str, replicas: int, live: int, scale_to: int | None, *, handed_over: bool
+) -> None:
+    limits = {"minReplicas": 1, "maxReplicas": 4, "upSeconds": 0, "signal": signal}
+    spec = convert(
+        {"model": {"name": "m"}, "replicas": replicas, "engine": {"kind": "simulated"}, "scaling": limits}
+    )
+    name = Key("Deployment", "n", "p-engine")
+    body = {"kind": "Deployment", "metadata": {"name": "p-engine", "namespace": "n"}}
+    demands: Demands = {"serve": of_a_pool_of(replicas, over(60, queue_s=20.0))}
+    observed = Observed("u", 1, children={name: {**body, "spec": {"replicas": live}}}, demands=demands)
+    made = plan("p", "n", spec, observed, NOW, Defaults())
+    assert (made.scale_to, made.handed_over) == (scale_to, handed_over)

@@ -97,7 +97,7 @@ class PoolsHealth(Struct, frozen=True):
 PAGES: Mapping[str, str] = {
     "/console": "the pool at work, in the browser",
     "/metrics": "Prometheus metrics",
-    "/healthz": "alive",
+    "/healthz": "alive; ?service=readiness: takes requests, as the gRPC health service says",
     "/readyz": "ready for requests",
     "/api/decisions": "newest decisions: ?session=ID&n=50",
     "/api/decisions/{request_id}": "one decision explained, and what other policies would do",
@@ -112,13 +112,14 @@ PAGES: Mapping[str, str] = {
 
 POOLS_PAGES: Mapping[str, str] = {
     "/metrics": "Prometheus metrics of all pools",
-    "/healthz": "alive",
+    "/healthz": "alive; ?service=readiness: takes requests, as the gRPC health service says",
     "/readyz": "some pool is ready for requests",
     "/api/health": "the health of all pools",
 }
 """Pages of a gateway with several pools. Each pool has all PAGES of its own below /pools/NAME."""
 
 
+_SERVING = web.AppKey("serving", Callable[[], bool])
 OPEN = frozenset({"/metrics", "/healthz", "/readyz"})
 """Pages for kubelets, Prometheus and the operator, without anything of a single request."""
 PRIVATE = (
@@ -132,6 +133,8 @@ class Admin:
 
     def __init__(self, data: AdminData | PoolsData, *, to_anyone: bool = False) -> None:
         """`to_anyone`: whether all pages answer anyone who can connect."""
+        self.serving = False
+        """Whether the gateway takes requests, as its gRPC health service says."""
         self._data = data
         self._to_anyone = to_anyone
         self._runner: web.AppRunner | None = None
@@ -144,6 +147,7 @@ class Admin:
             app = pools_application(data, to_anyone=to_anyone)
         else:
             app = application(data, to_anyone=to_anyone)
+        app[_SERVING] = lambda: self.serving
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         site = web.TCPSite(runner, host.strip("[]"), port)
@@ -223,6 +227,15 @@ async def _closed(stream: Stream) -> None:
     stream.close()
 
 
+def _alive(request: web.Request) -> web.Response:
+    """With `?service=readiness` the answer is that of the gRPC health service of this name, for kubelets,
+    which cannot ask it over TLS."""
+    serving = request.app.get(_SERVING)
+    if request.query.get("service") == "readiness" and serving is not None and not serving():
+        return web.Response(status=503, text="not serving\n")
+    return web.Response(text="ok\n")
+
+
 def _file(name: str, content_type: str) -> Callable[[web.Request], Awaitable[web.Response]]:
     """A page that answers one of the console's files."""
     body = (files(console) / "page" / name).read_bytes()
@@ -252,7 +265,7 @@ class _PoolsPages:
         return await _metrics(merged.families())
 
     async def healthz(self, request: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
+        return _alive(request)
 
     async def readyz(self, request: web.Request) -> web.Response:
         return _ready(any(pool.ready() for pool in self._data.pools.values()))
@@ -276,7 +289,7 @@ class _Pages:
         return await _metrics(self._data.registry.collect())
 
     async def healthz(self, request: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
+        return _alive(request)
 
     async def readyz(self, request: web.Request) -> web.Response:
         return _ready(self._data.ready())

@@ -250,10 +250,8 @@ class Applier:
     # -- the pool and its pods ---------------------------------------------------------------------
 
     async def _scale(self, replicas: int) -> None:
-        """Write the pool's own replicas, once, when an autoscaler takes over. Raises ApiError."""
-        owner = self._owner
-        log.info("handed over to an autoscaler pool=%s/%s replicas=%d", owner.namespace, owner.name, replicas)
-        await self._writer.merge(f"{owner.path}/scale", KIND, {"spec": {"replicas": replicas}})
+        """Write the pool's own replicas. Raises ApiError."""
+        await self._writer.merge(f"{self._owner.path}/scale", KIND, {"spec": {"replicas": replicas}})
 
     async def _mark(self, mark: Mark) -> Failure | None:
         """Annotate and label a pod through its status, so that the operator needs no right to change pods.

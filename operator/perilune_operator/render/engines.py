@@ -1,5 +1,5 @@
 """The engines: a Deployment (a LeaderWorkerSet where an endpoint spans nodes), a Service over all of them, a
-disruption budget, and an autoscaler.
+disruption budget for each workload, and an autoscaler.
 
 Other modules render parts of their pods: `endpoints.py` the numbers of GPUs and pods, `engine_process.py` the
 program, `drain_hook.py` the preStop hook, `placement.py` the affinity, `mooncake.py` the access to the store.
@@ -41,8 +41,8 @@ from perilune_operator.render.placement import placement
 from perilune_operator.render.pod_template import overlaid
 
 EVICTABLE = "10%"
-"""Share of the engines that may be evicted at a time, at least one of them. Of endpoints that span nodes it
-is one pod, because each evicted pod stops a whole endpoint."""
+"""Share of the engines of a workload that may be evicted at a time, at least one of them. Of endpoints that
+span nodes it is one pod, because each evicted pod stops a whole endpoint."""
 IN_PLACE = {"maxUnavailable": 1, "maxSurge": 0}
 """How a LeaderWorkerSet of one group is updated. Its controller (0.8) makes no second group then, whatever
 maxSurge says, and without an unavailable one it would wait for good."""
@@ -74,6 +74,13 @@ def engines(pool: Context) -> Iterator[Object]:
         "engine",
         spec=disruption_budget(every_pod(pool), EVICTABLE if nodes_per_endpoint(pool) == 1 else 1),
     )
+    if pool.spec.prefill_replicas:
+        yield pool.object(
+            "PodDisruptionBudget",
+            prefill_workload(pool.namespace, pool.name).name,
+            "prefill",
+            spec=disruption_budget({"matchLabels": pool.labels("prefill")}, EVICTABLE),
+        )
     if pool.spec.scaling is not None and pool.spec.scaling.signal is Signal.METRIC:
         yield _autoscaler(pool)
 

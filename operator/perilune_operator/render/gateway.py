@@ -144,9 +144,9 @@ def replicas(spec: GatewaySpec, live: Object | None) -> tuple[int | None, str | 
 
 def _readiness(args: Sequence[str]) -> Object:
     """The readiness probe: the gRPC health service, which Envoy uses too. Kubelets cannot probe gRPC over
-    TLS, so with TLS it is the admin server's /healthz. (Its /readyz would fail while no engine is ready.)"""
+    TLS, so with TLS the admin server says the same. (Its /readyz would fail while no engine is ready.)"""
     if any(arg.startswith("--tls-cert") for arg in args):
-        return {"httpGet": {"path": "/healthz", "port": "admin"}}
+        return {"httpGet": {"path": "/healthz?service=readiness", "port": "admin"}}
     return {"grpc": {"port": EXT_PROC_PORT, "service": "readiness"}}
 
 

@@ -63,11 +63,24 @@ def _not_accepted(pool: Context, observed: Observed, parent: ParentRef, made: Ga
         if any(verdict.pending or verdict.status == "Unknown" for verdict in said):
             waits = f"The report on the {name} is undecided, or about an earlier version of it."
             return Fact(kind, "False", Reason.WAITING_FOR_ROUTE, waits)
-        for verdict in said:
-            if verdict.status == "False":
-                refused = f"{name}: {verdict.reason}: {verdict.message}"
-                return Fact(kind, "False", Reason.ROUTE_REFUSED, refused[:400])
+        if refused := _refused(name, said):
+            return refused
+    return _tls_refused(pool, observed, parent)
+
+
+def _refused(name: str, said: Sequence[Verdict]) -> Fact | None:
+    for verdict in said:
+        if verdict.status == "False" and not verdict.pending:
+            words = f"{name}: {verdict.reason}: {verdict.message}"
+            return Fact(Condition.ROUTE_PROGRAMMED, "False", Reason.ROUTE_REFUSED, words[:400])
     return None
+
+
+def _tls_refused(pool: Context, observed: Observed, parent: ParentRef) -> Fact | None:
+    """Why the policy by which Envoy asks the gateway over TLS is refused. Controllers need not report on a
+    Service that no route names, so a missing report is none of trouble."""
+    policy = Key("BackendTLSPolicy", pool.namespace, names.gateway_name(pool.name))
+    return _refused(policy.kind, _verdicts(observed.children.get(policy, {}), parent))
 
 
 def _verdicts(child: Object, gateway: ParentRef) -> list[Verdict]:
