@@ -14,7 +14,7 @@ from perilune_api import names
 from perilune_api.inference_pool.spec import InferencePoolSpec, Signal
 from perilune_api.inference_pool.status import InferencePoolStatus
 from perilune_api.pool import SpecError
-from perilune_operator import revision, roles, scaling, status
+from perilune_operator import revision, roles, scaling, served, status
 from perilune_operator.observe import topology
 from perilune_operator.observe.facts import Key, Object, Observed, PodFacts, key
 from perilune_operator.observe.timestamps import seconds
@@ -98,6 +98,7 @@ def plan(
     pool = replace(
         _with_replicas(pool, leave, observed),
         client_policies=_client_policies(pool, observed),
+        one_backend=served.is_reachable(name, namespace, observed),
         judge_again=_is_judged_by_the_past(pool, observed, now),
     )
     try:
@@ -115,6 +116,7 @@ def plan(
             *(mark for mark in leave.marks if mark.pod not in switching),
             *replaced.drain.marks,
             *switch.marks,
+            *served.marks(name, spec, observed),
         ),
         scale_to=scale_to,
         handed_over=scale_to is not None and _is_autoscaled(spec),

@@ -73,7 +73,13 @@ class Cluster:
             if parent and self._is_watched(parent.namespace)
             else None,
             rival=self._copies.rival(name),
-            others=self._copies.others(name),
+            others=(others := self._copies.others(name)),
+            served_pods=tuple(
+                readers.pod(pod)
+                for other, facts in sorted(others.items())
+                if facts.served_by == name[1]
+                for pod in self._copies.pods((name[0], other))
+            ),
         )
 
     def pods(self, name: PoolName) -> list[Object]:

@@ -101,6 +101,9 @@ class Copies:
             concerned |= self._replace(kind, name, known.get(name), objects.get(name))
         if kind == "HTTPRoute":
             concerned |= self._compare_routes()
+        if kind == "Pod":
+            served = ((ns, self._others[ns, pool].served_by) for ns, pool in concerned & self._others.keys())
+            concerned |= {server for server in served if server in self._others}
         return None if first else concerned
 
     def _replace(self, kind: str, name: str, old: Object | None, new: Object | None) -> set[PoolName]:

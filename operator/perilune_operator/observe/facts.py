@@ -80,6 +80,8 @@ class PodFacts:
     """The Duty of an endpoint's pod; empty for other pods."""
     labelled: bool = False
     """The pod carries its duty as a label."""
+    server: str = ""
+    """The pool that its label names.SERVER_LABEL names; empty without the label."""
     next_duty: str = ""
     """The Duty that it takes over once its sessions have left; empty when it keeps its own."""
     group: int = -1
@@ -242,7 +244,9 @@ class Observed:
     """The Gateway that the spec names; None when it names none, or one outside the watched namespace."""
     rival: Rival | None = None
     others: Mapping[str, OtherPool] = field(default_factory=dict)
-    """The other pools of the namespace, by name."""
+    """The other pools of the namespace that the pool names, or that name it, by name."""
+    served_pods: tuple[PodFacts, ...] = ()
+    """The pods of the other pools that the pool's gateway serves."""
     demands: Demands = field(default_factory=dict)
     """What the gateways reported of the endpoints of each duty since their number last changed."""
     is_turn: bool = True

@@ -87,6 +87,7 @@ def pod(obj: Object, said: GatewayStats | None = None) -> PodFacts:
         ip=ip,
         duty=str(labels.get(names.DUTY_LABEL, HOME.get(labels.get(names.COMPONENT_LABEL, ""), ""))),
         labelled=names.DUTY_LABEL in labels,
+        server=labels.get(names.SERVER_LABEL, ""),
         next_duty=annotations.get(names.NEXT_DUTY, ""),
         group=int(group) if group.isdigit() else -1,
         **_trouble(obj.get("status") or {}),

@@ -68,6 +68,16 @@ def engines(pool: Context) -> Iterator[Object]:
             "ports": [{"name": "http", "port": names.ENGINE_PORT, "targetPort": names.ENGINE_PORT}],
         },
     )
+    if pool.spec.gateway.serves:
+        yield pool.object(
+            "Service",
+            names.models_name(pool.name),
+            "engine",
+            spec={
+                "selector": {names.SERVER_LABEL: pool.name},
+                "ports": [{"name": "http", "port": names.ENGINE_PORT, "targetPort": names.ENGINE_PORT}],
+            },
+        )
     yield pool.object(
         "PodDisruptionBudget",
         workload_name(pool.name),

@@ -76,6 +76,9 @@ class Context:
     """The only version of the gateway's Deployment to which `gateways` may be applied; None: any."""
     client_policies: Sequence[Object] = ()
     """The ClientTrafficPolicies that are there for the pool's Gateway, the operator's among them."""
+    one_backend: bool = True
+    """The Service of all pools that the gateway serves reaches all of their engines, so the route may lead to
+    it alone."""
     judge_again: bool = False
     """Envoy Gateway's report on the EnvoyExtensionPolicy is out of date, so it has to look again."""
 
