@@ -86,6 +86,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="gateways of a pool that does not say how many [%(default)s]",
     )
     add(
+        "--envoy-namespace",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="namespace in which Envoy Gateway runs Envoys; repeatable "
+        f"[{', '.join(known.envoy_namespaces)}]",
+    )
+    add(
         "--pull-secret",
         action="append",
         default=[],
@@ -170,6 +178,7 @@ async def serve(args: argparse.Namespace) -> None:
             args.ip_family == "ipv6",
             args.pull_secret,
             args.state_image,
+            tuple(args.envoy_namespace) or Defaults().envoy_namespaces,
             args.gateway_replicas,
         ),
         Metrics(prometheus, lease.remaining_s),

@@ -119,7 +119,7 @@ POOLS_PAGES: Mapping[str, str] = {
 """Pages of a gateway with several pools. Each pool has all PAGES of its own below /pools/NAME."""
 
 
-_SERVING = web.AppKey("serving", Callable[[], bool])
+_SERVING: web.AppKey[Callable[[], bool]] = web.AppKey("serving")
 OPEN = frozenset({"/metrics", "/healthz", "/readyz"})
 """Pages for kubelets, Prometheus and the operator, without anything of a single request."""
 PRIVATE = (

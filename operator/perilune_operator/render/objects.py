@@ -44,6 +44,8 @@ class Defaults:
     """Secrets with which the pods of all pools pull their images."""
     state_image: str = "valkey/valkey:8"
     """The image of the server of gateways' shared state."""
+    envoy_namespaces: Sequence[str] = ("envoy-gateway-system",)
+    """Namespaces in which Envoy Gateway runs Envoys."""
     gateways: int = 1
     """Gateway pods of a pool that does not say how many."""
 
