@@ -94,6 +94,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         f"[{', '.join(known.envoy_namespaces)}]",
     )
     add(
+        "--platform-user",
+        action="store_true",
+        help="leave uid and groups of all pods to the platform, as OpenShift wants",
+    )
+    add(
         "--pull-secret",
         action="append",
         default=[],
@@ -179,6 +184,7 @@ async def serve(args: argparse.Namespace) -> None:
             args.pull_secret,
             args.state_image,
             tuple(args.envoy_namespace) or Defaults().envoy_namespaces,
+            args.platform_user,
             args.gateway_replicas,
         ),
         Metrics(prometheus, lease.remaining_s),

@@ -195,6 +195,22 @@ def test_the_operator_is_scraped_where_prometheus_operator_is(
     assert wanted.items() <= pods.items()
 
 
+def test_the_operators_own_user_can_be_left_to_the_platform(template: Callable[..., dict[str, Any]]) -> None:
+    for value, user, told in (("false", 65532, False), ("true", None, True)):
+        made = template(f"platformUser={value}")["Deployment/perilune-operator"]["spec"]["template"]["spec"]
+        assert made["securityContext"].get("runAsUser") == user
+        assert made["securityContext"].get("runAsGroup") == user
+        (container,) = made["containers"]
+        assert arguments(container["args"]).platform_user is told
+
+
+def test_envoys_namespaces_reach_the_operator(template: Callable[..., dict[str, Any]]) -> None:
+    made = template("envoyNamespaces={edge,other}")["Deployment/perilune-operator"]["spec"]["template"][
+        "spec"
+    ]
+    assert arguments(made["containers"][0]["args"]).envoy_namespace == ["edge", "other"]
+
+
 def test_monitors_get_the_labels_that_a_prometheus_goes_by(template: Callable[..., dict[str, Any]]) -> None:
     made = template("monitors.labels.release=kps", apis="monitoring.coreos.com/v1")
     assert made["PodMonitor/perilune-operator"]["metadata"]["labels"]["release"] == "kps"

@@ -406,3 +406,22 @@ def test_envoy_gateway_judges_a_policy_again_whose_report_has_become_wrong(
         accepted["extProc"][0].pop("messageTimeout")
     )
     assert refused == accepted
+
+
+def test_uid_and_groups_can_be_left_to_the_platform() -> None:
+    """As OpenShift wants: of every pod, and in pods that exist only once they are asked to follow."""
+    spec = {
+        "model": {"name": "m", "cache": {"hostPath": "/models"}},
+        "gateway": {"replicas": 2},
+        "mooncake": {"store": {"enabled": True}},
+    }
+    ours, theirs = Defaults(), Defaults(platform_user=True)
+    assert ours.revision != theirs.revision
+    for defaults, user in ((ours, 65_532), (theirs, None)):
+        objects = plan("p", "ns", convert(spec), Observed("u", 1), NOW, defaults).objects or ()
+        pods = [o["spec"]["template"]["spec"] for o in objects if o["kind"] == "Deployment"]
+        assert len(pods) == 4
+        for context in (pod["securityContext"] for pod in pods):
+            assert [context.get(name) for name in ("runAsUser", "runAsGroup", "fsGroup")] == [user] * 3
+            assert context["runAsNonRoot"] is True
+        assert ('"runAsUser": 0' in json.dumps(pods)) is (user is not None), "nothing runs as root either"

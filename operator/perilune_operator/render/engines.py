@@ -30,7 +30,6 @@ from perilune_operator.render.endpoints import (
 )
 from perilune_operator.render.objects import (
     PATIENT_EVICTION,
-    POD_SECURITY,
     Context,
     container_security,
     disruption_budget,
@@ -195,7 +194,7 @@ def _template(
                     *([door.volume(pool)] if _guarded(pool) else []),
                 ],
                 **pool.pull_secrets,
-                "securityContext": dict(POD_SECURITY),
+                "securityContext": pool.pod_security,
                 "automountServiceAccountToken": False,
                 "enableServiceLinks": False,
                 "terminationGracePeriodSeconds": drain_hook.grace_seconds(pool.spec.rollout.drain_seconds),
@@ -203,12 +202,19 @@ def _template(
                     *({"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in taints),
                     *PATIENT_EVICTION,
                 ],
-                **placement(pool.spec.topology.placement, pool.fabric.keys, labels),
+                **placement(pool.spec.topology.placement, pool.fabric.keys, labels, _revision_label(pool)),
             },
         },
         pool.spec.engine.pod_template,
         "$.spec.engine.podTemplate",
     )
+
+
+def _revision_label(pool: Context) -> str:
+    """The label of an engine's pods that names their template."""
+    if nodes_per_endpoint(pool) == 1:
+        return "pod-template-hash"
+    return "leaderworkerset.sigs.k8s.io/template-revision-hash"
 
 
 def _container(pool: Context, serve: bool) -> Object:

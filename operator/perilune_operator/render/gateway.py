@@ -18,7 +18,6 @@ from perilune_api.versions import stated
 from perilune_operator.observe.facts import MANAGER, Object
 from perilune_operator.render import api_key, door, shared_state, tls
 from perilune_operator.render.objects import (
-    POD_SECURITY,
     QUICK_EVICTION,
     Context,
     container_security,
@@ -157,7 +156,7 @@ def _pod(pool: Context) -> Object:
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": GRACE_SECONDS + ROUTE_SECONDS + 5,
         **pool.pull_secrets,
-        "securityContext": dict(POD_SECURITY),
+        "securityContext": pool.pod_security,
         "tolerations": list(QUICK_EVICTION),
         "topologySpreadConstraints": [
             {

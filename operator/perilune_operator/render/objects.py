@@ -17,7 +17,7 @@ from perilune_operator.observe.facts import MANAGED_BY, MANAGER, Object
 from perilune_operator.observe.topology import Fabric
 
 USER = 65_532
-"""uid and gid of every container."""
+"""uid and gid of every container, unless the platform gives others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class Defaults:
     """The image of the server of gateways' shared state."""
     envoy_namespaces: Sequence[str] = ("envoy-gateway-system",)
     """Namespaces in which Envoy Gateway runs Envoys."""
+    platform_user: bool = False
+    """Whether the platform gives pods their uid and groups, as OpenShift does."""
     gateways: int = 1
     """Gateway pods of a pool that does not say how many."""
 
@@ -54,6 +56,7 @@ class Defaults:
         """A name of everything by which two operators may render other pods of one spec."""
         images = (self.image, self.engine_image, self.master_image, self.simulated_image, self.state_image)
         named = " ".join((*images, *self.pull_secrets, *([f"{self.gateways}"] if self.gateways > 1 else ())))
+        named += " platform's user" if self.platform_user else ""
         return f"{self.version}-{hashlib.sha256(named.encode()).hexdigest()[:8]}"
 
 
@@ -89,6 +92,14 @@ class Context:
         """The part of a pod that names its pull secrets; empty without any."""
         given = dict.fromkeys((*self.defaults.pull_secrets, *self.spec.image_pull_secrets))
         return {"imagePullSecrets": [{"name": name} for name in given]} if given else {}
+
+    @property
+    def pod_security(self) -> Object:
+        """The security context of a pod."""
+        given = (
+            {} if self.defaults.platform_user else {"runAsUser": USER, "runAsGroup": USER, "fsGroup": USER}
+        )
+        return {"runAsNonRoot": True, **given, "seccompProfile": {"type": "RuntimeDefault"}}
 
     @property
     def any_address(self) -> str:
@@ -148,14 +159,6 @@ QUICK_EVICTION = _lost_node(10)
 PATIENT_EVICTION = _lost_node(300)
 """For engines and the store's master. A node that comes back within that time still has the model in its
 GPUs, and the store's blocks; a new engine would load for minutes. Meanwhile requests avoid it."""
-
-POD_SECURITY: Mapping[str, Any] = {
-    "runAsNonRoot": True,
-    "runAsUser": USER,
-    "runAsGroup": USER,
-    "fsGroup": USER,
-    "seccompProfile": {"type": "RuntimeDefault"},
-}
 
 
 def disruption_budget(selector: Object, share: int | str = 1) -> Object:

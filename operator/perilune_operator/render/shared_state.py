@@ -14,7 +14,6 @@ from perilune_api.inference_pool.gateway import GatewaySpec
 from perilune_api.inference_pool.types import Resources
 from perilune_operator.observe.facts import Object
 from perilune_operator.render.objects import (
-    POD_SECURITY,
     QUICK_EVICTION,
     Context,
     container_security,
@@ -117,7 +116,7 @@ def _pod(pool: Context) -> Object:
             }
         ],
         **pool.pull_secrets,
-        "securityContext": dict(POD_SECURITY),
+        "securityContext": pool.pod_security,
         "tolerations": list(QUICK_EVICTION),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
