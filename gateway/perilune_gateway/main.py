@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 ENGINE_SECRET = "PERILUNE_ENGINE_SECRET"
 """Environment variable with the secret that a gateway and its pools' engines share. Without it, engines drop
 the parameters of hand-offs, and tenants' salts differ between gateways."""
+PREVIOUS_SECRET = "PERILUNE_ENGINE_SECRET_PREVIOUS"
+"""Environment variable with the secret before it, whose ids of responses are still read."""
 ENGINE_API_KEY = "PERILUNE_ENGINE_API_KEY"
 """Environment variable with the key that engines demand (vLLM's --api-key)."""
 OTHERS_S = 20.0
@@ -231,6 +233,7 @@ async def _serve(
             conformance=args.conformance,
             seed=args.seed,
             secret=os.environ.get(ENGINE_SECRET, ""),
+            previous_secret=os.environ.get(PREVIOUS_SECRET, ""),
             authorization=authorization(os.environ.get(ENGINE_API_KEY, "")),
             log_file=_log_file(args, pool.metadata.name if len(pools) > 1 else ""),
             state_server=Server(

@@ -26,13 +26,16 @@ from perilune_operator.render import (
     mooncake,
     network_policies,
     routing,
+    secrets,
     shared_state,
 )
 from perilune_operator.render.objects import Context, Defaults
+from perilune_operator.render.secrets import Chosen
 from perilune_operator.revision import Revised
 from perilune_operator.roles import Switch
 from perilune_operator.rollout import Drain, Mark, Replaced, drain
 from perilune_operator.scaling import writers
+from perilune_operator.status import progress
 
 LOOK_S = 30.0
 """Time between two rounds of a pool to which nothing happens."""
@@ -71,6 +74,8 @@ class Plan:
     """Some engines wait for their sessions to leave."""
     switch: Switch = Switch()
     """What happens to the roles of endpoints."""
+    secret: Object | None = None
+    """The Secret to create, without its values, unless there is one; None if the spec names one."""
 
 
 def plan(
@@ -98,6 +103,7 @@ def plan(
     pool = replace(
         _with_replicas(pool, leave, observed),
         client_policies=_client_policies(pool, observed),
+        chosen=_secrets(name, spec, observed, namespace, defaults),
         one_backend=served.is_reachable(name, namespace, observed),
         judge_again=_is_judged_by_the_past(pool, observed, now),
     )
@@ -126,7 +132,33 @@ def plan(
         waits=made.waits,
         drains=any(drained.again_in < inf for drained in each),
         switch=switch,
+        secret=_secret(pool),
     )
+
+
+def _secrets(
+    name: str, spec: InferencePoolSpec, observed: Observed, namespace: str, defaults: Defaults
+) -> Chosen:
+    """The secrets that the pool's pods refer to with this spec."""
+    memory = revision.remembered(name, namespace, observed)
+    workloads = (
+        *(Key(kind, namespace, endpoints.workload_name(name)) for kind in endpoints.WORKLOADS),
+        endpoints.prefill_workload(namespace, name),
+    )
+    return secrets.choose(
+        name,
+        observed.uid,
+        spec,
+        {part: rendering.template for part, rendering in memory.renderings.items()},
+        rolling=any(progress.is_rolling(observed.children[k]) for k in workloads if k in observed.children),
+        follows=observed.is_turn and spec.rollout.revision in (revision.LATEST, defaults.revision),
+    )
+
+
+def _secret(pool: Context) -> Object | None:
+    if pool.spec.secrets.name:
+        return None
+    return secrets.secret(pool.object("ConfigMap", pool.secrets.name, "gateway")["metadata"])
 
 
 def _completed(spec: InferencePoolSpec, defaults: Defaults) -> InferencePoolSpec:
@@ -201,7 +233,8 @@ def _revised(pool: Context, observed: Observed) -> Revised:
     spec, earlier = revision.accepted(memory), tuple[Object, ...]()
     if spec is not None:
         try:
-            earlier = _objects(replace(pool, spec=_completed(spec, pool.defaults)))
+            chosen = _secrets(pool.name, spec, observed, pool.namespace, pool.defaults)
+            earlier = _objects(replace(pool, spec=_completed(spec, pool.defaults), chosen=chosen))
         except SpecError:  # a newer operator may refuse what an older one took
             pass
     return revision.revised(pool, _objects(pool), earlier, memory, is_turn=observed.is_turn)

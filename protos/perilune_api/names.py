@@ -38,6 +38,9 @@ TRANSFER_TARGET_HEADER = "x-perilune-transfer-target"
 """Request header with the `ip:port` of the only engine that may obey the request's transfer parameters. A
 proxy may send the same request to another engine again; that one drops them, because the transfer is
 spent."""
+INTERNAL_HEADERS = (ENGINE_SECRET_HEADER, TRANSFER_TARGET_HEADER, DATA_PARALLEL_RANK_HEADER)
+"""Request headers that only gateways send to engines. Those of clients are removed before, as far ahead as
+possible: by Envoy where the operator configures it, and by the gateway of each request that it routes."""
 REQUEST_ID_HEADER = "x-request-id"
 TRACEPARENT_HEADER = "traceparent"
 TRACESTATE_HEADER = "tracestate"

@@ -36,6 +36,7 @@ from perilune_api.names import (
     DESTINATION_HEADER,
     DESTINATION_NAMESPACE,
     DESTINATION_SERVED,
+    INTERNAL_HEADERS,
     REFUSE_REASON_HEADER,
     SUBSET_KEY,
     SUBSET_NAMESPACE,
@@ -237,6 +238,8 @@ def _encode(outbound: Outbound) -> bytes:
             if body is not None:  # Envoy refuses a new body of another length than the header has
                 changed.append(("content-length", str(len(body))))
             common = _answer(message, to, changed)
+            ours = {name for name, _ in changed}
+            common.header_mutation.remove_headers.extend(n for n in INTERNAL_HEADERS if n not in ours)
             common.clear_route_cache = True
             metadata = message.dynamic_metadata.fields[DESTINATION_NAMESPACE].struct_value
             metadata.fields[DESTINATION_HEADER].string_value = value

@@ -16,7 +16,7 @@ from perilune_api.inference_pool.gateway import GatewaySpec
 from perilune_api.pool import dump
 from perilune_api.versions import stated
 from perilune_operator.observe.facts import MANAGER, Object
-from perilune_operator.render import api_key, door, shared_state, tls
+from perilune_operator.render import api_key, shared_state, tls
 from perilune_operator.render.objects import (
     QUICK_EVICTION,
     Context,
@@ -191,7 +191,7 @@ def _container(pool: Context) -> Object:
         ],
         "env": [
             {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
-            *door.secret(pool),
+            *pool.secrets.gateways.env(),
             *api_key.of_gateway(pool),
             *shared_state.env(pool),
         ],

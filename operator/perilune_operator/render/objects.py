@@ -15,6 +15,8 @@ from perilune_api.quantities import quantity
 from perilune_operator.kinds import KINDS, full_name
 from perilune_operator.observe.facts import MANAGED_BY, MANAGER, Object
 from perilune_operator.observe.topology import Fabric
+from perilune_operator.render import secrets
+from perilune_operator.render.secrets import Chosen
 
 USER = 65_532
 """uid and gid of every container, unless the platform gives others."""
@@ -72,6 +74,8 @@ class Context:
     kinds: frozenset[str]
     """`group/Kind` of the optional APIs that the cluster has."""
     defaults: Defaults
+    chosen: Chosen | None = None
+    """The secrets that its pods refer to; None: those of a new pool."""
     replicas: int | None = None
     """Replicas that the engines' workload should have now: more than the spec's while engines drain. None:
     the spec's."""
@@ -92,6 +96,11 @@ class Context:
         """The part of a pod that names its pull secrets; empty without any."""
         given = dict.fromkeys((*self.defaults.pull_secrets, *self.spec.image_pull_secrets))
         return {"imagePullSecrets": [{"name": name} for name in given]} if given else {}
+
+    @property
+    def secrets(self) -> Chosen:
+        """The secrets that its pods refer to."""
+        return self.chosen or secrets.choose(self.name, self.uid, self.spec)
 
     @property
     def pod_security(self) -> Object:

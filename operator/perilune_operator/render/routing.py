@@ -207,7 +207,7 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
             spec={
                 "targetRefs": [{"group": GATEWAY_API, "kind": "Gateway", "name": parent.name}],
                 "connection": {"bufferLimit": size(largest)},
-                "headers": {"earlyRequestHeaders": {"remove": [header]}},
+                "headers": {"earlyRequestHeaders": {"remove": [header, *names.INTERNAL_HEADERS]}},
             },
         )
         yield _shared(shared)

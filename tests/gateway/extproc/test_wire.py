@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perilune_api import extproc_pb2 as pb
+from perilune_api import names
 from perilune_gateway.extproc import wire
 from perilune_gateway.extproc.messages import (
     Body,
@@ -297,3 +298,13 @@ def test_pick_may_replace_the_clients_credentials():
     assert set_by(mutation.header_mutation)["authorization"] == "Bearer k"
     kept = encoded(Pick(Kind.REQUEST_BODY, (A,))).request_body.response
     assert "authorization" not in set_by(kept.header_mutation)
+
+
+def test_headers_that_only_gateways_send_are_removed_from_a_clients_request() -> None:
+    """Unless this gateway sends them itself."""
+    mutation = encoded(Pick(Kind.REQUEST_HEADERS, (A,))).request_headers.response.header_mutation
+    assert list(mutation.remove_headers) == list(names.INTERNAL_HEADERS)
+    trusted = ((names.ENGINE_SECRET_HEADER, "s"),)
+    picked = encoded(Pick(Kind.REQUEST_BODY, (A,), rank=1, headers=trusted))
+    mutation = picked.request_body.response.header_mutation
+    assert list(mutation.remove_headers) == [names.TRANSFER_TARGET_HEADER]
