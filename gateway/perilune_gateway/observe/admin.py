@@ -84,14 +84,18 @@ class PoolsData:
     """Metrics of the process."""
     pools: Mapping[str, AdminData]
     """By the pools' names."""
+    waiting: Callable[[], Mapping[str, str]] = dict
+    """Returns the pools that it waits for, with the reason why they are not served yet."""
 
 
 class PoolsHealth(Struct, frozen=True):
     """The answer of /api/health of a gateway with several pools."""
 
     status: Status
-    """UNREADY if all pools are, OK if all pools are."""
+    """UNREADY if all pools are, OK if all pools are and it waits for none."""
     pools: tuple[Health, ...]
+    waiting: Mapping[str, str] = {}
+    """Pools that it should serve, too, and why it does not yet."""
 
 
 PAGES: Mapping[str, str] = {
@@ -161,6 +165,13 @@ class Admin:
         self._runner = runner
         bound: int = runner.addresses[0][1]
         return bound
+
+    async def restart(self) -> None:
+        """Serves the pages of what there is now, at the same address. Does nothing when not started."""
+        if self._runner is not None:
+            host, port, *_ = self._runner.addresses[0]
+            await self.stop()
+            await self.start(host, port)
 
     async def stop(self) -> None:
         """Closes all connections. Does nothing when not started."""
@@ -271,11 +282,13 @@ class _PoolsPages:
         return _ready(any(pool.ready() for pool in self._data.pools.values()))
 
     async def health(self, request: web.Request) -> web.Response:
-        """Status 503 only when no pool has an endpoint that may be chosen."""
+        """Status 503 only when no pool of those that it serves has an endpoint that may be chosen."""
         pools = tuple(pool.health() for pool in self._data.pools.values())
-        found = {pool.status for pool in pools}
-        status = found.pop() if len(found) == 1 else Status.DEGRADED
-        return _json(PoolsHealth(status, pools), 503 if status is Status.UNREADY else 200)
+        waiting = self._data.waiting()
+        found = {pool.status for pool in pools} | ({Status.DEGRADED} if waiting else set())
+        unready = {pool.status for pool in pools} == {Status.UNREADY}
+        status = Status.UNREADY if unready else found.pop() if len(found) == 1 else Status.DEGRADED
+        return _json(PoolsHealth(status, pools, waiting), 503 if status is Status.UNREADY else 200)
 
 
 class _Pages:
