@@ -125,3 +125,26 @@ def test_a_second_engine_of_a_served_pool_gets_requests(pools, edge):
         assert client(edge, MODELS[CHAT]).complete(session=f"wide-{next(names)}").decided == new
 
     eventually(serves)
+
+
+def test_a_pool_without_engines_takes_no_request_of_another(pools, edge):
+    """Scaled to none, and then deleted."""
+    coder = client(edge, MODELS[CODER])
+    for pool in (CHAT, CHAT_NEXT):
+        pools[pool].scale(0)
+    for pool in (CHAT, CHAT_NEXT):
+        pools[pool].becomes(0, timeout_s=120)
+    chat = client(edge, MODELS[CHAT])
+    eventually(lambda: _is(chat.complete().status, 503), timeout_s=60)
+    assert [coder.complete(session=f"alone-{n}").status for n in range(40)] == [200] * 40
+    pools[CHAT_NEXT].delete()
+    assert [coder.complete(session=f"left-{n}").status for n in range(40)] == [200] * 40
+    route = next(o for o in pools[CODER].objects() if o["kind"] == "HTTPRoute")
+    assert len(route["spec"]["rules"][0]["backendRefs"]) == 1
+    pools[CHAT].scale(1)
+    pools[CHAT].becomes(1, timeout_s=120)
+    eventually(lambda: _is(chat.complete().status, 200), timeout_s=60)
+
+
+def _is(found, wanted):
+    assert found == wanted

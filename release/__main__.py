@@ -1,5 +1,8 @@
 """Makes the files of a release: `python -m release --tag v1.2.3 --helm PROGRAM --out FOLDER`.
 
+The chart names the images by their digests, where these are given (`--image`): images are published before
+the chart that names them, and a tag that is moved later changes nothing.
+
 Wheel, chart, and the bill of materials of the images' Python packages, with a checksum of each. The wheel is
 built twice and must be the same, byte for byte. Images are built where there is a container builder
 (.github/workflows/release.yml). Nothing is published from here.
@@ -8,6 +11,7 @@ built twice and must be the same, byte for byte. Images are built where there is
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -59,16 +63,38 @@ def wheel(folder: Path, commit_time: str) -> Path:
     return built
 
 
-def make(version: str, out: Path, helm: str) -> list[Path]:
-    """Writes all files into `out` and returns them. Raises ReleaseError when a program fails."""
+def with_digests(values: str, image: str, engine: str) -> str:
+    """The chart's values with the digests of its two images. `engine`: of the simulated engine's, with its
+    repository. Empty ones change nothing."""
+    lines = {'  digest: ""': f'  digest: "{image}"', 'simulatedImage: ""': f'simulatedImage: "{engine}"'}
+    for old, new in lines.items():
+        if values.count(old) != 1:
+            raise ReleaseError(f"values.yaml has no single line `{old.strip()}`")
+        values = values.replace(old, new)
+    return values
+
+
+def chart(folder: Path, image: str, engine: str) -> Path:
+    """A copy of the chart that names the images by their digests."""
+    copy = Path(shutil.copytree(CHART, folder / CHART.name))
+    values = copy / "values.yaml"
+    values.write_text(with_digests(values.read_text(), image, engine))
+    return copy
+
+
+def make(version: str, out: Path, helm: str, image: str = "", engine: str = "") -> list[Path]:
+    """Writes all files into `out` and returns them. `image`, `engine`: as in with_digests. Raises
+    ReleaseError when a program fails."""
     out.mkdir(parents=True, exist_ok=True)
     commit_time = _run(["git", "log", "-1", "--format=%ct"]).strip()
     built = wheel(out, commit_time)
     with tempfile.TemporaryDirectory() as again:
         if wheel(Path(again), commit_time).read_bytes() != built.read_bytes():
             raise ReleaseError("two builds of the wheel differ")
-    _run([helm, "lint", "--strict", str(CHART)])
-    _run([helm, "package", str(CHART), "--destination", str(out)])
+    with tempfile.TemporaryDirectory() as folder:
+        packed = chart(Path(folder), image, engine)
+        _run([helm, "lint", "--strict", str(packed)])
+        _run([helm, "package", str(packed), "--destination", str(out)])
     listed = out / f"perilune-{version}.cdx.json"
     lock = (ROOT / "requirements-image.lock").read_text()
     listed.write_text(json.dumps(sbom.document(version, lock), indent=1) + "\n")
@@ -90,6 +116,13 @@ def _run(command: Sequence[str], environment: Mapping[str, str] = {}) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m release", description="Make the files of a release.")
     parser.add_argument("--tag", help="the tag, such as v1.2.3; without it, the version that is stated now")
+    parser.add_argument("--image", default="", metavar="sha256:…", help="digest of the published image")
+    parser.add_argument(
+        "--engine-image",
+        default="",
+        metavar="REPOSITORY@sha256:…",
+        help="the published image of the simulated engine",
+    )
     parser.add_argument("--helm", default="helm", metavar="PROGRAM")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "release", metavar="FOLDER")
     args = parser.parse_args(argv)
@@ -100,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             now = stated["version of pyproject.toml"]
             version = check(now, stated, f"## [{now}]")
-        for file in make(version, args.out, args.helm):
+        for file in make(version, args.out, args.helm, args.image, args.engine_image):
             print(f"{file} ({file.stat().st_size:,} bytes)")
     except (ReleaseError, OSError) as error:
         print(f"release: {error}", file=sys.stderr)

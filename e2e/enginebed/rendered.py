@@ -229,9 +229,13 @@ def local(
     env: dict[str, str] = {}
     for variable in container.env:
         source = variable.get("valueFrom")
-        if source and source.get("secretKeyRef", {}).get("optional"):
+        secret = source.get("secretKeyRef", {}) if source else {}
+        if secret.get("optional"):
             continue  # there is no such Secret here, so a cluster would leave it unset too
-        value = fields[source["fieldRef"]["fieldPath"]] if source else variable.get("value", "")
+        if secret:
+            value = f"{secret['name']}/{secret['key']}"
+        else:
+            value = fields[source["fieldRef"]["fieldPath"]] if source else variable.get("value", "")
         env[variable["name"]] = _expand(value, env)
     for each in _of(environment, Where.PATH, Where.ADDED):
         if each.where is Where.ADDED or each.name in env:

@@ -23,6 +23,7 @@ LWS_FOLDER = GO_MODULES / "@".join(LEADER_WORKER_SET)
 AI_GATEWAY = ("github.com/envoyproxy/ai-gateway", "v1.0.0")
 AI_GATEWAY_FOLDER = GO_MODULES / "@".join(AI_GATEWAY)
 INFERENCE_EXTENSION = ("sigs.k8s.io/gateway-api-inference-extension", "v1.6.0")
+KEDA = ("github.com/kedacore/keda/v2", "v2.17.2")
 CONFORMANCE_SUITE = (f"{INFERENCE_EXTENSION[0]}/conformance", INFERENCE_EXTENSION[1])
 _GATEWAY_API_CONFORMANCE = ("sigs.k8s.io/gateway-api/conformance", "v1.6.1")
 _STRIP = ("-s", "-w")
@@ -169,6 +170,7 @@ def ensure_api_server() -> None:
     ensure(API_SERVER)
     module(_GATEWAY_MODULE, ENVOY_GATEWAY)
     module(*INFERENCE_EXTENSION)
+    module(*KEDA)
 
 
 def ensure_packages() -> None:

@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import uvloop
@@ -46,10 +46,13 @@ log = logging.getLogger(__name__)
 ENGINE_SECRET = "PERILUNE_ENGINE_SECRET"
 """Environment variable with the secret that a gateway and its pools' engines share. Without it, engines drop
 the parameters of hand-offs, and tenants' salts differ between gateways."""
+PREVIOUS_SECRET = "PERILUNE_ENGINE_SECRET_PREVIOUS"
+"""Environment variable with the secret before it, whose ids of responses are still read."""
 ENGINE_API_KEY = "PERILUNE_ENGINE_API_KEY"
 """Environment variable with the key that engines demand (vLLM's --api-key)."""
-OTHERS_S = 20.0
-"""Seconds for which a gateway in Kubernetes waits for the other pools that it serves."""
+OTHERS_S, AGAIN_S = 20.0, 5.0
+"""Seconds for which a gateway in Kubernetes does not start without the other pools that it serves, and until
+it looks again at one that is invalid."""
 STATE_PASSWORD = "PERILUNE_STATE_PASSWORD"
 STATE_KEY = "PERILUNE_STATE_KEY"
 """Environment variables about the server of shared state: its password, and the key of sessions' names."""
@@ -65,44 +68,83 @@ class Gateway:
         transport: Transport = Transport.H2,
         tls: Tls | None = None,
         pages_to_anyone: bool = False,
+        late: Sequence[KubernetesPool] = (),
+        serve: Callable[[Pool, PoolSource], ServedPool] | None = None,
     ) -> None:
         """Without `tls`, ext_proc is served in plain text. `pages_to_anyone`: whether admin pages with
-        session ids answer clients on other machines. Raises SpecError for names of several pools that cannot
+        session ids answer clients on other machines. `late`: further pools, which are taken in once they are
+        there; `serve` makes such a pool. Raises SpecError for names of several pools that cannot
         tell their pages apart."""
         self.pools = tuple(pools)
+        self._make = serve
+        self._late = tuple(late)
+        self._waiting = {source.name: "there is no such pool" for source in late}
+        """Pools that are awaited, and why they are not served yet."""
+        self._pages: dict[str, AdminData] = {pool.name: pool.pages for pool in pools}
+        self._services: dict[object, Service] = {pool.router: pool.service for pool in pools}
         pages: AdminData | PoolsData
-        if len(pools) == 1:
+        if len(pools) == 1 and not self._late:
             (pool,) = pools
             self.registry, self.service, pages = pool.metrics.registry, pool.service, pool.pages
         else:
             _check_names([pool.name for pool in pools])
             self.registry = CollectorRegistry()
-            pages = PoolsData(self.registry, {pool.name: pool.pages for pool in pools})
-            self.service = self._in_front()
+            pages = PoolsData(self.registry, self._pages, lambda: self._waiting)
+            self._entrance = self._in_front()
+            self.service = self._service_of(self._entrance)
         ProcessCollector(registry=self.registry)
         StreamMetrics(self.registry, self.service)
         self.server = new_server(transport, self.service, tls)
         self.admin = Admin(pages, to_anyone=pages_to_anyone)
 
-    def _in_front(self) -> Service:
-        """The service of all pools' streams, which chooses a pool for each request."""
+    def _in_front(self) -> Pools:
+        """What chooses a pool for each request."""
         refused = refusals(self.registry)
-        routers = [pool.router for pool in self.pools]
+        return Pools(
+            [pool.router for pool in self.pools],
+            lambda refusal: refused.add(refusal.reason),
+            stopwatch=time.perf_counter,
+            since=int(time.time()),
+        )
+
+    def _service_of(self, entrance: Pools) -> Service:
+        """The service of all pools' streams."""
         first = self.pools[0].service
         return Service(
-            Pools(
-                routers,
-                lambda refusal: refused.add(refusal.reason),
-                stopwatch=time.perf_counter,
-                since=int(time.time()),
-            ),
+            entrance,
             None,
             limits=Limits(),
             conformance=first.conformance,
             trace=first.trace,
             authorization=first.authorization,
-            pools={pool.router: pool.service for pool in self.pools},
+            pools=self._services,
         )
+
+    async def _take_in(
+        self, source: KubernetesPool, tasks: asyncio.TaskGroup, feeds: list[asyncio.Task[None]]
+    ) -> None:
+        """Waits for a pool that was not there at the start, and serves it, too."""
+        assert self._make is not None
+        while True:
+            try:
+                document = await source.first()
+                pool = self._make(document, source)
+                _check_names([*self._pages, pool.name])
+                break
+            except SpecError as error:
+                if self._waiting[source.name] != str(error):
+                    log.error("pool not served pool=%s/%s error=%s", source.namespace, source.name, error)
+                self._waiting[source.name] = str(error)
+                await asyncio.sleep(AGAIN_S)
+        feeds.extend(await pool.start(tasks))
+        await pool.warm()
+        self.pools = (*self.pools, pool)
+        self._services[pool.router] = pool.service
+        self._pages[pool.name] = pool.pages
+        self._entrance.add(pool.router)
+        del self._waiting[source.name]
+        await self.admin.restart()
+        log.info("pool taken in pool=%s/%s", source.namespace, source.name)
 
     async def run(
         self, listen: str, admin: str, grace_s: float, stop: asyncio.Event, drain_s: float = 0.0
@@ -123,6 +165,7 @@ class Gateway:
                 else:
                     ext_proc = f"{listen.rpartition(':')[0]}:{ext_proc_port}"
                     at = f"ext_proc={ext_proc} admin={host}:{admin_port}"
+                    feeds += [tasks.create_task(self._take_in(late, tasks, feeds)) for late in self._late]
                     await self._serve(at, grace_s, stop, drain_s)
                 for feed in feeds:
                     feed.cancel()
@@ -137,17 +180,21 @@ class Gateway:
 
     async def _serve(self, at: str, grace_s: float, stop: asyncio.Event, drain_s: float) -> None:
         """Is ready until `stop` is set, then drains."""
-        await self.server.set_ready(True)
+        await self._set_ready(True)
         print(f"perilune-gateway ready {at}", flush=True)
         await stop.wait()
         for pool in self.pools:
             pool.draining = True
         log.info("draining in_flight=%d", sum(pool.state.in_flight.count for pool in self.pools))
-        await self.server.set_ready(False)
+        await self._set_ready(False)
         await asyncio.sleep(drain_s)
         for pool in self.pools:
             pool.service.begin_all()
         await self.server.stop(grace_s)
+
+    async def _set_ready(self, ready: bool) -> None:
+        await self.server.set_ready(ready)
+        self.admin.serving = ready
 
 
 def _check_names(names: Sequence[str]) -> None:
@@ -179,7 +226,9 @@ async def serve(args: argparse.Namespace) -> None:
         await asyncio.wait((present, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if present.done():
-            await _serve(args, present.result(), stop)
+            found = present.result()
+            there = [source for _, source in found]
+            await _serve(args, found, stop, [source for source in watched if source not in there])
         else:
             present.cancel()
     finally:
@@ -211,24 +260,30 @@ async def pools_present(
             task.cancel()
     for task, source in zip(others, sources[1:], strict=True):
         if why := "there is no such pool" if task in late else str(task.exception() or ""):
-            log.error("pool left out until a restart pool=%s/%s error=%s", source.namespace, source.name, why)
+            log.error("pool not served yet pool=%s/%s error=%s", source.namespace, source.name, why)
         else:
             found.append((task.result(), source))
     return found
 
 
 async def _serve(
-    args: argparse.Namespace, pools: Sequence[tuple[Pool, PoolSource]], stop: asyncio.Event
+    args: argparse.Namespace,
+    pools: Sequence[tuple[Pool, PoolSource]],
+    stop: asyncio.Event,
+    late: Sequence[KubernetesPool] = (),
 ) -> None:
-    served = [
-        ServedPool(
+    several = len(pools) + len(late) > 1
+
+    def served(pool: Pool, source: PoolSource) -> ServedPool:
+        return ServedPool(
             pool,
             source,
             conformance=args.conformance,
             seed=args.seed,
             secret=os.environ.get(ENGINE_SECRET, ""),
+            previous_secret=os.environ.get(PREVIOUS_SECRET, ""),
             authorization=authorization(os.environ.get(ENGINE_API_KEY, "")),
-            log_file=_log_file(args, pool.metadata.name if len(pools) > 1 else ""),
+            log_file=_log_file(args, pool.metadata.name if several else ""),
             state_server=Server(
                 args.state_server, os.environ.get(STATE_PASSWORD, ""), str(args.state_ca or "")
             )
@@ -238,10 +293,14 @@ async def _serve(
             traces=args.traces or "",
             traces_share=args.traces_share,
         )
-        for pool, source in pools
-    ]
+
     gateway = Gateway(
-        served, transport=args.transport, tls=args.tls, pages_to_anyone=args.admin_pages == "anyone"
+        [served(pool, source) for pool, source in pools],
+        transport=args.transport,
+        tls=args.tls,
+        pages_to_anyone=args.admin_pages == "anyone",
+        late=late,
+        serve=served,
     )
     # What exists now stays, and grows with the square of the endpoints (links). Left to the garbage
     # collector, it makes a full collection stop the event loop for 0.15 s at 1,000 endpoints.

@@ -94,6 +94,7 @@ class ServedPool:
         conformance: bool = False,
         seed: int | None = None,
         secret: str = "",
+        previous_secret: str = "",
         authorization: str = "",
         log_file: RotatedFile | None = None,
         state_server: Server | None = None,
@@ -102,7 +103,8 @@ class ServedPool:
         traces_share: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`secret`: of the pool; empty: one of this process alone stands in. `authorization`: the header that
+        """`secret`: of the pool; empty: one of this process alone stands in. `previous_secret`: the one
+        before, if ids of its responses are still to be read. `authorization`: the header that
         engines demand, in place of the clients' own; empty: theirs pass. Every decision is written to
         `log_file`, if given. `state_server`: what the pool's gateways share their state through; `state_key`:
         the key of the hashes that name sessions there. `traces`: URL of the collector of spans, if there is
@@ -157,6 +159,7 @@ class ServedPool:
             rng=self._rng,
             conformance=conformance,
             secret=secret.encode() or token_bytes(),
+            previous_secret=previous_secret.encode(),
             engine_secret=secret,
             prompt_seen=self.blocks.prompt,
             on_legs_due=self._legs_due.set,

@@ -32,6 +32,7 @@ from perilune_api.names import (
     CODE_DETAILS,
     DESTINATION_HEADER,
     DESTINATION_NAMESPACE,
+    INTERNAL_HEADERS,
     SUBSET_NAMESPACE,
 )
 from perilune_lab.arguments import one_of
@@ -40,6 +41,9 @@ from perilune_lab.exits import wrong_call
 Json = dict[str, Any]
 MIB = 1024 * 1024
 EXTENSIONS = "type.googleapis.com/envoy.extensions"
+
+_NEVER_A_CLIENTS = (DESTINATION_HEADER, *INTERNAL_HEADERS)
+"""Request headers that are removed from clients' requests before any filter."""
 
 
 class Mode(StrEnum):
@@ -142,7 +146,7 @@ def config(
                                         _named(
                                             "envoy.http.early_header_mutation.header_mutation",
                                             "http.early_header_mutation.header_mutation.v3.HeaderMutation",
-                                            mutations=[{"remove": DESTINATION_HEADER}],
+                                            mutations=[{"remove": name} for name in _NEVER_A_CLIENTS],
                                         )
                                     ],
                                     access_log=[_access_log(access_log)] if access_log else [],

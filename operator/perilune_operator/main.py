@@ -86,6 +86,19 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="gateways of a pool that does not say how many [%(default)s]",
     )
     add(
+        "--envoy-namespace",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="namespace in which Envoy Gateway runs Envoys; repeatable "
+        f"[{', '.join(known.envoy_namespaces)}]",
+    )
+    add(
+        "--platform-user",
+        action="store_true",
+        help="leave uid and groups of all pods to the platform, as OpenShift wants",
+    )
+    add(
         "--pull-secret",
         action="append",
         default=[],
@@ -170,6 +183,8 @@ async def serve(args: argparse.Namespace) -> None:
             args.ip_family == "ipv6",
             args.pull_secret,
             args.state_image,
+            tuple(args.envoy_namespace) or Defaults().envoy_namespaces,
+            args.platform_user,
             args.gateway_replicas,
         ),
         Metrics(prometheus, lease.remaining_s),

@@ -14,7 +14,7 @@ from perilune_api import names
 from perilune_api.inference_pool.spec import InferencePoolSpec, Signal
 from perilune_api.inference_pool.status import InferencePoolStatus
 from perilune_api.pool import SpecError
-from perilune_operator import revision, roles, scaling, status
+from perilune_operator import revision, roles, scaling, served, status
 from perilune_operator.observe import topology
 from perilune_operator.observe.facts import Key, Object, Observed, PodFacts, key
 from perilune_operator.observe.timestamps import seconds
@@ -26,12 +26,16 @@ from perilune_operator.render import (
     mooncake,
     network_policies,
     routing,
+    secrets,
     shared_state,
 )
 from perilune_operator.render.objects import Context, Defaults
+from perilune_operator.render.secrets import Chosen
 from perilune_operator.revision import Revised
 from perilune_operator.roles import Switch
 from perilune_operator.rollout import Drain, Mark, Replaced, drain
+from perilune_operator.scaling import writers
+from perilune_operator.status import progress
 
 LOOK_S = 30.0
 """Time between two rounds of a pool to which nothing happens."""
@@ -56,6 +60,8 @@ class Plan:
     """Annotations and labels of pods that are to be removed or emptied, or that change their role."""
     scale_to: int | None = None
     """Replicas to write into the pool's own spec first."""
+    handed_over: bool = False
+    """They are written because an autoscaler takes over, which goes on from them."""
     prefill: tuple[int, int] = (0, 0)
     """Number of endpoints that only prefill, before and after this plan."""
     kept: frozenset[Key] = frozenset()
@@ -68,6 +74,8 @@ class Plan:
     """Some engines wait for their sessions to leave."""
     switch: Switch = Switch()
     """What happens to the roles of endpoints."""
+    secret: Object | None = None
+    """The Secret to create, without its values, unless there is one; None if the spec names one."""
 
 
 def plan(
@@ -95,6 +103,8 @@ def plan(
     pool = replace(
         _with_replicas(pool, leave, observed),
         client_policies=_client_policies(pool, observed),
+        chosen=_secrets(name, spec, observed, namespace, defaults),
+        one_backend=served.is_reachable(name, namespace, observed),
         judge_again=_is_judged_by_the_past(pool, observed, now),
     )
     try:
@@ -112,15 +122,43 @@ def plan(
             *(mark for mark in leave.marks if mark.pod not in switching),
             *replaced.drain.marks,
             *switch.marks,
+            *served.marks(name, spec, observed),
         ),
         scale_to=scale_to,
+        handed_over=scale_to is not None and _is_autoscaled(spec),
         prefill=prefill,
         kept=replaced.workloads,
         upgrades=made.upgrades,
         waits=made.waits,
         drains=any(drained.again_in < inf for drained in each),
         switch=switch,
+        secret=_secret(pool),
     )
+
+
+def _secrets(
+    name: str, spec: InferencePoolSpec, observed: Observed, namespace: str, defaults: Defaults
+) -> Chosen:
+    """The secrets that the pool's pods refer to with this spec."""
+    memory = revision.remembered(name, namespace, observed)
+    workloads = (
+        *(Key(kind, namespace, endpoints.workload_name(name)) for kind in endpoints.WORKLOADS),
+        endpoints.prefill_workload(namespace, name),
+    )
+    return secrets.choose(
+        name,
+        observed.uid,
+        spec,
+        {part: rendering.template for part, rendering in memory.renderings.items()},
+        rolling=any(progress.is_rolling(observed.children[k]) for k in workloads if k in observed.children),
+        follows=observed.is_turn and spec.rollout.revision in (revision.LATEST, defaults.revision),
+    )
+
+
+def _secret(pool: Context) -> Object | None:
+    if pool.spec.secrets.name:
+        return None
+    return secrets.secret(pool.object("ConfigMap", pool.secrets.name, "gateway")["metadata"])
 
 
 def _completed(spec: InferencePoolSpec, defaults: Defaults) -> InferencePoolSpec:
@@ -195,18 +233,26 @@ def _revised(pool: Context, observed: Observed) -> Revised:
     spec, earlier = revision.accepted(memory), tuple[Object, ...]()
     if spec is not None:
         try:
-            earlier = _objects(replace(pool, spec=_completed(spec, pool.defaults)))
+            chosen = _secrets(pool.name, spec, observed, pool.namespace, pool.defaults)
+            earlier = _objects(replace(pool, spec=_completed(spec, pool.defaults), chosen=chosen))
         except SpecError:  # a newer operator may refuse what an older one took
             pass
     return revision.revised(pool, _objects(pool), earlier, memory, is_turn=observed.is_turn)
 
 
 def _scaled(name: str, namespace: str, spec: InferencePoolSpec, observed: Observed, now: float) -> int | None:
-    """The number of replicas that the spec should have from now on; None: it stays."""
-    if spec.scaling is None or spec.scaling.signal is Signal.METRIC:
+    """The number of replicas that the spec should have from now on; None: it stays, as it does while others
+    set it, too."""
+    if writers.contested(name, namespace, spec, observed):
+        return None
+    if spec.scaling is None or _is_autoscaled(spec):
         return _handed_over(name, namespace, spec, observed)
     wanted = scaling.replicas(spec.scaling, spec.replicas, observed.demands.get("serve", ()), now)
     return wanted if wanted != spec.replicas else None
+
+
+def _is_autoscaled(spec: InferencePoolSpec) -> bool:
+    return spec.scaling is not None and spec.scaling.signal is Signal.METRIC
 
 
 def _prefill(

@@ -290,16 +290,9 @@ class Reconciler:
         applied = Applied()
         if planned.objects is not None:
             applied = await pool.applier.apply(planned, observed.children)
-            if planned.scale_to is not None:
-                log.info("scaled pool=%s/%s replicas=%d", *pool.name, planned.scale_to)
-                before = body["spec"].get("replicas", 1)
-                said = _scaled(f"replicas {before} → {planned.scale_to}", body, "serve", observed)
-                _post(body, "Normal", "Scaled", said)
-            if planned.prefill[0] != planned.prefill[1]:
-                log.info("scaled pool=%s/%s prefill=%d", *pool.name, planned.prefill[1])
-                change = f"endpoints that only prefill {planned.prefill[0]} → {planned.prefill[1]}"
-                _post(body, "Normal", "Scaled", _scaled(change, body, "prefill", observed))
-            if planned.switch.switched:
+            if not applied.refused:
+                _tell_scaled(pool.name, body, planned, observed)
+            if planned.switch.switched and not applied.refused:
                 _post(body, "Normal", "RoleSwitched", _switched(planned.switch, observed.demands))
                 for read in pool.demands.values():
                     read.clear()
@@ -335,19 +328,26 @@ class Reconciler:
         """Read what the pool's gateways report, in a task of its own so that no round waits for a gateway."""
         while True:
             if self._fence.remaining_s() > 0:
-                pods = self.cluster.pods(pool.name)
-                stats = await self._pages.read(pods)
-                if stats is not None and pool.follows_load:
-                    engines = [readers.pod(pod) for pod in pods]
-                    for duty in DUTIES:
-                        pool.demands[duty].append(_demand(duty, pool, stats, engines, self._wall_clock()))
-                    known = {**pool.first_tokens, **stats.first_tokens}
-                    pool.first_tokens = {pod.name: known[pod.name] for pod in engines if pod.name in known}
-                changed, pool.stats = stats != pool.stats, stats
-                if changed or pool.follows_load:
-                    pool.wake(self._clock())
+                try:
+                    await self._read_stats(pool)
+                except Exception:
+                    log.exception("reading gateways failed by a defect pool=%s/%s", *pool.name)
             await _until(pool.pages_due, _read_in_s(pool))
             pool.pages_due.clear()
+
+    async def _read_stats(self, pool: _Pool) -> None:
+        """Read the pages once. A reading of which a page is missing says nothing about the load."""
+        pods = self.cluster.pods(pool.name)
+        stats = await self._pages.read(pods)
+        if stats is not None and pool.follows_load and stats.whole:
+            engines = [readers.pod(pod) for pod in pods]
+            for duty in DUTIES:
+                pool.demands[duty].append(_demand(duty, pool, stats, engines, self._wall_clock()))
+            known = {**pool.first_tokens, **stats.first_tokens}
+            pool.first_tokens = {pod.name: known[pod.name] for pod in engines if pod.name in known}
+        changed, pool.stats = stats != pool.stats, stats
+        if changed or pool.follows_load:
+            pool.wake(self._clock())
 
 
 def _read_in_s(pool: _Pool) -> float:
@@ -437,6 +437,23 @@ def _report(pool: Object, condition: StatusCondition) -> None:
     bad = bad or (condition.type, condition.status) == (Condition.STALLED, "True")
     severity = "Warning" if bad or condition.reason == Reason.APPLY_FAILED else "Normal"
     _post(pool, severity, condition.reason, f"{words}: {condition.message}")
+
+
+def _tell_scaled(name: PoolName, body: Object, planned: Plan, observed: Observed) -> None:
+    """Log numbers of endpoints that were changed, and post an event of each."""
+    if planned.scale_to is not None:
+        change = f"replicas {body['spec'].get('replicas', 1)} → {planned.scale_to}"
+        if planned.handed_over:
+            log.info("handed over to an autoscaler pool=%s/%s replicas=%d", *name, planned.scale_to)
+            said = f"{change}: an autoscaler takes over as many as run"
+        else:
+            log.info("scaled pool=%s/%s replicas=%d", *name, planned.scale_to)
+            said = _scaled(change, body, "serve", observed)
+        _post(body, "Normal", "Scaled", said)
+    if planned.prefill[0] != planned.prefill[1]:
+        log.info("scaled pool=%s/%s prefill=%d", *name, planned.prefill[1])
+        change = f"endpoints that only prefill {planned.prefill[0]} → {planned.prefill[1]}"
+        _post(body, "Normal", "Scaled", _scaled(change, body, "prefill", observed))
 
 
 def _scaled(change: str, pool: Object, duty: names.Duty, observed: Observed) -> str:

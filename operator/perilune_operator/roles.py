@@ -25,7 +25,7 @@ from perilune_api.inference_pool.spec import RoleSwitching
 from perilune_operator.observe.facts import HOME, Demands, PodFacts
 from perilune_operator.observe.timestamps import seconds, timestamp
 from perilune_operator.rollout import Mark
-from perilune_operator.scaling.readings import since
+from perilune_operator.scaling.readings import current, since
 
 IDLE = 0.5
 """Share of its own threshold below which a side must stay with an endpoint less."""
@@ -86,7 +86,8 @@ def switch(
         return _switched(back[0], "serve")
     if not steady:
         return Switch()
-    wanted = _wanted(spec, len(prefilling), len(serving), demands, now - spec.after_seconds)
+    lately = {duty: current(read, now) for duty, read in demands.items()}
+    wanted = _wanted(spec, len(prefilling), len(serving), lately, now - spec.after_seconds)
     if wanted == "serve":
         return _switched(back[0], "serve")
     if wanted == "prefill" and len(going) > 1:

@@ -43,7 +43,7 @@ class Mark:
     pod: str
     uid: str
     annotations: Mapping[str, str | None]
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,9 @@ TRANSFER_TARGET_HEADER = "x-perilune-transfer-target"
 """Request header with the `ip:port` of the only engine that may obey the request's transfer parameters. A
 proxy may send the same request to another engine again; that one drops them, because the transfer is
 spent."""
+INTERNAL_HEADERS = (ENGINE_SECRET_HEADER, TRANSFER_TARGET_HEADER, DATA_PARALLEL_RANK_HEADER)
+"""Request headers that only gateways send to engines. Those of clients are removed before, as far ahead as
+possible: by Envoy where the operator configures it, and by the gateway of each request that it routes."""
 REQUEST_ID_HEADER = "x-request-id"
 TRACEPARENT_HEADER = "traceparent"
 TRACESTATE_HEADER = "tracestate"
@@ -100,6 +103,9 @@ NEXT_DUTY = "perilune.dev/next-duty"
 """Annotation of an engine pod: the Duty that it takes over once its sessions have left."""
 Duty = Literal["serve", "prefill"]
 """serve: the endpoint gets requests. prefill: it only prefills prompts for others."""
+SERVER_LABEL = "perilune.dev/server"
+"""Label of an engine pod that gets requests through a Service of several pools: the pool whose gateway serves
+them. The operator writes it on running pods, so that a change of `serves` restarts none."""
 EVENTS_PORT = "perilune.dev/kv-events-port"
 """Annotation of an engine pod: the port at which it publishes KV events. Each further data-parallel
 rank has the next one; the replay ports follow in the same order."""
@@ -148,6 +154,11 @@ POOL_DOCUMENT = "pool.yaml"
 
 MASTER_PORT = 9003
 """Port at which the Mooncake master serves its metrics and pages."""
+
+
+def models_name(pool: str) -> str:
+    """Name of the Service of all engines that a pool's gateway serves, if it serves other pools, too."""
+    return f"{pool}-models"
 
 
 def master_name(pool: str) -> str:

@@ -19,3 +19,25 @@ def test_every_section_that_a_benchmark_writes_is_there_once():
 def test_every_section_ends():
     begun = re.findall(r"<!-- ([\w-]+) -->", DOCUMENT)
     assert [f"<!-- /{name} -->" in DOCUMENT for name in begun] == [True] * len(begun)
+
+
+def figure(row: str) -> str:
+    """The number in the second column of a row of the tables."""
+    (found,) = re.findall(rf"^\| {re.escape(row)} \| ([\d.]+) ", DOCUMENT, re.MULTILINE)
+    return str(found)
+
+
+def test_figures_in_prose_are_those_of_the_tables():
+    """Of a block's memory, of a decision, and of a request's CPU time."""
+    operations, sizing = page("operations.md"), page("sizing.md")
+    block = figure("bytes per block, index and names, 500,000 blocks")
+    assert f"The index takes {block} bytes per known KV block" in operations
+    assert f"| {block} bytes:" in sizing
+    assert f"[a decision](#decision) takes {figure('decision, p50')} ms" in DOCUMENT
+    rows = re.findall(r"^\| (\d+ KB)[^|]*\| (headers|body) \| (\d+) ", DOCUMENT, re.MULTILINE)
+    by_headers = [int(micros) for _, on, micros in rows if on == "headers"]
+    by_body = {size: int(micros) for size, on, micros in rows if on == "body"}
+    assert f"between {min(by_headers)} µs (decided by headers)" in operations
+    assert f"{by_body['220 KB']} µs (a body" in operations
+    assert f"| {min(by_headers)}–{max(by_headers)} µs of CPU |" in sizing
+    assert f"| {' / '.join(str(by_body[size]) for size in ('1 KB', '64 KB', '220 KB'))} µs of CPU |" in sizing

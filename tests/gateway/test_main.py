@@ -202,11 +202,16 @@ async def test_it_goes_on_serving_while_it_says_that_it_will_not(gateway, capsys
                     return (await health.Check(health_pb2.HealthCheckRequest(service=service))).status
 
                 assert await says("readiness") == serving
+                ready = f"http://{found[2]}/healthz?service=readiness"
+                async with http.get(ready) as reply:
+                    assert reply.status == 200
                 stop.set()
                 while await says("readiness") != not_serving:  # noqa: ASYNC110 - by gRPC
                     await asyncio.sleep(0.01)
                 assert await says("liveness") == serving
                 async with http.get(f"http://{found[2]}/readyz") as reply:
+                    assert reply.status == 503
+                async with http.get(ready) as reply:
                     assert reply.status == 503
     finally:
         running.cancel()
@@ -349,3 +354,42 @@ async def test_names_of_several_pools_stand_in_paths(gateway, tmp_path) -> None:
 def test_a_key_of_engines_that_no_header_carries_is_refused_with_its_cause(key: str) -> None:
     with pytest.raises(SpecError, match="PERILUNE_ENGINE_API_KEY has a blank, the end of a line"):
         main.authorization(key)
+
+
+async def test_a_pool_that_comes_late_is_taken_in(gateway, tmp_path, capsys) -> None:
+    """Health names it until then, and why it is not served; the other pool does not wait."""
+    late = Announced("q", SpecError("Expected `int`"))
+    document = structs.replace(pool(model="n"), metadata=Metadata("q"))
+
+    def serve(pool: Pool, source) -> ServedPool:
+        return ServedPool(pool, PoolFile(tmp_path / "q.yaml", pool))
+
+    whole = main.Gateway([gateway], late=[late], serve=serve)
+    running = asyncio.create_task(whole.run("127.0.0.1:0", "127.0.0.1:0", 1.0, stop := asyncio.Event()))
+    try:
+        async with asyncio.timeout(30), aiohttp.ClientSession() as http:
+            while not (found := re.search(READY, capsys.readouterr().out)):  # noqa: ASYNC110 - printed
+                await asyncio.sleep(0.01)
+
+            async def health() -> dict:
+                async with http.get(f"http://{found[2]}/api/health") as reply:
+                    return await reply.json()
+
+            while (await health())["waiting"] != {"q": "Expected `int`"}:  # noqa: ASYNC110 - by HTTP
+                await asyncio.sleep(0.01)
+            assert len((await health())["pools"]) == 1
+            late.document = document
+            served = False
+            while not served:
+                try:
+                    served = not (await health())["waiting"]
+                except aiohttp.ClientError:  # the pages are made anew
+                    await asyncio.sleep(0.01)
+            assert len((await health())["pools"]) == 2
+            async with http.get(f"http://{found[2]}/pools/q/api/health") as reply:
+                assert (await reply.json())["pool"] == "default/q"
+        stop.set()
+        await running
+    finally:
+        running.cancel()
+        await whole.server.stop(0)

@@ -60,7 +60,7 @@ POOL = plan(
     for obj in POOL.objects or ()
     if (obj["kind"], obj["metadata"]["name"]) == ("Deployment", "p-state")
 )
-PASSWORD = {entry["name"]: entry["value"] for entry in CONTAINER["env"]}["PERILUNE_STATE_PASSWORD"]
+PASSWORD = "of the pool's Secret"
 SESSIONS, TURNS = 40, 4
 
 

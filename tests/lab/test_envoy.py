@@ -12,7 +12,7 @@ import pytest
 from running_envoy import Envoy
 
 from perilune_api import paths
-from perilune_api.names import DESTINATION_HEADER
+from perilune_api.names import DESTINATION_HEADER, INTERNAL_HEADERS
 from perilune_lab import envoy
 from perilune_lab.child import StackError
 from perilune_lab.envoy import Cluster, Mode, config
@@ -31,7 +31,8 @@ def parts(bootstrap: dict) -> tuple[dict, dict, dict, dict]:
 def test_header_of_a_client_is_removed_before_any_filter():
     manager, *_ = parts(config(ENDPOINTS, GATEWAY))
     [mutation] = manager["early_header_mutation_extensions"]
-    assert mutation["typed_config"]["mutations"] == [{"remove": DESTINATION_HEADER}]
+    removed = [change["remove"] for change in mutation["typed_config"]["mutations"]]
+    assert removed == [DESTINATION_HEADER, *INTERNAL_HEADERS]
 
 
 def test_route_has_no_timeout_and_retries_what_was_not_answered():

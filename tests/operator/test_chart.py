@@ -51,9 +51,11 @@ def test_the_operator_may_make_every_kind_that_it_renders_and_no_more() -> None:
     assert granted == made
 
 
-def test_no_rule_is_about_secrets_or_everything() -> None:
+def test_no_rule_is_about_everything_and_secrets_are_only_made() -> None:
     for rule in [*RULES, *CLUSTER_RULES]:
-        assert not {"*", "secrets"} & {*rule["resources"], *rule["verbs"], *rule["apiGroups"]}
+        assert "*" not in {*rule["resources"], *rule["verbs"], *rule["apiGroups"]}
+        if "secrets" in rule["resources"]:
+            assert (rule["resources"], rule["verbs"]) == (["secrets"], ["create"])
 
 
 def test_the_lease_of_the_role_is_the_operators() -> None:
@@ -193,6 +195,22 @@ def test_the_operator_is_scraped_where_prometheus_operator_is(
     pods = made["Deployment/perilune-operator"]["spec"]["template"]["metadata"]["labels"]
     wanted = made["PodMonitor/perilune-operator"]["spec"]["selector"]["matchLabels"]
     assert wanted.items() <= pods.items()
+
+
+def test_the_operators_own_user_can_be_left_to_the_platform(template: Callable[..., dict[str, Any]]) -> None:
+    for value, user, told in (("false", 65532, False), ("true", None, True)):
+        made = template(f"platformUser={value}")["Deployment/perilune-operator"]["spec"]["template"]["spec"]
+        assert made["securityContext"].get("runAsUser") == user
+        assert made["securityContext"].get("runAsGroup") == user
+        (container,) = made["containers"]
+        assert arguments(container["args"]).platform_user is told
+
+
+def test_envoys_namespaces_reach_the_operator(template: Callable[..., dict[str, Any]]) -> None:
+    made = template("envoyNamespaces={edge,other}")["Deployment/perilune-operator"]["spec"]["template"][
+        "spec"
+    ]
+    assert arguments(made["containers"][0]["args"]).envoy_namespace == ["edge", "other"]
 
 
 def test_monitors_get_the_labels_that_a_prometheus_goes_by(template: Callable[..., dict[str, Any]]) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from perilune_api import names
-from perilune_gateway.main import ENGINE_SECRET
-from perilune_operator.render.engine_door import HEADER, SECRET, TARGET, Door
+from perilune_gateway.main import ENGINE_SECRET, PREVIOUS_SECRET
+from perilune_operator.render.engine_door import HEADER, PREVIOUS, SECRET, TARGET, Door
 
 PARAMETERS = {"do_remote_prefill": True, "remote_host": "10.0.0.9"}
 JSON = (b"content-type", b"application/json")
@@ -137,6 +137,17 @@ def test_a_request_that_a_proxy_sends_to_another_engine_asks_for_no_transfer(
     assert (through(body, JSON, (HEADER, b"secret"), (TARGET, target))[1] == body) is passes
 
 
+@pytest.mark.parametrize(
+    ("given", "passes"), [(b"new", True), (b"old", True), (b"", False), (b"other", False)]
+)
+def test_the_secret_before_passes_too(monkeypatch, given: bytes, passes: bool) -> None:
+    """While gateways still send it."""
+    monkeypatch.setenv(SECRET, "new")
+    monkeypatch.setenv(PREVIOUS, "old")
+    body = json.dumps({"kv_transfer_params": PARAMETERS}).encode()
+    assert (through(body, JSON, (HEADER, given))[1] == body) is passes
+
+
 def test_without_a_secret_nothing_passes(monkeypatch) -> None:
     monkeypatch.delenv(SECRET, raising=False)
     body = json.dumps({"kv_transfer_params": PARAMETERS}).encode()
@@ -144,7 +155,11 @@ def test_without_a_secret_nothing_passes(monkeypatch) -> None:
 
 
 def test_the_gateway_sends_what_the_door_reads() -> None:
-    assert (HEADER.decode(), SECRET) == (names.ENGINE_SECRET_HEADER, ENGINE_SECRET)
+    assert (HEADER.decode(), SECRET, PREVIOUS) == (
+        names.ENGINE_SECRET_HEADER,
+        ENGINE_SECRET,
+        PREVIOUS_SECRET,
+    )
     assert TARGET.decode() == names.TRANSFER_TARGET_HEADER
 
 

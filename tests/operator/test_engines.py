@@ -165,6 +165,23 @@ def test_an_endpoint_reserves_the_gpus_that_it_uses(
         assert all(given == shared[0] for given in shared), "one engine, one configuration"
 
 
+def test_endpoints_that_only_prefill_are_protected_like_the_others() -> None:
+    """By a budget of their own, since two budgets over one pod forbid its eviction."""
+    spec = {"model": {"name": "m"}, "prefillReplicas": 2, "mooncake": {"transfer": "handoff"}}
+    objects = made(spec, Observed("u", 1)).objects or ()
+    pods = {
+        o["metadata"]["name"]: o["spec"]["template"]["metadata"]["labels"]
+        for o in objects
+        if "template" in o.get("spec", {})
+    }
+    budgets = {o["metadata"]["name"]: o["spec"] for o in objects if o["kind"] == "PodDisruptionBudget"}
+    assert budgets.keys() == {"p-engine", "p-prefill"}
+    for name, budget in budgets.items():
+        chosen = budget["selector"]["matchLabels"].items()
+        assert [pod for pod, labels in pods.items() if chosen <= labels.items()] == [name]
+        assert budget["maxUnavailable"] == "10%"
+
+
 def test_workers_of_an_endpoint_are_protected_like_its_leader() -> None:
     objects = made(SPANS, Observed("u", 1, kinds=frozenset({LWS}))).objects or ()
     by_name = {(o["kind"], o["metadata"]["name"]): o["spec"] for o in objects if "spec" in o}

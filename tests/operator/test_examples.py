@@ -1,6 +1,7 @@
 """Every file of examples/ is one that `kubectl apply` takes, and that the operator carries out."""
 
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +26,31 @@ KINDS = frozenset(
         "cert-manager.io/Certificate",
     }
 )
-WITHOUT_CRD = {"ScaledObject"}
-"""Kinds whose CRDs these tests do not have."""
 
 
 def documents(name: str) -> list[Object]:
     return list(yaml.safe_load_all((FOLDER / name).read_text()))
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_kubectl_applies_it(name: str, routed_server: ApiServer, routed: tuple[kube.Client, str]) -> None:
-    """Validated by the server as strictly as kubectl does."""
-    known = [document for document in documents(name) if document["kind"] not in WITHOUT_CRD]
-    command = [
-        *(str(program("kubectl")), f"--kubeconfig={routed_server.kubeconfig()}", f"--namespace={routed[1]}"),
-        *(f"--cache-dir={routed_server.folder / 'kubectl'}", "apply", "--dry-run=server", "-f", "-"),
-    ]
-    done = subprocess.run(
-        command, input=yaml.safe_dump_all(known), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == len(known)
+def test_kubectl_applies_them_beside_each_other(
+    routed_server: ApiServer, routed: tuple[kube.Client, str]
+) -> None:
+    """Into one namespace, validated by the server as strictly as kubectl does; none changes another's."""
+    for name in FILES:
+        command = [
+            *(str(program("kubectl")), f"--kubeconfig={routed_server.kubeconfig()}"),
+            *(f"--namespace={routed[1]}", f"--cache-dir={routed_server.folder / 'kubectl'}"),
+            *("apply", "-f", str(FOLDER / name)),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        said = [line.rpartition(" ")[2] for line in done.stdout.splitlines()]
+        assert said == ["created"] * len(documents(name)), done.stdout
+
+
+def test_no_two_of_them_have_an_object_of_one_name() -> None:
+    named = Counter((d["kind"], d["metadata"]["name"]) for name in FILES for d in documents(name))
+    assert [which for which, times in named.items() if times > 1] == []
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name != "gateway.yaml"])

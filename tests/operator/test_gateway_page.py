@@ -1,27 +1,29 @@
 """What the operator reads of metrics pages, by the real pages."""
 
-from collections.abc import Awaitable, Callable, Mapping
+import random
+from collections.abc import Mapping
+from ipaddress import IPv4Address
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
+from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, generate_latest
 from routing_objects import candidate, request, session
 
 from perilune_api import names
+from perilune_api.inference_pool.spec import Scaling
 from perilune_gateway.model import Decision, DecisionRecord, Endpoint, Load, Outcome, Reason
 from perilune_gateway.model.kv_events import EventStats, IngestStats
 from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.observe.merged_metrics import MergedMetrics
 from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.stats import EndpointStats, Snapshot
-from perilune_operator.observe.facts import Drained, GatewayStats
+from perilune_operator.observe.facts import Drained, GatewayStats, Missing, Object
 from perilune_operator.observe.gateway_pages import (
     GatewayPages,
     first_tokens_between,
     gateway_stats,
     of_pool,
-    unreadable,
 )
 
 
@@ -96,62 +98,6 @@ def test_sessions_and_hits_are_read_from_the_gateways_pages(
     assert gateway_stats({f"g{i}": page for i, page in enumerate(pages)}) == told
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        'perilune_endpoint_sessions{endpoint="1.2.3.4:8000"} x\n',
-        'perilune_endpoint_pending_prefill_seconds{endpoint="1.2.3.4:8000"} 1.2.3\n',
-        names.FIRST_TOKENS + '_bucket{le="x"} 1\n',
-        names.FIRST_TOKENS + '_bucket{le="1.0"} NaN\n',
-        names.FIRST_TOKENS + '_bucket{le="1.0"} +Inf\n',
-    ],
-)
-def test_a_page_that_cannot_be_read_costs_only_itself(bad: str) -> None:
-    good = page(sessions=4)
-    assert unreadable(bad)
-    assert not unreadable(good)
-    assert gateway_stats({"good": good, "bad": bad}) == gateway_stats({"good": good, "bad": ""})
-    assert gateway_stats({"bad": bad}) is None
-
-
-async def endless(request: web.Request) -> web.StreamResponse:
-    answer = web.StreamResponse()
-    await answer.prepare(request)
-    while True:
-        await answer.write(b"# \n" * 2**16)
-
-
-async def elsewhere(_: web.Request) -> web.Response:
-    raise web.HTTPFound("/other")
-
-
-@pytest.mark.parametrize("answer", [endless, elsewhere])
-async def test_a_page_without_end_or_elsewhere_counts_as_missing(
-    monkeypatch, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> None:
-    followed = []
-
-    async def other(_: web.Request) -> web.Response:
-        followed.append(True)
-        return web.Response(text=page(sessions=4))
-
-    app = web.Application()
-    app.router.add_get("/metrics", answer)
-    app.router.add_get("/other", other)
-    server, gateways = TestServer(app, host="127.0.0.1"), GatewayPages()
-    await server.start_server()
-    monkeypatch.setattr(names, "ADMIN_PORT", server.port)
-    pod = {
-        "metadata": {"name": "g", "labels": {names.POOL_LABEL: "p", names.COMPONENT_LABEL: "gateway"}},
-        "spec": {},
-        "status": {"podIP": "127.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]},
-    }
-    assert await gateways.read([pod]) is None
-    assert followed == []
-    await gateways.close()
-    await server.close()
-
-
 def test_of_a_gateway_with_several_pools_each_pool_reads_its_own_series() -> None:
     merged = MergedMetrics()
     for pool, sessions, engine in (("a", 3, "e1"), ("b", 4, "e2")):
@@ -168,6 +114,124 @@ def test_of_a_gateway_with_several_pools_each_pool_reads_its_own_series() -> Non
     assert told
     assert (told.sessions, told.sessions_at, told.kv_in_use_at) == (4, {"10.0.0.4": 4}, {"10.0.0.4": 0.5})
     assert told.drained == {Drained("g1", "e2", "m")}
+
+
+SESSIONS = 'perilune_endpoint_sessions{{endpoint="10.0.0.1:8000"}} {}\n'.format
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        pytest.param(SESSIONS("x"), id="a word for a number"),
+        pytest.param(f'{names.FIRST_TOKENS}_bucket{{le="5.0"}} x\n', id="a word for a count"),
+        pytest.param(f'{names.FIRST_TOKENS}_bucket{{le="x"}} 1\n', id="a word for a bound"),
+        pytest.param(f'{names.FIRST_TOKENS}_bucket{{le="5.0"}} +Inf\n', id="an infinite count"),
+    ],
+)
+def test_a_page_that_cannot_be_read_is_missing_as_a_whole(bad: str) -> None:
+    told = gateway_stats({"g1": SESSIONS(3.0), "g2": bad + "perilune_sessions_bound 4\n"})
+    assert told
+    assert (told.sessions_at, told.sessions) == ({"10.0.0.1": 3}, 0)
+    assert told.missing == {"g2": Missing.UNREADABLE}
+    assert gateway_stats({"g2": bad}) is None
+
+
+QUEUE = 'perilune_endpoint_pending_prefill_seconds{endpoint="10.0.0.1:8000"} 12\n'
+
+
+@pytest.mark.parametrize(
+    ("peers", "answering", "queue_s", "whole"),
+    [
+        pytest.param(2, 3, 12.0, True, id="all of three that share state"),
+        pytest.param(2, 1, 12.0, True, id="one of them"),
+        pytest.param(0, 3, 36.0, True, id="all of three that share nothing"),
+        pytest.param(0, 2, 24.0, False, id="two of them"),
+        pytest.param(1, 2, 12.0, False, id="two that share state, and one that is missing"),
+    ],
+)
+def test_the_queue_does_not_depend_on_how_many_gateways_answer(
+    peers: int, answering: int, queue_s: float, whole: bool
+) -> None:
+    """Otherwise a part is missing, and the reading says so."""
+    text = f"perilune_shared_state_peers {peers}.0\n{QUEUE}"
+    told = gateway_stats({f"g{i}": text if i < answering else "" for i in range(3)})
+    assert told
+    assert (told.queue_s_at, told.whole) == ({"10.0.0.1": queue_s}, whole)
+
+
+@pytest.mark.parametrize("gateways", [1, 2, 4])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_metric_to_scale_by_does_not_grow_with_the_gateways(gateways: int, *, shared: bool) -> None:
+    """Each gateway that shares its state knows the load of all; otherwise it knows its own part."""
+    total = 0.0
+    for _ in range(gateways):
+        known_s = 12.0 if shared else 12.0 / gateways
+        stats = EndpointStats(Endpoint("a"), Load(pending_prefill_s=known_s))
+        state = SharedStats("redis://state", connected=True, peers=gateways - 1) if shared else None
+        metrics = Metrics(CollectorRegistry(), lambda: 0.0)
+        metrics.mirror(lambda stats=stats, state=state: Snapshot((stats,), shared=state))
+        total += metrics.registry.get_sample_value(Scaling(1, 2).metric) or 0.0
+    assert total == pytest.approx(12.0)
+
+
+class Answers:
+    """A gateway's page at an address of its own, as a pod has it."""
+
+    def __init__(self, answer: Handler) -> None:
+        self.answer = answer
+        self.address = str(IPv4Address("127.64.0.0") + random.randrange(2**22))
+
+    async def __aenter__(self) -> Object:
+        app = web.Application()
+        app.router.add_get("/metrics", self.answer)
+        self.runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, self.address, names.ADMIN_PORT).start()
+        labels = {names.POOL_LABEL: "p", names.COMPONENT_LABEL: "gateway"}
+        return {
+            "metadata": {"name": "g", "namespace": "n", "uid": "u", "labels": labels},
+            "status": {"podIP": self.address, "conditions": [{"type": "Ready", "status": "True"}]},
+        }
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.runner.cleanup()
+
+
+async def endless(request: web.Request) -> web.StreamResponse:
+    answer = web.StreamResponse()
+    await answer.prepare(request)
+    while True:
+        await answer.write(b"# more\n" * 100_000)
+
+
+async def elsewhere(request: web.Request) -> web.Response:
+    raise web.HTTPFound("http://127.0.0.1:1/metrics")
+
+
+async def broken(request: web.Request) -> web.Response:
+    return web.Response(text=SESSIONS("x"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "reasons"),
+    [
+        (endless, {Missing.TOO_LONG, Missing.NO_ANSWER}),
+        (elsewhere, {Missing.REFUSED}),
+        (broken, {Missing.UNREADABLE}),
+    ],
+)
+async def test_a_page_that_is_none_is_missing_with_a_reason(
+    answer: Handler, reasons: set[Missing], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log tells it once."""
+    pages = GatewayPages()
+    async with Answers(answer) as pod:
+        assert await pages.read([pod]) is None
+        assert await pages.read([pod]) is None
+    await pages.close()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert set(said) <= {f"page of a gateway missing pod=n/g reason={reason}" for reason in reasons}
+    assert len(said) == len(set(said)) >= 1
 
 
 def answered(*seconds: float) -> str:

@@ -1,5 +1,5 @@
-"""Whole plans as files: golden/NAME.in.yaml (the pool, nodes, pods, which optional APIs there are) beside
-golden/NAME.out.yaml (objects and status).
+"""Whole plans as files: golden/NAME.in.yaml (the pool, nodes, pods, other pools, which optional APIs there
+are) beside golden/NAME.out.yaml (objects and status).
 
 `GOLDEN=write make test ARGS=tests/operator/test_golden.py` writes them anew; read the diff. To keep them
 short, what every object of a pool shares (labels, owner, namespace) is checked once and left out, and so are
@@ -45,7 +45,9 @@ def load(name: str) -> tuple[Object, Observed]:
     pods = tuple(readers.pod(_named(p)) for p in given.get("pods") or ())
     children = {facts.key(o): o for o in given.get("children") or ()}
     kinds = frozenset(given.get("kinds") or ())
-    return body, Observed("uid-1", 1, body.get("status", {}), nodes, pods, children, kinds)
+    others = {o["metadata"]["name"]: readers.other_pool(o) for o in given.get("others") or ()}
+    observed = Observed("uid-1", 1, body.get("status", {}), nodes, pods, children, kinds, others=others)
+    return body, observed
 
 
 def _named(obj: Object) -> Object:

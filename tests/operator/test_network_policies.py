@@ -36,26 +36,31 @@ PODS: Mapping[str, tuple[str, dict[str, str]]] = {
     "batch": ("ns", {"app": "batch"}),
     "envoy": ("envoy-gateway-system", envoy("edge")),
     "other envoy": ("envoy-gateway-system", envoy("other")),
+    "envoy beside its Gateway": ("infra", envoy("edge")),
+    "pod with an envoy's labels": ("web", envoy("edge")),
+    "pod with a gateway's labels": ("web", {"perilune.dev/pool": "p", "perilune.dev/component": "gateway"}),
     "prometheus": ("monitoring", {}),
     "operator": ("perilune-system", {}),
 }
-NAMESPACES: Mapping[str, dict[str, str]] = {
-    "monitoring": {"perilune.dev/metrics": "true"},
-    "perilune-system": {"kubernetes.io/metadata.name": "perilune-system"},
-}
+NAMESPACES: Mapping[str, dict[str, str]] = {"monitoring": {"perilune.dev/metrics": "true"}}
 POOLS_OWN = {"engine", "gateway", "state"}
+ENVOYS = {"envoy", "envoy beside its Gateway"}
 
 
 def selects(selector: Object, labels: Mapping[str, str]) -> bool:
     named = all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())
     rules = selector.get("matchExpressions", [])
-    return named and all(rule["operator"] == "Exists" and rule["key"] in labels for rule in rules)
+    return named and all(
+        rule["key"] in labels and (rule["operator"] == "Exists" or labels[rule["key"]] in rule["values"])
+        for rule in rules
+    )
 
 
 def matches(peer: Object, namespace: str, labels: Mapping[str, str]) -> bool:
     """As a NetworkPolicy of namespace ns reads it."""
     if "namespaceSelector" in peer:
-        here = selects(peer["namespaceSelector"], NAMESPACES.get(namespace, {}))
+        named = {"kubernetes.io/metadata.name": namespace, **NAMESPACES.get(namespace, {})}
+        here = selects(peer["namespaceSelector"], named)
     else:
         here = namespace == "ns"
     return here and selects(peer.get("podSelector", {}), labels)
@@ -90,21 +95,29 @@ def callers(gateway: Object, kinds: list[str], component: str, port: int) -> set
             ENVOY_GATEWAY,
             "engine",
             8000,
-            {*POOLS_OWN, "envoy", "prometheus", "operator"},
+            {*POOLS_OWN, *ENVOYS, "prometheus"},
             id="an engine answers its own Gateway's Envoys, its pool, and who scrapes",
         ),
         pytest.param(
             ATTACHED, ENVOY_GATEWAY, "engine", 5557, POOLS_OWN, id="its other ports are the pool's alone"
         ),
         pytest.param(
-            ATTACHED, ENVOY_GATEWAY, "gateway", 9002, {"envoy"}, id="a gateway decides for Envoys alone"
+            ATTACHED, ENVOY_GATEWAY, "gateway", 9002, ENVOYS, id="a gateway decides for Envoys alone"
+        ),
+        pytest.param(
+            ATTACHED,
+            ENVOY_GATEWAY,
+            "gateway",
+            9003,
+            {*POOLS_OWN, "prometheus", "operator"},
+            id="its pages answer its pool, who scrapes, and the operator",
         ),
         pytest.param(
             {**ATTACHED, "clients": [CLIENT]},
             ENVOY_GATEWAY,
             "engine",
             8000,
-            {*POOLS_OWN, "envoy", "batch", "prometheus", "operator"},
+            {*POOLS_OWN, *ENVOYS, "batch", "prometheus"},
             id="clients that the pool names besides",
         ),
         pytest.param(
@@ -112,7 +125,7 @@ def callers(gateway: Object, kinds: list[str], component: str, port: int) -> set
             EXTENSION,
             "engine",
             8000,
-            {*POOLS_OWN, "batch", "prometheus", "operator"},
+            {*POOLS_OWN, "batch", "prometheus"},
             id="another implementation's Envoys are those that the pool names",
         ),
         pytest.param(
@@ -131,3 +144,13 @@ def callers(gateway: Object, kinds: list[str], component: str, port: int) -> set
 )
 def test_doors(gateway: Object, kinds: list[str], component: str, port: int, may: set[str]) -> None:
     assert callers(gateway, kinds, component, port) == may
+
+
+def test_envoys_in_a_namespace_of_another_name_are_those_of_the_settings() -> None:
+    """The chart's envoyNamespaces."""
+    spec = convert({"model": {"name": "m"}, "gateway": ATTACHED})
+    settings = Defaults(envoy_namespaces=("edge-system",))
+    made = plan("p", "ns", spec, Observed("u", 1, kinds=frozenset(ENVOY_GATEWAY)), 0.0, settings)
+    policies = [o for o in made.objects or () if o["kind"] == "NetworkPolicy"]
+    assert "edge-system" in str(policies)
+    assert "envoy-gateway-system" not in str(policies)

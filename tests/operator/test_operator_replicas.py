@@ -110,6 +110,9 @@ async def test_an_autoscaler_takes_over_without_a_drop(
     )
     assert now["spec"]["replicas"] == 5
     assert claims(now) == [False]
+    events = await client.request("GET", f"/api/v1/namespaces/{namespace}/events")
+    said = {event["message"] for event in events["items"] if event["reason"] == "Scaled"}
+    assert said <= {"replicas 1 → 4: an autoscaler takes over as many as run"}
 
 
 async def test_a_pool_scales_itself_by_its_gateways_pages(

@@ -29,6 +29,17 @@ async def test_rights_in_one_namespace_are_enough_for_its_pools(
         body = await becomes(client, pools(namespace, "/p"), lambda p: bool(condition(p, "Ready")))
         assert condition(body, "Reconciling")["reason"] != "ApplyFailed"
         assert await client.request("GET", deployments(namespace, "/p-engine"))
+        secrets = f"/api/v1/namespaces/{namespace}/secrets"
+        (secret,) = (await client.request("GET", secrets))["items"]
+        assert secret["data"].keys() == {"engine-secret", "state-password"}
+        assert len(set(secret["data"].values())) == 2
+        narrow = Client(api_server.as_user(NARROW_TOKEN))
+        try:
+            for where in (secrets, f"{secrets}/{secret['metadata']['name']}"):
+                with pytest.raises(ApiError, match="Forbidden"):
+                    await narrow.request("GET", where)
+        finally:
+            await narrow.close()
     finally:
         operator.stop(signal.SIGKILL)
 

@@ -6,6 +6,7 @@ in the engines' pods, so where these go, they go.
 """
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -94,7 +95,7 @@ SELECTOR = {
     ],
 )
 def test_placement_in_the_schedulers_words(wanted: tuple[Placement, ...], expected: object) -> None:
-    assert placement(wanted, KEYS, LABELS) == expected
+    assert placement(wanted, KEYS, LABELS, "pod-template-hash") == expected
 
 
 def node(name: str, labels: Object, gpus: int = 8) -> Object:
@@ -273,3 +274,22 @@ async def test_nodes_without_labels_work_and_are_named(cluster: Racks) -> None:
     assert "n0, n1" in told[Condition.TOPOLOGY_RESOLVED][2]
     await cluster.place(made)
     assert Counter(await cluster.bound(4)) == {"n0": 2, "n1": 2}
+
+
+def test_pods_of_a_leader_worker_set_spread_by_a_label_that_they_have() -> None:
+    """They have no `pod-template-hash`, by which a Deployment's pods tell their templates apart."""
+    spread = {"topology": {"placement": [{"level": "rack", "mode": "spread"}]}}
+    for engine, kind, label in (
+        ({}, "Deployment", "pod-template-hash"),
+        (
+            {"tensorParallel": 8, "pipelineParallel": 2},
+            "LeaderWorkerSet",
+            "leaderworkerset.sigs.k8s.io/template-revision-hash",
+        ),
+    ):
+        spec = convert({"model": {"name": "m"}, "engine": engine, **spread})
+        observed = Observed("u", 1, kinds=frozenset({"leaderworkerset.x-k8s.io/LeaderWorkerSet"}))
+        objects = plan("p", "ns", spec, observed, 0.0, Defaults()).objects or ()
+        (workload,) = [o for o in objects if (o["kind"], o["metadata"]["name"]) == (kind, "p-engine")]
+        keys = re.findall(r"'matchLabelKeys': \['([^']+)'\]", str(workload))
+        assert set(keys) == {label}

@@ -177,7 +177,7 @@ def test_which_server_gateways_share_their_state_through(gateway: Object, server
 
 
 def test_gateways_know_the_password_of_the_operators_server_and_other_pools_have_another() -> None:
-    def passwords(uid: str) -> dict[str, str]:
+    def passwords(uid: str) -> dict[str, Any]:
         objects = made({"model": {"name": "m"}, "gateway": {"replicas": 2}}, Observed(uid, 1)).objects or ()
         deployments = [o for o in objects if o["metadata"]["name"] in ("p-gateway", "p-state")]
         containers = {
@@ -187,13 +187,13 @@ def test_gateways_know_the_password_of_the_operators_server_and_other_pools_have
         }
         variable = "PERILUNE_STATE_PASSWORD"
         return {
-            name: {entry["name"]: entry.get("value", "") for entry in container["env"]}[variable]
+            name: next(e["valueFrom"]["secretKeyRef"] for e in container["env"] if e["name"] == variable)
             for name, container in containers.items()
         }
 
     first, other = passwords("u"), passwords("v")
     assert first["p-gateway"] == first["p-state"]
-    assert len({*first.values(), *other.values()}) == 2
+    assert first["p-gateway"]["name"] != other["p-gateway"]["name"]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,9 @@ def test_gateways_know_the_password_of_the_operators_server_and_other_pools_have
     [
         pytest.param([], {"grpc": {"port": 9002, "service": "readiness"}}, id="plain"),
         pytest.param(
-            ["--tls-cert=/tls/tls.crt"], {"httpGet": {"path": "/healthz", "port": "admin"}}, id="TLS"
+            ["--tls-cert=/tls/tls.crt"],
+            {"httpGet": {"path": "/healthz?service=readiness", "port": "admin"}},
+            id="TLS",
         ),
     ],
 )
@@ -404,3 +406,22 @@ def test_envoy_gateway_judges_a_policy_again_whose_report_has_become_wrong(
         accepted["extProc"][0].pop("messageTimeout")
     )
     assert refused == accepted
+
+
+def test_uid_and_groups_can_be_left_to_the_platform() -> None:
+    """As OpenShift wants: of every pod, and in pods that exist only once they are asked to follow."""
+    spec = {
+        "model": {"name": "m", "cache": {"hostPath": "/models"}},
+        "gateway": {"replicas": 2},
+        "mooncake": {"store": {"enabled": True}},
+    }
+    ours, theirs = Defaults(), Defaults(platform_user=True)
+    assert ours.revision != theirs.revision
+    for defaults, user in ((ours, 65_532), (theirs, None)):
+        objects = plan("p", "ns", convert(spec), Observed("u", 1), NOW, defaults).objects or ()
+        pods = [o["spec"]["template"]["spec"] for o in objects if o["kind"] == "Deployment"]
+        assert len(pods) == 4
+        for context in (pod["securityContext"] for pod in pods):
+            assert [context.get(name) for name in ("runAsUser", "runAsGroup", "fsGroup")] == [user] * 3
+            assert context["runAsNonRoot"] is True
+        assert ('"runAsUser": 0' in json.dumps(pods)) is (user is not None), "nothing runs as root either"

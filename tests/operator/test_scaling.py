@@ -285,6 +285,49 @@ def test_a_pool_follows_its_load_up_and_down_while_endpoints_take_time_to_start(
     assert len(pool.changes) <= (6 if most == 6 else 8)
 
 
+@pytest.mark.parametrize(("most", "rate"), [(6, 2.5), (6, 3.2), (16, 6.0), (16, 9.0)])
+def test_a_constant_load_changes_nothing_once_it_is_served(most: int, rate: float) -> None:
+    pool = SimulatedPool(structs.replace(QUEUE, max_replicas=most, up_seconds=30, down_seconds=300), 1)
+    pool.run(10, rate)
+    changes = list(pool.changes)
+    pool.run(110, rate)
+    assert pool.changes == changes
+
+
+def test_a_constant_use_of_kv_changes_nothing() -> None:
+    """Around the point at which an endpoint less would do."""
+    rng, at, now, demands, changes = Random(1), 0.0, 3, list[Demand](), list[int]()
+    for _ in range(4 * HOUR):
+        at += 5.0
+        demands.append(Demand(at, 0.0, 1.0 + rng.uniform(-0.08, 0.08), wanted=now))
+        wanted = replicas(structs.replace(KV, up_seconds=0), now, demands[-HOUR:], at)
+        if wanted != now:
+            changes.append(wanted)
+            now = wanted
+    assert changes == []
+
+
+@pytest.mark.parametrize("scaling", [QUEUE, KV, TTFT])
+@pytest.mark.parametrize("now", [2, 4])
+def test_old_readings_change_nothing(scaling: Scaling, now: int) -> None:
+    """Whatever they said, gateways have not answered since."""
+    for demands in (over(120), over(120, queue_s=30.0, kv=3.0), answering(120, late=9, prefilling=now)):
+        old = [replace(demand, at=demand.at - 30.0) for demand in of_a_pool_of(now, demands)]
+        assert replicas(scaling, now, old, NOW) == now
+
+
+@pytest.mark.parametrize(
+    ("now", "demands"),
+    [pytest.param(4, over(120), id="idle"), pytest.param(2, over(120, queue_s=30.0), id="long queues")],
+)
+def test_readings_count_from_the_last_one_that_is_missing(now: int, demands: Sequence[Demand]) -> None:
+    """`upSeconds` and `downSeconds` are times in which the load was known."""
+    of_now = of_a_pool_of(now, demands)
+    assert replicas(QUEUE, now, of_now, NOW) != now
+    gap = [demand for demand in of_now if not NOW - 30 < demand.at < NOW - 5]
+    assert replicas(QUEUE, now, gap, NOW) == now
+
+
 @pytest.mark.parametrize(
     ("signal", "target", "words"),
     [
@@ -435,3 +478,74 @@ def test_the_deployment_remembers_the_number_of_prefill_endpoints(
     ]
     assert deployment["spec"]["replicas"] == after
     assert f"of {after} that prefill" in str(made.status)
+
+
+def autoscaler(name: str, kind: str = "InferencePool", target: str = "p") -> dict[str, Any]:
+    """One of somebody else's, such as KEDA's."""
+    group = {"InferencePool": "perilune.dev/v1alpha1"}.get(kind, "apps/v1")
+    return {
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": {"name": name, "namespace": "n"},
+        "spec": {"scaleTargetRef": {"apiVersion": group, "kind": kind, "name": target}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("signal", "others", "writers"),
+    [
+        pytest.param("queueSeconds", [], None, id="the operator alone"),
+        pytest.param("metric", [autoscaler("p-engine")], None, id="the pool's own autoscaler"),
+        pytest.param("", [autoscaler("keda-hpa-p")], None, id="one of KEDA's alone"),
+        pytest.param("", [autoscaler("a", target="other")], None, id="of another pool"),
+        pytest.param("", [autoscaler("a", "Deployment", "web")], None, id="of another Deployment"),
+        pytest.param("queueSeconds", [autoscaler("a")], "spec.scaling, a", id="operator and autoscaler"),
+        pytest.param("", [autoscaler("a"), autoscaler("b")], "a, b", id="two autoscalers"),
+        pytest.param(
+            "metric", [autoscaler("p-engine"), autoscaler("b")], "b, p-engine", id="its own and another"
+        ),
+        pytest.param(
+            "",
+            [autoscaler("a", "Deployment", "p-engine")],
+            "spec.replicas, a (of Deployment p-engine)",
+            id="of the operator's Deployment",
+        ),
+    ],
+)
+def test_several_writers_of_replicas_are_a_condition(
+    signal: str, others: list[dict[str, Any]], writers: str | None
+) -> None:
+    """The operator does not scale the pool meanwhile."""
+    limits = {"minReplicas": 1, "maxReplicas": 4, "upSeconds": 0}
+    scaling = {"scaling": {"signal": signal, **limits}} if signal else {}
+    spec = convert({"model": {"name": "m"}, "replicas": 2, "engine": {"kind": "simulated"}, **scaling})
+    children = {Key(o["kind"], "n", o["metadata"]["name"]): o for o in others}
+    demands: Demands = {"serve": of_a_pool_of(2, over(60, queue_s=20.0))}
+    made = plan("p", "n", spec, Observed("u", 1, children=children, demands=demands), NOW, Defaults())
+    told = [c.message for c in made.status.conditions if c.type == "ReplicasContested"]
+    assert [message.partition(" is set by ")[2].partition(". ")[0] for message in told] == (
+        [writers] if writers else []
+    )
+    assert (made.scale_to is not None) is (signal == "queueSeconds" and not writers)
+
+
+@pytest.mark.parametrize(
+    ("signal", "replicas", "live", "scale_to", "handed_over"),
+    [
+        pytest.param("metric", 1, 3, 3, True, id="an autoscaler goes on from what runs"),
+        pytest.param("metric", 3, 3, None, False, id="it has nothing to go on from"),
+        pytest.param("queueSeconds", 2, 2, 4, False, id="the operator's own decision"),
+    ],
+)
+def test_what_is_handed_over_to_an_autoscaler_is_not_what_the_operator_decides(
+    signal: str, replicas: int, live: int, scale_to: int | None, *, handed_over: bool
+) -> None:
+    limits = {"minReplicas": 1, "maxReplicas": 4, "upSeconds": 0, "signal": signal}
+    spec = convert(
+        {"model": {"name": "m"}, "replicas": replicas, "engine": {"kind": "simulated"}, "scaling": limits}
+    )
+    name = Key("Deployment", "n", "p-engine")
+    body = {"kind": "Deployment", "metadata": {"name": "p-engine", "namespace": "n"}}
+    demands: Demands = {"serve": of_a_pool_of(replicas, over(60, queue_s=20.0))}
+    observed = Observed("u", 1, children={name: {**body, "spec": {"replicas": live}}}, demands=demands)
+    made = plan("p", "n", spec, observed, NOW, Defaults())
+    assert (made.scale_to, made.handed_over) == (scale_to, handed_over)

@@ -48,14 +48,14 @@ def deployment(name: str, replicas: int = 1, **state: int) -> tuple[Key, Object]
 
 
 def verdict(
-    kind: str, accepted: str = "True", where: str = "ancestors", of: int | None = 2
+    kind: str, accepted: str = "True", where: str = "ancestors", of: int | None = 2, name: str = "p"
 ) -> tuple[Key, Object]:
     """`of`: generation that it was said of; the object's is 2."""
     said: Object = {"type": "Accepted", "status": accepted, "reason": "Because", "message": "words"}
     said |= {} if of is None else {"observedGeneration": of}
-    meta = {"name": "p", "namespace": "ns", "generation": 2}
+    meta = {"name": name, "namespace": "ns", "generation": 2}
     report = {"parentRef": {"name": "g"}, "conditions": [said]}
-    return Key(kind, "ns", "p"), {"kind": kind, "metadata": meta, "status": {where: [report]}}
+    return Key(kind, "ns", name), {"kind": kind, "metadata": meta, "status": {where: [report]}}
 
 
 def gateway(
@@ -238,6 +238,13 @@ def test_what_is_wrong_has_a_reason(
             Reason.WAITING_FOR_ROUTE,
             "The report on the EnvoyExtensionPolicy is undecided",
             id="neither yes nor no",
+        ),
+        pytest.param(
+            seen(verdict("BackendTLSPolicy", "False", name="p-gateway")),
+            "",
+            Reason.ROUTE_REFUSED,
+            "BackendTLSPolicy: Because: words",
+            id="Envoy cannot ask over TLS",
         ),
         pytest.param(
             seen(rival=Rival(("other", "q"), ())),

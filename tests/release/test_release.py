@@ -1,6 +1,7 @@
 """A release states one version everywhere, and its files can be made again byte for byte."""
 
 import json
+import subprocess
 from hashlib import sha256
 from pathlib import Path
 
@@ -71,6 +72,30 @@ def test_a_rehearsal_makes_every_file_with_its_checksum(tmp_path: Path) -> None:
         digest, _, name = line.partition("  ")
         assert sha256(made[name].read_bytes()).hexdigest() == digest
     assert json.loads(made[f"perilune-{version}.cdx.json"].read_text())["bomFormat"] == "CycloneDX"
+
+
+def test_the_chart_names_the_images_by_their_digests(tmp_path: Path) -> None:
+    digest, engine = f"sha256:{'a' * 64}", f"ghcr.io/perilune/perilune-engine@sha256:{'b' * 64}"
+    packed = release.chart(tmp_path, digest, engine)
+    command = [str(program("helm")), "template", "r", str(packed), "--kube-version=1.36"]
+    made = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert f"--image=ghcr.io/perilune/perilune@{digest}" in made
+    assert f"--simulated-image={engine}" in made
+
+
+def test_the_workflow_publishes_images_before_the_chart_that_names_them() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
+    (chart,) = [
+        name for name, job in jobs.items() if any("helm push" in s.get("run", "") for s in job["steps"])
+    ]
+    (images,) = [
+        name for name, job in jobs.items() if any("build-push" in s.get("uses", "") for s in job["steps"])
+    ]
+    assert jobs[chart]["needs"] == images
+    assert "needs" not in jobs[images]
+    outputs = jobs[images]["outputs"]
+    assert {"image", "engine"} == outputs.keys()
+    assert all(".outputs.digest" in value for value in outputs.values())
 
 
 def test_the_workflow_publishes_what_the_rehearsal_makes() -> None:

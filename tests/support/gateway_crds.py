@@ -1,4 +1,4 @@
-"""The CRDs of Gateway API, Envoy Gateway and the inference extension, from the cache of Go modules."""
+"""The CRDs of Gateway API, Envoy Gateway, the inference extension and KEDA, from the cache of Go modules."""
 
 import asyncio
 import time
@@ -12,7 +12,8 @@ from testbed.paths import GO_MODULES
 
 ENVOY_GATEWAY = programs.CHART / "charts/crds/crds"
 INFERENCE = GO_MODULES / "@".join(programs.INFERENCE_EXTENSION) / "config/crd/bases"
-FOLDERS = (ENVOY_GATEWAY, ENVOY_GATEWAY / "generated", INFERENCE)
+KEDA = GO_MODULES / "@".join(programs.KEDA) / "config/crd/bases"
+FOLDERS = (ENVOY_GATEWAY, ENVOY_GATEWAY / "generated", INFERENCE, KEDA)
 
 
 def missing() -> list[str]:

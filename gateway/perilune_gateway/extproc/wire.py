@@ -38,6 +38,7 @@ from perilune_api.names import (
     DESTINATION_HEADER,
     DESTINATION_NAMESPACE,
     DESTINATION_SERVED,
+    INTERNAL_HEADERS,
     REFUSE_REASON_HEADER,
     SUBSET_KEY,
     SUBSET_NAMESPACE,
@@ -251,6 +252,8 @@ def _encode(outbound: Outbound) -> bytes:
             common = _answer(message, to, changed)
             if was_decoded:
                 common.header_mutation.remove_headers.append("content-encoding")
+            ours = {name for name, _ in changed}
+            common.header_mutation.remove_headers.extend(n for n in INTERNAL_HEADERS if n not in ours)
             common.clear_route_cache = True
             metadata = message.dynamic_metadata.fields[DESTINATION_NAMESPACE].struct_value
             metadata.fields[DESTINATION_HEADER].string_value = value

@@ -84,20 +84,24 @@ class PoolsData:
     """Metrics of the process."""
     pools: Mapping[str, AdminData]
     """By the pools' names."""
+    waiting: Callable[[], Mapping[str, str]] = dict
+    """Returns the pools that it waits for, with the reason why they are not served yet."""
 
 
 class PoolsHealth(Struct, frozen=True):
     """The answer of /api/health of a gateway with several pools."""
 
     status: Status
-    """UNREADY if all pools are, OK if all pools are."""
+    """UNREADY if all pools are, OK if all pools are and it waits for none."""
     pools: tuple[Health, ...]
+    waiting: Mapping[str, str] = {}
+    """Pools that it should serve, too, and why it does not yet."""
 
 
 PAGES: Mapping[str, str] = {
     "/console": "the pool at work, in the browser",
     "/metrics": "Prometheus metrics",
-    "/healthz": "alive",
+    "/healthz": "alive; ?service=readiness: takes requests, as the gRPC health service says",
     "/readyz": "ready for requests",
     "/api/decisions": "newest decisions: ?session=ID&n=50",
     "/api/decisions/{request_id}": "one decision explained, and what other policies would do",
@@ -112,13 +116,14 @@ PAGES: Mapping[str, str] = {
 
 POOLS_PAGES: Mapping[str, str] = {
     "/metrics": "Prometheus metrics of all pools",
-    "/healthz": "alive",
+    "/healthz": "alive; ?service=readiness: takes requests, as the gRPC health service says",
     "/readyz": "some pool is ready for requests",
     "/api/health": "the health of all pools",
 }
 """Pages of a gateway with several pools. Each pool has all PAGES of its own below /pools/NAME."""
 
 
+_SERVING: web.AppKey[Callable[[], bool]] = web.AppKey("serving")
 OPEN = frozenset({"/metrics", "/healthz", "/readyz"})
 """Pages for kubelets, Prometheus and the operator, without anything of a single request."""
 PRIVATE = (
@@ -132,6 +137,8 @@ class Admin:
 
     def __init__(self, data: AdminData | PoolsData, *, to_anyone: bool = False) -> None:
         """`to_anyone`: whether all pages answer anyone who can connect."""
+        self.serving = False
+        """Whether the gateway takes requests, as its gRPC health service says."""
         self._data = data
         self._to_anyone = to_anyone
         self._runner: web.AppRunner | None = None
@@ -144,6 +151,7 @@ class Admin:
             app = pools_application(data, to_anyone=to_anyone)
         else:
             app = application(data, to_anyone=to_anyone)
+        app[_SERVING] = lambda: self.serving
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         site = web.TCPSite(runner, host.strip("[]"), port)
@@ -157,6 +165,13 @@ class Admin:
         self._runner = runner
         bound: int = runner.addresses[0][1]
         return bound
+
+    async def restart(self) -> None:
+        """Serves the pages of what there is now, at the same address. Does nothing when not started."""
+        if self._runner is not None:
+            host, port, *_ = self._runner.addresses[0]
+            await self.stop()
+            await self.start(host, port)
 
     async def stop(self) -> None:
         """Closes all connections. Does nothing when not started."""
@@ -223,6 +238,15 @@ async def _closed(stream: Stream) -> None:
     stream.close()
 
 
+def _alive(request: web.Request) -> web.Response:
+    """With `?service=readiness` the answer is that of the gRPC health service of this name, for kubelets,
+    which cannot ask it over TLS."""
+    serving = request.app.get(_SERVING)
+    if request.query.get("service") == "readiness" and serving is not None and not serving():
+        return web.Response(status=503, text="not serving\n")
+    return web.Response(text="ok\n")
+
+
 def _file(name: str, content_type: str) -> Callable[[web.Request], Awaitable[web.Response]]:
     """A page that answers one of the console's files."""
     body = (files(console) / "page" / name).read_bytes()
@@ -252,17 +276,19 @@ class _PoolsPages:
         return await _metrics(merged.families())
 
     async def healthz(self, request: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
+        return _alive(request)
 
     async def readyz(self, request: web.Request) -> web.Response:
         return _ready(any(pool.ready() for pool in self._data.pools.values()))
 
     async def health(self, request: web.Request) -> web.Response:
-        """Status 503 only when no pool has an endpoint that may be chosen."""
+        """Status 503 only when no pool of those that it serves has an endpoint that may be chosen."""
         pools = tuple(pool.health() for pool in self._data.pools.values())
-        found = {pool.status for pool in pools}
-        status = found.pop() if len(found) == 1 else Status.DEGRADED
-        return _json(PoolsHealth(status, pools), 503 if status is Status.UNREADY else 200)
+        waiting = self._data.waiting()
+        found = {pool.status for pool in pools} | ({Status.DEGRADED} if waiting else set())
+        unready = {pool.status for pool in pools} == {Status.UNREADY}
+        status = Status.UNREADY if unready else found.pop() if len(found) == 1 else Status.DEGRADED
+        return _json(PoolsHealth(status, pools, waiting), 503 if status is Status.UNREADY else 200)
 
 
 class _Pages:
@@ -276,7 +302,7 @@ class _Pages:
         return await _metrics(self._data.registry.collect())
 
     async def healthz(self, request: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
+        return _alive(request)
 
     async def readyz(self, request: web.Request) -> web.Response:
         return _ready(self._data.ready())

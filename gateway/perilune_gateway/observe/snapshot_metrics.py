@@ -57,6 +57,10 @@ EVENT_COUNTERS: tuple[tuple[str, str], ...] = (
 def families(snapshot: Snapshot) -> Iterator[Metric]:
     """All metric families of the snapshot."""
     yield from _endpoints(snapshot.endpoints)
+    waiting_s = sum(e.load.pending_prefill_s for e in snapshot.endpoints)
+    gateways = 1 + (snapshot.shared.peers if snapshot.shared else 0)
+    queued = "This gateway's part of the predicted prefill that waits; all gateways' sum is the pool's."
+    yield _gauge("queued_prefill_seconds", queued, waiting_s / gateways)
     index = snapshot.index
     yield _gauge("index_entries", "Blocks in the index.", index.entries)
     yield _gauge("index_store_blocks", "Blocks known to be in the shared store.", index.store)

@@ -34,8 +34,10 @@ class Stored(NamedTuple):
 class Aliases:
     """The aliases of one secret."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, previous: bytes = b"") -> None:
+        """`previous`: the secret before, whose ids of responses are still read; empty: none."""
         self._key = blake2b(secret).digest()
+        self._keys = (self._key, *([blake2b(previous).digest()] if previous else []))
 
     def cache_salt(self, tenant: str, own: str) -> str:
         """A `cache_salt` of 64 characters for a tenant's request whose own salt is `own`, or empty. No
@@ -45,6 +47,10 @@ class Aliases:
     def endpoint(self, address: str) -> str:
         """An endpoint's name for clients that may not know its address."""
         return _ENDPOINT + self._hash(b"endpoint", address, 6)
+
+    def endpoints(self, address: str) -> tuple[str, ...]:
+        """The names of an endpoint that ids of responses may have, that of the previous secret among them."""
+        return tuple(_ENDPOINT + self._hash(b"endpoint", address, 6, key) for key in self._keys)
 
     def response(self, tenant: str, session_id: str, address: str, number: int) -> str:
         """The id of a response that the endpoint at `address` gives. `number`, of at most 56 random bits,
@@ -56,7 +62,9 @@ class Aliases:
     def stored(self, tenant: str, response_id: str) -> Stored | None:
         """Reads the id of a response; None for an id that no gateway of this pool gave to this tenant."""
         found = _RESPONSE.fullmatch(response_id)
-        if not found or not compare_digest(found[4], self._signature(tenant, found[1])):
+        if not found:
+            return None
+        if not any(compare_digest(found[4], self._signature(tenant, found[1], key)) for key in self._keys):
             return None
         return Stored(INFERRED + found[2], _ENDPOINT + found[3])
 
@@ -64,9 +72,9 @@ class Aliases:
         """Whether the id has the form of ours, whoever made it."""
         return _RESPONSE.fullmatch(response_id) is not None
 
-    def _signature(self, tenant: str, told: str) -> str:
-        return self._hash(b"response", told + tenant, 8)
+    def _signature(self, tenant: str, told: str, key: bytes = b"") -> str:
+        return self._hash(b"response", told + tenant, 8, key)
 
-    def _hash(self, kind: bytes, text: str, size: int) -> str:
+    def _hash(self, kind: bytes, text: str, size: int, key: bytes = b"") -> str:
         data = text.encode(errors="surrogatepass")
-        return blake2b(data, digest_size=size, key=self._key, person=kind).hexdigest()
+        return blake2b(data, digest_size=size, key=key or self._key, person=kind).hexdigest()

@@ -40,14 +40,16 @@ def new_router(
     rng: Random | None = None,
     conformance: bool = False,
     secret: bytes = b"",
+    previous_secret: bytes = b"",
     engine_secret: str = "",
     prompt_seen: PromptSeen | None = None,
     on_legs_due: Callable[[], object] = lambda: None,
 ) -> Router:
     """A router with all its parts. `secret`: what clients may not know of endpoints and tenants' salts is
-    derived from it. `engine_secret`: by which engines obey transfer parameters; empty: they need none.
+    derived from it. `previous_secret`: the one before, if ids of its responses are still to be read.
+    `engine_secret`: by which engines obey transfer parameters; empty: they need none.
     `on_legs_due` is called when `handing_over.due` has something."""
-    candidates, aliases, open_pulls = CandidateBuilder(state), Aliases(secret), OpenPulls()
+    candidates, aliases, open_pulls = CandidateBuilder(state), Aliases(secret, previous_secret), OpenPulls()
     handoffs = Handoffs(lambda address: open_pulls.copies(address) + state.offers.copies(address, clock()))
     facts = LiveFacts(state, handoffs)
     planner = Planner(facts, elsewhere=state.offers, on_change=state.changes.offers_changed)

@@ -73,6 +73,10 @@ class Pools:
         self._stopwatch = stopwatch
         self._since = since
 
+    def add(self, router: Router) -> None:
+        """Takes in a further pool."""
+        self.routers = (*self.routers, router)
+
     def on_headers(self, head: RequestHead) -> Chosen | Refusal | Answer | NeedBody:
         """Chooses by the headers, if they suffice."""
         self.routers[0].arrived(head)

@@ -168,7 +168,7 @@ class Router:
         self.new_sessions.configure(self._routing.session_admission)
         endpoints = [endpoint for e in spec.endpoints for endpoint in _ranks(e, spec.topology)]
         self._splits = any(endpoint.role is Role.PREFILL for endpoint in spec.endpoints)
-        self._by_alias = {self._aliases.endpoint(e.address): e.address for e in endpoints}
+        self._by_alias = {name: e.address for e in endpoints for name in self._aliases.endpoints(e.address)}
         known = {endpoint.address: endpoint.instance for endpoint in self.state.fleet.endpoints()}
         gone = self.state.fleet.set_endpoints(endpoints, spec.topology)
         for address in gone:

@@ -1,6 +1,6 @@
 """Applies the plan of one pool: server-side apply with one field manager, pruning, marks, status.
 
-    rehearse ─▶ scale and mark ─▶ write roles, accounts, configuration ─▶ write the rest ─▶ prune
+    rehearse ─▶ scale and mark ─▶ Secret ─▶ roles, accounts, configuration ─▶ the rest ─▶ prune
 
 Nothing is written when nothing changes. An object is skipped when the digest that it carries is that of the
 wanted object, and the operator's field manager owns exactly the fields that it owned after its last apply.
@@ -18,6 +18,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from secrets import token_hex
 from typing import NamedTuple
 
 import msgspec
@@ -31,6 +32,7 @@ from perilune_operator.apply.writer import Writer
 from perilune_operator.kinds import collection, path
 from perilune_operator.observe.facts import Key, Object, key, version
 from perilune_operator.plan import Plan
+from perilune_operator.render.secrets import ENGINE_SECRET, STATE_PASSWORD
 from perilune_operator.revision import TEMPLATES
 from perilune_operator.rollout import Mark
 
@@ -89,6 +91,9 @@ class Applier:
         self._rehearsed: dict[Key, str] = {}
         """Digest, without replicas, of each object that the API server accepted in a dry run."""
 
+        self._secrets: set[str] = set()
+        """Secrets that are there."""
+
     def is_own_write(self, obj: Object) -> bool:
         """Whether this version of an object is the one that was written last."""
         written = self._unseen.get(key(obj))
@@ -113,6 +118,8 @@ class Applier:
         ]
         errors += await asyncio.gather(*(self._mark(mark) for mark in plan.marks))
         mine = [obj for obj in wanted if key(obj) not in foreign]
+        if plan.secret is not None:
+            errors.append(await self._create_secret(plan.secret))
         for wave in (False, True):
             due = [obj for obj in mine if (obj["kind"] in SECOND_WAVE) is wave]
             due = [obj for obj in due if not self._is_as_wanted(obj, children.get(key(obj)))]
@@ -171,6 +178,24 @@ class Applier:
         return None
 
     # -- objects -----------------------------------------------------------------------------------
+
+    async def _create_secret(self, secret: Object) -> Failure | None:
+        """Create the Secret of random values, once. One that exists stays as it is: the operator cannot read
+        it. Return a failure if the API server refused it."""
+        name = secret["metadata"]["name"]
+        if name in self._secrets:
+            return None
+        values = {key: token_hex(32) for key in (ENGINE_SECRET, STATE_PASSWORD)}
+        try:
+            where = collection("v1", self._owner.namespace, "secrets")
+            await self._writer.create(where, "Secret", {**secret, "stringData": values})
+        except kube.ApiError as error:
+            if error.status != 409:
+                return _failure(f"Secret {name}", error)
+        else:
+            log.info("created kind=Secret object=%s/%s", self._owner.namespace, name)
+        self._secrets.add(name)
+        return None
 
     def _is_as_wanted(self, obj: Object, live: Object | None) -> bool:
         k, owner = key(obj), self._owner
@@ -250,10 +275,8 @@ class Applier:
     # -- the pool and its pods ---------------------------------------------------------------------
 
     async def _scale(self, replicas: int) -> None:
-        """Write the pool's own replicas, once, when an autoscaler takes over. Raises ApiError."""
-        owner = self._owner
-        log.info("handed over to an autoscaler pool=%s/%s replicas=%d", owner.namespace, owner.name, replicas)
-        await self._writer.merge(f"{owner.path}/scale", KIND, {"spec": {"replicas": replicas}})
+        """Write the pool's own replicas. Raises ApiError."""
+        await self._writer.merge(f"{self._owner.path}/scale", KIND, {"spec": {"replicas": replicas}})
 
     async def _mark(self, mark: Mark) -> Failure | None:
         """Annotate and label a pod through its status, so that the operator needs no right to change pods.

@@ -57,6 +57,10 @@ class Writer:
         params = {"fieldManager": manager, "force": "true"}
         return await self._send("PATCH", where, kind, obj, kube.APPLY, params)
 
+    async def create(self, where: str, kind: str, obj: Object) -> None:
+        """Create an object. Raises NotLeaderError."""
+        await self._send("POST", where, kind, obj, kube.JSON)
+
     async def merge(self, where: str, kind: str, body: Object) -> Object:
         """Merge fields into an object; return it as stored. Raises NotLeaderError."""
         return await self._send("PATCH", where, kind, body, kube.MERGE)

@@ -22,8 +22,8 @@ from perilune_operator.observe.discovery import Discovery
 from perilune_operator.observe.facts import MANAGED_BY, MANAGER, GatewayStats, Object, Observed, PoolName
 
 DISCOVER_S = 20.0
-SHARED_WITH_OTHERS = frozenset({"ClientTrafficPolicy"})
-"""Kinds of which other owners' objects matter too: a Gateway has one of them."""
+SHARED_WITH_OTHERS = frozenset({"ClientTrafficPolicy", "HorizontalPodAutoscaler"})
+"""Kinds of which other owners' objects matter too: a Gateway has one policy, and a pool one autoscaler."""
 
 
 class Cluster:
@@ -73,6 +73,13 @@ class Cluster:
             if parent and self._is_watched(parent.namespace)
             else None,
             rival=self._copies.rival(name),
+            others=(others := self._copies.others(name)),
+            served_pods=tuple(
+                readers.pod(pod)
+                for other, facts in sorted(others.items())
+                if facts.served_by == name[1]
+                for pod in self._copies.pods((name[0], other))
+            ),
         )
 
     def pods(self, name: PoolName) -> list[Object]:
@@ -132,6 +139,7 @@ class Cluster:
         def take(objects: Objects, changed: Collection[str]) -> None:
             for pool, uid in self._copies.take_pools(objects).items():
                 self._on_gone(pool, uid)
+            self._report(self._copies.take_other_pools(objects, changed))
 
         await kube.follow(self._client, collection(API_VERSION, self._namespace, PLURAL), take)
 

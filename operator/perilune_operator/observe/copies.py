@@ -9,7 +9,16 @@ from collections.abc import Callable, Collection, Mapping
 from perilune_api import names
 from perilune_operator.kinds import KINDS
 from perilune_operator.observe import readers
-from perilune_operator.observe.facts import Key, NodeFacts, Object, ParentFacts, PoolName, Rival, key
+from perilune_operator.observe.facts import (
+    Key,
+    NodeFacts,
+    Object,
+    OtherPool,
+    ParentFacts,
+    PoolName,
+    Rival,
+    key,
+)
 from perilune_operator.observe.routes import rivals
 
 Objects = Mapping[str, Object]
@@ -32,6 +41,8 @@ class Copies:
         self._nodes: dict[str, NodeFacts] | None = None
         self._pools: dict[PoolName, str] = {}
         """The uid of each pool."""
+        self._others: dict[PoolName, OtherPool] = {}
+        """Every pool, as other pools see it."""
         self._parents: dict[str, ParentFacts] | None = None
         """Gateways that routes may be attached to, by namespace/name."""
         self._rivals: dict[PoolName, Rival] = {}
@@ -62,6 +73,20 @@ class Copies:
         """A Gateway; None where Gateways are not watched."""
         return None if self._parents is None else self._parents.get(f"{namespace}/{name}", ParentFacts())
 
+    def others(self, pool: PoolName) -> dict[str, OtherPool]:
+        """The pools of its namespace that it names, or that name it, by name."""
+        return {
+            name: other
+            for (namespace, name), other in self._others.items()
+            if namespace == pool[0] and name != pool[1] and self._are_bound(pool, (namespace, name))
+        }
+
+    def _are_bound(self, a: PoolName, b: PoolName) -> bool:
+        """Whether one of two pools names the other."""
+        nobody = OtherPool()
+        pairs = ((self._others.get(a, nobody), b[1]), (self._others.get(b, nobody), a[1]))
+        return any(name == pool.served_by or name in pool.serves for pool, name in pairs)
+
     def rival(self, pool: PoolName) -> Rival | None:
         return self._rivals.get(pool)
 
@@ -76,6 +101,9 @@ class Copies:
             concerned |= self._replace(kind, name, known.get(name), objects.get(name))
         if kind == "HTTPRoute":
             concerned |= self._compare_routes()
+        if kind == "Pod":
+            served = ((ns, self._others[ns, pool].served_by) for ns, pool in concerned & self._others.keys())
+            concerned |= {server for server in served if server in self._others}
         return None if first else concerned
 
     def _replace(self, kind: str, name: str, old: Object | None, new: Object | None) -> set[PoolName]:
@@ -108,6 +136,22 @@ class Copies:
             self._pools[meta["namespace"], meta["name"]] = meta["uid"]
         return {pool: uid for pool, uid in before.items() if self._pools.get(pool) != uid}
 
+    def take_other_pools(self, objects: Objects, changed: Collection[str]) -> set[PoolName]:
+        """Take in the pools as other pools see them; return those that a change concerns."""
+        concerned = set[PoolName]()
+        for changed_name in changed:
+            namespace, _, name = changed_name.partition("/")
+            pool = namespace, name
+            before = self._others.get(pool)
+            bound = self.others(pool)
+            if changed_name in objects:
+                self._others[pool] = readers.other_pool(objects[changed_name])
+            else:
+                self._others.pop(pool, None)
+            if self._others.get(pool) != before:
+                concerned |= {(namespace, other) for other in (*bound, *self.others(pool))}
+        return concerned
+
     def take_parents(self, objects: Objects) -> bool:
         """Take in the Gateways; return whether a fact about them has changed."""
         seen = {name: readers.parent(obj) for name, obj in objects.items()}
@@ -131,7 +175,8 @@ def _pool(obj: Object) -> PoolName:
 
 
 def _has_only_other_owners(old: Object | None, new: Object) -> bool:
-    """Whether neither spec nor status of a shared object changed, so that at most its owners did."""
+    """Whether nothing of a shared object changed that matters to others than its owners."""
     if old is None or _pool(new)[1]:
         return False
-    return all(old.get(part) == new.get(part) for part in ("spec", "status"))
+    parts = ("spec",) if new["kind"] == "HorizontalPodAutoscaler" else ("spec", "status")
+    return all(old.get(part) == new.get(part) for part in parts)

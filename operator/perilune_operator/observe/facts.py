@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 from perilune_api import names
@@ -79,6 +80,8 @@ class PodFacts:
     """The Duty of an endpoint's pod; empty for other pods."""
     labelled: bool = False
     """The pod carries its duty as a label."""
+    server: str = ""
+    """The pool that its label names.SERVER_LABEL names; empty without the label."""
     next_duty: str = ""
     """The Duty that it takes over once its sessions have left; empty when it keeps its own."""
     group: int = -1
@@ -106,6 +109,15 @@ FirstTokens = Mapping[float, int]
 """Seconds → how many requests have had their first token within them, since the gateway started."""
 
 
+class Missing(StrEnum):
+    """Why a gateway's page is missing."""
+
+    NO_ANSWER = "it did not come in time"
+    REFUSED = "its status is not 200"
+    TOO_LONG = "it is too long"
+    UNREADABLE = "a sample is not a number"
+
+
 @dataclass(frozen=True, slots=True)
 class GatewayStats:
     """What the pool's gateways report together."""
@@ -115,6 +127,11 @@ class GatewayStats:
     drained: frozenset[Drained] = frozenset()
     behind: frozenset[str] = frozenset()
     """Gateways, by pod, that cannot follow the engines' KV events."""
+    missing: Mapping[str, Missing] = field(default_factory=dict, compare=False)
+    """Gateways, by pod, whose page is missing."""
+    whole: bool = field(default=True, compare=False)
+    """The pages tell the queued prefill of all gateways: none is missing, or one is of a gateway that shares
+    its state with all others."""
     sessions_at: Mapping[str, int] = field(default_factory=dict, compare=False)
     """Sessions by the IP address of their host."""
     recent_hits_tokens_at: Mapping[str, float] = field(default_factory=dict, compare=False)
@@ -197,6 +214,18 @@ class Rival:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherPool:
+    """Another pool of the namespace."""
+
+    served_by: str = ""
+    """The pool whose gateway serves it; empty when it has its own."""
+    serves: frozenset[str] = frozenset()
+    """The pools that its gateway serves besides."""
+    said: Mapping[str, Verdict] = field(default_factory=dict)
+    """What the operator wrote about it last, by the type of the condition."""
+
+
+@dataclass(frozen=True, slots=True)
 class Observed:
     """Everything that a plan may depend on besides the spec."""
 
@@ -214,6 +243,10 @@ class Observed:
     parent: ParentFacts | None = None
     """The Gateway that the spec names; None when it names none, or one outside the watched namespace."""
     rival: Rival | None = None
+    others: Mapping[str, OtherPool] = field(default_factory=dict)
+    """The other pools of the namespace that the pool names, or that name it, by name."""
+    served_pods: tuple[PodFacts, ...] = ()
+    """The pods of the other pools that the pool's gateway serves."""
     demands: Demands = field(default_factory=dict)
     """What the gateways reported of the endpoints of each duty since their number last changed."""
     is_turn: bool = True

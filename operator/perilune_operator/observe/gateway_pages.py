@@ -1,8 +1,8 @@
 """What a pool's gateways report on their metrics pages: sessions and hit ratio, for the pool's status, and
 the draining engines that they no longer use.
 
-They are read beside the rounds, so that no round waits for a gateway. A gateway is left out that does not
-answer in time, or whose page is too long or has something else where a number belongs.
+They are read beside the rounds, so that no round waits for a gateway. A page that does not come in time, or
+that is not one of a gateway, is missing as a whole, and GatewayStats says why.
 """
 
 import asyncio
@@ -10,13 +10,16 @@ import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from math import inf, isfinite
 
 import aiohttp
 
 from perilune_api import names, pages
 from perilune_operator.observe import readers
-from perilune_operator.observe.facts import Drained, FirstTokens, GatewayStats, Object
+from perilune_operator.observe.facts import Drained, FirstTokens, GatewayStats, Missing, Object
+
+log = logging.getLogger(__name__)
 
 READ_S, FIRST_READ_S, DRAIN_READ_S = 30.0, 5.0, 1.0
 """Time between two readings: usually, until a gateway has answered or where the load sets the number of
@@ -24,8 +27,6 @@ endpoints, and while an engine drains."""
 TIMEOUT_S = 1.0
 MOST_BYTES = 32 * pages.MIB
 """A page of 1,000 endpoints has 6 MB."""
-
-log = logging.getLogger(__name__)
 
 _SESSIONS = re.compile(r"^perilune_sessions_bound (\S+)", re.MULTILINE)
 _OTHERS_SESSIONS = re.compile(r"^perilune_shared_state_sessions (\S+)", re.MULTILINE)
@@ -39,7 +40,6 @@ _FIRST_TOKENS = re.compile(rf'^{names.FIRST_TOKENS}_bucket{{le="([^"]+)"}} (\S+)
 _DRAINED = re.compile(rf'^{names.DRAINED}{{mark="([^"]*)",pod="([^"]*)"}} 1', re.MULTILINE)
 
 
-_OF_ENDPOINTS = ("sessions", "kv_usage_ratio", "pending_prefill_seconds", "recent_hits_tokens")
 _POOL = re.compile(r',?perilune_dev_pool="([^"]*)"')
 
 
@@ -55,55 +55,87 @@ def of_pool(page: str, pool: str) -> str:
     )
 
 
-def unreadable(page: str) -> str:
-    """What is wrong with a page; empty when nothing is."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Page:
+    """What one gateway reports."""
+
+    sessions: int
+    hit_ratio: float | None
+    peers: int
+    """How many other gateways it shares its state with."""
+    drained: Collection[tuple[str, str]]
+    """Draining marks and the pods that carry them."""
+    behind: bool
+    sessions_at: Mapping[str, float]
+    queue_s_at: Mapping[str, float]
+    kv_in_use_at: Mapping[str, float]
+    recent_hits_tokens_at: Mapping[str, float]
+    first_tokens: FirstTokens
+
+
+def _page(text: str | Missing) -> _Page | Missing:
+    """Read a page. An empty one is one that did not come."""
+    if isinstance(text, Missing) or not text:
+        return text or Missing.NO_ANSWER
     try:
-        _first_tokens(page)
-        for name in _OF_ENDPOINTS:
-            for _ in _each(page, name):
-                pass
-    except (ValueError, OverflowError) as error:
-        return str(error)
-    return ""
+        return _parsed(text)
+    except ValueError:
+        return Missing.UNREADABLE
 
 
-def gateway_stats(given: Mapping[str, str]) -> GatewayStats | None:
-    """Sum up metrics pages, by the gateway's pod. An empty page stands for a gateway that did not answer, and
-    one that is `unreadable` for the same; None when none did."""
-    pages = {gateway: "" if unreadable(page) else page for gateway, page in given.items()}
-    texts = pages.values()
-    drained = (
-        Drained(gateway, pod, mark) for gateway, page in pages.items() for mark, pod in _DRAINED.findall(page)
+def _parsed(text: str) -> _Page:
+    """Raises ValueError for a page with a sample that is not a number."""
+    return _Page(
+        sessions=int((_number(_SESSIONS, text) or 0.0) + (_number(_OTHERS_SESSIONS, text) or 0.0)),
+        hit_ratio=_number(_HIT_RATIO, text),
+        peers=int(_number(_PEERS, text) or 0.0),
+        drained=_DRAINED.findall(text),
+        behind=_is_behind(text),
+        sessions_at=_summed(text, "sessions"),  # an engine with ranks has several samples
+        queue_s_at=_summed(text, "pending_prefill_seconds"),
+        kv_in_use_at=_largest([dict([sample]) for sample in _each(text, "kv_usage_ratio")]),
+        recent_hits_tokens_at=_summed(text, "recent_hits_tokens"),
+        first_tokens={float(bound): int(_finite(count)) for bound, count in _FIRST_TOKENS.findall(text)},
     )
-    ratios = [number for page in texts if (number := _number(_HIT_RATIO, page)) is not None]
-    mean = sum(ratios) / len(ratios) if ratios else None
-    if not any(texts):
+
+
+def gateway_stats(texts: Mapping[str, str | Missing]) -> GatewayStats | None:
+    """Sum up metrics pages, by the gateway's pod. None when all are missing."""
+    return _together({gateway: _page(text) for gateway, text in texts.items()})
+
+
+def _together(read: Mapping[str, _Page | Missing]) -> GatewayStats | None:
+    pages = {gateway: page for gateway, page in read.items() if not isinstance(page, Missing)}
+    missing = _missing(read)
+    if not pages:
         return None
+    ratios = [page.hit_ratio for page in pages.values() if page.hit_ratio is not None]
+    every = pages.values()
+    sharing = any(page.peers for page in every)
     sessions_at = Counter[str]()
-    for page in texts:
-        for host, number in _each(page, "sessions"):  # an engine with ranks has several
-            sessions_at[host] += int(number)
-    queue_s_at = defaultdict[str, float](float)
-    kv_in_use_at, recent_hits_tokens_at = dict[str, float](), dict[str, float]()
-    for page in texts:
-        for host, queued_s in _queue_s(page).items():
-            queue_s_at[host] += queued_s
-    for host, number in (sample for page in texts for sample in _each(page, "kv_usage_ratio")):
-        kv_in_use_at[host] = max(number, kv_in_use_at.get(host, 0.0))
-    for page in texts:  # every gateway reads all engines
-        for host, tokens in _recent_hits_tokens(page).items():
-            recent_hits_tokens_at[host] = max(tokens, recent_hits_tokens_at.get(host, 0.0))
+    for page in every:
+        sessions_at.update({host: int(number) for host, number in page.sessions_at.items()})
+    knowing = [page for page in every if page.peers + 1 >= len(read)]
     return GatewayStats(
-        _sessions(texts),
-        mean,
-        frozenset(drained),
-        frozenset(gateway for gateway, page in pages.items() if _is_behind(page)),
+        # Gateways that share their state each know all of the sessions; others know only their own.
+        max(page.sessions for page in every) if sharing else sum(page.sessions for page in every),
+        sum(ratios) / len(ratios) if ratios else None,
+        frozenset(
+            Drained(gateway, pod, mark) for gateway, page in pages.items() for mark, pod in page.drained
+        ),
+        frozenset(gateway for gateway, page in pages.items() if page.behind),
+        missing=missing,
+        whole=bool(knowing) or not missing,
         sessions_at=sessions_at,
-        queue_s_at=queue_s_at,
-        kv_in_use_at=kv_in_use_at,
-        recent_hits_tokens_at=recent_hits_tokens_at,
-        first_tokens={gateway: counts for gateway, page in pages.items() if (counts := _first_tokens(page))},
+        queue_s_at=_largest([page.queue_s_at for page in knowing]) if knowing else _queue_s(every),
+        kv_in_use_at=_largest([page.kv_in_use_at for page in every]),
+        recent_hits_tokens_at=_largest([page.recent_hits_tokens_at for page in every]),
+        first_tokens={gateway: page.first_tokens for gateway, page in pages.items() if page.first_tokens},
     )
+
+
+def _missing(read: Mapping[str, _Page | Missing]) -> Mapping[str, Missing]:
+    return {gateway: page for gateway, page in read.items() if isinstance(page, Missing)}
 
 
 def first_tokens_between(
@@ -122,18 +154,6 @@ def first_tokens_between(
     return counts, in_time
 
 
-def _first_tokens(page: str) -> FirstTokens:
-    return {float(bound): int(float(count)) for bound, count in _FIRST_TOKENS.findall(page)}
-
-
-def _sessions(pages: Collection[str]) -> int:
-    """The sessions of the pool. Gateways that share their state each know all of them; others know only their
-    own."""
-    known = [(_number(_SESSIONS, page) or 0.0) + (_number(_OTHERS_SESSIONS, page) or 0.0) for page in pages]
-    shared = any(_number(_PEERS, page) for page in pages)
-    return int(max(known) if shared else sum(known))
-
-
 def _is_behind(page: str) -> bool:
     """Whether the gateway's health says `ingest_behind`, and not because it still catches up after its
     start."""
@@ -141,29 +161,47 @@ def _is_behind(page: str) -> bool:
     return not catching_up and (busy > names.BUSY_INGEST or behind_s > names.BEHIND_S)
 
 
-def _queue_s(page: str) -> dict[str, float]:
-    """This gateway's part of the queued prefill, by host. A gateway that shares its state reports that of
-    all."""
-    gateways, queued = 1.0 + (_number(_PEERS, page) or 0.0), defaultdict[str, float](float)
-    for host, number in _each(page, "pending_prefill_seconds"):
-        queued[host] += number / gateways
+def _queue_s(pages: Iterable[_Page]) -> Mapping[str, float]:
+    """Host → the queued prefill of all gateways. Each gateway of those that share state reports that of all
+    of them."""
+    queued = defaultdict[str, float](float)
+    for page in pages:
+        for host, seconds in page.queue_s_at.items():
+            queued[host] += seconds / (1 + page.peers)
     return queued
 
 
-def _recent_hits_tokens(page: str) -> Mapping[str, float]:
-    """Host → the tokens of all of its ranks."""
-    tokens_at = defaultdict[str, float](float)
-    for host, tokens in _each(page, "recent_hits_tokens"):
-        tokens_at[host] += tokens
-    return tokens_at
+def _largest(each: Iterable[Mapping[str, float]]) -> Mapping[str, float]:
+    """Host → the largest of the numbers, where each gateway reports the same and not at the same time."""
+    made = dict[str, float]()
+    for numbers in each:
+        for host, number in numbers.items():
+            made[host] = max(number, made.get(host, 0.0))
+    return made
+
+
+def _summed(page: str, name: str) -> Mapping[str, float]:
+    """Host → the sum of all of its ranks."""
+    made = defaultdict[str, float](float)
+    for host, number in _each(page, name):
+        made[host] += number
+    return made
 
 
 def _each(page: str, name: str) -> Iterator[tuple[str, float]]:
-    """The host and the value of each sample of one of the endpoints' metrics."""
+    """The host and the value of each finite sample of one of the endpoints' metrics. Raises ValueError."""
     for address, text in re.findall(rf'^perilune_endpoint_{name}{{endpoint="([^"]*)"}} (\S+)', page, re.M):
         number = float(text)
         if isfinite(number):
             yield address.rpartition(":")[0].strip("[]"), number
+
+
+def _finite(text: str) -> float:
+    """Raises ValueError."""
+    number = float(text)
+    if not isfinite(number):
+        raise ValueError(text)
+    return number
 
 
 def _number(sample: re.Pattern[str], page: str) -> float | None:
@@ -181,6 +219,8 @@ class GatewayPages:
 
     def __init__(self) -> None:
         self._http: aiohttp.ClientSession | None = None
+        self._missing: dict[tuple[str, str], Mapping[str, Missing]] = {}
+        """The gateways of each pool whose page was missing the last time, by pod."""
 
     async def close(self) -> None:
         if self._http is not None:
@@ -188,33 +228,43 @@ class GatewayPages:
 
     async def read(self, pods: Iterable[Object]) -> GatewayStats | None:
         """Ask the gateways among a pool's pods that serve. None when none answered."""
-        asked = {
-            pod["metadata"]["name"]: (ip, pod["metadata"]["labels"][names.POOL_LABEL])
-            for pod in pods
-            if _is_gateway(pod) and (ip := pod["status"].get("podIP", ""))
+        asked = [pod for pod in pods if _is_gateway(pod) and pod["status"].get("podIP")]
+        texts = await asyncio.gather(*(self._text(pod["status"]["podIP"]) for pod in asked))
+        if not asked:
+            return None
+        meta = asked[0]["metadata"]
+        pool = meta["labels"][names.POOL_LABEL]
+        read = {
+            pod["metadata"]["name"]: _page(text if isinstance(text, Missing) else of_pool(text, pool))
+            for pod, text in zip(asked, texts, strict=True)
         }
-        pages = await asyncio.gather(*(self._page(ip) for ip, _ in asked.values()))
-        own = (of_pool(page, pool) for page, (_, pool) in zip(pages, asked.values(), strict=True))
-        return gateway_stats(dict(zip(asked, own, strict=True)))
+        self._tell((meta["namespace"], pool), _missing(read))
+        return _together(read)
 
-    async def _page(self, ip: str) -> str:
-        """The metrics page of one gateway; empty when it did not answer."""
+    def _tell(self, pool: tuple[str, str], missing: Mapping[str, Missing]) -> None:
+        """Log each page that has gone missing, or that is missing for another reason than before."""
+        before = self._missing.pop(pool, {})
+        for gateway, reason in missing.items():
+            if before.get(gateway) is not reason:
+                log.warning("page of a gateway missing pod=%s/%s reason=%s", pool[0], gateway, reason)
+        if missing:
+            self._missing[pool] = missing
+
+    async def _text(self, ip: str) -> str | Missing:
+        """The metrics page of one gateway."""
         if self._http is None:  # it needs a running loop
             timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
             self._http = aiohttp.ClientSession(timeout=timeout, headers=pages.PLAIN)
-        host = f"[{ip}]" if ":" in ip else ip
-        url = f"http://{host}:{names.ADMIN_PORT}/metrics"
+        url = f"http://{f'[{ip}]' if ':' in ip else ip}:{names.ADMIN_PORT}/metrics"
         try:
             async with self._http.get(url, **pages.NO_REDIRECTS) as answer:
-                page = (await pages.read(answer, MOST_BYTES)).decode(errors="replace")
-        except aiohttp.ClientPayloadError as error:
-            log.warning("gateway's page is left out ip=%s cause=%s", ip, error)
-            return ""
-        except (OSError, aiohttp.ClientError):
-            return ""
-        if why := unreadable(page):
-            log.warning("gateway's page is left out ip=%s cause=%s", ip, why)
-        return page
+                if answer.status != 200:
+                    return Missing.REFUSED
+                return (await pages.read(answer, MOST_BYTES)).decode(errors="replace")
+        except pages.TooLongError:
+            return Missing.TOO_LONG
+        except (OSError, aiohttp.ClientError):  # a timeout is an OSError
+            return Missing.NO_ANSWER
 
 
 def _is_gateway(pod: Object) -> bool:

@@ -10,6 +10,7 @@ from perilune_operator.observe.facts import (
     Listener,
     NodeFacts,
     Object,
+    OtherPool,
     ParentFacts,
     PodFacts,
     Verdict,
@@ -86,6 +87,7 @@ def pod(obj: Object, said: GatewayStats | None = None) -> PodFacts:
         ip=ip,
         duty=str(labels.get(names.DUTY_LABEL, HOME.get(labels.get(names.COMPONENT_LABEL, ""), ""))),
         labelled=names.DUTY_LABEL in labels,
+        server=labels.get(names.SERVER_LABEL, ""),
         next_duty=annotations.get(names.NEXT_DUTY, ""),
         group=int(group) if group.isdigit() else -1,
         **_trouble(obj.get("status") or {}),
@@ -133,6 +135,21 @@ def verdicts(conditions: Sequence[Object] | None, generation: int, *types: str) 
         for c in conditions or ()
         if c["type"] in types
     ]
+
+
+def other_pool(obj: Object) -> OtherPool:
+    """Read a pool, whose spec may be one that the operator refuses."""
+    spec = obj.get("spec")
+    gateway = spec.get("gateway") if isinstance(spec, dict) else None
+    given = gateway if isinstance(gateway, dict) else {}
+    conditions = (obj.get("status") or {}).get("conditions") or ()
+    kinds = [c["type"] for c in conditions]
+    said = verdicts(conditions, 0, *kinds)
+    return OtherPool(
+        str(given.get("servedBy") or ""),
+        frozenset(map(str, given.get("serves") or ())),
+        dict(zip(kinds, said, strict=True)),
+    )
 
 
 def parent(obj: Object) -> ParentFacts:

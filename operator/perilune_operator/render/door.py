@@ -3,7 +3,6 @@
 sources of both; the rest is what an engine's pod needs to load them.
 """
 
-import hmac
 from pathlib import Path
 
 from perilune_api.inference_pool.mooncake import Transfer
@@ -44,16 +43,9 @@ def volume(pool: Context) -> Object:
 
 
 def env(pool: Context) -> list[Object]:
-    """The environment by which the middleware is found, and its secret."""
-    return [{"name": "PYTHONPATH", "value": FOLDER}, *secret(pool)]
-
-
-def secret(pool: Context) -> list[Object]:
-    """The environment variable with the secret that lets transfer parameters pass; gateways send it with the
-    legs of hand-offs. It follows from the pool's uid: a user who may read the pool's pods can know it, a
-    client of the model cannot."""
-    value = hmac.new(pool.uid.encode(), b"engine door", "sha256").hexdigest()
-    return [{"name": engine_door.SECRET, "value": value}]
+    """The environment by which the middleware is found, and the secrets that let transfer parameters pass;
+    gateways send one with the legs of hand-offs."""
+    return [{"name": "PYTHONPATH", "value": FOLDER}, *pool.secrets.engines.env()]
 
 
 def keep_path(variables: dict[str, Object]) -> None:

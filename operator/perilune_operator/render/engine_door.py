@@ -28,6 +28,8 @@ TARGET = b"x-perilune-transfer-target"
 RANK = b"x-data-parallel-rank"
 SECRET = "PERILUNE_ENGINE_SECRET"
 """Environment variable with the pool's secret; without it nothing passes."""
+PREVIOUS = "PERILUNE_ENGINE_SECRET_PREVIOUS"
+"""Environment variable with the secret before it, which gateways send until all engines know the new one."""
 TRACES = (b"_transfer_params", b"\\u", b"\0")
 """One of these is in every JSON text with a key of FIELDS: written out, with escapes, or in UTF-16 or 32."""
 
@@ -46,7 +48,7 @@ class Door:
 
     def __init__(self, app: App) -> None:
         self.app = app
-        self.secret = os.environ.get(SECRET, "").encode()
+        self.secrets = [os.environ[name].encode() for name in (SECRET, PREVIOUS) if os.environ.get(name)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -55,7 +57,7 @@ class Door:
         given = dict(scope["headers"]).get(HEADER, b"")
         kinds = [value.lower() for name, value in scope["headers"] if name == b"content-type"]
         form = kinds and all(kind.startswith(b"multipart/form-data") for kind in kinds)
-        trusted = self.secret and hmac.compare_digest(given, self.secret)
+        trusted = any(hmac.compare_digest(given, secret) for secret in self.secrets)
         if form or (trusted and is_meant(scope)):
             return await self.app(scope, receive, send)
         parts, more = [], True

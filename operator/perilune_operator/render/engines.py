@@ -1,5 +1,5 @@
 """The engines: a Deployment (a LeaderWorkerSet where an endpoint spans nodes), a Service over all of them, a
-disruption budget, and an autoscaler.
+disruption budget for each workload, and an autoscaler.
 
 Other modules render parts of their pods: `endpoints.py` the numbers of GPUs and pods, `engine_process.py` the
 program, `drain_hook.py` the preStop hook, `placement.py` the affinity, `mooncake.py` the access to the store.
@@ -30,7 +30,6 @@ from perilune_operator.render.endpoints import (
 )
 from perilune_operator.render.objects import (
     PATIENT_EVICTION,
-    POD_SECURITY,
     Context,
     container_security,
     disruption_budget,
@@ -41,8 +40,8 @@ from perilune_operator.render.placement import placement
 from perilune_operator.render.pod_template import overlaid
 
 EVICTABLE = "10%"
-"""Share of the engines that may be evicted at a time, at least one of them. Of endpoints that span nodes it
-is one pod, because each evicted pod stops a whole endpoint."""
+"""Share of the engines of a workload that may be evicted at a time, at least one of them. Of endpoints that
+span nodes it is one pod, because each evicted pod stops a whole endpoint."""
 IN_PLACE = {"maxUnavailable": 1, "maxSurge": 0}
 """How a LeaderWorkerSet of one group is updated. Its controller (0.8) makes no second group then, whatever
 maxSurge says, and without an unavailable one it would wait for good."""
@@ -68,12 +67,29 @@ def engines(pool: Context) -> Iterator[Object]:
             "ports": [{"name": "http", "port": names.ENGINE_PORT, "targetPort": names.ENGINE_PORT}],
         },
     )
+    if pool.spec.gateway.serves:
+        yield pool.object(
+            "Service",
+            names.models_name(pool.name),
+            "engine",
+            spec={
+                "selector": {names.SERVER_LABEL: pool.name},
+                "ports": [{"name": "http", "port": names.ENGINE_PORT, "targetPort": names.ENGINE_PORT}],
+            },
+        )
     yield pool.object(
         "PodDisruptionBudget",
         workload_name(pool.name),
         "engine",
         spec=disruption_budget(every_pod(pool), EVICTABLE if nodes_per_endpoint(pool) == 1 else 1),
     )
+    if pool.spec.prefill_replicas:
+        yield pool.object(
+            "PodDisruptionBudget",
+            prefill_workload(pool.namespace, pool.name).name,
+            "prefill",
+            spec=disruption_budget({"matchLabels": pool.labels("prefill")}, EVICTABLE),
+        )
     if pool.spec.scaling is not None and pool.spec.scaling.signal is Signal.METRIC:
         yield _autoscaler(pool)
 
@@ -178,7 +194,7 @@ def _template(
                     *([door.volume(pool)] if _guarded(pool) else []),
                 ],
                 **pool.pull_secrets,
-                "securityContext": dict(POD_SECURITY),
+                "securityContext": pool.pod_security,
                 "automountServiceAccountToken": False,
                 "enableServiceLinks": False,
                 "terminationGracePeriodSeconds": drain_hook.grace_seconds(pool.spec.rollout.drain_seconds),
@@ -186,12 +202,19 @@ def _template(
                     *({"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in taints),
                     *PATIENT_EVICTION,
                 ],
-                **placement(pool.spec.topology.placement, pool.fabric.keys, labels),
+                **placement(pool.spec.topology.placement, pool.fabric.keys, labels, _revision_label(pool)),
             },
         },
         pool.spec.engine.pod_template,
         "$.spec.engine.podTemplate",
     )
+
+
+def _revision_label(pool: Context) -> str:
+    """The label of an engine's pods that names their template."""
+    if nodes_per_endpoint(pool) == 1:
+        return "pod-template-hash"
+    return "leaderworkerset.sigs.k8s.io/template-revision-hash"
 
 
 def _container(pool: Context, serve: bool) -> Object:

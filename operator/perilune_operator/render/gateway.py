@@ -16,9 +16,8 @@ from perilune_api.inference_pool.gateway import GatewaySpec
 from perilune_api.pool import dump
 from perilune_api.versions import stated
 from perilune_operator.observe.facts import MANAGER, Object
-from perilune_operator.render import api_key, door, shared_state, tls
+from perilune_operator.render import api_key, shared_state, tls
 from perilune_operator.render.objects import (
-    POD_SECURITY,
     QUICK_EVICTION,
     Context,
     container_security,
@@ -144,9 +143,9 @@ def replicas(spec: GatewaySpec, live: Object | None) -> tuple[int | None, str | 
 
 def _readiness(args: Sequence[str]) -> Object:
     """The readiness probe: the gRPC health service, which Envoy uses too. Kubelets cannot probe gRPC over
-    TLS, so with TLS it is the admin server's /healthz. (Its /readyz would fail while no engine is ready.)"""
+    TLS, so with TLS the admin server says the same. (Its /readyz would fail while no engine is ready.)"""
     if any(arg.startswith("--tls-cert") for arg in args):
-        return {"httpGet": {"path": "/healthz", "port": "admin"}}
+        return {"httpGet": {"path": "/healthz?service=readiness", "port": "admin"}}
     return {"grpc": {"port": EXT_PROC_PORT, "service": "readiness"}}
 
 
@@ -157,7 +156,7 @@ def _pod(pool: Context) -> Object:
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": GRACE_SECONDS + ROUTE_SECONDS + 5,
         **pool.pull_secrets,
-        "securityContext": dict(POD_SECURITY),
+        "securityContext": pool.pod_security,
         "tolerations": list(QUICK_EVICTION),
         "topologySpreadConstraints": [
             {
@@ -192,7 +191,7 @@ def _container(pool: Context) -> Object:
         ],
         "env": [
             {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
-            *door.secret(pool),
+            *pool.secrets.gateways.env(),
             *api_key.of_gateway(pool),
             *shared_state.env(pool),
         ],

@@ -89,7 +89,9 @@ def init_containers(pool: Context, image: str, resources: Object, variables: lis
         "resources": resources,
     }
     made: list[Object] = []
-    if cache.host_path:  # the kubelet creates the folder as root's, and fsGroup does not reach it
+    if (
+        cache.host_path and not pool.defaults.platform_user
+    ):  # the kubelet creates the folder as root's, and fsGroup does not reach it
         security = {**container_security("CHOWN"), "runAsUser": 0, "runAsGroup": 0, "runAsNonRoot": False}
         own = {"name": OWNER, **base, "command": ["chown", f"{USER}:{USER}", FOLDER]}
         made.append({**own, "securityContext": security, "volumeMounts": mounts(pool)})

@@ -16,7 +16,6 @@ from perilune_api.quantities import quantity
 from perilune_operator.observe.facts import Object
 from perilune_operator.render.objects import (
     PATIENT_EVICTION,
-    POD_SECURITY,
     Context,
     container_security,
     disruption_budget,
@@ -156,7 +155,7 @@ def _pod(pool: Context) -> Object:
         ],
         "volumes": [{"name": "tmp", "emptyDir": {}}],
         **pool.pull_secrets,
-        "securityContext": dict(POD_SECURITY),
+        "securityContext": pool.pod_security,
         "tolerations": list(PATIENT_EVICTION),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,

@@ -3,8 +3,11 @@
 An engine's HTTP port and a gateway are open to the Gateway's Envoys and to `gateway.clients`. Where Envoys
 cannot be known and no clients are given, they are open to all. Everything of the pool is open to the pool's
 own pods, except for the server of shared state, which is open to the pool's gateways alone. Ports with
-metrics are also open to the operator's namespace and to namespaces with METRICS_LABEL; those of engines are
-their HTTP ports."""
+metrics are also open to namespaces with METRICS_LABEL, and those of gateways to the operator's namespace.
+The metrics of an engine are on its HTTP port.
+
+Peers of other namespaces are named by their namespace, and labels of pods only choose among its pods:
+anybody who may create a pod can give it any label."""
 
 from collections.abc import Iterator
 
@@ -12,6 +15,7 @@ from perilune_api import names
 from perilune_api.inference_pool.gateway import GatewayMode
 from perilune_operator.kinds import ENVOY_GATEWAY
 from perilune_operator.observe.facts import Object
+from perilune_operator.observe.readers import NAMESPACE_NAME
 from perilune_operator.render import mooncake, shared_state
 from perilune_operator.render.endpoints import nodes_per_endpoint, with_duty
 from perilune_operator.render.gateway import EXT_PROC_PORT
@@ -30,13 +34,9 @@ METRICS_LABEL = "perilune.dev/metrics"
 
 def network_policies(pool: Context) -> Iterator[Object]:
     mine = {"podSelector": {"matchLabels": {names.POOL_LABEL: pool.name}}}
-    watchers = [
-        mine,
-        {"namespaceSelector": {"matchLabels": {METRICS_LABEL: "true"}}},
-        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": pool.defaults.namespace}}},
-    ]
+    scrapers = {"namespaceSelector": {"matchLabels": {METRICS_LABEL: "true"}}}
     callers = _callers(pool)
-    served = {"from": [*callers, *watchers[1:]]} if callers is not None else {}
+    served = {"from": [*callers, scrapers]} if callers is not None else {}
     inside = [mine]
     if server := pool.spec.gateway.served_by:
         labels = {names.POOL_LABEL: server, names.COMPONENT_LABEL: "gateway"}
@@ -51,7 +51,7 @@ def network_policies(pool: Context) -> Iterator[Object]:
         yield _allow(
             pool,
             "prefill",
-            [{"from": [mine]}, {"ports": _ports(names.ENGINE_PORT), "from": watchers[1:]}],
+            [{"from": [mine]}, {"ports": _ports(names.ENGINE_PORT), "from": [scrapers]}],
             with_duty(pool, "prefill"),
         )
     if nodes_per_endpoint(pool) > 1:  # a client of a worker's queues could run any code there
@@ -62,7 +62,10 @@ def network_policies(pool: Context) -> Iterator[Object]:
             "gateway",
             [
                 {"ports": _ports(EXT_PROC_PORT), **({} if callers is None else {"from": callers})},
-                {"ports": _ports(names.ADMIN_PORT), "from": watchers},
+                {
+                    "ports": _ports(names.ADMIN_PORT),
+                    "from": [mine, scrapers, _namespaces(pool.defaults.namespace)],
+                },
             ],
         )
     if shared_state.is_managed(pool.spec.gateway):
@@ -72,16 +75,15 @@ def network_policies(pool: Context) -> Iterator[Object]:
         yield _allow(
             pool,
             "master",
-            [{"from": inside}, {"ports": _ports(mooncake.HTTP_PORT), "from": watchers}],
+            [{"from": inside}, {"ports": _ports(mooncake.HTTP_PORT), "from": [mine, scrapers]}],
         )
 
 
 def _callers(pool: Context) -> list[Object] | None:
     """The peers that may send requests and ask for decisions: those that the pool names, and the Gateway's
-    own Envoys. Envoy Gateway runs them in its own namespace or the Gateway's, so labels select them in any
-    namespace. Envoys that the Gateways of a class share carry the class's label instead; a Gateway whose
-    name is too long for a label can only have shared ones. The labels of other implementations' Envoys are
-    unknown. None: anyone."""
+    own Envoys. Envoy Gateway runs them in its own namespace or the Gateway's. Envoys that the Gateways of a
+    class share carry the class's label instead; a Gateway whose name is too long for a label can only have
+    shared ones. The labels of other implementations' Envoys are unknown. None: anyone."""
     given, parent = list(pool.spec.gateway.clients), pool.spec.gateway.parent
     by_envoy_gateway = mode(pool) is GatewayMode.ENVOY_GATEWAY or pool.spec.gateway.served_by
     if not by_envoy_gateway or parent is None:
@@ -93,7 +95,14 @@ def _callers(pool: Context) -> list[Object] | None:
     shared = {"key": f"{ENVOY_GATEWAY}/owning-gatewayclass", "operator": "Exists"}
     envoys = [{"matchLabels": ENVOY | owner}, {"matchLabels": ENVOY, "matchExpressions": [shared]}]
     able = envoys if len(parent.name) <= names.LONGEST_LABEL else envoys[1:]
-    return [*given, *({"namespaceSelector": {}, "podSelector": envoy} for envoy in able)]
+    where = _namespaces(*pool.defaults.envoy_namespaces, parent.namespace or pool.namespace)
+    return [*given, *({**where, "podSelector": envoy} for envoy in able)]
+
+
+def _namespaces(*names: str) -> Object:
+    """A peer: these namespaces, by the label that the API server gives each of them."""
+    one_of = {"key": NAMESPACE_NAME, "operator": "In", "values": sorted(set(names))}
+    return {"namespaceSelector": {"matchExpressions": [one_of]}}
 
 
 def _allow(

@@ -15,9 +15,11 @@ from perilune_api.quantities import quantity
 from perilune_operator.kinds import KINDS, full_name
 from perilune_operator.observe.facts import MANAGED_BY, MANAGER, Object
 from perilune_operator.observe.topology import Fabric
+from perilune_operator.render import secrets
+from perilune_operator.render.secrets import Chosen
 
 USER = 65_532
-"""uid and gid of every container."""
+"""uid and gid of every container, unless the platform gives others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,10 @@ class Defaults:
     """Secrets with which the pods of all pools pull their images."""
     state_image: str = "valkey/valkey:8"
     """The image of the server of gateways' shared state."""
+    envoy_namespaces: Sequence[str] = ("envoy-gateway-system",)
+    """Namespaces in which Envoy Gateway runs Envoys."""
+    platform_user: bool = False
+    """Whether the platform gives pods their uid and groups, as OpenShift does."""
     gateways: int = 1
     """Gateway pods of a pool that does not say how many."""
 
@@ -52,6 +58,7 @@ class Defaults:
         """A name of everything by which two operators may render other pods of one spec."""
         images = (self.image, self.engine_image, self.master_image, self.simulated_image, self.state_image)
         named = " ".join((*images, *self.pull_secrets, *([f"{self.gateways}"] if self.gateways > 1 else ())))
+        named += " platform's user" if self.platform_user else ""
         return f"{self.version}-{hashlib.sha256(named.encode()).hexdigest()[:8]}"
 
 
@@ -67,6 +74,8 @@ class Context:
     kinds: frozenset[str]
     """`group/Kind` of the optional APIs that the cluster has."""
     defaults: Defaults
+    chosen: Chosen | None = None
+    """The secrets that its pods refer to; None: those of a new pool."""
     replicas: int | None = None
     """Replicas that the engines' workload should have now: more than the spec's while engines drain. None:
     the spec's."""
@@ -76,6 +85,9 @@ class Context:
     """The only version of the gateway's Deployment to which `gateways` may be applied; None: any."""
     client_policies: Sequence[Object] = ()
     """The ClientTrafficPolicies that are there for the pool's Gateway, the operator's among them."""
+    one_backend: bool = True
+    """The Service of all pools that the gateway serves reaches all of their engines, so the route may lead to
+    it alone."""
     judge_again: bool = False
     """Envoy Gateway's report on the EnvoyExtensionPolicy is out of date, so it has to look again."""
 
@@ -84,6 +96,19 @@ class Context:
         """The part of a pod that names its pull secrets; empty without any."""
         given = dict.fromkeys((*self.defaults.pull_secrets, *self.spec.image_pull_secrets))
         return {"imagePullSecrets": [{"name": name} for name in given]} if given else {}
+
+    @property
+    def secrets(self) -> Chosen:
+        """The secrets that its pods refer to."""
+        return self.chosen or secrets.choose(self.name, self.uid, self.spec)
+
+    @property
+    def pod_security(self) -> Object:
+        """The security context of a pod."""
+        given = (
+            {} if self.defaults.platform_user else {"runAsUser": USER, "runAsGroup": USER, "fsGroup": USER}
+        )
+        return {"runAsNonRoot": True, **given, "seccompProfile": {"type": "RuntimeDefault"}}
 
     @property
     def any_address(self) -> str:
@@ -143,14 +168,6 @@ QUICK_EVICTION = _lost_node(10)
 PATIENT_EVICTION = _lost_node(300)
 """For engines and the store's master. A node that comes back within that time still has the model in its
 GPUs, and the store's blocks; a new engine would load for minutes. Meanwhile requests avoid it."""
-
-POD_SECURITY: Mapping[str, Any] = {
-    "runAsNonRoot": True,
-    "runAsUser": USER,
-    "runAsGroup": USER,
-    "fsGroup": USER,
-    "seccompProfile": {"type": "RuntimeDefault"},
-}
 
 
 def disruption_budget(selector: Object, share: int | str = 1) -> Object:

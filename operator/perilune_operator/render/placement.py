@@ -8,11 +8,13 @@ from perilune_operator.observe.facts import Object
 from perilune_operator.render.endpoints import engine_pods
 
 
-def placement(wanted: Sequence[Placement], keys: Mapping[str, str], labels: Mapping[str, str]) -> Object:
+def placement(
+    wanted: Sequence[Placement], keys: Mapping[str, str], labels: Mapping[str, str], revision: str
+) -> Object:
     """`affinity` and `topologySpreadConstraints` of a pod spec. `keys`: level → node label. `labels`: the
-    labels of the pods to be placed.
+    labels of the pods to be placed. `revision`: the label that names a pod's template.
 
-    All engines of a pool pack together, or spread. While a Deployment rolls out, its new pods spread among
+    All engines of a pool pack together, or spread. While a workload rolls out, its new pods spread among
     themselves. Nodes whose taints refuse the pod do not count.
     """
     packed = [p for p in wanted if p.mode == "pack" and p.level in keys]
@@ -36,7 +38,7 @@ def placement(wanted: Sequence[Placement], keys: Mapping[str, str], labels: Mapp
                 "topologyKey": keys[p.level],
                 "whenUnsatisfiable": "DoNotSchedule" if p.required else "ScheduleAnyway",
                 "labelSelector": {"matchLabels": dict(labels)},
-                "matchLabelKeys": ["pod-template-hash"],
+                "matchLabelKeys": [revision],
                 "nodeTaintsPolicy": "Honor",
             }
             for p in spread

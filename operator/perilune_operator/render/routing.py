@@ -90,8 +90,7 @@ def routing(pool: Context) -> Iterator[Object]:
     made, parent = mode(pool), pool.spec.gateway.parent
     if made is GatewayMode.ENVOY_GATEWAY and parent is not None:
         if not pool.spec.gateway.route:
-            pools = (pool.name, *pool.spec.gateway.serves)
-            yield _route(pool, parent, [{"name": name, "port": names.ENGINE_PORT} for name in pools])
+            yield _route(pool, parent, _services(pool))
         yield from _envoy_policies(pool, parent)
     if made is GatewayMode.INFERENCE_EXTENSION:
         yield _inference_pool(pool)
@@ -99,9 +98,16 @@ def routing(pool: Context) -> Iterator[Object]:
             yield _route(pool, parent, [{"group": INFERENCE, "kind": "InferencePool", "name": pool.name}])
 
 
+def _services(pool: Context) -> list[Object]:
+    """One Service, also for the engines of several pools: Envoy Gateway shares out requests among backends
+    before it looks for the endpoint that the gateway chose, so a pool without engines would take the others'
+    requests."""
+    others, models = pool.spec.gateway.serves, names.models_name(pool.name)
+    of_all = (models,) if pool.one_backend else (pool.name, *others)
+    return [{"name": name, "port": names.ENGINE_PORT} for name in (of_all if others else (pool.name,))]
+
+
 def _route(pool: Context, parent: ParentRef, backends: list[Object]) -> Object:
-    """Envoy Gateway makes one cluster of all backends of a rule, so the gateway may choose any of their
-    endpoints."""
     spec = pool.spec.gateway
     reference = {
         "name": parent.name,
@@ -207,7 +213,7 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
             spec={
                 "targetRefs": [{"group": GATEWAY_API, "kind": "Gateway", "name": parent.name}],
                 "connection": {"bufferLimit": size(largest)},
-                "headers": {"earlyRequestHeaders": {"remove": [header]}},
+                "headers": {"earlyRequestHeaders": {"remove": [header, *names.INTERNAL_HEADERS]}},
             },
         )
         yield _shared(shared)

@@ -1,12 +1,11 @@
 """The server through which a pool's gateways share their state: what each gateway is told of it, and the
 Valkey (Deployment, Service) that the operator runs for several gateways to which no server is named.
 
-The kubelet passes a named server's password and mounts its CA, so the operator reads no Secret. The password
-of its own Valkey follows from the pool's uid. That server keeps nothing on disk: after a restart gateways
+The kubelet passes the server's password and mounts its CA, so the operator reads no Secret. The password of
+its own Valkey is a random one (secrets.py). That server keeps nothing on disk: after a restart gateways
 write again what they know.
 """
 
-import hmac
 from collections.abc import Iterator
 
 from perilune_api import names
@@ -14,18 +13,16 @@ from perilune_api.inference_pool.gateway import GatewaySpec
 from perilune_api.inference_pool.types import Resources
 from perilune_operator.observe.facts import Object
 from perilune_operator.render.objects import (
-    POD_SECURITY,
     QUICK_EVICTION,
     Context,
     container_security,
     resources,
 )
+from perilune_operator.render.secrets import PASSWORD_VARIABLE
 
 FOLDER = "/etc/perilune/state"
 PASSWORD = "password"
 """Key of the Secret that holds the password."""
-PASSWORD_VARIABLE = "PERILUNE_STATE_PASSWORD"
-"""Environment variable with the password, of gateways and of the operator's Valkey."""
 PORT = 6379
 MAX_MEMORY = "768mb"
 """Memory of keys and stream. When it is used up, the sessions whose keys expire first are dropped."""
@@ -53,8 +50,7 @@ def env(pool: Context) -> list[Object]:
     """The environment variable with the password."""
     state = pool.spec.gateway.state
     if is_managed(pool.spec.gateway):
-        password = hmac.new(pool.uid.encode(), b"shared state", "sha256").hexdigest()
-        return [{"name": PASSWORD_VARIABLE, "value": password}]
+        return [{"name": PASSWORD_VARIABLE, **pool.secrets.state}]
     if state is None or not state.password_secret:
         return []
     key = {"name": state.password_secret, "key": PASSWORD}
@@ -117,7 +113,7 @@ def _pod(pool: Context) -> Object:
             }
         ],
         **pool.pull_secrets,
-        "securityContext": dict(POD_SECURITY),
+        "securityContext": pool.pod_security,
         "tolerations": list(QUICK_EVICTION),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,

@@ -7,8 +7,8 @@
 
 Endpoints that serve follow `scaling`, those that only prefill `prefillScaling`: the same rules, each with the
 readings of its own endpoints. What the rules share is in readings.py. After each change of the number of
-endpoints the readings begin anew; only `ttftAttainment` looks at earlier ones. 0 endpoints are
-switched off and stay so.
+endpoints, and after readings that are missing, the readings begin anew; only `ttftAttainment` looks at
+earlier ones. 0 endpoints are switched off and stay so.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from perilune_api.inference_pool.spec import PrefillScaling, Scaling, Signal
 from perilune_operator.observe.facts import Demand
 from perilune_operator.scaling import by_attainment, by_load
-from perilune_operator.scaling.readings import unchanged
+from perilune_operator.scaling.readings import current, unchanged
 
 
 def replicas(scaling: Scaling | PrefillScaling, now: int, demands: Sequence[Demand], at: float) -> int:
@@ -27,7 +27,7 @@ def replicas(scaling: Scaling | PrefillScaling, now: int, demands: Sequence[Dema
     bounded = max(scaling.min_replicas, min(scaling.max_replicas, now))
     if bounded != now:
         return bounded
-    lately = unchanged(demands, now)
+    lately = unchanged(current(demands, at), now)
     if scaling.signal is Signal.TTFT_ATTAINMENT:
         return by_attainment.replicas(scaling, now, lately, demands, at)
     return by_load.replicas(scaling, now, lately, at)

@@ -4,6 +4,7 @@ fact.py         one condition, without its transition time
 workloads.py    conditions of nodes, engines, store and gateway, and of draining
 progress.py     conditions of changes: under way, or stalled
 route.py        the condition that tells how requests reach the gateway
+others.py       conditions of a pool that shares a gateway with others
 summary.py      the whole status: counts, and the conditions with their transition times and Ready
 """
 

@@ -67,7 +67,7 @@ def reconciling(
         words = f"{endpoints.workload_name(pool.name)} will shrink."
         return Fact(kind, "True", Reason.SESSIONS_LEAVING, words)
     children = ((key.name, observed.children.get(key)) for key in _workloads(pool))
-    rolling = [name + _progress(child) for name, child in children if _is_rolling(child)]
+    rolling = [name + _progress(child) for name, child in children if is_rolling(child)]
     if rolling:
         return Fact(kind, "True", Reason.ROLLING_OUT, f"Rolling out {listed(rolling)}.")
     if made.waits:
@@ -97,7 +97,7 @@ def _progress(child: Object | None) -> str:
     return f" ({status.get('updatedReplicas', 0)} of {child['spec'].get('replicas', 1)} are new)"
 
 
-def _is_rolling(child: Object | None) -> bool:
+def is_rolling(child: Object | None) -> bool:
     """A workload that does not exist yet counts as rolling out."""
     if child is None or not _is_seen(child):
         return True

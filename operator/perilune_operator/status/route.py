@@ -15,6 +15,7 @@ from perilune_operator.observe.facts import Key, Object, Observed, ParentFacts, 
 from perilune_operator.observe.readers import verdicts
 from perilune_operator.render import routing
 from perilune_operator.render.objects import Context, size
+from perilune_operator.status import others
 from perilune_operator.status.fact import Fact, listed
 
 _BESIDE: Mapping[GatewayMode, Sequence[str]] = {
@@ -26,8 +27,8 @@ _BESIDE: Mapping[GatewayMode, Sequence[str]] = {
 
 def route(pool: Context, observed: Observed) -> Fact:
     kind, made = Condition.ROUTE_PROGRAMMED, routing.mode(pool)
-    if server := pool.spec.gateway.served_by:
-        return Fact(kind, "True", Reason.PROGRAMMED, f"The route of the pool {server} leads to it.")
+    if pool.spec.gateway.served_by:
+        return others.of_server(kind, pool, observed)
     if pool.spec.gateway.mode is GatewayMode.NONE:
         return Fact(kind, "True", Reason.PROGRAMMED, "The spec asks for no route.")
     if made is GatewayMode.NONE:
@@ -62,11 +63,24 @@ def _not_accepted(pool: Context, observed: Observed, parent: ParentRef, made: Ga
         if any(verdict.pending or verdict.status == "Unknown" for verdict in said):
             waits = f"The report on the {name} is undecided, or about an earlier version of it."
             return Fact(kind, "False", Reason.WAITING_FOR_ROUTE, waits)
-        for verdict in said:
-            if verdict.status == "False":
-                refused = f"{name}: {verdict.reason}: {verdict.message}"
-                return Fact(kind, "False", Reason.ROUTE_REFUSED, refused[:400])
+        if refused := _refused(name, said):
+            return refused
+    return _tls_refused(pool, observed, parent)
+
+
+def _refused(name: str, said: Sequence[Verdict]) -> Fact | None:
+    for verdict in said:
+        if verdict.status == "False" and not verdict.pending:
+            words = f"{name}: {verdict.reason}: {verdict.message}"
+            return Fact(Condition.ROUTE_PROGRAMMED, "False", Reason.ROUTE_REFUSED, words[:400])
     return None
+
+
+def _tls_refused(pool: Context, observed: Observed, parent: ParentRef) -> Fact | None:
+    """Why the policy by which Envoy asks the gateway over TLS is refused. Controllers need not report on a
+    Service that no route names, so a missing report is none of trouble."""
+    policy = Key("BackendTLSPolicy", pool.namespace, names.gateway_name(pool.name))
+    return _refused(policy.kind, _verdicts(observed.children.get(policy, {}), parent))
 
 
 def _verdicts(child: Object, gateway: ParentRef) -> list[Verdict]:

@@ -21,7 +21,7 @@ from perilune_operator.render.objects import Context
 from perilune_operator.revision import Revised
 from perilune_operator.roles import Switch
 from perilune_operator.rollout import Drain, Replaced
-from perilune_operator.status import progress, workloads
+from perilune_operator.status import others, progress, workloads
 from perilune_operator.status.fact import Fact
 from perilune_operator.status.route import route
 
@@ -48,7 +48,9 @@ def of_pool(
         *([workloads.store(pool, observed)] if pool.spec.mooncake.store.enabled else []),
         workloads.gateway(pool, observed),
         route(pool, observed),
+        *([served] if (served := others.served(pool, observed)) else []),
         *([behind] if (behind := workloads.events(observed)) else []),
+        *([contested] if (contested := others.contested(pool, observed)) else []),
         reconciling,
         workloads.draining(pool, observed, [leave, replaced.drain], replaced, switch),
         *([stalled] if stalled else []),

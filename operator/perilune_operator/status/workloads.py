@@ -9,6 +9,7 @@ from perilune_operator.render import endpoints
 from perilune_operator.render.objects import Context
 from perilune_operator.roles import Switch
 from perilune_operator.rollout import Drain, Replaced
+from perilune_operator.status import others
 from perilune_operator.status.fact import Fact, listed
 
 
@@ -79,8 +80,8 @@ def store(pool: Context, observed: Observed) -> Fact:
 
 def gateway(pool: Context, observed: Observed) -> Fact:
     kind = Condition.GATEWAY_READY
-    if server := pool.spec.gateway.served_by:
-        return Fact(kind, "True", Reason.NO_GATEWAY_WANTED, f"The gateway of the pool {server} serves it.")
+    if pool.spec.gateway.served_by:
+        return others.of_server(kind, pool, observed)
     if pool.spec.gateway.replicas == 0 and pool.spec.gateway.min_replicas is None:
         return Fact(kind, "True", Reason.NO_GATEWAY_WANTED, "gateway.replicas is 0.")
     if _available(pool, observed, names.gateway_name(pool.name)):

@@ -102,8 +102,8 @@ class GatewaySpec(Struct, frozen=True):
     paths below /v1 and the few others that the gateway supports (docs/limits.md)."""
     route: OptionalSection = ""
     """Name of an HTTPRoute of your own in the pool's namespace, which sends requests to the Service that is
-    called like the pool, port 8000. The operator then creates none, and its policies are about yours;
-    hostnames and matches count for nothing. Only with Envoy Gateway."""
+    called like the pool (with serves: POOL-models), port 8000. The operator then creates none, and its
+    policies are about yours; hostnames and matches count for nothing. Only with Envoy Gateway."""
     serves: Annotated[tuple[PoolName, ...], Meta(max_length=16)] = ()
     """Names of other pools in this namespace whose models this pool's gateway serves too, at this pool's host
     names: the model in a request's body chooses the pool. Each of them names this pool in servedBy. Needs

@@ -10,7 +10,7 @@ from perilune_api.inference_pool.engine import EngineSpec, ModelSpec
 from perilune_api.inference_pool.gateway import GatewaySpec
 from perilune_api.inference_pool.mooncake import Mooncake
 from perilune_api.inference_pool.topology import TopologySpec
-from perilune_api.inference_pool.types import Count, Quantity, Share
+from perilune_api.inference_pool.types import Count, OptionalObject, Quantity, Share
 from perilune_api.pool import Routing
 
 
@@ -59,9 +59,10 @@ class Scaling(Struct, frozen=True):
     first token came within ttftSeconds, 0 to 1. For these three the operator reads the gateways' pages, and
     nothing else is needed. metric: a HorizontalPodAutoscaler follows `metric`, for which it needs a metrics
     adapter, such as prometheus-adapter."""
-    metric: Name = "perilune_endpoint_pending_prefill_seconds"
+    metric: Name = "perilune_queued_prefill_seconds"
     """Metric to scale by, for signal: metric. The adapter must serve it for the gateway's Service, summed
-    over all endpoints."""
+    over the gateways' pods. A metric of which each gateway reports the whole, such as
+    perilune_endpoint_pending_prefill_seconds where they share state, grows with their number."""
     target: Quantity = "2"
     """Target value of the signal per endpoint: the sum over all endpoints is divided by it. For kvUsage at
     most 1, such as 0.7. For ttftAttainment the least share of all requests, below 1, such as 0.95."""
@@ -113,6 +114,19 @@ class RoleSwitching(Struct, frozen=True):
     them."""
 
 
+class SecretsSpec(Struct, frozen=True):
+    """The secrets that the pool's pods share: the one by which engines know their gateways, and the password
+    of the operator's Valkey."""
+
+    name: OptionalObject = ""
+    """Secret in the pool's namespace with the keys engine-secret and state-password, each of 32 random
+    letters or more. Empty: the operator makes one, POOL-secrets-…, of random values. It may create Secrets
+    and cannot read them."""
+    rotation: Annotated[str, Meta(max_length=64)] = ""
+    """Any word, such as a date. Another one asks for a new Secret: engines roll, and when all of them accept
+    the new secret, gateways follow."""
+
+
 class InferencePoolSpec(Struct, frozen=True):
     """The desired state of the pool."""
 
@@ -132,6 +146,7 @@ class InferencePoolSpec(Struct, frozen=True):
     scaling: Scaling | None = None
     prefill_scaling: PrefillScaling | None = None
     role_switching: RoleSwitching | None = None
+    secrets: SecretsSpec = SecretsSpec()
     image_pull_secrets: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
     """Secrets of the pool's namespace with which all of its pods pull their images, besides those that the
     operator names for all pools."""

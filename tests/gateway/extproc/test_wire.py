@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perilune_api import extproc_pb2 as pb
+from perilune_api import names
 from perilune_gateway.extproc import wire
 from perilune_gateway.extproc.messages import (
     Body,
@@ -332,3 +333,13 @@ def test_an_endpoint_that_broke_off_is_told_from_one_that_could_not_be_reached(d
         found = decode(message.SerializeToString())
         assert isinstance(found, ResponseHeaders)
         assert (found.reset, found.served) == (reset, A)
+
+
+def test_headers_that_only_gateways_send_are_removed_from_a_clients_request() -> None:
+    """Unless this gateway sends them itself."""
+    mutation = encoded(Pick(Kind.REQUEST_HEADERS, (A,))).request_headers.response.header_mutation
+    assert list(mutation.remove_headers) == list(names.INTERNAL_HEADERS)
+    trusted = ((names.ENGINE_SECRET_HEADER, "s"),)
+    picked = encoded(Pick(Kind.REQUEST_BODY, (A,), rank=1, headers=trusted))
+    mutation = picked.request_body.response.header_mutation
+    assert list(mutation.remove_headers) == [names.TRANSFER_TARGET_HEADER]

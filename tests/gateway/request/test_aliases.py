@@ -63,3 +63,16 @@ def test_a_session_that_its_client_names_is_not_in_the_id() -> None:
     assert stored is not None
     assert stored.endpoint == aliases.endpoint("10.0.0.1:8000")
     assert "mine" not in stored.session_id
+
+
+def test_ids_of_the_secret_before_are_still_read() -> None:
+    """So that responses can be continued while a secret changes."""
+    before, now = Aliases(b"before"), Aliases(b"now", b"before")
+    told = before.stored("t", given := before.response("t", "", "10.0.0.1:8000", 7))
+    assert told is not None
+    assert now.stored("t", given) == told
+    assert now.stored("other", given) is None
+    assert told.endpoint in now.endpoints("10.0.0.1:8000")
+    assert now.endpoint("10.0.0.1:8000") in now.endpoints("10.0.0.1:8000")
+    assert now.stored("t", now.response("t", "", "10.0.0.1:8000", 8)) is not None
+    assert Aliases(b"now").stored("t", given) is None
