@@ -21,7 +21,7 @@ Does no I/O. Costs about 5 µs for each change that is received.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -37,17 +37,21 @@ from perilune_gateway.model.shared import (
     Claimed,
     Counted,
     Ejected,
+    InLine,
     Loaded,
     Measured,
     Offered,
     OfferStage,
+    PlaceInLine,
     Stamp,
+    TenantInLine,
     encode,
     unpacked,
 )
 from perilune_gateway.state.in_flight import NO_REQUESTS, Requests
 from perilune_gateway.state.offers import same
 from perilune_gateway.state.pool_state import PoolState
+from perilune_gateway.state.session_queue import Given, Line, Place
 from perilune_gateway.state.sessions import Session
 from perilune_gateway.state.sharing import Sharing
 
@@ -70,6 +74,10 @@ class Admission(Protocol):
     def counted(self, now: float, at_us: int) -> Counted: ...
 
     def counted_elsewhere(self, replica: str, counted: Counted) -> None: ...
+
+    def line(self, now: float, *, repeat: bool) -> Line | None: ...
+
+    def line_elsewhere(self, replica: str, line: Line) -> None: ...
 
     def gone(self, replica: str, now: float) -> None: ...
 
@@ -111,6 +119,8 @@ class Replicas:
         """What the others were last told of session admission."""
         self._counts: dict[str, int] = {}
         """Other replica → stamp of what it counts."""
+        self._lines: dict[str, int] = {}
+        """Other replica → stamp of its part of the queue."""
         self._offered: dict[bytes, Offered] = {}
         """Name of a session or prefix → what the others were last told of its offer here."""
         self._measured_until: dict[str, int] = {}
@@ -134,6 +144,8 @@ class Replicas:
         if counted != self._counted or (alive and counted.at_us):
             self._counted = replace(counted, at_us=self._stamps.next_us())
             changes.append(self._counted)
+        if line := self._admission.line(self._clock(), repeat=alive):
+            changes.append(self._in_line(line))
         turns, saved = self._turns()
         return Outbox([*changes, *turns], saved)
 
@@ -191,6 +203,30 @@ class Replicas:
             offers.hear(offered, Stamp(offered.at_us, self.replica), now)
         return told
 
+    def _in_line(self, line: Line) -> InLine:
+        now = self._clock()
+        places = [
+            PlaceInLine(
+                self._name(place.session),
+                self._name(place.tenant),
+                place.tokens,
+                place.arrived_us,
+                place.rank_us,
+                place.number,
+                None if place.back_at is None else place.back_at - now,
+            )
+            for place in line.places
+        ]
+        tenants = [
+            TenantInLine(self._name(tenant), given.tokens, now - given.at)
+            for tenant, given in line.given.items()
+        ]
+        return InLine(self._stamps.next_us(), places, tenants, line.pace)
+
+    def _name(self, of: Hashable) -> bytes:
+        """Return a name that no other replica uses for something else."""
+        return of if isinstance(of, bytes) else f"{self.replica}:{of}".encode()[-64:]
+
     def _latest(self, name: bytes) -> tuple[Bound, Stamp] | None:
         """The session's latest turn that is known here; None if it has ended."""
         if session := self._state.sessions.named(name):
@@ -242,6 +278,8 @@ class Replicas:
                     self._ejection(change, Stamp(change.at_us, replica), now)
                 case Counted():
                     self._count(change, replica)
+                case InLine():
+                    self._line(change, replica, now)
                 case Offered():
                     self._offer(change, Stamp(change.at_us, replica), now)
                 case Measured():
@@ -285,6 +323,7 @@ class Replicas:
     def _gone(self, replica: str) -> None:
         self._peers.forget(replica)
         self._counts.pop(replica, None)
+        self._lines.pop(replica, None)
         self._admission.gone(replica, self._clock())
         for there, endpoint in [load for load in self._loads if load[0] == replica]:
             del self._loads[there, endpoint]
@@ -337,6 +376,29 @@ class Replicas:
         if change.at_us > self._counts.get(replica, 0):
             self._counts[replica] = change.at_us
             self._admission.counted_elsewhere(replica, change)
+
+    def _line(self, change: InLine, replica: str, now: float) -> None:
+        self._stamps.saw(change.at_us)
+        if change.at_us <= self._lines.get(replica, 0):
+            return
+        self._lines[replica] = change.at_us
+        places = tuple(
+            Place(
+                session=place.session,
+                tenant=place.tenant,
+                tokens=place.tokens,
+                arrived=now - self._stamps.age_s(place.arrived_us),
+                arrived_us=place.arrived_us,
+                rank_us=place.rank_us,
+                number=place.number,
+                back_at=None if place.back_s is None else now + place.back_s,
+            )
+            for place in change.places
+        )
+        given: dict[Hashable, Given] = {
+            one.tenant: Given(one.tokens, now - one.seconds) for one in change.tenants
+        }
+        self._admission.line_elsewhere(replica, Line(places, given, change.pace))
 
     def _offer(self, change: Offered, stamp: Stamp, now: float) -> None:
         self._stamps.saw(change.at_us)

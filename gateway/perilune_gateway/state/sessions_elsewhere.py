@@ -206,6 +206,10 @@ class SessionsElsewhere:
         """Whether a turn of the session runs at another replica that is alive, as far as it has told."""
         return session.runs_at in self._peers
 
+    def name(self, key: SessionKey) -> bytes:
+        """Return the session's name among replicas."""
+        return self._names.session(key)
+
     def tenant(self, tenant: str) -> bytes:
         """Return the tenant's name among replicas."""
         return self._names.tenant(tenant)

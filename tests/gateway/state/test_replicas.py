@@ -205,7 +205,7 @@ def test_a_replica_that_stops_gives_its_load_back_at_once():
 
 
 def admitting(number: int) -> list[Replica]:
-    return [Replica(name, document=WITH_ADMISSION) for name in "abcd"[:number]]
+    return [Replica(name, document=WITH_ADMISSION) for name in "abcdefghij"[:number]]
 
 
 def tell(*replicas: Replica) -> None:
@@ -282,6 +282,56 @@ def test_replicas_that_decide_at_one_moment_give_away_no_more_room_than_there_is
     begun = [sum(refusal is None for _, refusal in replica.router.due()) for replica in replicas]
     assert 0 < sum(begun) * 60 <= 750
     assert max(begun) - min(begun) <= 1
+
+
+@pytest.mark.parametrize(("number", "tokens", "begin"), [(2, 400, 1), (4, 300, 2), (10, 100, 7)])
+def test_sessions_do_not_wait_before_an_empty_pool_whoever_holds_them(number: int, tokens: int, begin: int):
+    replicas = admitting(number)
+    routed = replicas[0].route(range(700), turn("a", x_perilune_session_final="true"))
+    tell(*replicas)
+    for n, one in enumerate(replicas):
+        start = 2_000 + 1_000 * n
+        assert isinstance(one.ask(range(start, start + tokens), turn(f"s{n}")), Queued)
+    tell(*replicas)
+    replicas[0].finish(routed)
+    tell(*replicas)
+    due = [one for replica in replicas for one in replica.router.due()]
+    assert [refusal for _, refusal in due] == [None] * begin
+
+
+def test_a_session_waits_no_longer_when_another_replica_has_routed_it():
+    first, second = admitting(2)
+    first.route(range(700), turn("a"))
+    tell(first, second)
+    waiting = second.ask(range(2_000, 2_100), turn("s"))
+    key = SessionKey("", "s")
+    first.state.sessions.bind(first.state.sessions.touch(key, first.now), A, first.now)
+    tell(first, second)
+    second.now += 1.0
+    assert second.router.due() == [(waiting.ticket, None)]
+
+
+def test_a_refused_session_keeps_its_place_when_it_returns_to_another_replica():
+    first, second = admitting(2)
+    routed = first.route(range(700), turn("a", x_perilune_session_final="true"))
+    tell(first, second)
+    early = first.ask(range(2_000, 2_400), turn("early"))
+    for replica in (first, second):
+        replica.now += 30.0
+    later = second.ask(range(3_000, 3_400), turn("later"))
+    tell(first, second)
+    for replica in (first, second):
+        replica.now += 30.0
+    ((_, refusal),) = first.router.due()
+    first.router.on_begun(early, refusal)
+    tell(first, second)
+    for replica in (first, second):
+        replica.now += refusal.retry_after_s
+    first.finish(routed)
+    again = second.ask(range(2_000, 2_400), turn("early"))
+    tell(first, second)
+    assert later.ticket != again.ticket
+    assert second.router.due()[0] == (again.ticket, None)
 
 
 def test_what_a_replica_counted_that_is_gone_fades_while_its_sessions_return():
