@@ -28,12 +28,18 @@ from perilune_gateway.model.moves import MoveReason
 from perilune_gateway.model.request import SessionKey
 
 NAME_BYTES = 16
+AHEAD_US = 3_600_000_000
+"""Microseconds by which another host's clock may be ahead of ours."""
+MOST = 2**40
+"""No count of a session or an endpoint is larger."""
 MAX_CLAIMED_BLOCKS = 4_096
 """Maximum number of blocks of one claim, from the prompt's beginning."""
 Count = Annotated[int, Meta(ge=0, lt=2**62)]
 """A number or a time that fits in 64 bits even when it is increased. A change with another one is damaged."""
 Amount = Annotated[float, Meta(ge=0, le=1e9)]
 """As `Count`, for seconds and ratios."""
+Seconds = Annotated[float, Meta(ge=0, le=86_400)]
+"""A time that was measured, or for which something stands."""
 Name = Annotated[bytes, Meta(max_length=64)]
 """The name of a session, a tenant or a prefix."""
 Text = Annotated[str, Meta(max_length=1024)]
@@ -184,7 +190,7 @@ class Offered(Struct, frozen=True, gc=False, array_like=True, tag="offered"):
     source: Text
     target: Text
     stage: OfferStage
-    seconds: Amount
+    seconds: Seconds
     """Time for which it stands unless it is told again."""
     begun_s: Amount | None = None
     """Seconds since it began; None: it has not."""
@@ -220,8 +226,8 @@ class Measured(Struct, frozen=True, gc=False, array_like=True, tag="measured"):
 
     of: Measure
     endpoint: Text
-    observed_s: Amount
-    predicted_s: Amount = 0.0
+    observed_s: Seconds
+    predicted_s: Seconds = 0.0
     source: Text = ""
     """The endpoint from which KV was pulled."""
     at_us: Count = 0
@@ -233,7 +239,7 @@ class Claimed(Struct, frozen=True, gc=False, array_like=True, tag="claimed"):
     endpoint: Text
     blocks: Annotated[bytes, Meta(max_length=8 * MAX_CLAIMED_BLOCKS)]
     """Hashes as little-endian unsigned 64-bit numbers, in the prompt's order."""
-    seconds: Amount | None
+    seconds: Seconds | None
     """Time for which they count as cached if the endpoint does not announce them; None: as the pool says."""
 
 
@@ -267,17 +273,20 @@ class Batch(Struct, frozen=True, gc=False):
     """Number of the batch among those that its replica has written to the stream, from 1; 0: it is kept."""
     unknown: int = 0
     """Number of further changes: of types that this version does not know, or damaged."""
+    damage: Sequence[str] = ()
+    """What is wrong with those that are damaged."""
 
 
 class _Envelope(Struct, frozen=True, gc=False, array_like=True):
-    replica: str
-    number: int
+    replica: Annotated[str, Meta(min_length=1, max_length=64)]
+    number: Count
     changes: Sequence[msgspec.Raw]
 
 
 _encoder = msgspec.msgpack.Encoder()
 _envelopes = msgspec.msgpack.Decoder(_Envelope)
 _changes = msgspec.msgpack.Decoder(Change)
+_tags = {kind.__struct_config__.tag for kind in KINDS}
 
 
 def encode(batch: Batch) -> bytes:
@@ -286,16 +295,53 @@ def encode(batch: Batch) -> bytes:
 
 def decode(message: bytes) -> Batch:
     """Return the batch of a message. Raises msgspec.DecodeError if it is not one."""
+    known: list[Change] = []
+    damage: list[str] = []
     try:
-        envelope, known = _envelopes.decode(message), []
+        envelope = _envelopes.decode(message)
     except (UnicodeDecodeError, RecursionError) as error:
         raise msgspec.DecodeError(str(error)) from None
     for raw in envelope.changes:
         try:
             known.append(_changes.decode(raw))
-        except (msgspec.ValidationError, UnicodeDecodeError):
-            pass  # a newer version's, or damaged
-    return Batch(envelope.replica, known, envelope.number, len(envelope.changes) - len(known))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            if kind := _kind(raw):  # else a newer version's
+                damage.append(f"{kind}: {error}")
+    return Batch(envelope.replica, known, envelope.number, len(envelope.changes) - len(known), tuple(damage))
+
+
+def _kind(raw: msgspec.Raw) -> str:
+    """Return the type of a change that could not be read; empty if this version does not know it."""
+    try:
+        read = msgspec.msgpack.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+        return "unreadable"
+    tag = read[0] if isinstance(read, list) and read else None
+    if not isinstance(tag, str):
+        return "unreadable"
+    return tag if tag in _tags else ""
+
+
+def implausible(change: Change, now_us: int) -> str:
+    """Return why the change cannot be true at the time `now_us`; empty if it can."""
+    if not isinstance(change, Claimed | Alive) and change.at_us > now_us + AHEAD_US:
+        return f"its stamp is {(change.at_us - now_us) / 1e6:.0f} s ahead of this host's clock"
+    match change:
+        case Bound():
+            context = change.turns, change.context_tokens, change.body_bytes, change.blocks
+            prompt = change.prompt_blocks, change.prompt_tokens
+            return "a number is too large" if max(*context, *prompt) > MOST else ""
+        case Loaded():
+            load = change.in_flight, change.prefilling, change.pending_tokens, change.context_tokens
+            return "a number is too large" if max(load) > MOST else ""
+        case InLine():
+            if any(place.tokens > MOST or place.arrived_us > now_us + AHEAD_US for place in change.places):
+                return "a place's number or time is too large"
+            late_us = (place.rank_us - place.arrived_us for place in change.places)
+            return "" if all(0 <= us <= AHEAD_US for us in late_us) else "a place's rank is wrong"
+        case Claimed():
+            return "" if len(change.blocks) % 8 == 0 else "its blocks are not whole"
+    return ""
 
 
 def packed(blocks: Sequence[int]) -> bytes:

@@ -21,6 +21,8 @@ Does no I/O. Costs about 5 µs for each change that is received.
 
 from __future__ import annotations
 
+import logging
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Protocol
 
@@ -46,6 +48,7 @@ from perilune_gateway.model.shared import (
     Stamp,
     TenantInLine,
     encode,
+    implausible,
     unpacked,
 )
 from perilune_gateway.state.in_flight import NO_REQUESTS, Requests
@@ -55,6 +58,10 @@ from perilune_gateway.state.session_queue import Given, Line, Place
 from perilune_gateway.state.sessions import Session
 from perilune_gateway.state.sharing import Sharing
 
+log = logging.getLogger(__name__)
+
+MAX_MEASURING = 1_000
+"""Replicas of which the last measurement is remembered."""
 MAX_BATCH = 1_000
 """Maximum number of sessions in one batch."""
 
@@ -123,8 +130,10 @@ class Replicas:
         """Other replica → stamp of its part of the queue."""
         self._offered: dict[bytes, Offered] = {}
         """Name of a session or prefix → what the others were last told of its offer here."""
-        self._measured_until: dict[str, int] = {}
-        """Other replica → stamp of its last measurement."""
+        self._measured_until: OrderedDict[str, int] = OrderedDict()
+        """Other replica → stamp of its last measurement; also of those that have gone of late."""
+        self._damaged_kinds: set[str] = set()
+        """Kinds of damaged changes that were logged."""
 
     # -- what the others are told ------------------------------------------------------------------
 
@@ -258,15 +267,21 @@ class Replicas:
 
     def apply(self, batch: Batch) -> None:
         """Merge another replica's batch into the state. Our own batches change nothing."""
-        self.dropped += batch.unknown
         if batch.replica == self.replica:
             return
         self._peers.hear(batch.replica, self._clock())
         self._merge(batch)
 
     def _merge(self, batch: Batch, *, stored: bool = False) -> None:
-        now, replica = self._clock(), batch.replica
+        now, replica, now_us = self._clock(), batch.replica, self._stamps.now_us()
+        self.dropped += batch.unknown
+        for why in batch.damage:
+            self._damaged(replica, why)
         for change in batch.changes:
+            if why := implausible(change, now_us):
+                self.dropped += 1
+                self._damaged(replica, f"{type(change).__name__}: {why}")
+                continue
             self.received += 1
             match change:
                 case Bound():
@@ -290,13 +305,23 @@ class Replicas:
                     self._gone(replica)
         self._elsewhere.trim(self._state.sessions.max_sessions)
 
+    def _damaged(self, replica: str, why: str) -> None:
+        """Log the first damaged change of each kind; all are counted."""
+        kind = why.partition(":")[0]
+        if kind not in self._damaged_kinds:
+            self._damaged_kinds.add(kind)
+            log.warning(
+                "shared state has a damaged change replica=%s error=%s; others of its kind are only counted",
+                replica,
+                why[:200],
+            )
+
     def reconcile(self, stored: Iterable[Batch]) -> None:
         """Merge the sessions that the server has kept, and note those of which it lacks the latest turn."""
         found: dict[bytes, Stamp] = {}
         for batch in stored:
-            self.dropped += batch.unknown
             for change in batch.changes:
-                if isinstance(change, Bound):
+                if isinstance(change, Bound) and not implausible(change, self._stamps.now_us()):
                     found[change.session] = Stamp(change.at_us, batch.replica)
             self._merge(batch, stored=True)
         for name in self._elsewhere.names():
@@ -357,6 +382,8 @@ class Replicas:
 
     def _load(self, change: Loaded, replica: str) -> None:
         self._stamps.saw(change.at_us)
+        if not self._state.fleet.get(change.endpoint):
+            return
         if change.at_us > self._loads.get((replica, change.endpoint), 0):
             self._loads[replica, change.endpoint] = change.at_us
             self._state.in_flight.set_elsewhere(
@@ -417,16 +444,15 @@ class Replicas:
         self._stamps.saw(seen.at_us)
         if seen.at_us > self._measured_until.get(replica, 0) and self._state.fleet.get(seen.endpoint):
             self._measured_until[replica] = seen.at_us
+            if len(self._measured_until) > MAX_MEASURING:
+                self._measured_until.popitem(last=False)
             self._state.calibration.learn(seen, now)
 
     def _claim(self, change: Claimed, now: float) -> None:
-        try:
-            blocks = unpacked(change.blocks)
-        except ValueError:
-            self.dropped += 1
-            return
         if self._state.fleet.get(change.endpoint):
-            self._state.index.speculate(change.endpoint, blocks, now, change.seconds, begins=False)
+            self._state.index.speculate(
+                change.endpoint, unpacked(change.blocks), now, change.seconds, begins=False
+            )
 
     # -- questions ---------------------------------------------------------------------------------
 

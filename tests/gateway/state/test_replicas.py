@@ -1,5 +1,6 @@
 """Replicas of the gateway whose changes reach each other late, twice, in another order, or not at all."""
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -429,6 +430,66 @@ def test_changes_of_a_newer_version_are_left_out_and_counted():
 def test_bytes_that_are_no_batch_are_refused(message):
     with pytest.raises(msgspec.DecodeError):
         decode(message)
+
+
+NOW_US = 1_700_001_000_000_000
+FAR_US = NOW_US + 7_200_000_000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(["bound", FAR_US, b"n" * 16, A], id="a turn's stamp in the future"),
+        pytest.param(["bound", 5, b"n" * 16, A, 2**61], id="turns"),
+        pytest.param(["bound", 5, b"n" * 16, A, 1, 1, 1, math.nan], id="bytes per token"),
+        pytest.param(["bound", 5, b"n" * 999, A], id="a long name"),
+        pytest.param(["loaded", 2**62, A, 1], id="a load's stamp"),
+        pytest.param(["loaded", 5, A, -1], id="a negative number of requests"),
+        pytest.param(["loaded", 5, A, 1, 1, 1, math.inf], id="an infinite load"),
+        pytest.param(["ejected", FAR_US, A, "failures"], id="an ejection's stamp"),
+        pytest.param(["ejected", 5, "a" * 9_999, "failures"], id="a long address"),
+        pytest.param(["counted", 2**64 - 1, 0.0, 0], id="a count's stamp"),
+        pytest.param(["counted", 5, math.nan, 0], id="no number of active tokens"),
+        pytest.param(["counted", 5, -5.0, 0], id="negative active tokens"),
+        pytest.param(["in_line", FAR_US], id="a queue's stamp"),
+        pytest.param(["in_line", 5, [[b"s", b"t", 2**50, 5, 5, 1]]], id="tokens of a place"),
+        pytest.param(["in_line", 5, [[b"s", b"t", 5, FAR_US, FAR_US, 1]]], id="a place's arrival"),
+        pytest.param(["in_line", 5, [[b"s", b"t", 5, 5, 2**60, 1]]], id="a place's rank"),
+        pytest.param(["in_line", 5, [[b"s", b"t", 5, 5, 5, 1, math.inf]]], id="a place's return"),
+        pytest.param(["in_line", 5, [], [[b"t", math.inf, 1.0]]], id="a tenant's tokens"),
+        pytest.param(["offered", FAR_US, b"n", "drain", A, B, "copying", 9.0], id="an offer's stamp"),
+        pytest.param(["offered", 5, b"n", "drain", A, B, "copying", 1e9], id="an offer for ever"),
+        pytest.param(
+            ["offered", 5, b"n", "drain", A, B, "copying", 9.0, math.nan], id="an offer's beginning"
+        ),
+        pytest.param(["measured", "prefill", A, 1.0, math.inf, "", 7], id="an infinite prediction"),
+        pytest.param(["measured", "decode", A, math.nan, 0.0, "", 7], id="no measurement"),
+        pytest.param(["measured", "decode", A, 1e8, 0.0, "", 7], id="a measurement of years"),
+        pytest.param(["measured", "decode", A, 1.0, 0.0, "", FAR_US], id="a measurement's stamp"),
+        pytest.param(["claimed", A, b"abc", 1.0], id="blocks that are not whole"),
+        pytest.param(["claimed", A, bytes(8), math.inf], id="a claim for ever"),
+        pytest.param(["alive", 7], id="a sign of life"),
+        pytest.param(["bound", 5], id="fields are missing"),
+    ],
+)
+def test_a_damaged_change_costs_itself_is_counted_and_logged_once(
+    change: list[object], caplog: pytest.LogCaptureFixture
+):
+    replica = Replica("b", document=WITH_ADMISSION)
+    message = msgspec.msgpack.encode(["x", 1, [["alive"], change, change, ["loaded", 9, A, 2]]])
+    replica.shared.apply(decode(message))
+    replica.shared.apply(decode(message))
+    assert replica.shared.dropped == 4
+    assert caplog.text.count("damaged change") == 1
+    assert replica.in_flight() == {A: 2}
+    replica.route(range(20), turn("z"))
+    told = decode(encode(Batch("b", replica.shared.take(alive=True).changes, 1)))
+    assert told.unknown == 0
+    untouched = Replica("b", document=WITH_ADMISSION)
+    untouched.route(range(20), turn("z"))
+    assert [change for change in told.changes if isinstance(change, Bound)] == [
+        change for change in untouched.shared.take(alive=True).changes if isinstance(change, Bound)
+    ]
 
 
 HOSTS, NAMES, REPLICAS = (A, B, ""), (b"s" * 16, b"t" * 16), ("x", "y")
