@@ -98,6 +98,7 @@ class ServedPool:
         log_file: RotatedFile | None = None,
         state_server: Server | None = None,
         state_key: str = "",
+        state_cluster: str = "",
         traces: str = "",
         traces_share: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
@@ -105,7 +106,8 @@ class ServedPool:
         """`secret`: of the pool; empty: one of this process alone stands in. `authorization`: the header that
         engines demand, in place of the clients' own; empty: theirs pass. Every decision is written to
         `log_file`, if given. `state_server`: what the pool's gateways share their state through; `state_key`:
-        the key of the hashes that name sessions there. `traces`: URL of the collector of spans, if there is
+        the key of the hashes that name sessions there; `state_cluster`: a name of the cluster, if the server
+        has pools of several. `traces`: URL of the collector of spans, if there is
         one; `traces_share`: of requests without a client's trace."""
         spec = pool.spec
         self._clock, self._rng = clock, Random(seed)
@@ -119,7 +121,8 @@ class ServedPool:
         decisions = Decisions()
         self.collector = _collector(traces, pool, self.metrics) if traces else None
         sharing, changed = None, asyncio.Event()
-        shared_as = f"{pool.metadata.namespace}/{pool.metadata.name}"
+        places = state_cluster, pool.metadata.namespace, pool.metadata.name
+        shared_as = "/".join(filter(None, places))
         if state_server:
             key = state_key or state_server.password or shared_as
             sharing = Sharing(token_hex(8), Names(key.encode()), clock, time.time, changed.set)

@@ -14,7 +14,18 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from perilune_gateway.model.shared import MAX_CLAIMED_BLOCKS, NEVER, Claimed, Ejected, Measured, Stamp, packed
+from perilune_gateway.model.shared import (
+    MAX_CLAIMED_BLOCKS,
+    NEVER,
+    Change,
+    Claimed,
+    Ejected,
+    Loaded,
+    Measured,
+    Offered,
+    Stamp,
+    packed,
+)
 
 MAX_CLAIMS = 1_000
 """Maximum number of claims that wait to be sent; the oldest are dropped, because claims soon expire."""
@@ -147,6 +158,7 @@ class PendingChanges:
         self._judgements.pop(endpoint, None)
         self._judgements[endpoint] = self._stamps.next(), ""
         self._judged.discard(endpoint)
+        self._loaded.discard(endpoint)
         if len(self._judgements) > MAX_JUDGEMENTS:
             del self._judgements[next(iter(self._judgements))]
         kept = [claim for claim in self._claims if claim.endpoint != endpoint]
@@ -198,6 +210,24 @@ class PendingChanges:
         judged, self._judged = self._judged, set()
         known = self._judgements
         return [Ejected(known[e][0].at_us, e, known[e][1]) for e in judged]
+
+    def put_back(self, changes: Sequence[Change]) -> None:
+        """Tell these again, which were taken and did not reach the others."""
+        claims = [change for change in changes if isinstance(change, Claimed)]
+        measured = [change for change in changes if isinstance(change, Measured)]
+        self._claims = deque((*claims, *self._claims), maxlen=MAX_CLAIMS)
+        self._measured = deque((*measured, *self._measured), maxlen=MAX_MEASURED)
+        for change in changes:
+            match change:
+                case Loaded():
+                    self._loaded.add(change.endpoint)
+                case Ejected():
+                    before = self._judgements.get(change.endpoint)
+                    if before and before[0] == Stamp(change.at_us, self._stamps.replica):
+                        self._judged.add(change.endpoint)
+                case Offered():
+                    self._offers_changed = True
+        self._wake()
 
     def take_offers_changed(self) -> bool:
         """Whether offers may have changed since the last call."""

@@ -31,6 +31,7 @@ from msgspec.structs import replace
 
 from perilune_gateway.model import SessionKey
 from perilune_gateway.model.shared import (
+    AHEAD_US,
     NEVER,
     Alive,
     Batch,
@@ -72,7 +73,7 @@ class Outbox(Struct, frozen=True, gc=False):
     changes: Sequence[Change]
     """For the stream."""
     sessions: Sequence[tuple[bytes, bytes]]
-    """(name, bytes of a batch with its latest turn) of sessions to keep; without bytes: to delete."""
+    """(name, bytes of a batch with its latest turn or its end) of sessions to keep."""
 
 
 class Admission(Protocol):
@@ -124,6 +125,8 @@ class Replicas:
         """(other replica, endpoint) → stamp of its load there."""
         self._counted = Counted(0)
         """What the others were last told of session admission."""
+        self._line_lost = False
+        """Whether the others may have missed the last change of our part of the queue."""
         self._counts: dict[str, int] = {}
         """Other replica → stamp of what it counts."""
         self._lines: dict[str, int] = {}
@@ -153,10 +156,34 @@ class Replicas:
         if counted != self._counted or (alive and counted.at_us):
             self._counted = replace(counted, at_us=self._stamps.next_us())
             changes.append(self._counted)
-        if line := self._admission.line(self._clock(), repeat=alive):
+        if line := self._admission.line(self._clock(), repeat=alive or self._line_lost):
             changes.append(self._in_line(line))
+        self._line_lost = False
         turns, saved = self._turns()
         return Outbox([*changes, *turns], saved)
+
+    def failed(self, outbox: Outbox) -> None:
+        """Tell again what was taken, because it may not have reached the server."""
+        elsewhere = self._elsewhere
+        self._changes.put_back(outbox.changes)
+        for change in outbox.changes:
+            match change:
+                case Bound():
+                    if elsewhere.key(change.session):
+                        elsewhere.tell(change.session)
+                    elif (there := elsewhere.latest(change.session)) and there.bound == change:
+                        elsewhere.tell_again(change)
+                case Counted():
+                    self._counted = Counted(self._counted.at_us, -1.0)  # differs from whatever is counted
+                case InLine():
+                    self._line_lost = True
+                case Offered():
+                    if change.stage is OfferStage.OVER:
+                        self._offered.setdefault(change.subject, replace(change, seconds=1.0))
+                    else:
+                        self._offered.pop(change.subject, None)
+        for name, _ in outbox.sessions:
+            elsewhere.save(name)
 
     def _turns(self) -> tuple[list[Bound], list[tuple[bytes, bytes]]]:
         """Return the turns and ends of sessions to tell, and what the server is to keep of sessions."""
@@ -170,8 +197,8 @@ class Replicas:
             session = self._state.sessions.named(name)
             if session and session.host:
                 changes.append(self._bound(session))
-        told = elsewhere.take_told()
-        saved = [(bound.session, b"") for bound in told if not bound.host]
+        told = elsewhere.take_told(MAX_BATCH)
+        saved = []
         for name in elsewhere.take_unsaved(MAX_BATCH):
             if latest := self._latest(name):
                 bound, stamp = latest
@@ -237,11 +264,11 @@ class Replicas:
         return of if isinstance(of, bytes) else f"{self.replica}:{of}".encode()[-64:]
 
     def _latest(self, name: bytes) -> tuple[Bound, Stamp] | None:
-        """The session's latest turn that is known here; None if it has ended."""
+        """The session's latest turn, or its end, that is known here."""
         if session := self._state.sessions.named(name):
             return (self._bound(session), session.stamp) if session.host else None
         there = self._elsewhere.latest(name)
-        return (there.bound, there.stamp) if there and there.bound.host else None
+        return (there.bound, there.stamp) if there else None
 
     def _bound(self, session: Session) -> Bound:
         return Bound(
@@ -325,12 +352,15 @@ class Replicas:
                     found[change.session] = Stamp(change.at_us, batch.replica)
             self._merge(batch, stored=True)
         for name in self._elsewhere.names():
-            latest = self._latest(name)
-            if latest and latest[1] > found.get(name, NEVER):
-                if latest[1].replica == self.replica and self._elsewhere.key(name):
-                    self._elsewhere.tell(name)
-                else:
-                    self._elsewhere.save(name)
+            latest, kept = self._latest(name), found.get(name, NEVER)
+            if latest is None or latest[1] <= kept or not (latest[0].host or kept is not NEVER):
+                continue
+            if latest[1].replica != self.replica:
+                self._elsewhere.save(name)
+            elif self._elsewhere.key(name):
+                self._elsewhere.tell(name)
+            else:
+                self._elsewhere.tell_again(latest[0])
 
     def lapse(self) -> None:
         """Forget the load of replicas that are not heard any more."""
@@ -470,6 +500,11 @@ class Replicas:
     def sessions(self) -> int:
         """Number of sessions that only other replicas have routed."""
         return self._elsewhere.count
+
+    @property
+    def latest_us(self) -> int:
+        """The latest stamp that can be true now."""
+        return self._stamps.now_us() + AHEAD_US
 
     @property
     def session_idle_ms(self) -> int:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from router_rig import A, B, Rig, pool
 from routing_objects import head
 
-from perilune_api.pool import Ejection, Engine, Pool, Routing, SessionAdmission
+from perilune_api.pool import Ejection, Engine, Pool, Routing, SessionAdmission, SessionKeys
 from perilune_gateway.model import MoveReason, RequestHead, SessionKey
 from perilune_gateway.model.shared import (
     Alive,
@@ -20,6 +20,8 @@ from perilune_gateway.model.shared import (
     Counted,
     Ejected,
     Loaded,
+    Measure,
+    Measured,
     Names,
     Offered,
     OfferStage,
@@ -30,7 +32,8 @@ from perilune_gateway.routing.new_sessions import Queued
 from perilune_gateway.state.active_contexts import HORIZON_S
 from perilune_gateway.state.ejection import Cause
 from perilune_gateway.state.peers import LEASE_S
-from perilune_gateway.state.replicas import Replicas
+from perilune_gateway.state.replicas import MAX_BATCH, Replicas
+from perilune_gateway.state.sessions_elsewhere import MAX_TOLD
 from perilune_gateway.state.sharing import Sharing
 
 ROUTING = Routing(ejection=Ejection(pause_seconds=10.0))
@@ -414,6 +417,93 @@ def test_what_an_emptied_server_lacks_is_written_again():
     third.shared.take()
     third.shared.reconcile(kept.values())
     assert third.shared.take().sessions == []
+
+
+# -- a server that is away -----------------------------------------------------------------------------
+
+
+def test_what_waits_for_the_server_is_bounded_and_sent_in_batches():
+    replica = Replica("a", document=pool(routing=Routing(session=SessionKeys(max_sessions=3_000))))
+    for n in range(MAX_TOLD + 1_000):
+        replica.finish(replica.route(range(8), turn(f"s{n}", x_perilune_session_final="true")))
+    for n in range(4_000):
+        replica.finish(replica.route(range(8), turn(f"t{n}")))
+    names: set[bytes] = set()
+    while (outbox := replica.shared.take()).changes or outbox.sessions:
+        turns = [change for change in outbox.changes if isinstance(change, Bound)]
+        assert len(turns) <= 2 * MAX_BATCH
+        assert len(outbox.sessions) <= 2 * MAX_BATCH
+        names.update(change.session for change in turns)
+    assert len(names) <= MAX_TOLD + 3_000
+
+
+def test_what_a_failed_write_would_have_told_is_told_again():
+    first, second = two()
+    first.state.changes.judged(B, Cause.FAILURES)
+    kept = first.route(range(20), turn("kept"))
+    ended = first.route(range(20), turn("ended"))
+    first.tells(second)
+    assert second.ejected() == {B}
+    first.finish(ended)
+    first.state.sessions.free(SessionKey("", "ended"))
+    first.finish(kept)
+    first.route(range(24), turn("kept"))
+    first.state.changes.judged(B, "")
+    first.state.changes.measured(Measured(Measure.DECODE, A, 2.0))
+    lost = first.shared.take()
+    first.shared.failed(lost)
+    again = first.shared.take()
+    assert {type(change) for change in again.changes} == {type(change) for change in lost.changes}
+    assert {name for name, _ in again.sessions} == {name for name, _ in lost.sessions}
+    second.shared.apply(decode(encode(Batch("a", again.changes, 2))))
+    assert second.ejected() == set()
+    assert second.host("ended") == ""
+    assert second.in_flight() == first.in_flight()
+    assert second.state.calibration.decode_s(A) == 2.0
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_a_failed_write_would_have_told_of_admission_is_told_again(waits: bool):
+    first, second = admitting(2)
+    routed = first.route(range(700), turn("a"))
+    if waits:
+        first.ask(range(2_000, 2_400), turn("b"))
+    first.shared.failed(first.shared.take())
+    first.tells(second)
+    assert active(second) == 700
+    first.finish(routed)
+    second.now += 60.0
+    assert isinstance(second.ask(range(4_000, 4_040), turn("c")), Queued) is waits
+
+
+def test_the_end_of_a_session_is_told_again_to_a_server_that_still_has_its_turn():
+    first, second = two()
+    first.finish(first.route(range(20), turn("s")))
+    kept = dict(first.shared.take().sessions)
+    first.finish(first.route(range(24), turn("s", x_perilune_session_final="true")))
+    first.shared.take()
+    first.shared.reconcile([decode(value) for value in kept.values()])
+    outbox = first.shared.take()
+    second.shared.reconcile([decode(value) for value in kept.values()])
+    assert second.shared.sessions == 1
+    second.shared.apply(Batch("a", outbox.changes))
+    assert second.host("s") == ""
+    (value,) = (value for _, value in outbox.sessions)
+    late = Replica("c")
+    late.shared.reconcile([decode(value)])
+    assert late.host("s") == ""
+
+
+def test_an_ejection_ends_with_its_endpoint():
+    first, second = two()
+    first.state.changes.judged(A, Cause.FAILURES)
+    first.tells(second)
+    for replica in (first, second):
+        replica.router.configure(pool(endpoints=[B], routing=ROUTING))
+        replica.router.configure(pool(routing=ROUTING))
+    late = Replica("c")
+    first.tells(second, late, alive=True)
+    assert second.ejected() == late.ejected() == set()
 
 
 # -- bytes ---------------------------------------------------------------------------------------------
