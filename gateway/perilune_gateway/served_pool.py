@@ -113,6 +113,7 @@ class ServedPool:
         self._clock, self._rng = clock, Random(seed)
         self._key = {names.AUTHORIZATION_HEADER: authorization} if authorization else {}
         self._trust = {names.ENGINE_SECRET_HEADER: secret} if secret else {}
+        self._began_at = clock()
         self.draining = False
         self.source = source
         registry = CollectorRegistry()
@@ -293,10 +294,18 @@ class ServedPool:
         if not isinstance(self.source, KubernetesPool):
             return {}
         state, now = self.state, self._clock()
-        return drained.drained(
-            self.source.pods,
-            lambda address: drained.is_idle(state.fleet, state.sessions, address, now),
-        )
+
+        def is_idle(address: str) -> bool:
+            return drained.is_idle(
+                state.fleet,
+                state.sessions,
+                address,
+                now,
+                began_at=self._began_at,
+                transfers=self.router.handing_over.transfers,
+            )
+
+        return drained.drained(self.source.pods, is_idle)
 
     def on_pool(self, pool: Pool) -> None:
         """Applies a new pool document. Raises SpecError for a change that a running gateway cannot make."""
