@@ -338,7 +338,7 @@ def implausible(change: Change, now_us: int) -> str:
             if any(place.tokens > MOST or place.arrived_us > now_us + AHEAD_US for place in change.places):
                 return "a place's number or time is too large"
             late_us = (place.rank_us - place.arrived_us for place in change.places)
-            return "" if all(0 <= us <= AHEAD_US for us in late_us) else "a place's rank is wrong"
+            return "" if all(abs(us) <= AHEAD_US for us in late_us) else "a place's rank is wrong"
         case Claimed():
             return "" if len(change.blocks) % 8 == 0 else "its blocks are not whole"
     return ""

@@ -13,11 +13,11 @@
    because most new sessions are short, and one long prompt would hold up many.
 4. Waiting is bounded. A session is overtaken only by those of its tenant that come within `OVERTAKEN` ×
    `max_wait_s` after it, however long it is, and every `TURN` × `max_wait_s` its tenant gets a turn. If the
-   session at the head does not fit, nobody passes it. A session waits only if its turn comes within
-   `max_wait_s` at the pace of the last minutes; otherwise it is refused at once.
+   session at the head does not fit, nobody passes it.
 5. A session that has waited `max_wait_s` is refused and told when its turn would come. It keeps its place: it
-   counts as waiting since its first arrival, nobody overtakes it any more, and the first of those whose
-   clients are expected back has its room kept for `HOLD_S`.
+   counts as waiting since its first arrival, and since half as long before as it was overtaken, because a
+   long one needs more time until its room is free. The first of those whose clients are expected back has
+   its room kept for `HOLD_S`.
 6. At most `max_waiting` requests and `MAX_BYTES` of their bodies wait at one gateway. A tenant that fills
    them gives up its latest place to another tenant's session.
 
@@ -51,7 +51,7 @@ HOLD_S = 5.0
 PACE_S = 60.0
 """The pace is that of about this many past seconds."""
 FEW_BEGUN = 3.0
-"""Without so many sessions that began of late, the pace tells nothing of a new session's wait."""
+"""Without so many sessions that began of late, the pace tells nothing of a session's wait."""
 SHORTEST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
 """Bounds of what a refused client is told; clients of OpenAI's SDKs ignore more than 60 s."""
 REMEMBERED_S = 600.0
@@ -143,6 +143,10 @@ class Line(Struct, frozen=True, gc=False):
     """Tokens of its sessions that began per second while others waited."""
 
 
+class _Nameless(int):
+    """Number of a session that would not be recognized when it returns."""
+
+
 class SessionQueue:
     """The new sessions of one pool that wait."""
 
@@ -207,25 +211,23 @@ class SessionQueue:
                 return None
         self._next += 1
         at_us = int(now * 1e6) if now_us is None else now_us
+        later_us = int(1e6 * min(S_PER_TOKEN * tokens, OVERTAKEN * self.max_wait_s))
         if known is None:
-            later_s = min(S_PER_TOKEN * tokens, OVERTAKEN * self.max_wait_s)
             place = Place(
-                session=self._next if session is None else session,
+                session=_Nameless(self._next) if session is None else session,
                 tenant=tenant,
                 tokens=tokens,
                 arrived=now,
                 arrived_us=at_us,
-                rank_us=at_us + int(later_s * 1e6),
+                rank_us=at_us + later_us,
                 number=self._next,
             )
         else:
-            rank_us = known.rank_us if known.back_at is None else known.arrived_us
+            rank_us = known.rank_us if known.back_at is None else known.arrived_us - later_us // 2
             longest = max(tokens, known.tokens)
             place = replace(known, tenant=tenant, tokens=longest, rank_us=rank_us, back_at=None)
         if not self._makes_room(tenant, body_bytes):
             return self._refuse(place, now)
-        if known is None and (late_s := self._wait_s(place, places.values()) - self.max_wait_s) > 0.0:
-            return self._refuse(place, now, forget=late_s > LONGEST_RETRY_S)
         waiting = Waiting(self._next, place.session, tenant, tokens, now, body_bytes)
         self._requests[waiting.ticket] = waiting
         self._bytes += body_bytes
@@ -395,11 +397,10 @@ class SessionQueue:
         place = self._drop(waiting)
         return self._refuse(place, now) if place else Refused(SHORTEST_RETRY_S)
 
-    def _refuse(self, place: Place, now: float, *, forget: bool = False) -> Refused:
-        """Tell the client when to come back. `forget`: it has no place."""
-        places = [p for p in self._all(now).values() if p.session != place.session]
-        retry_s = min(LONGEST_RETRY_S, max(SHORTEST_RETRY_S, self._wait_s(place, places, LONGEST_RETRY_S)))
-        if not forget and not isinstance(place.session, int):
+    def _refuse(self, place: Place, now: float) -> Refused:
+        """Tell the client when to come back; it keeps its place."""
+        retry_s = min(LONGEST_RETRY_S, max(SHORTEST_RETRY_S, self._wait_s(place, now)))
+        if not isinstance(place.session, _Nameless):
             self._away[place.session] = replace(place, back_at=now + retry_s)
             self._away.move_to_end(place.session)
             if len(self._away) > MOST_REMEMBERED:
@@ -407,14 +408,14 @@ class SessionQueue:
             self.changed = True
         return Refused(retry_s)
 
-    def _wait_s(self, place: Place, places: Iterable[Place], unknown_s: float = 0.0) -> float:
+    def _wait_s(self, place: Place, now: float) -> float:
         """Return the seconds until the session's turn comes, at the present pace and without those that may
-        overtake it. `unknown_s`: while too few have begun to tell."""
+        overtake it; infinite while too few have begun to tell."""
         pace = self._own_pace() + sum(line.pace for line in self._elsewhere.values())
         if not pace or self._begun < FEW_BEGUN:
-            return unknown_s
+            return inf
         before: Counter[Hashable] = Counter({place.tenant: 0})
-        for other in places:
+        for other in self._all(now).values():
             if other.arrived_us <= place.arrived_us and other.session != place.session:
                 before[other.tenant] += other.tokens
         return (min(before.total(), before[place.tenant] * len(before)) + 1) / pace

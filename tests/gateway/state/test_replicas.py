@@ -324,6 +324,7 @@ def test_a_refused_session_keeps_its_place_when_it_returns_to_another_replica():
         replica.now += 30.0
     later = second.ask(range(3_000, 3_400), turn("later"))
     tell(first, second)
+    assert second.shared.dropped == 0
     for replica in (first, second):
         replica.now += 30.0
     ((_, refusal),) = first.router.due()
@@ -334,6 +335,7 @@ def test_a_refused_session_keeps_its_place_when_it_returns_to_another_replica():
     first.finish(routed)
     again = second.ask(range(2_000, 2_400), turn("early"))
     tell(first, second)
+    assert first.shared.dropped == 0
     assert later.ticket != again.ticket
     assert second.router.due()[0] == (again.ticket, None)
 
