@@ -97,6 +97,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         " (TLS); several gateways of one pool that name the same server act as one (default: none)",
     )
     shared.add_argument("--state-ca", type=Path, metavar="FILE", help="CA certificates of that server, PEM")
+    shared.add_argument(
+        "--state-cluster",
+        default="",
+        metavar="NAME",
+        help="begins the names of all keys there; tells pools of one name apart if several clusters use the"
+        " server (default: none)",
+    )
     traces = parser.add_argument_group(
         "traces",
         "See docs/observability.md. Needs perilune[tracing]. Environment: OpenTelemetry's OTEL_SERVICE_NAME,"

@@ -290,6 +290,7 @@ async def _serve(
             if args.state_server
             else None,
             state_key=os.environ.get(STATE_KEY, ""),
+            state_cluster=args.state_cluster,
             traces=args.traces or "",
             traces_share=args.traces_share,
         )

@@ -99,6 +99,7 @@ class ServedPool:
         log_file: RotatedFile | None = None,
         state_server: Server | None = None,
         state_key: str = "",
+        state_cluster: str = "",
         traces: str = "",
         traces_share: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
@@ -107,12 +108,14 @@ class ServedPool:
         before, if ids of its responses are still to be read. `authorization`: the header that
         engines demand, in place of the clients' own; empty: theirs pass. Every decision is written to
         `log_file`, if given. `state_server`: what the pool's gateways share their state through; `state_key`:
-        the key of the hashes that name sessions there. `traces`: URL of the collector of spans, if there is
+        the key of the hashes that name sessions there; `state_cluster`: a name of the cluster, if the server
+        has pools of several. `traces`: URL of the collector of spans, if there is
         one; `traces_share`: of requests without a client's trace."""
         spec = pool.spec
         self._clock, self._rng = clock, Random(seed)
         self._key = {names.AUTHORIZATION_HEADER: authorization} if authorization else {}
         self._trust = {names.ENGINE_SECRET_HEADER: secret} if secret else {}
+        self._began_at = clock()
         self.draining = False
         self.source = source
         registry = CollectorRegistry()
@@ -121,7 +124,8 @@ class ServedPool:
         decisions = Decisions()
         self.collector = _collector(traces, pool, self.metrics) if traces else None
         sharing, changed = None, asyncio.Event()
-        shared_as = f"{pool.metadata.namespace}/{pool.metadata.name}"
+        places = state_cluster, pool.metadata.namespace, pool.metadata.name
+        shared_as = "/".join(filter(None, places))
         if state_server:
             key = state_key or state_server.password or shared_as
             sharing = Sharing(token_hex(8), Names(key.encode()), clock, time.time, changed.set)
@@ -293,10 +297,18 @@ class ServedPool:
         if not isinstance(self.source, KubernetesPool):
             return {}
         state, now = self.state, self._clock()
-        return drained.drained(
-            self.source.pods,
-            lambda address: drained.is_idle(state.fleet, state.sessions, address, now),
-        )
+
+        def is_idle(address: str) -> bool:
+            return drained.is_idle(
+                state.fleet,
+                state.sessions,
+                address,
+                now,
+                began_at=self._began_at,
+                transfers=self.router.handing_over.transfers,
+            )
+
+        return drained.drained(self.source.pods, is_idle)
 
     def on_pool(self, pool: Pool) -> None:
         """Applies a new pool document. Raises SpecError for a change that a running gateway cannot make."""

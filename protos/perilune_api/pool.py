@@ -204,8 +204,8 @@ class SessionAdmission(Struct, frozen=True):
     """Seconds for which a new session waits at most. After that it is refused with 429 and told when to try
     again. On Kubernetes, Envoy's timeout for an answer of the gateway follows from it."""
     max_waiting: Positive = 1000
-    """Number of new sessions that may wait at one gateway; more are refused at once. The gateway keeps the
-    body of each."""
+    """Number of requests of new sessions that may wait at one gateway; more are refused at once. The gateway
+    keeps the body of each, at most 256 MiB in all."""
 
 
 class MoveTrigger(StrEnum):

@@ -348,11 +348,19 @@ def test_a_simulated_engine_has_flags_of_its_own() -> None:
         convert(spec(engine={"kind": "simulated", "args": ["--block-size=32"]}))
 
 
+def test_a_server_of_shared_state_may_have_a_user() -> None:
+    state = {"server": "rediss://gateway@state:6379/1", "passwordSecret": "state"}
+    assert (
+        convert({"model": {"name": "m"}, "gateway": {"state": state}}).gateway.state.server == state["server"]
+    )
+
+
 @pytest.mark.parametrize(
     ("state", "says"),
     [
         ({"server": "state:6379"}, "$.spec.gateway.state.server"),
         ({"server": "redis://:password@state:6379"}, "$.spec.gateway.state.server"),
+        ({"server": "redis://user:password@state:6379"}, "$.spec.gateway.state.server"),
         ({"server": "redis://state", "caSecret": "ca"}, "$.spec.gateway.state.caSecret"),
         ({"passwordSecret": "state"}, "$.spec.gateway.state.passwordSecret"),
         ({"caSecret": "ca"}, "$.spec.gateway.state.caSecret"),

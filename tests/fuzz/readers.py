@@ -5,14 +5,26 @@ coverage (`make fuzz`), `test_readers.py` tries a few thousand mutations (`make 
 """
 
 from collections.abc import Callable, Mapping
+from math import isfinite
 
 import msgspec
 from envoy_doubles import PHASE, ROUTE, ScriptedRouter
 from msgspec.structs import replace
-from router_rig import A, Rig, pool
+from router_rig import A, B, Rig, pool
+from routing_objects import head
 
 from perilune_api import extproc_pb2 as pb
-from perilune_api.pool import Hashing, Limits, Model, Routing, SessionKeys, SpecError, dump, parse_known
+from perilune_api.pool import (
+    Hashing,
+    Limits,
+    Model,
+    Routing,
+    SessionAdmission,
+    SessionKeys,
+    SpecError,
+    dump,
+    parse_known,
+)
 from perilune_api.pool import parse as parse_document
 from perilune_gateway.extproc import envelope, wire
 from perilune_gateway.extproc.h2.connection import Connection
@@ -30,13 +42,32 @@ from perilune_gateway.extproc.messages import BodyMode
 from perilune_gateway.extproc.service import Service
 from perilune_gateway.feeds import bootstrap_pages, engine_metrics, kv_events
 from perilune_gateway.feeds.pool_events import EventSink
-from perilune_gateway.model import NeedBody, ProtocolError, Refusal, RequestHead, Routed
-from perilune_gateway.model.shared import Alive, Batch, Bound, Claimed, Ejected, Loaded, Names, decode, encode
+from perilune_gateway.model import MoveReason, NeedBody, ProtocolError, Refusal, RequestHead, Routed
+from perilune_gateway.model.shared import (
+    Alive,
+    Batch,
+    Bound,
+    Claimed,
+    Counted,
+    Ejected,
+    InLine,
+    Loaded,
+    Measure,
+    Measured,
+    Names,
+    Offered,
+    OfferStage,
+    PlaceInLine,
+    TenantInLine,
+    decode,
+    encode,
+)
 from perilune_gateway.observe import decision_log
 from perilune_gateway.request.known_bodies import KnownBodies
 from perilune_gateway.request.openai import ChatPrompt, ParsedRequest, parse
 from perilune_gateway.request.paths import PATHS
 from perilune_gateway.request.tokens import Tokenizer
+from perilune_gateway.routing.new_sessions import Queued
 from perilune_gateway.state.block_tokens import BlockTokens
 from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.parity import ParityCheck
@@ -152,10 +183,10 @@ def requests(data: bytes) -> None:
     headers = {n.decode("latin-1").lower(): v.strip().decode("utf-8", "replace") for n, _, v in lines}
     rig = Rig(pool(routing=ROUTING))
     path = headers.get(":path", "/v1/completions")
-    for head in (RequestHead("POST", path, headers, has_body=bool(body)) for _ in range(2)):
-        said = rig.router.on_headers(head)
+    for asked in (RequestHead("POST", path, headers, has_body=bool(body)) for _ in range(2)):
+        said = rig.router.on_headers(asked)
         if isinstance(said, NeedBody):
-            said = rig.router.on_body(head, body)
+            said = rig.router.on_body(asked, body)
         if isinstance(said, Routed):
             rig.finish(said)
     assert not any(view.load.in_flight for view in rig.state.fleet.view(rig.now))
@@ -172,9 +203,10 @@ def documents(data: bytes) -> None:
 
 
 def shared(data: bytes) -> None:
-    """Batches of another replica, each after two bytes of its length; then this replica goes on."""
+    """Batches of another replica, each after two bytes of its length; then this replica goes on, with session
+    admission."""
     sharing = Sharing("here", Names(b"key"), lambda: rig.now, lambda: 1_700_000_000.0 + rig.now)
-    rig = Rig(pool(), sharing=sharing)
+    rig = Rig(pool(routing=Routing(session_admission=SessionAdmission(enabled=True))), sharing=sharing)
     replicas = Replicas(rig.state, sharing, rig.router.new_sessions, rig.router.handing_over)
     for message in parts(data):
         try:
@@ -183,12 +215,26 @@ def shared(data: bytes) -> None:
             continue
         replicas.apply(batch)
         replicas.reconcile([batch])
-    rig.finish(rig.route())
-    encode(Batch("here", replicas.take(alive=True).changes, 1))
+    asked = rig.ask(range(20), head("/v1/completions", x_session_id="s"))
+    if isinstance(asked, Queued):
+        rig.router.due()
+        rig.now += 70.0
+        (refusal,) = [refusal for ticket, refusal in rig.router.due() if ticket == asked.ticket] or [None]
+        asked = rig.router.on_begun(asked, refusal)
+    if isinstance(asked, Routed):
+        rig.finish(asked)
+    told = encode(Batch("here", replicas.take(alive=True).changes, 1))
+    assert not decode(told).unknown
+    for address in (A, B):
+        assert isfinite(rig.load(address).pending_prefill_s)
+        assert isfinite(rig.state.calibration.prefill_ratio(address, rig.now))
+    assert isfinite(rig.router.new_sessions.stats(rig.now).active_tokens)
     rig.now += 10.0
     replicas.lapse()
     assert not replicas.peers
     assert rig.load(A).in_flight == 0
+    rig.now += 120.0
+    assert isinstance(rig.ask(range(4_000, 4_020), head("/v1/completions", x_session_id="t")), Routed)
 
 
 def bootstrap(data: bytes) -> None:
@@ -325,6 +371,43 @@ SEEDS: Mapping[str, tuple[bytes, ...]] = {
             ),
             encode(Batch("there", (Loaded(6, A, 1, 1, 10, 0.5, 10), Ejected(7, A, "failures")), 2)),
             encode(Batch("there", (Claimed(A, bytes(16), 3.0), Alive(), Alive(True)), 3)),
+        ),
+        framed(
+            encode(Batch("there", (Counted(9, 7_000.0, 2), Measured(Measure.DECODE, A, 1.0, 0.0, "", 3)), 1)),
+            encode(
+                Batch(
+                    "there",
+                    (
+                        InLine(
+                            11,
+                            (
+                                PlaceInLine(b"p" * 16, b"t" * 16, 900, 8, 9, 1),
+                                PlaceInLine(b"q" * 16, b"t" * 16, 90, 8, 9, 2, 3.0),
+                            ),
+                            (TenantInLine(b"t" * 16, 500.0, 2.0),),
+                            50.0,
+                        ),
+                        Offered(
+                            12,
+                            b"n" * 16,
+                            MoveReason.DRAIN,
+                            A,
+                            B,
+                            OfferStage.COPYING,
+                            9.0,
+                            1.0,
+                            99,
+                            20,
+                            7,
+                            0.1,
+                            0.2,
+                            3.0,
+                        ),
+                        Measured(Measure.TRANSFER, A, 2.0, 1.0, B, 13),
+                    ),
+                    2,
+                )
+            ),
         ),
     ),
     "log": (

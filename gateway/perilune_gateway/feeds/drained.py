@@ -1,13 +1,16 @@
 """Says which draining engines this gateway no longer uses, so that the operator need not wait longer.
 
-A draining engine is one of those once it has no request of this gateway in flight, and no session bound there
-has sent a request for SILENT_S. The metrics page names it with the value of its mark (names.DRAINING), so
-that what was said of an earlier draining does not count. The operator reads the pages of all gateways, and
-waits for each. Costs nothing while no engine drains.
+A draining engine is one of those once nothing runs there, no transfer of KV begins or ends there, and no
+gateway, living or dead, had a turn there within SILENT_S. Of other gateways' turns this one knows by the
+shared state and by the engine's own metrics; of those before its start it knows nothing, so in its first
+SILENT_S it names no engine. The metrics page names it with the value of its mark (names.DRAINING), so that
+what was said of an earlier draining does not count. The operator reads the pages of all gateways, and waits
+for each. Costs nothing while no engine drains.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
+from math import inf
 from typing import Any
 
 from perilune_api import names
@@ -21,13 +24,24 @@ SILENT_S = 60.0
 44 s."""
 
 
-def is_idle(fleet: Fleet, sessions: Sessions, server: str, now: float) -> bool:
-    """Whether this gateway has no request in flight there, and no session bound there that was used
-    lately."""
-    running = (v.load.in_flight for v in fleet.view(now) if v.endpoint.server == server)
-    ranks = (e.address for e in fleet.endpoints() if e.server == server)
-    latest = (session for address in ranks for session in islice(sessions.at(address, now), 1))
-    return not any(running) and all(now - session.seen_at > SILENT_S for session in latest)
+def is_idle(
+    fleet: Fleet,
+    sessions: Sessions,
+    server: str,
+    now: float,
+    *,
+    began_at: float = -inf,
+    transfers: Callable[[str], int] = lambda address: 0,
+) -> bool:
+    """Whether nothing runs at the server and no gateway had a turn there lately. `began_at`: when this
+    gateway began to know of turns. `transfers`: the number of transfers that begin or end at an endpoint."""
+    loads = [v.load for v in fleet.view(now) if v.endpoint.server == server]
+    ranks = [e.address for e in fleet.endpoints() if e.server == server]
+    turns = [began_at, *(fleet.busy_at(address) for address in ranks)]
+    turns += [session.seen_at for address in ranks for session in islice(sessions.at(address, now), 1)]
+    if any(load.in_flight or load.running or load.waiting for load in loads):
+        return False
+    return not any(map(transfers, ranks)) and now - max(turns) > SILENT_S
 
 
 def drained(pods: Iterable[Object], is_idle: Callable[[str], bool]) -> Mapping[str, str]:

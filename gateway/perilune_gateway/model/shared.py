@@ -28,10 +28,24 @@ from perilune_gateway.model.moves import MoveReason
 from perilune_gateway.model.request import SessionKey
 
 NAME_BYTES = 16
+AHEAD_US = 3_600_000_000
+"""Microseconds by which another host's clock may be ahead of ours."""
+MOST = 2**40
+"""No count of a session or an endpoint is larger."""
+MAX_CLAIMED_BLOCKS = 4_096
+"""Maximum number of blocks of one claim, from the prompt's beginning."""
 Count = Annotated[int, Meta(ge=0, lt=2**62)]
 """A number or a time that fits in 64 bits even when it is increased. A change with another one is damaged."""
 Amount = Annotated[float, Meta(ge=0, le=1e9)]
 """As `Count`, for seconds and ratios."""
+Seconds = Annotated[float, Meta(ge=0, le=86_400)]
+"""A time that was measured, or for which something stands."""
+Name = Annotated[bytes, Meta(max_length=64)]
+"""The name of a session, a tenant or a prefix."""
+Text = Annotated[str, Meta(max_length=1024)]
+"""An address, a cause, or another short text."""
+Block = Annotated[int, Meta(ge=0)]
+"""Hash of a block."""
 
 
 class Stamp(NamedTuple):
@@ -49,9 +63,9 @@ class Bound(Struct, frozen=True, gc=False, array_like=True, tag="bound"):
     """A session's latest turn: where it went and what is known of the session's context."""
 
     at_us: Count
-    session: bytes
-    """Name of the session, see `Names`."""
-    host: str
+    session: Name
+    """See `Names`."""
+    host: Text
     """Empty: the session has ended."""
     turns: Count = 0
     context_tokens: Count = 0
@@ -59,21 +73,21 @@ class Bound(Struct, frozen=True, gc=False, array_like=True, tag="bound"):
     bytes_per_token: Amount = 0.0
     blocks: Count = 0
     """Number of blocks of its chain; 0: unknown."""
-    tail: int = 0
+    tail: Block = 0
     """Hash of the last of them."""
     prompt_blocks: Count = 0
     """Number of full blocks of its last prompt that was read; 0: none was."""
-    prompt_tail: int = 0
+    prompt_tail: Block = 0
     prompt_tokens: Count = 0
-    inferred: str = ""
+    inferred: Text = ""
     """Id of an inferred session, which is random; empty: clients name the session."""
-    tenant: bytes = b""
+    tenant: Name = b""
     """Name of the tenant of an inferred session."""
     chained: bool = False
     running: bool = False
     """Whether the turn still runs at the sender. Its end is told only while a move of the session is
     offered."""
-    moved_from: str = ""
+    moved_from: Text = ""
     """The host from which the planner has moved the session, without a turn; empty: this is a turn. The
     replica that decided the latest turn then tells of the session anew."""
 
@@ -93,7 +107,7 @@ class Loaded(Struct, frozen=True, gc=False, array_like=True, tag="loaded"):
     """The load of the sender's own requests in flight at one endpoint."""
 
     at_us: Count
-    endpoint: str
+    endpoint: Text
     in_flight: Count = 0
     prefilling: Count = 0
     pending_tokens: Count = 0
@@ -105,18 +119,52 @@ class Ejected(Struct, frozen=True, gc=False, array_like=True, tag="ejected"):
     """An endpoint was ejected or, with an empty cause, is healthy again."""
 
     at_us: Count
-    endpoint: str
-    cause: str
+    endpoint: Text
+    cause: Text
 
 
 class Counted(Struct, frozen=True, gc=False, array_like=True, tag="counted"):
     """What the sender counts for session admission."""
 
-    at_us: int
-    active_tokens: float = 0.0
+    at_us: Count
+    active_tokens: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
     """Expected tokens of the active contexts whose latest turn it routed."""
-    waiting: int = 0
-    """Number of new sessions that wait there."""
+    waiting: Count = 0
+    """Number of new sessions that wait there; `InLine` tells which."""
+
+
+class PlaceInLine(Struct, frozen=True, gc=False, array_like=True):
+    """A new session that waits at the sender, or was refused there and is to come back."""
+
+    session: Name
+    tenant: Name
+    tokens: Count
+    arrived_us: Count
+    """When it first came, and the rank by which it begins, in microseconds since 1970."""
+    rank_us: Count
+    number: Count
+    """Settles ties of ranks."""
+    back_s: Annotated[float, Meta(ge=-1e9, le=1e9)] | None = None
+    """Seconds until its client is expected back; None: it waits."""
+
+
+class TenantInLine(Struct, frozen=True, gc=False, array_like=True):
+    """What a tenant's sessions were given at the sender while others waited."""
+
+    tenant: Name
+    tokens: Amount
+    seconds: Amount
+    """Seconds since the latest of them began; the tokens are as of then."""
+
+
+class InLine(Struct, frozen=True, gc=False, array_like=True, tag="in_line"):
+    """All new sessions that wait at the sender."""
+
+    at_us: Count
+    places: Sequence[PlaceInLine] = ()
+    tenants: Sequence[TenantInLine] = ()
+    pace: Amount = 0.0
+    """Tokens of its sessions that begin per second while others wait."""
 
 
 class OfferStage(StrEnum):
@@ -136,13 +184,13 @@ class Offered(Struct, frozen=True, gc=False, array_like=True, tag="offered"):
     it out tells of it."""
 
     at_us: Count
-    subject: bytes
+    subject: Name
     """Name of the session, or the last block of the prefix, see `prefix_name`."""
     reason: MoveReason
-    source: str
-    target: str
+    source: Text
+    target: Text
     stage: OfferStage
-    seconds: Amount
+    seconds: Seconds
     """Time for which it stands unless it is told again."""
     begun_s: Amount | None = None
     """Seconds since it began; None: it has not."""
@@ -150,7 +198,7 @@ class Offered(Struct, frozen=True, gc=False, array_like=True, tag="offered"):
     """Bytes that the target pulls from the source."""
     tokens: Count = 0
     """Number of tokens of the KV that is copied."""
-    tail: int = 0
+    tail: Block = 0
     """Hash of the last block of it."""
     cost_s: Amount = 0.0
     benefit_s: Annotated[float, Meta(ge=-1e9, le=1e9)] = 0.0
@@ -177,21 +225,21 @@ class Measured(Struct, frozen=True, gc=False, array_like=True, tag="measured"):
     """A measurement, from which every replica corrects its predictions."""
 
     of: Measure
-    endpoint: str
-    observed_s: float
-    predicted_s: float = 0.0
-    source: str = ""
+    endpoint: Text
+    observed_s: Seconds
+    predicted_s: Seconds = 0.0
+    source: Text = ""
     """The endpoint from which KV was pulled."""
-    at_us: int = 0
+    at_us: Count = 0
 
 
 class Claimed(Struct, frozen=True, gc=False, array_like=True, tag="claimed"):
     """Blocks that an endpoint will cache, because a prompt with them was sent there."""
 
-    endpoint: str
-    blocks: bytes
+    endpoint: Text
+    blocks: Annotated[bytes, Meta(max_length=8 * MAX_CLAIMED_BLOCKS)]
     """Hashes as little-endian unsigned 64-bit numbers, in the prompt's order."""
-    seconds: Amount | None
+    seconds: Seconds | None
     """Time for which they count as cached if the endpoint does not announce them; None: as the pool says."""
     parent: int | None = None
     """The block before them, which the endpoint has announced; 0: there is none. None: unknown."""
@@ -204,8 +252,18 @@ class Alive(Struct, frozen=True, gc=False, array_like=True, tag="alive"):
     """Whether it is the last sign: the replica stops."""
 
 
-Change = Bound | Loaded | Ejected | Counted | Offered | Measured | Claimed | Alive
-KINDS: tuple[type[Change], ...] = (Bound, Loaded, Ejected, Counted, Offered, Measured, Claimed, Alive)
+Change = Bound | Loaded | Ejected | Counted | InLine | Offered | Measured | Claimed | Alive
+KINDS: tuple[type[Change], ...] = (
+    Bound,
+    Loaded,
+    Ejected,
+    Counted,
+    InLine,
+    Offered,
+    Measured,
+    Claimed,
+    Alive,
+)
 
 
 class Batch(Struct, frozen=True, gc=False):
@@ -217,17 +275,20 @@ class Batch(Struct, frozen=True, gc=False):
     """Number of the batch among those that its replica has written to the stream, from 1; 0: it is kept."""
     unknown: int = 0
     """Number of further changes: of types that this version does not know, or damaged."""
+    damage: Sequence[str] = ()
+    """What is wrong with those that are damaged."""
 
 
 class _Envelope(Struct, frozen=True, gc=False, array_like=True):
-    replica: str
-    number: int
+    replica: Annotated[str, Meta(min_length=1, max_length=64)]
+    number: Count
     changes: Sequence[msgspec.Raw]
 
 
 _encoder = msgspec.msgpack.Encoder()
 _envelopes = msgspec.msgpack.Decoder(_Envelope)
 _changes = msgspec.msgpack.Decoder(Change)
+_tags = {kind.__struct_config__.tag for kind in KINDS}
 
 
 def encode(batch: Batch) -> bytes:
@@ -236,16 +297,53 @@ def encode(batch: Batch) -> bytes:
 
 def decode(message: bytes) -> Batch:
     """Return the batch of a message. Raises msgspec.DecodeError if it is not one."""
+    known: list[Change] = []
+    damage: list[str] = []
     try:
-        envelope, known = _envelopes.decode(message), []
+        envelope = _envelopes.decode(message)
     except (UnicodeDecodeError, RecursionError) as error:
         raise msgspec.DecodeError(str(error)) from None
     for raw in envelope.changes:
         try:
             known.append(_changes.decode(raw))
-        except (msgspec.ValidationError, UnicodeDecodeError):
-            pass  # a newer version's, or damaged
-    return Batch(envelope.replica, known, envelope.number, len(envelope.changes) - len(known))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            if kind := _kind(raw):  # else a newer version's
+                damage.append(f"{kind}: {error}")
+    return Batch(envelope.replica, known, envelope.number, len(envelope.changes) - len(known), tuple(damage))
+
+
+def _kind(raw: msgspec.Raw) -> str:
+    """Return the type of a change that could not be read; empty if this version does not know it."""
+    try:
+        read = msgspec.msgpack.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+        return "unreadable"
+    tag = read[0] if isinstance(read, list) and read else None
+    if not isinstance(tag, str):
+        return "unreadable"
+    return tag if tag in _tags else ""
+
+
+def implausible(change: Change, now_us: int) -> str:
+    """Return why the change cannot be true at the time `now_us`; empty if it can."""
+    if not isinstance(change, Claimed | Alive) and change.at_us > now_us + AHEAD_US:
+        return f"its stamp is {(change.at_us - now_us) / 1e6:.0f} s ahead of this host's clock"
+    match change:
+        case Bound():
+            context = change.turns, change.context_tokens, change.body_bytes, change.blocks
+            prompt = change.prompt_blocks, change.prompt_tokens
+            return "a number is too large" if max(*context, *prompt) > MOST else ""
+        case Loaded():
+            load = change.in_flight, change.prefilling, change.pending_tokens, change.context_tokens
+            return "a number is too large" if max(load) > MOST else ""
+        case InLine():
+            if any(place.tokens > MOST or place.arrived_us > now_us + AHEAD_US for place in change.places):
+                return "a place's number or time is too large"
+            late_us = (place.rank_us - place.arrived_us for place in change.places)
+            return "" if all(abs(us) <= AHEAD_US for us in late_us) else "a place's rank is wrong"
+        case Claimed():
+            return "" if len(change.blocks) % 8 == 0 else "its blocks are not whole"
+    return ""
 
 
 def packed(blocks: Sequence[int]) -> bytes:

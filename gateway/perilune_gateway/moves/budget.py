@@ -60,6 +60,10 @@ class Moves:
         """Record the end of a transfer, successful or not. Raises KeyError if it has already ended."""
         return self._running.pop(ticket)
 
+    def at(self, address: str) -> int:
+        """Return the number of transfers that begin or end at the endpoint now."""
+        return sum(address in (move.source, move.target) for move in self._running.values())
+
     def budget(self, now: float, migration: Migration) -> Budget:
         """Return what may still be moved now."""
         others = self._elsewhere

@@ -340,6 +340,10 @@ class Planner:
         self._on_change()
         self._moves.finished(ticket)
 
+    def transfers(self, address: str) -> int:
+        """Return the number of moves and transfers of this gateway that begin or end at the endpoint now."""
+        return self._moves.at(address)
+
     def _is_ahead(self, move: Move) -> bool:
         return self._facts.ahead and move.transfer_bytes > 0
 

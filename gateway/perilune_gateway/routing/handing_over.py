@@ -283,6 +283,11 @@ class HandingOver:
             release=offered.reason is not MoveReason.REPLICATE,
         )
 
+    def transfers(self, address: str) -> int:
+        """Return the number of transfers that begin or end at the endpoint now, here or at other replicas. A
+        hand-off may count twice."""
+        return self._handoffs.copies(address) + self._planner.transfers(address)
+
     def offers(self) -> list[Offered]:
         """Return what this replica offers, copies, or began within the last minute, without stamps. Of moves
         away from where a session is not any more, another replica's are the truth. KV that goes with requests

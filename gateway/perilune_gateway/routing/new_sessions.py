@@ -2,17 +2,17 @@
 
 `Router` asks `arrive` for the first request of every session. A request that has to wait is `Queued`; `due`
 names those that begin or are refused now, and is called several times per second while some wait. A session
-that is bound to an endpoint, or whose parent is, never waits. Without `routing.sessionAdmission.enabled`
-nothing is learnt, and every session begins at once.
+that is bound to an endpoint, or whose parent is, never waits, and neither does another request of a session
+that has just begun. Without `routing.sessionAdmission.enabled` nothing is learnt, and every session begins at
+once.
 
 With several replicas of the gateway:
 
-1. Each counts the sessions of which it routed the latest turn, and tells the others that number and how many
-   sessions wait at it (`counted`). All add up what they were told. What a replica counted that is gone fades
-   within `HORIZON_S`, while its sessions return to the others.
-2. A session begins at once only if none waits at any replica.
-3. Of the room that gets free, each replica gives away as large a part as its part of all sessions that wait.
-   So replicas that decide at one moment do not give away more than there is."""
+1. Each counts the sessions of which it routed the latest turn, and tells the others that number (`counted`).
+   All add up what they were told. What a replica counted that is gone fades within `HORIZON_S`, while its
+   sessions return to the others.
+2. Each tells which sessions wait at it (`line`), so that all have one queue, see session_queue.py. A session
+   begins at once only if none waits at any replica."""
 
 from __future__ import annotations
 
@@ -21,14 +21,20 @@ from math import inf
 
 from msgspec import Struct
 
-from perilune_api.pool import SessionAdmission
-from perilune_gateway.model import Refusal, RefuseReason, RequestHead, SessionKey
+from perilune_api.pool import Role, SessionAdmission
+from perilune_gateway.model import Identity, Refusal, RefuseReason, RequestHead, SessionKey
 from perilune_gateway.model.shared import Counted
 from perilune_gateway.request.openai import ParsedRequest
 from perilune_gateway.routing.context import Prompt, RequestContext
 from perilune_gateway.state.active_contexts import HORIZON_S, ActiveContexts
 from perilune_gateway.state.pool_state import PoolState
-from perilune_gateway.state.session_queue import Refused, Room, SessionQueue
+from perilune_gateway.state.session_queue import Line, Refused, Room, SessionQueue
+
+LOOK_S = 1.0
+"""Seconds after which the sessions that wait are compared again with those that have begun elsewhere."""
+TELL_S = 0.1
+"""Least seconds between two tellings of many places; few are told at once."""
+FEW_PLACES = 64
 
 
 class Queued(Struct, frozen=True, gc=False):
@@ -57,6 +63,13 @@ class SessionAdmissionStats(Struct, frozen=True, gc=False):
     """Tokens that fit into the KV of the endpoints that take new sessions."""
 
 
+class _Beginning(Struct, frozen=True, gc=False):
+    """A session that begins and is not yet routed."""
+
+    session: Hashable
+    tokens: int
+
+
 class _Elsewhere(Struct, frozen=True, gc=False):
     """What another replica counts, or last counted."""
 
@@ -67,10 +80,6 @@ class _Elsewhere(Struct, frozen=True, gc=False):
         gone_s = 0.0 if self.gone_at is None else now - self.gone_at
         return self.counted.active_tokens * max(0.0, 1.0 - gone_s / HORIZON_S)
 
-    @property
-    def waiting(self) -> int:
-        return self.counted.waiting if self.gone_at is None else 0
-
 
 class NewSessions:
     """The new sessions of one pool, and the contexts of those that are active."""
@@ -79,15 +88,25 @@ class NewSessions:
         self._state = state
         self._contexts = ActiveContexts()
         self._queue = SessionQueue(0.0, 0)
-        self._beginning: dict[int, int] = {}
-        """Ticket → prompt tokens of sessions that begin and are not yet routed."""
+        self._asked: dict[Hashable, Identity] = {}
+        """Session that waits → who it is."""
+        self._looked_at = -inf
+        self._told_at = -inf
+        self._told = Line()
+        self._beginning: dict[int, _Beginning] = {}
+        """By ticket."""
         self._begun = self._refused = 0
         self._elsewhere: dict[str, _Elsewhere] = {}
         """Other replica → what it counts."""
+        self.on = False
         self.configure(SessionAdmission())
 
     def configure(self, rules: SessionAdmission) -> None:
         """Take over (changed) rules. Those that wait when it is turned off begin with the next `due`."""
+        if self.on and not rules.enabled:
+            self._contexts = ActiveContexts()
+            self._queue.clear()
+            self._state.changes.counts_changed()
         self.on = rules.enabled
         self._queue.max_wait_s = rules.max_wait_seconds
         self._queue.max_waiting = rules.max_waiting
@@ -96,29 +115,44 @@ class NewSessions:
 
     def arrive(self, context: RequestContext, request: ParsedRequest) -> Queued | Refusal | None:
         """The request of a context with its prompt. None: it may be routed."""
-        if not self.on or self._inside(context):
-            return None
         identity, prompt, now = context.identity, context.prompt, context.now
-        session: Hashable = identity.key or object()
-        room = self._room(now, inf if self._waiting_elsewhere() else 0.0)
-        verdict = self._queue.arrive(session, identity.tenant, prompt.tokens, room, now)
-        self._state.changes.counts_changed()
+        if not self.on or self._inside(identity, now):
+            return None
+        sessions, changes = self._state.sessions, self._state.changes
+        session = sessions.shared_name(identity.key) if identity.key else None
+        if session is not None and any(b.session == session for b in self._beginning.values()):
+            return None
+        verdict = self._queue.arrive(
+            session,
+            sessions.shared_tenant(identity.tenant),
+            prompt.tokens,
+            self._room(now),
+            now,
+            body_bytes=prompt.body_bytes,
+            now_us=changes.now_us(now),
+        )
+        changes.counts_changed()
         if isinstance(verdict, Refused):
             return self._refusal(verdict)
         if verdict is None:
             self._begun += 1
             return None
+        self._asked[verdict.session] = identity
         return Queued(verdict.ticket, context.head, request, prompt, now)
 
     def due(self, now: float) -> list[tuple[int, Refusal | None]]:
         """Return the tickets of the sessions that begin now (None) or are refused."""
-        if not len(self._queue):
+        if self._queue.changed:
+            self._state.changes.counts_changed()
+        if self._queue.is_idle:
+            self._asked.clear()
             return []
+        if now - self._looked_at >= LOOK_S:
+            self._looked_at = now
+            self._release(now)
         found: list[tuple[int, Refusal | None]] = []
-        waiting, elsewhere = len(self._queue), self._waiting_elsewhere()
-        reserved = self._room(now).free * elsewhere / (waiting + elsewhere)
-        while first := self._queue.begin(self._room(now, reserved) if self.on else Room(0.0, 0), now):
-            self._beginning[first.ticket] = first.tokens
+        while first := self._queue.begin(self._room(now) if self.on else Room(0.0, 0), now):
+            self._beginning[first.ticket] = _Beginning(first.session, first.tokens)
             self._begun += 1
             found.append((first.ticket, None))
         found += [(late.ticket, self._refusal(refused)) for late, refused in self._queue.refuse(now)]
@@ -145,12 +179,27 @@ class NewSessions:
         """What the other replicas are told."""
         return Counted(at_us, round(self._active(now)), len(self._queue)) if self.on else Counted(at_us)
 
+    def line(self, now: float, *, repeat: bool) -> Line | None:
+        """What the other replicas are told of the sessions that wait here; None: nothing new. `repeat`: tell
+        it again."""
+        queue = self._queue
+        soon = len(queue) <= FEW_PLACES or now - self._told_at >= TELL_S
+        if not (queue.changed and soon) and not (repeat and (self._told.places or self._told.given)):
+            return None
+        self._told, self._told_at, queue.changed = queue.line(now), now, False
+        return self._told
+
+    def line_elsewhere(self, replica: str, line: Line) -> None:
+        """Another replica has told which sessions wait there."""
+        self._queue.hear(replica, line)
+
     def counted_elsewhere(self, replica: str, counted: Counted) -> None:
         """Another replica has told what it counts."""
         self._elsewhere[replica] = _Elsewhere(counted)
 
     def gone(self, replica: str, now: float) -> None:
         """Another replica is not heard any more."""
+        self._queue.forget(replica)
         if other := self._elsewhere.get(replica):
             self._elsewhere[replica] = _Elsewhere(other.counted, now)
         self._elsewhere = {r: e for r, e in self._elsewhere.items() if e.gone_at is None or e.tokens(now)}
@@ -175,24 +224,34 @@ class NewSessions:
             room.capacity,
         )
 
-    def _inside(self, context: RequestContext) -> bool:
-        parent = self._state.sessions.find(context.identity.parent_key, context.now)
-        return any(session and session.host for session in (context.session, parent))
+    def _inside(self, identity: Identity, now: float) -> bool:
+        """Whether the session has begun, or its parent has."""
+        sessions = self._state.sessions
+        each = (sessions.find(key, now) for key in (identity.key, identity.parent_key))
+        return any(session and session.host for session in each)
 
-    def _room(self, now: float, reserved: float = 0.0) -> Room:
-        """`reserved`: tokens that are left to sessions that wait at other replicas."""
+    def _release(self, now: float) -> None:
+        """Let those pass that have begun elsewhere, or whose parents have begun meanwhile."""
+        waiting = self._queue.sessions()
+        self._asked = {session: self._asked[session] for session in waiting}
+        for session, identity in self._asked.items():
+            if self._inside(identity, now):
+                self._queue.release(session)
+
+    def _room(self, now: float) -> Room:
         views = self._state.fleet.recent(now, self._state.sessions.bound)
-        capacity = sum(v.load.kv_pool_tokens for v in views if v.endpoint.ready and not v.endpoint.draining)
+        capacity = sum(
+            v.load.kv_pool_tokens
+            for v in views
+            if v.endpoint.ready and not v.endpoint.draining and v.endpoint.role is not Role.PREFILL
+        )
         elsewhere = sum(other.tokens(now) for other in self._elsewhere.values())
-        return Room(self._active(now) + elsewhere + reserved, capacity)
-
-    def _waiting_elsewhere(self) -> int:
-        return sum(other.waiting for other in self._elsewhere.values())
+        return Room(self._active(now) + elsewhere, capacity)
 
     def _active(self, now: float) -> float:
         """Return the expected tokens of the contexts that count here."""
         active = self._contexts.tokens(now, lambda session: self._held(session, now))
-        return active + sum(self._beginning.values())
+        return active + sum(beginning.tokens for beginning in self._beginning.values())
 
     def _held(self, key: Hashable, now: float) -> int:
         session = self._state.sessions.find(key, now) if isinstance(key, SessionKey) else None

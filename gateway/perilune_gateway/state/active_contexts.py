@@ -82,9 +82,10 @@ class ActiveContexts:
         self._busy += tokens
 
     def ended(self, session: Hashable, tokens: int, now: float, *, final: bool = False) -> None:
-        """A turn of the session has ended, with a context of `tokens`. `final`: it was the last one."""
+        """A turn of the session has ended, with a context of `tokens`. `final`: it was the last one. Ignores
+        turns of which it was not told that they began."""
         context = self._known.get(session)
-        if context is None:
+        if context is None or not context.running:
             return
         context.running -= 1
         if context.running:

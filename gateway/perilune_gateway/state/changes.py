@@ -14,7 +14,18 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from perilune_gateway.model.shared import NEVER, Claimed, Ejected, Measured, Stamp, packed
+from perilune_gateway.model.shared import (
+    MAX_CLAIMED_BLOCKS,
+    NEVER,
+    Change,
+    Claimed,
+    Ejected,
+    Loaded,
+    Measured,
+    Offered,
+    Stamp,
+    packed,
+)
 
 MAX_CLAIMS = 1_000
 """Maximum number of claims that wait to be sent; the oldest are dropped, because claims soon expire."""
@@ -22,8 +33,6 @@ MAX_MEASURED = 1_000
 """Maximum number of measurements that wait to be sent; the oldest are dropped."""
 MAX_JUDGEMENTS = 10_000
 """Maximum number of addresses of which the last judgement is known."""
-MAX_CLAIMED_BLOCKS = 4_096
-"""Maximum number of blocks of one claim, from the prompt's beginning."""
 
 
 class Changes(Protocol):
@@ -52,6 +61,9 @@ class Changes(Protocol):
         """What this replica counts for session admission has changed otherwise than by a turn that was
         decided here."""
 
+    def now_us(self, now: float) -> int:
+        """Return the time by the clock that all replicas share, in microseconds. `now`: by this one's."""
+
 
 class _NotShared:
     """Nobody is told."""
@@ -69,6 +81,9 @@ class _NotShared:
     def offers_changed(self) -> None: ...
 
     def counts_changed(self) -> None: ...
+
+    def now_us(self, now: float) -> int:
+        return int(now * 1e6)
 
 
 NOT_SHARED: Changes = _NotShared()
@@ -88,8 +103,12 @@ class Stamps:
 
     def next_us(self) -> int:
         """Return the time of a change that happens now, in microseconds since 1970."""
-        self._latest_us = max(self._latest_us + 1, int(self._wall_clock() * 1e6))
+        self._latest_us = max(self._latest_us + 1, self.now_us())
         return self._latest_us
+
+    def now_us(self) -> int:
+        """Return the host's time in microseconds since 1970."""
+        return int(self._wall_clock() * 1e6)
 
     def age_s(self, at_us: int) -> float:
         """Return how many seconds ago that was, by the hosts' clocks."""
@@ -139,6 +158,7 @@ class PendingChanges:
         self._judgements.pop(endpoint, None)
         self._judgements[endpoint] = self._stamps.next(), ""
         self._judged.discard(endpoint)
+        self._loaded.discard(endpoint)
         if len(self._judgements) > MAX_JUDGEMENTS:
             del self._judgements[next(iter(self._judgements))]
         kept = [claim for claim in self._claims if claim.endpoint != endpoint]
@@ -151,6 +171,9 @@ class PendingChanges:
 
     def counts_changed(self) -> None:
         self._wake()
+
+    def now_us(self, now: float) -> int:
+        return self._stamps.now_us()
 
     def judged_elsewhere(self, endpoint: str, cause: str, stamp: Stamp) -> bool:
         """Another replica has judged the endpoint. Returns whether that is later than what is known here."""
@@ -187,6 +210,24 @@ class PendingChanges:
         judged, self._judged = self._judged, set()
         known = self._judgements
         return [Ejected(known[e][0].at_us, e, known[e][1]) for e in judged]
+
+    def put_back(self, changes: Sequence[Change]) -> None:
+        """Tell these again, which were taken and did not reach the others."""
+        claims = [change for change in changes if isinstance(change, Claimed)]
+        measured = [change for change in changes if isinstance(change, Measured)]
+        self._claims = deque((*claims, *self._claims), maxlen=MAX_CLAIMS)
+        self._measured = deque((*measured, *self._measured), maxlen=MAX_MEASURED)
+        for change in changes:
+            match change:
+                case Loaded():
+                    self._loaded.add(change.endpoint)
+                case Ejected():
+                    before = self._judgements.get(change.endpoint)
+                    if before and before[0] == Stamp(change.at_us, self._stamps.replica):
+                        self._judged.add(change.endpoint)
+                case Offered():
+                    self._offers_changed = True
+        self._wake()
 
     def take_offers_changed(self) -> bool:
         """Whether offers may have changed since the last call."""

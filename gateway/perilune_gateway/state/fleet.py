@@ -59,6 +59,8 @@ class _State:
     """Time of the last failed connection; failed scrapes do not count."""
     metrics: EngineMetrics | None = None
     metrics_at: float = -inf
+    busy_at: float = -inf
+    """Time of the last scrape at which requests ran or waited there, of any gateway."""
     failed_scrapes: int = 0
     """Number of scrapes that failed in a row."""
     recent_hits_tokens: float = 0.0
@@ -290,12 +292,20 @@ class Fleet:
         state = self._states.get(address)
         return state.metrics_at if state else -inf
 
+    def busy_at(self, address: str) -> float:
+        """Return when requests of any gateway last ran or waited at the endpoint, as scrapes found; -inf:
+        never."""
+        state = self._states.get(address)
+        return state.busy_at if state else -inf
+
     def metrics(self, address: str, metrics: EngineMetrics | None, now: float) -> None:
         """Record a scrape: its result, or None if it failed."""
         state = self._states.get(address)
         if state is None:
             return
         self._changed.add(address)
+        if self._in_flight.at(address).in_flight or (metrics and (metrics.running or metrics.waiting)):
+            state.busy_at = now
         if metrics is None:
             state.failed_scrapes += 1
             if state.failed_scrapes >= DEAD_SCRAPES:

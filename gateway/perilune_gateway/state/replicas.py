@@ -21,7 +21,9 @@ Does no I/O. Costs about 5 µs for each change that is received.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -29,6 +31,7 @@ from msgspec.structs import replace
 
 from perilune_gateway.model import SessionKey
 from perilune_gateway.model.shared import (
+    AHEAD_US,
     NEVER,
     Alive,
     Batch,
@@ -37,20 +40,29 @@ from perilune_gateway.model.shared import (
     Claimed,
     Counted,
     Ejected,
+    InLine,
     Loaded,
     Measured,
     Offered,
     OfferStage,
+    PlaceInLine,
     Stamp,
+    TenantInLine,
     encode,
+    implausible,
     unpacked,
 )
 from perilune_gateway.state.in_flight import NO_REQUESTS, Requests
 from perilune_gateway.state.offers import same
 from perilune_gateway.state.pool_state import PoolState
+from perilune_gateway.state.session_queue import Given, Line, Place
 from perilune_gateway.state.sessions import Session
 from perilune_gateway.state.sharing import Sharing
 
+log = logging.getLogger(__name__)
+
+MAX_MEASURING = 1_000
+"""Replicas of which the last measurement is remembered."""
 MAX_BATCH = 1_000
 """Maximum number of sessions in one batch."""
 
@@ -61,7 +73,7 @@ class Outbox(Struct, frozen=True, gc=False):
     changes: Sequence[Change]
     """For the stream."""
     sessions: Sequence[tuple[bytes, bytes]]
-    """(name, bytes of a batch with its latest turn) of sessions to keep; without bytes: to delete."""
+    """(name, bytes of a batch with its latest turn or its end) of sessions to keep."""
 
 
 class Admission(Protocol):
@@ -70,6 +82,10 @@ class Admission(Protocol):
     def counted(self, now: float, at_us: int) -> Counted: ...
 
     def counted_elsewhere(self, replica: str, counted: Counted) -> None: ...
+
+    def line(self, now: float, *, repeat: bool) -> Line | None: ...
+
+    def line_elsewhere(self, replica: str, line: Line) -> None: ...
 
     def gone(self, replica: str, now: float) -> None: ...
 
@@ -109,12 +125,18 @@ class Replicas:
         """(other replica, endpoint) → stamp of its load there."""
         self._counted = Counted(0)
         """What the others were last told of session admission."""
+        self._line_lost = False
+        """Whether the others may have missed the last change of our part of the queue."""
         self._counts: dict[str, int] = {}
         """Other replica → stamp of what it counts."""
+        self._lines: dict[str, int] = {}
+        """Other replica → stamp of its part of the queue."""
         self._offered: dict[bytes, Offered] = {}
         """Name of a session or prefix → what the others were last told of its offer here."""
-        self._measured_until: dict[str, int] = {}
-        """Other replica → stamp of its last measurement."""
+        self._measured_until: OrderedDict[str, int] = OrderedDict()
+        """Other replica → stamp of its last measurement; also of those that have gone of late."""
+        self._damaged_kinds: set[str] = set()
+        """Kinds of damaged changes that were logged."""
 
     # -- what the others are told ------------------------------------------------------------------
 
@@ -134,8 +156,34 @@ class Replicas:
         if counted != self._counted or (alive and counted.at_us):
             self._counted = replace(counted, at_us=self._stamps.next_us())
             changes.append(self._counted)
+        if line := self._admission.line(self._clock(), repeat=alive or self._line_lost):
+            changes.append(self._in_line(line))
+        self._line_lost = False
         turns, saved = self._turns()
         return Outbox([*changes, *turns], saved)
+
+    def failed(self, outbox: Outbox) -> None:
+        """Tell again what was taken, because it may not have reached the server."""
+        elsewhere = self._elsewhere
+        self._changes.put_back(outbox.changes)
+        for change in outbox.changes:
+            match change:
+                case Bound():
+                    if elsewhere.key(change.session):
+                        elsewhere.tell(change.session)
+                    elif (there := elsewhere.latest(change.session)) and there.bound == change:
+                        elsewhere.tell_again(change)
+                case Counted():
+                    self._counted = Counted(self._counted.at_us, -1.0)  # differs from whatever is counted
+                case InLine():
+                    self._line_lost = True
+                case Offered():
+                    if change.stage is OfferStage.OVER:
+                        self._offered.setdefault(change.subject, replace(change, seconds=1.0))
+                    else:
+                        self._offered.pop(change.subject, None)
+        for name, _ in outbox.sessions:
+            elsewhere.save(name)
 
     def _turns(self) -> tuple[list[Bound], list[tuple[bytes, bytes]]]:
         """Return the turns and ends of sessions to tell, and what the server is to keep of sessions."""
@@ -149,8 +197,8 @@ class Replicas:
             session = self._state.sessions.named(name)
             if session and session.host:
                 changes.append(self._bound(session))
-        told = elsewhere.take_told()
-        saved = [(bound.session, b"") for bound in told if not bound.host]
+        told = elsewhere.take_told(MAX_BATCH)
+        saved = []
         for name in elsewhere.take_unsaved(MAX_BATCH):
             if latest := self._latest(name):
                 bound, stamp = latest
@@ -191,12 +239,36 @@ class Replicas:
             offers.hear(offered, Stamp(offered.at_us, self.replica), now)
         return told
 
+    def _in_line(self, line: Line) -> InLine:
+        now = self._clock()
+        places = [
+            PlaceInLine(
+                self._name(place.session),
+                self._name(place.tenant),
+                place.tokens,
+                place.arrived_us,
+                place.rank_us,
+                place.number,
+                None if place.back_at is None else place.back_at - now,
+            )
+            for place in line.places
+        ]
+        tenants = [
+            TenantInLine(self._name(tenant), given.tokens, now - given.at)
+            for tenant, given in line.given.items()
+        ]
+        return InLine(self._stamps.next_us(), places, tenants, line.pace)
+
+    def _name(self, of: Hashable) -> bytes:
+        """Return a name that no other replica uses for something else."""
+        return of if isinstance(of, bytes) else f"{self.replica}:{of}".encode()[-64:]
+
     def _latest(self, name: bytes) -> tuple[Bound, Stamp] | None:
-        """The session's latest turn that is known here; None if it has ended."""
+        """The session's latest turn, or its end, that is known here."""
         if session := self._state.sessions.named(name):
             return (self._bound(session), session.stamp) if session.host else None
         there = self._elsewhere.latest(name)
-        return (there.bound, there.stamp) if there and there.bound.host else None
+        return (there.bound, there.stamp) if there else None
 
     def _bound(self, session: Session) -> Bound:
         return Bound(
@@ -222,15 +294,21 @@ class Replicas:
 
     def apply(self, batch: Batch) -> None:
         """Merge another replica's batch into the state. Our own batches change nothing."""
-        self.dropped += batch.unknown
         if batch.replica == self.replica:
             return
         self._peers.hear(batch.replica, self._clock())
         self._merge(batch)
 
     def _merge(self, batch: Batch, *, stored: bool = False) -> None:
-        now, replica = self._clock(), batch.replica
+        now, replica, now_us = self._clock(), batch.replica, self._stamps.now_us()
+        self.dropped += batch.unknown
+        for why in batch.damage:
+            self._damaged(replica, why)
         for change in batch.changes:
+            if why := implausible(change, now_us):
+                self.dropped += 1
+                self._damaged(replica, f"{type(change).__name__}: {why}")
+                continue
             self.received += 1
             match change:
                 case Bound():
@@ -242,6 +320,8 @@ class Replicas:
                     self._ejection(change, Stamp(change.at_us, replica), now)
                 case Counted():
                     self._count(change, replica)
+                case InLine():
+                    self._line(change, replica, now)
                 case Offered():
                     self._offer(change, Stamp(change.at_us, replica), now)
                 case Measured():
@@ -252,22 +332,35 @@ class Replicas:
                     self._gone(replica)
         self._elsewhere.trim(self._state.sessions.max_sessions)
 
+    def _damaged(self, replica: str, why: str) -> None:
+        """Log the first damaged change of each kind; all are counted."""
+        kind = why.partition(":")[0]
+        if kind not in self._damaged_kinds:
+            self._damaged_kinds.add(kind)
+            log.warning(
+                "shared state has a damaged change replica=%s error=%s; others of its kind are only counted",
+                replica,
+                why[:200],
+            )
+
     def reconcile(self, stored: Iterable[Batch]) -> None:
         """Merge the sessions that the server has kept, and note those of which it lacks the latest turn."""
         found: dict[bytes, Stamp] = {}
         for batch in stored:
-            self.dropped += batch.unknown
             for change in batch.changes:
-                if isinstance(change, Bound):
+                if isinstance(change, Bound) and not implausible(change, self._stamps.now_us()):
                     found[change.session] = Stamp(change.at_us, batch.replica)
             self._merge(batch, stored=True)
         for name in self._elsewhere.names():
-            latest = self._latest(name)
-            if latest and latest[1] > found.get(name, NEVER):
-                if latest[1].replica == self.replica and self._elsewhere.key(name):
-                    self._elsewhere.tell(name)
-                else:
-                    self._elsewhere.save(name)
+            latest, kept = self._latest(name), found.get(name, NEVER)
+            if latest is None or latest[1] <= kept or not (latest[0].host or kept is not NEVER):
+                continue
+            if latest[1].replica != self.replica:
+                self._elsewhere.save(name)
+            elif self._elsewhere.key(name):
+                self._elsewhere.tell(name)
+            else:
+                self._elsewhere.tell_again(latest[0])
 
     def lapse(self) -> None:
         """Forget the load of replicas that are not heard any more."""
@@ -285,6 +378,7 @@ class Replicas:
     def _gone(self, replica: str) -> None:
         self._peers.forget(replica)
         self._counts.pop(replica, None)
+        self._lines.pop(replica, None)
         self._admission.gone(replica, self._clock())
         for there, endpoint in [load for load in self._loads if load[0] == replica]:
             del self._loads[there, endpoint]
@@ -318,6 +412,8 @@ class Replicas:
 
     def _load(self, change: Loaded, replica: str) -> None:
         self._stamps.saw(change.at_us)
+        if not self._state.fleet.get(change.endpoint):
+            return
         if change.at_us > self._loads.get((replica, change.endpoint), 0):
             self._loads[replica, change.endpoint] = change.at_us
             self._state.in_flight.set_elsewhere(
@@ -338,6 +434,29 @@ class Replicas:
             self._counts[replica] = change.at_us
             self._admission.counted_elsewhere(replica, change)
 
+    def _line(self, change: InLine, replica: str, now: float) -> None:
+        self._stamps.saw(change.at_us)
+        if change.at_us <= self._lines.get(replica, 0):
+            return
+        self._lines[replica] = change.at_us
+        places = tuple(
+            Place(
+                session=place.session,
+                tenant=place.tenant,
+                tokens=place.tokens,
+                arrived=now - self._stamps.age_s(place.arrived_us),
+                arrived_us=place.arrived_us,
+                rank_us=place.rank_us,
+                number=place.number,
+                back_at=None if place.back_s is None else now + place.back_s,
+            )
+            for place in change.places
+        )
+        given: dict[Hashable, Given] = {
+            one.tenant: Given(one.tokens, now - one.seconds) for one in change.tenants
+        }
+        self._admission.line_elsewhere(replica, Line(places, given, change.pace))
+
     def _offer(self, change: Offered, stamp: Stamp, now: float) -> None:
         self._stamps.saw(change.at_us)
         if self._state.offers.hear(change, stamp, now) and (
@@ -355,15 +474,13 @@ class Replicas:
         self._stamps.saw(seen.at_us)
         if seen.at_us > self._measured_until.get(replica, 0) and self._state.fleet.get(seen.endpoint):
             self._measured_until[replica] = seen.at_us
+            if len(self._measured_until) > MAX_MEASURING:
+                self._measured_until.popitem(last=False)
             self._state.calibration.learn(seen, now)
 
     def _claim(self, change: Claimed, now: float) -> None:
-        try:
-            blocks = unpacked(change.blocks)
-        except ValueError:
-            self.dropped += 1
-            return
         if self._state.fleet.get(change.endpoint):
+            blocks = unpacked(change.blocks)
             self._state.index.speculate(change.endpoint, blocks, now, change.seconds, change.parent)
 
     # -- questions ---------------------------------------------------------------------------------
@@ -382,6 +499,11 @@ class Replicas:
     def sessions(self) -> int:
         """Number of sessions that only other replicas have routed."""
         return self._elsewhere.count
+
+    @property
+    def latest_us(self) -> int:
+        """The latest stamp that can be true now."""
+        return self._stamps.now_us() + AHEAD_US
 
     @property
     def session_idle_ms(self) -> int:

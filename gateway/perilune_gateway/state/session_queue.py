@@ -3,34 +3,65 @@
 1. A new session *fits* if its prompt and the active contexts (`active_contexts.py`) fill at most `FULL` of
    the pool's KV. More would evict contexts that are about to be used again, and computing these again takes
    the time in which the pool would have served both. Sessions that have begun never wait.
-2. Sessions that do not fit wait. The next one to begin is of the tenant that was given the fewest tokens.
-   Among a tenant's sessions it is the one that has waited longest, where each token of the prompt counts as
-   `S_PER_TOKEN` seconds less: most new sessions are short, and one long prompt would hold up many.
-3. A session that has waited `max_wait_s` is refused, and so is one that finds `max_waiting` others. It is
-   told when its turn would come at the pace of the last minutes. If it returns, it counts as waiting since
-   its first arrival; so a long prompt is overtaken by those only that arrive within its prompt's seconds.
+2. Sessions that do not fit have *places* in one queue, whichever gateway holds their requests. Each gateway
+   knows the places of all (`hear`) and goes through them in the same order: it begins its own that fit, and
+   leaves room for another gateway's that would. So they do not give away the same room twice. Another
+   gateway's place that could begin and does not within `YIELD_S` is passed, so none waits for a gateway that
+   does not know or do the same.
+3. The next one to begin is of the tenant that was given the fewest tokens of late. Among a tenant's sessions
+   it is the one that has waited longest, where each token of the prompt counts as `S_PER_TOKEN` seconds less,
+   because most new sessions are short, and one long prompt would hold up many.
+4. Waiting is bounded. A session is overtaken only by those of its tenant that come within `OVERTAKEN` ×
+   `max_wait_s` after it, however long it is, and every `TURN` × `max_wait_s` its tenant gets a turn. If the
+   session at the head does not fit, nobody passes it.
+5. A session that has waited `max_wait_s` is refused and told when its turn would come. It keeps its place: it
+   counts as waiting since its first arrival, and since half as long before as it was overtaken, because a
+   long one needs more time until its room is free. The first of those whose clients are expected back has
+   its room kept for `HOLD_S`.
+6. At most `max_waiting` requests and `MAX_BYTES` of their bodies wait at one gateway. A tenant that fills
+   them gives up its latest place to another tenant's session.
 
-Does not wait, has no clock and calls no client; the gateway and the simulator use it. Costs O(waiting) for
-each session that begins or is refused."""
+Does not wait, has no clock and calls no client; the gateway and the simulator use it. Costs O(places) for
+each session that arrives, begins or is refused."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Iterator
-from math import inf
+from collections import Counter, OrderedDict, deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from heapq import heapify, heappop
+from math import exp, inf
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 FULL = 0.75
 """Share of the pool's KV above which new sessions wait."""
 S_PER_TOKEN = 0.01
 """Seconds of waiting that one token of the prompt outweighs."""
+OVERTAKEN = 0.75
+"""Share of `max_wait_s` within which later sessions of its tenant overtake one."""
+TURN = 1.0
+"""Share of `max_wait_s` after which a tenant has a turn, whatever it was given."""
+GIVEN_HALF_S = 15.0
+"""Seconds after which a token that a tenant was given counts half."""
+YIELD_S = 1.0
+"""Seconds for which a session of another gateway that could begin holds back those behind it."""
+HOLD_S = 5.0
+"""Seconds before and after its client is expected back for which a refused session's room is kept."""
 PACE_S = 60.0
 """The pace is that of about this many past seconds."""
+FEW_BEGUN = 3.0
+"""Without so many sessions that began of late, the pace tells nothing of a session's wait."""
 SHORTEST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
 """Bounds of what a refused client is told; clients of OpenAI's SDKs ignore more than 60 s."""
+REMEMBERED_S = 600.0
+"""Seconds for which a refused session's first arrival is remembered."""
 MOST_REMEMBERED = 10_000
 """Refused sessions whose first arrival is remembered."""
+MOST_TOLD = 1_000
+"""Places of refused sessions, and tenants, of which other gateways are told."""
+MAX_BYTES = 256 * 1024 * 1024
+"""Bytes of bodies that may wait."""
 
 
 class Room(Struct, frozen=True, gc=False):
@@ -40,27 +71,21 @@ class Room(Struct, frozen=True, gc=False):
     """Expected tokens of the contexts that are used again soon."""
     capacity: int
 
-    @property
-    def free(self) -> float:
-        return max(0.0, FULL * self.capacity - self.active)
+    def after(self, tokens: int) -> Room:
+        """Return what is left when a session with so many tokens has begun."""
+        return Room(self.active + tokens, self.capacity)
 
 
 class Waiting(Struct, frozen=True, gc=False):
-    """A new session that waits."""
+    """A request of a new session that waits."""
 
     ticket: int
     session: Hashable
-    tenant: str
+    tenant: Hashable
     tokens: int
     since: float
     """When this request came."""
-    arrived: float
-    """When the session first came; earlier than `since` if it was refused before."""
-
-    @property
-    def rank(self) -> float:
-        """The lower one of two sessions of a tenant begins first."""
-        return self.arrived + S_PER_TOKEN * self.tokens
+    body_bytes: int = 0
 
 
 class Refused(Struct, frozen=True, gc=False):
@@ -69,91 +94,396 @@ class Refused(Struct, frozen=True, gc=False):
     retry_after_s: float
 
 
+class Place(Struct, frozen=True, gc=False, kw_only=True):
+    """A new session's place in the queue. Times are monotonic seconds of this gateway."""
+
+    session: Hashable
+    tenant: Hashable
+    tokens: int
+    arrived: float
+    """When the session first came."""
+    arrived_us: int
+    """The same by the clock that all gateways share."""
+    rank_us: int
+    """The lower one of two sessions of a tenant begins first."""
+    number: int
+    """Settles ties, as the first one; the sessions of a gateway are numbered as they come."""
+    back_at: float | None = None
+    """When the client of a refused session is expected back; None: the session waits."""
+
+    def is_held(self, now: float) -> bool:
+        """Whether it waits, or its client is about to come back."""
+        return self.back_at is None or abs(now - self.back_at) <= HOLD_S
+
+    def is_kept(self, now: float) -> bool:
+        """Whether it waits, or its client is not overdue."""
+        return self.back_at is None or now - self.back_at <= HOLD_S
+
+
+class Given(Struct, frozen=True, gc=False):
+    """What a tenant was given while others waited."""
+
+    tokens: float
+    """As of `at`; each token counts half GIVEN_HALF_S later."""
+    at: float
+    """When its latest session began."""
+
+    def left(self, now: float) -> float:
+        """Return the tokens that still count."""
+        left: float = self.tokens * 0.5 ** (max(0.0, now - self.at) / GIVEN_HALF_S)
+        return left
+
+
+class Line(Struct, frozen=True, gc=False):
+    """What one gateway tells of the sessions that wait there."""
+
+    places: Sequence[Place] = ()
+    given: Mapping[Hashable, Given] = {}
+    pace: float = 0.0
+    """Tokens of its sessions that began per second while others waited."""
+
+
+class _Nameless(int):
+    """Number of a session that would not be recognized when it returns."""
+
+
 class SessionQueue:
     """The new sessions of one pool that wait."""
 
     def __init__(self, max_wait_s: float, max_waiting: int) -> None:
         self.max_wait_s = max_wait_s
         self.max_waiting = max_waiting
-        self._waiting: dict[int, Waiting] = {}
+        self.changed = False
+        """Whether there is something to tell; set here, and cleared by whoever tells it."""
+        self._requests: dict[int, Waiting] = {}
+        """Ticket → request that waits here, the one that came first at the beginning."""
+        self._bytes = 0
+        """Bytes of their bodies."""
+        self._places: dict[Hashable, Place] = {}
+        """Session → its place, of the sessions with requests here."""
+        self._away: OrderedDict[Hashable, Place] = OrderedDict()
+        """Session that was refused here → its place."""
+        self._elsewhere: dict[str, Line] = {}
+        """Other gateway → what it tells."""
+        self._passing: deque[Waiting] = deque()
+        """Further requests of sessions that have begun."""
+        self._displaced: deque[Waiting] = deque()
+        """Requests that are refused because others took their places."""
+        self._due_since: dict[Hashable, float] = {}
+        """Other gateways' session → since when it could begin."""
+        self._given: dict[Hashable, Given] = {}
         self._next = 0
-        self._begun_tokens: dict[str, float] = {}
-        """Tenant → tokens that it was given; only the differences count."""
-        self._arrived: OrderedDict[Hashable, float] = OrderedDict()
-        """Refused session → when it first came."""
-        self._pace = 0.0
-        """Sessions that began per second while others waited, weighted towards the last `PACE_S`."""
-        self._pace_at = -inf
+        self._begun, self._begun_tokens, self._waited_s = 0.0, 0.0, 0.0
+        """Sessions that began, their tokens, and seconds in which some waited, weighted towards the last
+        `PACE_S`."""
+        self._paced_at = -inf
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        """Number of sessions that wait here."""
+        return len(self._places)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether `begin` and `refuse` have nothing to return."""
+        return not (self._places or self._passing or self._displaced)
+
+    # -- requests ----------------------------------------------------------------------------------
 
     def arrive(
-        self, session: Hashable, tenant: str, tokens: int, room: Room, now: float
+        self,
+        session: Hashable | None,
+        tenant: Hashable,
+        tokens: int,
+        room: Room,
+        now: float,
+        *,
+        body_bytes: int = 0,
+        now_us: int | None = None,
     ) -> Waiting | Refused | None:
-        """A new session has come. None: it begins."""
-        if not self._waiting and _fits(tokens, room):
-            self._arrived.pop(session, None)
-            return None
-        arrived = self._arrived.get(session, now)
-        if len(self._waiting) >= self.max_waiting:
-            return self._refuse(session, arrived, sum(w.arrived <= arrived for w in self._waiting.values()))
-        tenants = {w.tenant for w in self._waiting.values()}
-        if tenant not in tenants:  # it has no claim to the time in which none of its sessions waited
-            least = min((self._begun_tokens[t] for t in tenants), default=0.0)
-            self._begun_tokens[tenant] = max(least, self._begun_tokens.get(tenant, 0.0))
-        if not self._waiting:
-            self._pace_at = now
+        """A request of a new session has come. None: it begins. `session`: None if it would not be recognized
+        when it returns. `now_us`: the time by the clock that all gateways share."""
+        self._pace(now)
+        places, known = self._all(now), self._known(session, now)
+        if known is None or known.back_at is not None:
+            others = (place for place in places.values() if place.session != session)
+            if _fits(tokens, room) and not any(place.is_held(now) for place in others):
+                self._away.pop(session, None)
+                return None
         self._next += 1
-        waiting = Waiting(self._next, session, tenant, tokens, now, arrived)
-        self._waiting[waiting.ticket] = waiting
+        at_us = int(now * 1e6) if now_us is None else now_us
+        later_us = int(1e6 * min(S_PER_TOKEN * tokens, OVERTAKEN * self.max_wait_s))
+        if known is None:
+            place = Place(
+                session=_Nameless(self._next) if session is None else session,
+                tenant=tenant,
+                tokens=tokens,
+                arrived=now,
+                arrived_us=at_us,
+                rank_us=at_us + later_us,
+                number=self._next,
+            )
+        else:
+            rank_us = known.rank_us if known.back_at is None else known.arrived_us - later_us // 2
+            longest = max(tokens, known.tokens)
+            place = replace(known, tenant=tenant, tokens=longest, rank_us=rank_us, back_at=None)
+        if not self._makes_room(tenant, body_bytes):
+            return self._refuse(place, now)
+        waiting = Waiting(self._next, place.session, tenant, tokens, now, body_bytes)
+        self._requests[waiting.ticket] = waiting
+        self._bytes += body_bytes
+        self._places[place.session] = place
+        self._away.pop(place.session, None)
+        self.changed = True
         return waiting
 
     def begin(self, room: Room, now: float) -> Waiting | None:
-        """Return the next session if it begins now. Call it again until it returns None."""
-        if not self._waiting:
+        """Return the next request that begins now. Call it again until it returns None."""
+        if self._passing:
+            return self._passing.popleft()
+        if not self._places:
             return None
-        first = min(self._waiting.values(), key=lambda w: (self._begun_tokens[w.tenant], w.rank, w.ticket))
-        if not _fits(first.tokens, room):
-            return None
-        del self._waiting[first.ticket]
-        self._arrived.pop(first.session, None)
-        self._begun_tokens[first.tenant] += first.tokens
-        self._count(1, now)
-        if not self._waiting:
-            self._begun_tokens.clear()
-        return first
+        self._pace(now)
+        due_since: dict[Hashable, float] = {}
+        order, keeps, mine = _Order(self, self._all(now).values(), now), False, None
+        for place in order:
+            away = place.back_at is not None
+            if away and (keeps or not place.is_held(now)):
+                continue
+            if not _fits(place.tokens, room):
+                break
+            if place.session in self._places:
+                mine = place
+                break
+            if away:
+                keeps = True
+            else:
+                since = due_since[place.session] = self._due_since.get(place.session, now)
+                if now - since >= YIELD_S:
+                    continue
+            room = room.after(place.tokens)
+            order.give(place)
+        self._due_since = due_since
+        return self._begins(mine, now) if mine else None
 
     def refuse(self, now: float) -> Iterator[tuple[Waiting, Refused]]:
-        """Refuse the sessions that have waited too long."""
-        while self._waiting:
-            oldest = next(iter(self._waiting.values()))
+        """Refuse the requests that have waited too long."""
+        self._pace(now)
+        while self._displaced:
+            yield (one := self._displaced.popleft()), self._out(one, now)
+        while self._requests:
+            oldest = next(iter(self._requests.values()))
             if now - oldest.since < self.max_wait_s:
                 return
-            del self._waiting[oldest.ticket]
-            before = sum(w.rank < oldest.rank for w in self._waiting.values())
-            self._count(0, now)
-            yield oldest, self._refuse(oldest.session, oldest.arrived, before)
+            yield oldest, self._out(oldest, now)
 
-    def longest_s(self, now: float) -> float:
-        """Return for how many seconds the session at the head has waited; 0 if none waits."""
-        return now - next(iter(self._waiting.values())).since if self._waiting else 0.0
+    def release(self, session: Hashable) -> None:
+        """The session has begun elsewhere, so that its requests need not wait."""
+        place = self._places.pop(session, None)
+        if place:
+            self._passing += self._requests_of(place)
+            self.changed = True
 
     def leave(self, ticket: int) -> None:
-        """The client has gone. Ignores sessions that do not wait."""
-        self._waiting.pop(ticket, None)
+        """The client has gone. Ignores requests that do not wait."""
+        if waiting := self._take(ticket):
+            self._drop(waiting)
 
-    def _refuse(self, session: Hashable, arrived: float, before: int) -> Refused:
-        self._arrived.setdefault(session, arrived)
-        if len(self._arrived) > MOST_REMEMBERED:
-            self._arrived.popitem(last=False)
-        after_s = (before + 1) / self._pace if self._pace else LONGEST_RETRY_S
-        return Refused(min(LONGEST_RETRY_S, max(SHORTEST_RETRY_S, after_s)))
+    def clear(self) -> None:
+        """Forget all but the requests that wait."""
+        self._away.clear()
+        self._given.clear()
+        self._due_since.clear()
+        self._begun, self._begun_tokens, self._waited_s = 0.0, 0.0, 0.0
+        self.changed = True
 
-    def _count(self, begun: int, now: float) -> None:
-        share = min(1.0, (now - self._pace_at) / PACE_S)
-        self._pace = self._pace * (1.0 - share) + begun / PACE_S
-        self._pace_at = now
+    def sessions(self) -> list[Hashable]:
+        """Return the sessions with requests here."""
+        return list(self._places)
+
+    def longest_s(self, now: float) -> float:
+        """Return for how many seconds the request that came first has waited; 0 if none waits."""
+        return now - next(iter(self._requests.values())).since if self._requests else 0.0
+
+    # -- other gateways ----------------------------------------------------------------------------
+
+    def line(self, now: float) -> Line:
+        """Return what the other gateways are told."""
+        self._pace(now)
+        away = [place for place in self._away.values() if place.is_kept(now)]
+        latest = sorted(self._given.items(), key=lambda item: item[1].at)[-MOST_TOLD:]
+        return Line((*self._places.values(), *away[-MOST_TOLD:]), dict(latest), self._own_pace())
+
+    def hear(self, gateway: str, line: Line) -> None:
+        """Another gateway has told of its queue."""
+        self._elsewhere[gateway] = line
+
+    def forget(self, gateway: str) -> None:
+        """Another gateway is gone."""
+        self._elsewhere.pop(gateway, None)
+
+    @property
+    def waiting_elsewhere(self) -> int:
+        """Number of sessions that wait at other gateways."""
+        return sum(place.back_at is None for line in self._elsewhere.values() for place in line.places)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def given_tokens(self, tenant: Hashable, now: float) -> float:
+        """Return how many tokens the tenant was given of late, here and elsewhere."""
+        each = (given[tenant] for given in self._all_given() if tenant in given)
+        return sum(one.left(now) for one in each)
+
+    def turn_at(self, tenant: Hashable) -> float:
+        """Return when the tenant's latest session began, here or elsewhere; -inf if none did of late."""
+        return max((given[tenant].at for given in self._all_given() if tenant in given), default=-inf)
+
+    def _all_given(self) -> Iterator[Mapping[Hashable, Given]]:
+        yield self._given
+        yield from (line.given for line in self._elsewhere.values())
+
+    def _all(self, now: float) -> dict[Hashable, Place]:
+        """Return all places by session. Of a session with several it is the one where it waits; our own goes
+        before others."""
+        places = {session: place for session, place in self._away.items() if place.is_kept(now)}
+        for line in self._elsewhere.values():
+            for place in line.places:
+                if place.back_at is None or (place.is_kept(now) and place.session not in places):
+                    places[place.session] = place
+        return places | self._places
+
+    def _known(self, session: Hashable | None, now: float) -> Place | None:
+        """Return the session's place."""
+        if session is None:
+            return None
+        if place := self._places.get(session):
+            return place
+        there = (p for line in self._elsewhere.values() for p in line.places if p.session == session)
+        place = min((*there, *filter(None, [self._away.get(session)])), key=_arrived, default=None)
+        return place if place and now - place.arrived <= REMEMBERED_S else None
+
+    def _begins(self, place: Place, now: float) -> Waiting:
+        first, *more = self._requests_of(place)
+        del self._places[place.session]
+        self._passing += more
+        if len(self._given) > MOST_REMEMBERED:
+            self._given = {tenant: g for tenant, g in self._given.items() if g.left(now) >= 1.0}
+        before = self._given.get(place.tenant)
+        self._given[place.tenant] = Given(place.tokens + (before.left(now) if before else 0.0), now)
+        self._begun += 1.0
+        self._begun_tokens += place.tokens
+        self.changed = True
+        return replace(first, tokens=place.tokens)
+
+    def _requests_of(self, place: Place) -> list[Waiting]:
+        """Take the requests of a place; they wait no longer."""
+        found = [w for w in self._requests.values() if w.session == place.session]
+        return [replace(w, tokens=0) for w in found if self._take(w.ticket)]
+
+    def _take(self, ticket: int) -> Waiting | None:
+        waiting = self._requests.pop(ticket, None)
+        if waiting:
+            self._bytes -= waiting.body_bytes
+        return waiting
+
+    def _drop(self, waiting: Waiting) -> Place | None:
+        """Take the place away from a request that is gone. Returns it unless another one has it, too."""
+        if any(other.session == waiting.session for other in self._requests.values()):
+            return None
+        self.changed = True
+        return self._places.pop(waiting.session, None)
+
+    def _out(self, waiting: Waiting, now: float) -> Refused:
+        self._take(waiting.ticket)
+        place = self._drop(waiting)
+        return self._refuse(place, now) if place else Refused(SHORTEST_RETRY_S)
+
+    def _refuse(self, place: Place, now: float) -> Refused:
+        """Tell the client when to come back; it keeps its place."""
+        retry_s = min(LONGEST_RETRY_S, max(SHORTEST_RETRY_S, self._wait_s(place, now)))
+        if not isinstance(place.session, _Nameless):
+            self._away[place.session] = replace(place, back_at=now + retry_s)
+            self._away.move_to_end(place.session)
+            if len(self._away) > MOST_REMEMBERED:
+                self._away.popitem(last=False)
+            self.changed = True
+        return Refused(retry_s)
+
+    def _wait_s(self, place: Place, now: float) -> float:
+        """Return the seconds until the session's turn comes, at the present pace and without those that may
+        overtake it; infinite while too few have begun to tell."""
+        pace = self._own_pace() + sum(line.pace for line in self._elsewhere.values())
+        if not pace or self._begun < FEW_BEGUN:
+            return inf
+        before: Counter[Hashable] = Counter({place.tenant: 0})
+        for other in self._all(now).values():
+            if other.arrived_us <= place.arrived_us and other.session != place.session:
+                before[other.tenant] += other.tokens
+        return (min(before.total(), before[place.tenant] * len(before)) + 1) / pace
+
+    def _makes_room(self, tenant: Hashable, body_bytes: int) -> bool:
+        """Whether a further request may wait, if need be in the place of a tenant that has more."""
+        while (crowded := len(self._requests) >= self.max_waiting) or self._bytes + body_bytes > MAX_BYTES:
+            has: Counter[Hashable] = Counter()
+            for waiting in self._requests.values():
+                has[waiting.tenant] += 1 if crowded else waiting.body_bytes
+            most, number = max(has.items(), key=lambda item: item[1], default=(tenant, 0))
+            if has[tenant] + (1 if crowded else body_bytes) >= number:
+                return False
+            last = next(w for w in reversed(self._requests.values()) if w.tenant == most)
+            self._displaced.append(last)
+            self._take(last.ticket)
+        return True
+
+    def _own_pace(self) -> float:
+        return self._begun_tokens / self._waited_s if self._waited_s else 0.0
+
+    def _pace(self, now: float) -> None:
+        """Count the time since the last call if sessions have waited meanwhile."""
+        if self._places:
+            kept = exp(-max(0.0, now - self._paced_at) / PACE_S)
+            self._begun *= kept
+            self._begun_tokens *= kept
+            self._waited_s = self._waited_s * kept + PACE_S * (1.0 - kept)
+        self._paced_at = now
+
+
+class _Order:
+    """Goes through places in the order in which they begin."""
+
+    def __init__(self, queue: SessionQueue, places: Iterable[Place], now: float) -> None:
+        self._now = now
+        self._turn_s = TURN * queue.max_wait_s
+        self._of: dict[Hashable, list[tuple[tuple[int, int, bytes], Place]]] = {}
+        for place in places:
+            name = place.session if isinstance(place.session, bytes) else b""
+            rank = place.rank_us, place.number, name
+            self._of.setdefault(place.tenant, []).append((rank, place))
+        for heap in self._of.values():
+            heapify(heap)
+        self._given = {tenant: queue.given_tokens(tenant, now) for tenant in self._of}
+        self._turn_at = {tenant: queue.turn_at(tenant) for tenant in self._of}
+
+    def __iter__(self) -> Iterator[Place]:
+        while self._of:
+            tenant = min(self._of, key=self._key)
+            _, place = heappop(self._of[tenant])
+            if not self._of[tenant]:
+                del self._of[tenant]
+            yield place
+
+    def give(self, place: Place) -> None:
+        """The place begins, so its tenant was given its tokens."""
+        self._given[place.tenant] += place.tokens
+        self._turn_at[place.tenant] = self._now
+
+    def _key(self, tenant: Hashable) -> tuple[bool, float, tuple[int, int, bytes]]:
+        rank, head = self._of[tenant][0]
+        overdue = self._now - max(head.arrived, self._turn_at[tenant]) >= self._turn_s
+        return not overdue, 0.0 if overdue else self._given[tenant], rank
+
+
+def _arrived(place: Place) -> int:
+    return place.arrived_us
 
 
 def _fits(tokens: int, room: Room) -> bool:

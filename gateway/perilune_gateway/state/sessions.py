@@ -20,7 +20,7 @@ length of the tenant's prompts, at most one per block of the prompt."""
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from heapq import merge
 from math import inf
 from typing import Protocol
@@ -168,6 +168,12 @@ class _Prompts:
 class Elsewhere(Protocol):
     """The sessions that other replicas of the gateway have routed, see `sessions_elsewhere`."""
 
+    def name(self, key: SessionKey) -> bytes:
+        """Return the session's name among replicas."""
+
+    def tenant(self, tenant: str) -> bytes:
+        """Return the tenant's name among replicas."""
+
     def find(self, key: SessionKey, since: float) -> tuple[SessionKey, Bound, Stamp] | None:
         """Return the session if others have routed it, and were heard of it after `since`."""
 
@@ -268,6 +274,14 @@ class Sessions:
         """Return the session with this name among replicas if it is known here, expired or not."""
         key = self._elsewhere.key(name) if self._elsewhere else None
         return self._sessions.get(key) if key else None
+
+    def shared_name(self, key: SessionKey) -> Hashable:
+        """Return what all replicas call the session."""
+        return self._elsewhere.name(key) if self._elsewhere else key
+
+    def shared_tenant(self, tenant: str) -> Hashable:
+        """Return what all replicas call the tenant."""
+        return self._elsewhere.tenant(tenant) if self._elsewhere else tenant
 
     def at(self, host: str, now: float) -> Iterator[Session]:
         """Yield the live sessions that are bound to `host`, the most recently used first. Those that only

@@ -25,6 +25,9 @@ from perilune_gateway.state.changes import Stamps
 from perilune_gateway.state.peers import Peers
 from perilune_gateway.state.sessions import Session
 
+MAX_TOLD = 10_000
+"""Maximum number of ends and moves of sessions that wait to be told; the oldest are dropped."""
+
 
 class SessionsElsewhere:
     """What one replica knows of the others' sessions, and has to tell them of its own."""
@@ -55,8 +58,8 @@ class SessionsElsewhere:
         """Names of sessions with a turn to tell."""
         self._turns_over: dict[bytes, None] = {}
         """Names of sessions whose turn has ended."""
-        self._told: list[Bound] = []
-        """Ends of sessions, and moves of those in `_there`, to tell."""
+        self._told: OrderedDict[bytes, Bound] = OrderedDict()
+        """Name → end of a session, or move of one in `_there`, to tell."""
         self._unsaved: dict[bytes, None] = {}
         """Names of sessions that the server lacks."""
 
@@ -94,6 +97,7 @@ class SessionsElsewhere:
         self._here.pop(session.name, None)
         self._turns.pop(session.name, None)
         self._turns_over.pop(session.name, None)
+        self._unsaved.pop(session.name, None)
 
     def hand_over(self, name: bytes, host: str) -> None:
         """Bind a session that only others have routed to `host`, which has got its KV."""
@@ -102,15 +106,22 @@ class SessionsElsewhere:
         self._unsaved[name] = None
 
     def _tell(self, bound: Bound) -> None:
-        self._told.append(bound)
         self.hear(bound, Stamp(bound.at_us, self._stamps.replica), self._clock())
-        self._wake()
+        self.tell_again(bound)
 
     # -- what is taken to be told ------------------------------------------------------------------
 
     def tell(self, name: bytes) -> None:
         """Tell of the session's latest turn, which was decided here."""
         self._turns[name] = None
+        self._wake()
+
+    def tell_again(self, bound: Bound) -> None:
+        """Tell of the end or the move of a session that is not known here."""
+        self._told.pop(bound.session, None)
+        self._told[bound.session] = bound
+        if len(self._told) > MAX_TOLD:
+            self._told.popitem(last=False)
         self._wake()
 
     def save(self, name: bytes) -> None:
@@ -132,10 +143,11 @@ class SessionsElsewhere:
         """Return the names of the sessions of which a turn has ended since the last call."""
         return _take(self._turns_over, len(self._turns_over))
 
-    def take_told(self) -> list[Bound]:
-        """Return the sessions that have ended since the last call, and those of the others' that have got
-        another host."""
-        told, self._told = self._told, []
+    def take_told(self, limit: int) -> list[Bound]:
+        """Return at most `limit` sessions that have ended, or of the others' that have got another host. The
+        server lacks these."""
+        told = [self._told.popitem(last=False)[1] for _ in range(min(limit, len(self._told)))]
+        self._unsaved.update(dict.fromkeys(bound.session for bound in told))
         return told
 
     def take_unsaved(self, limit: int) -> list[bytes]:
@@ -145,7 +157,7 @@ class SessionsElsewhere:
     @property
     def has_more(self) -> bool:
         """Whether there are turns to tell or to save."""
-        return bool(self._turns or self._unsaved)
+        return bool(self._turns or self._told or self._unsaved)
 
     # -- what the others have told -----------------------------------------------------------------
 
@@ -164,7 +176,9 @@ class SessionsElsewhere:
     def trim(self, limit: int) -> None:
         """Forget all but `limit` of the others' sessions, those that were heard of least recently first."""
         while len(self._there) > limit:
-            self._drop(next(iter(self._there)))
+            oldest = next(iter(self._there))
+            self._drop(oldest)
+            self._unsaved.pop(oldest, None)
 
     def latest(self, name: bytes) -> BoundElsewhere | None:
         """Return the latest turn, or the end, of a session that is not known here."""
@@ -205,6 +219,10 @@ class SessionsElsewhere:
     def runs(self, session: Session) -> bool:
         """Whether a turn of the session runs at another replica that is alive, as far as it has told."""
         return session.runs_at in self._peers
+
+    def name(self, key: SessionKey) -> bytes:
+        """Return the session's name among replicas."""
+        return self._names.session(key)
 
     def tenant(self, tenant: str) -> bytes:
         """Return the tenant's name among replicas."""

@@ -1,9 +1,10 @@
 """The server through which a pool's gateways share their state: what each gateway is told of it, and the
 Valkey (Deployment, Service) that the operator runs for several gateways to which no server is named.
 
-The kubelet passes the server's password and mounts its CA, so the operator reads no Secret. The password of
-its own Valkey is a random one (secrets.py). That server keeps nothing on disk: after a restart gateways
-write again what they know.
+A named server may have pools of other clusters, whose keys the pool's uid tells apart. The kubelet passes its
+password and mounts its CA, so the operator reads no Secret. The password of the operator's own Valkey is a
+random one (secrets.py). That server keeps nothing on disk: after a restart, gateways write again what they
+know.
 """
 
 from collections.abc import Iterator
@@ -43,7 +44,8 @@ def args(pool: Context) -> list[str]:
         return [f"--state-server=redis://{names.state_name(pool.name)}.{pool.namespace}.svc:{PORT}"]
     if state is None or not state.server:
         return []
-    return [f"--state-server={state.server}", *([f"--state-ca={FOLDER}/ca.crt"] if state.ca_secret else [])]
+    ca = [f"--state-ca={FOLDER}/ca.crt"] if state.ca_secret else []
+    return [f"--state-server={state.server}", *ca, f"--state-cluster={pool.uid}"]
 
 
 def env(pool: Context) -> list[Object]:

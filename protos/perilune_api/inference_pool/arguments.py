@@ -71,6 +71,7 @@ GATEWAY_ARGS = frozenset(
         "--drain-seconds",
         "--state-server",
         "--state-ca",
+        "--state-cluster",
         "--log-level",
         "--log-format",
     }

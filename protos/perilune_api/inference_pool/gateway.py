@@ -61,9 +61,11 @@ class TlsSpec(Struct, frozen=True):
 class SharedStateSpec(Struct, frozen=True):
     """The server through which the pool's gateways share sessions and load, so that they act as one."""
 
-    server: Annotated[str, Meta(max_length=512, pattern=r"^(rediss?://[A-Za-z0-9.:\[\]-]+(/[0-9]+)?)?$")] = ""
+    server: Annotated[
+        str, Meta(max_length=512, pattern=r"^(rediss?://([A-Za-z0-9._-]+@)?[A-Za-z0-9.:\[\]-]+(/[0-9]+)?)?$")
+    ] = ""
     """Address of Valkey, Redis, or another server of that protocol, redis://HOST:PORT or rediss://HOST:PORT,
-    which is TLS. Empty: the operator's, see managed."""
+    which is TLS; USER@ before HOST names a user of its ACL. Empty: the operator's, see managed."""
     managed: bool = True
     """Whether the operator runs a Valkey for the pool when several gateways may run and no server is named.
     false, and no server: gateways share nothing."""

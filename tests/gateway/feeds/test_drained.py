@@ -3,11 +3,13 @@
 from typing import Any
 
 import pytest
+from handing_rig import text
+from replica_rig import HandingReplica
 from routing_objects import endpoint
 
 from perilune_api.pool import Topology
 from perilune_gateway.feeds.drained import SILENT_S, drained, is_idle
-from perilune_gateway.model import SessionKey
+from perilune_gateway.model import EngineMetrics, SessionKey
 from perilune_gateway.state.fleet import Fleet
 from perilune_gateway.state.in_flight import InFlight
 from perilune_gateway.state.sessions import Sessions
@@ -62,6 +64,81 @@ def test_idle_is_nothing_in_flight_and_no_session_of_late() -> None:
     assert idle(10.1 + SILENT_S)
     sessions.bind(sessions.touch(SessionKey("t", "new"), 80.0), "b", 80.0)
     assert idle(81.0)
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    fleet = Fleet(10_000, InFlight())
+    fleet.set_endpoints([endpoint("a"), endpoint("b")], Topology())
+    return fleet
+
+
+@pytest.mark.parametrize("busy", [EngineMetrics(running=1), EngineMetrics(waiting=1)])
+def test_requests_that_the_engine_reports_count_whoever_sent_them(fleet: Fleet, busy: EngineMetrics) -> None:
+    sessions = Sessions(max_sessions=10, idle_s=1800.0)
+    fleet.metrics("a", busy, 100.0)
+    assert not is_idle(fleet, sessions, "a", 100.0)
+    fleet.metrics("a", EngineMetrics(), 101.0)
+    assert not is_idle(fleet, sessions, "a", 100.0 + SILENT_S)
+    assert is_idle(fleet, sessions, "a", 100.1 + SILENT_S)
+    assert is_idle(fleet, sessions, "b", 100.0)
+
+
+def test_silence_begins_with_the_end_of_a_long_turn() -> None:
+    in_flight = InFlight()
+    fleet, sessions = Fleet(10_000, in_flight), Sessions(max_sessions=10, idle_s=1800.0)
+    fleet.set_endpoints([endpoint("a")], Topology())
+    sessions.bind(sessions.touch(SessionKey("t", "s"), 0.0), "a", 0.0)
+    in_flight.start(1, "a", uncached_tokens=10, prefill_s=0.1, context_tokens=10)
+    fleet.metrics("a", EngineMetrics(), 500.0)
+    in_flight.finish(1)
+    fleet.metrics("a", EngineMetrics(), 501.0)
+    assert not is_idle(fleet, sessions, "a", 500.0 + SILENT_S)
+    assert is_idle(fleet, sessions, "a", 500.1 + SILENT_S)
+
+
+def test_a_gateway_that_has_just_begun_knows_nothing_of_earlier_turns(fleet: Fleet) -> None:
+    sessions = Sessions(max_sessions=10, idle_s=1800.0)
+    assert not is_idle(fleet, sessions, "a", 10.0 + SILENT_S, began_at=10.0)
+    assert is_idle(fleet, sessions, "a", 10.1 + SILENT_S, began_at=10.0)
+
+
+def test_a_transfer_that_runs_counts(fleet: Fleet) -> None:
+    sessions = Sessions(max_sessions=10, idle_s=1800.0)
+    assert not is_idle(fleet, sessions, "a", 0.0, transfers=lambda address: int(address == "a"))
+    assert is_idle(fleet, sessions, "b", 0.0, transfers=lambda address: int(address == "a"))
+
+
+def test_the_turns_of_a_gateway_that_died_count_at_the_others() -> None:
+    dead, alive = HandingReplica("a"), HandingReplica("b")
+    target = dead.turn("s", list(range(320))).target
+    dead.tells(alive)
+    state = alive.state
+    alive.goes_on(SILENT_S - 1.0)
+    assert alive.shared.peers == 0
+    assert not is_idle(state.fleet, state.sessions, target, alive.now)
+    alive.goes_on(2.0)
+    assert is_idle(state.fleet, state.sessions, target, alive.now)
+
+
+def test_a_hand_off_under_way_counts_at_both_ends_and_at_every_gateway() -> None:
+    first, second = HandingReplica("a"), HandingReplica("b")
+    ids = text(5, 320)
+    source = first.turn("s", ids).target
+    first.tells(second)
+    second.announce(source, ids)
+    for replica in (first, second):
+        replica.router.configure(replica.pool(draining=source))
+    first.router.plan_moves(first.shared.plans)
+    (legs,) = first.handing_over.due()
+    first.tells(second)
+    for replica in (first, second):
+        for end in (legs.source, legs.target):
+            assert replica.handing_over.transfers(end)
+            state, later = replica.state, replica.now + 1.0
+            assert not is_idle(
+                state.fleet, state.sessions, end, later, transfers=replica.handing_over.transfers
+            )
 
 
 def test_a_pod_that_is_being_deleted_needs_no_answer() -> None:

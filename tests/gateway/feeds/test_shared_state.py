@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 from replica_rig import HandingReplica
+from router_rig import pool
 
-from perilune_gateway.feeds.shared_state import SharedState
+from perilune_gateway.feeds.shared_state import CONNECT_S, RETRY_MAX_S, Server, SharedState
+from perilune_gateway.served_pool import ServedPool
 
 
 class Deaf:
@@ -65,3 +67,29 @@ async def test_it_ends_even_if_the_client_loses_the_cancellation(call: str) -> N
     sharing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(sharing, 5)
+
+
+def test_a_server_that_is_back_is_found_within_two_seconds() -> None:
+    """An attempt that has just begun fails, and after a pause the next one succeeds."""
+    assert CONNECT_S + RETRY_MAX_S < 2.0
+
+
+async def test_the_keys_of_two_clusters_with_pools_of_one_name_differ() -> None:
+    """In the pool's own name, which all of its keys begin with."""
+    names = set()
+    for cluster in ("", "one", "two"):
+        served = ServedPool(
+            pool(), Unused(), state_server=Server("redis://127.0.0.1:1"), state_cluster=cluster
+        )
+        assert served.shared is not None
+        names.add(served.shared.name)
+        await served.close()
+    assert names == {"default/p", "one/default/p", "two/default/p"}
+
+
+class Unused:
+    """A source of which no pool is taken."""
+
+    last_error = ""
+
+    async def run(self, *_: Any) -> None: ...

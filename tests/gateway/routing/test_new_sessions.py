@@ -2,13 +2,14 @@
 
 import pytest
 from msgspec.structs import replace
-from router_rig import A, Rig, pool
+from router_rig import A, B, Rig, pool
 from routing_objects import head
 
 from perilune_api import names
-from perilune_api.pool import Engine, Routing, SessionAdmission
-from perilune_gateway.model import Refusal, RefuseReason, Routed
+from perilune_api.pool import EndpointSpec, Engine, Role, Routing, SessionAdmission
+from perilune_gateway.model import Refusal, RefuseReason, Routed, SessionKey
 from perilune_gateway.routing.new_sessions import Queued
+from perilune_gateway.state import session_queue
 
 ON = SessionAdmission(enabled=True, max_wait_seconds=60.0)
 
@@ -108,3 +109,60 @@ def test_by_default_no_session_waits():
     rig = Rig(document(SessionAdmission()))
     rig.route(range(900), named("a"))
     assert isinstance(rig.ask(range(2_000, 2_900), named("b")), Routed)
+
+
+def test_a_second_first_request_of_a_session_that_begins_passes_with_it(rig):
+    first = rig.route(range(700), named("a"))
+    queued = [rig.ask(range(2_000, 2_500 + 20 * n), named("b")) for n in range(2)]
+    rig.finish(first)
+    rig.now += 20.0
+    assert rig.router.due() == [(waiting.ticket, None) for waiting in queued]
+    assert isinstance(rig.ask(range(2_000, 2_540), named("b")), Routed)
+    targets = [rig.router.on_begun(waiting, None).destinations[0] for waiting in queued]
+    assert targets == [A, A]
+    assert rig.router.due() == []
+
+
+def test_a_sub_agent_passes_when_its_parent_has_begun_meanwhile(rig):
+    rig.route(range(700), named("a"))
+    child = rig.ask(range(2_000, 2_100), named("child", x_parent_session_id="parent"))
+    assert isinstance(child, Queued)
+    rig.state.sessions.bind(rig.state.sessions.touch(SessionKey("", "parent"), rig.now), A, rig.now)
+    rig.now += 1.0
+    assert rig.router.due() == [(child.ticket, None)]
+
+
+def test_endpoints_that_only_prefill_are_no_room_for_contexts():
+    endpoints = [EndpointSpec(A, events=(f"tcp://{A}",)), EndpointSpec(B, role=Role.PREFILL)]
+    rig = Rig(
+        pool(
+            endpoints=endpoints,
+            engine=Engine(block_size=4, kv_pool_tokens=1_000),
+            routing=Routing(session_admission=ON),
+        )
+    )
+    assert rig.router.new_sessions.stats(rig.now).capacity_tokens == 1_000
+
+
+def test_switching_admission_off_and_on_leaves_nothing(rig):
+    """Turns that run meanwhile end after it, in either order."""
+    rig.finish(rig.route(range(100), named("a")))
+    runs = rig.route(range(3_000, 3_100), named("b"))
+    rig.router.configure(document(SessionAdmission()))
+    rig.finish(rig.route(range(104), named("a")))
+    again = rig.route(range(3_000, 3_104), named("b"))
+    rig.router.configure(document())
+    third = rig.route(range(3_000, 3_108), named("b"))
+    rig.finish(rig.route(range(108), named("a")))
+    for routed in (runs, again, third):
+        rig.finish(routed)
+    rig.now += 86_400.0
+    assert rig.router.new_sessions.stats(rig.now).active_tokens == 0
+
+
+def test_bodies_of_waiting_sessions_have_a_budget(rig, monkeypatch):
+    monkeypatch.setattr(session_queue, "MAX_BYTES", 3_000)
+    rig.route(range(800), named("a"))
+    waiting = [rig.ask(range(1), named(f"b{n}"), user="x" * 900) for n in range(4)]
+    assert [isinstance(one, Queued) for one in waiting] == [True, True, True, False]
+    assert waiting[-1].status == 429

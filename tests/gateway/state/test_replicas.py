@@ -1,5 +1,6 @@
 """Replicas of the gateway whose changes reach each other late, twice, in another order, or not at all."""
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from router_rig import A, B, Rig, pool
 from routing_objects import head
 
-from perilune_api.pool import Ejection, Engine, Pool, Routing, SessionAdmission
+from perilune_api.pool import Ejection, Engine, Pool, Routing, SessionAdmission, SessionKeys
 from perilune_gateway.model import MoveReason, RequestHead, SessionKey
 from perilune_gateway.model.shared import (
     Alive,
@@ -19,6 +20,8 @@ from perilune_gateway.model.shared import (
     Counted,
     Ejected,
     Loaded,
+    Measure,
+    Measured,
     Names,
     Offered,
     OfferStage,
@@ -29,7 +32,8 @@ from perilune_gateway.routing.new_sessions import Queued
 from perilune_gateway.state.active_contexts import HORIZON_S
 from perilune_gateway.state.ejection import Cause
 from perilune_gateway.state.peers import LEASE_S
-from perilune_gateway.state.replicas import Replicas
+from perilune_gateway.state.replicas import MAX_BATCH, Replicas
+from perilune_gateway.state.sessions_elsewhere import MAX_TOLD
 from perilune_gateway.state.sharing import Sharing
 
 ROUTING = Routing(ejection=Ejection(pause_seconds=10.0))
@@ -205,7 +209,7 @@ def test_a_replica_that_stops_gives_its_load_back_at_once():
 
 
 def admitting(number: int) -> list[Replica]:
-    return [Replica(name, document=WITH_ADMISSION) for name in "abcd"[:number]]
+    return [Replica(name, document=WITH_ADMISSION) for name in "abcdefghij"[:number]]
 
 
 def tell(*replicas: Replica) -> None:
@@ -282,6 +286,58 @@ def test_replicas_that_decide_at_one_moment_give_away_no_more_room_than_there_is
     begun = [sum(refusal is None for _, refusal in replica.router.due()) for replica in replicas]
     assert 0 < sum(begun) * 60 <= 750
     assert max(begun) - min(begun) <= 1
+
+
+@pytest.mark.parametrize(("number", "tokens", "begin"), [(2, 400, 1), (4, 300, 2), (10, 100, 7)])
+def test_sessions_do_not_wait_before_an_empty_pool_whoever_holds_them(number: int, tokens: int, begin: int):
+    replicas = admitting(number)
+    routed = replicas[0].route(range(700), turn("a", x_perilune_session_final="true"))
+    tell(*replicas)
+    for n, one in enumerate(replicas):
+        start = 2_000 + 1_000 * n
+        assert isinstance(one.ask(range(start, start + tokens), turn(f"s{n}")), Queued)
+    tell(*replicas)
+    replicas[0].finish(routed)
+    tell(*replicas)
+    due = [one for replica in replicas for one in replica.router.due()]
+    assert [refusal for _, refusal in due] == [None] * begin
+
+
+def test_a_session_waits_no_longer_when_another_replica_has_routed_it():
+    first, second = admitting(2)
+    first.route(range(700), turn("a"))
+    tell(first, second)
+    waiting = second.ask(range(2_000, 2_100), turn("s"))
+    key = SessionKey("", "s")
+    first.state.sessions.bind(first.state.sessions.touch(key, first.now), A, first.now)
+    tell(first, second)
+    second.now += 1.0
+    assert second.router.due() == [(waiting.ticket, None)]
+
+
+def test_a_refused_session_keeps_its_place_when_it_returns_to_another_replica():
+    first, second = admitting(2)
+    routed = first.route(range(700), turn("a", x_perilune_session_final="true"))
+    tell(first, second)
+    early = first.ask(range(2_000, 2_400), turn("early"))
+    for replica in (first, second):
+        replica.now += 30.0
+    later = second.ask(range(3_000, 3_400), turn("later"))
+    tell(first, second)
+    assert second.shared.dropped == 0
+    for replica in (first, second):
+        replica.now += 30.0
+    ((_, refusal),) = first.router.due()
+    first.router.on_begun(early, refusal)
+    tell(first, second)
+    for replica in (first, second):
+        replica.now += refusal.retry_after_s
+    first.finish(routed)
+    again = second.ask(range(2_000, 2_400), turn("early"))
+    tell(first, second)
+    assert first.shared.dropped == 0
+    assert later.ticket != again.ticket
+    assert second.router.due()[0] == (again.ticket, None)
 
 
 def test_what_a_replica_counted_that_is_gone_fades_while_its_sessions_return():
@@ -365,6 +421,93 @@ def test_what_an_emptied_server_lacks_is_written_again():
     assert third.shared.take().sessions == []
 
 
+# -- a server that is away -----------------------------------------------------------------------------
+
+
+def test_what_waits_for_the_server_is_bounded_and_sent_in_batches():
+    replica = Replica("a", document=pool(routing=Routing(session=SessionKeys(max_sessions=3_000))))
+    for n in range(MAX_TOLD + 1_000):
+        replica.finish(replica.route(range(8), turn(f"s{n}", x_perilune_session_final="true")))
+    for n in range(4_000):
+        replica.finish(replica.route(range(8), turn(f"t{n}")))
+    names: set[bytes] = set()
+    while (outbox := replica.shared.take()).changes or outbox.sessions:
+        turns = [change for change in outbox.changes if isinstance(change, Bound)]
+        assert len(turns) <= 2 * MAX_BATCH
+        assert len(outbox.sessions) <= 2 * MAX_BATCH
+        names.update(change.session for change in turns)
+    assert len(names) <= MAX_TOLD + 3_000
+
+
+def test_what_a_failed_write_would_have_told_is_told_again():
+    first, second = two()
+    first.state.changes.judged(B, Cause.FAILURES)
+    kept = first.route(range(20), turn("kept"))
+    ended = first.route(range(20), turn("ended"))
+    first.tells(second)
+    assert second.ejected() == {B}
+    first.finish(ended)
+    first.state.sessions.free(SessionKey("", "ended"))
+    first.finish(kept)
+    first.route(range(24), turn("kept"))
+    first.state.changes.judged(B, "")
+    first.state.changes.measured(Measured(Measure.DECODE, A, 2.0))
+    lost = first.shared.take()
+    first.shared.failed(lost)
+    again = first.shared.take()
+    assert {type(change) for change in again.changes} == {type(change) for change in lost.changes}
+    assert {name for name, _ in again.sessions} == {name for name, _ in lost.sessions}
+    second.shared.apply(decode(encode(Batch("a", again.changes, 2))))
+    assert second.ejected() == set()
+    assert second.host("ended") == ""
+    assert second.in_flight() == first.in_flight()
+    assert second.state.calibration.decode_s(A) == 2.0
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_a_failed_write_would_have_told_of_admission_is_told_again(waits: bool):
+    first, second = admitting(2)
+    routed = first.route(range(700), turn("a"))
+    if waits:
+        first.ask(range(2_000, 2_400), turn("b"))
+    first.shared.failed(first.shared.take())
+    first.tells(second)
+    assert active(second) == 700
+    first.finish(routed)
+    second.now += 60.0
+    assert isinstance(second.ask(range(4_000, 4_040), turn("c")), Queued) is waits
+
+
+def test_the_end_of_a_session_is_told_again_to_a_server_that_still_has_its_turn():
+    first, second = two()
+    first.finish(first.route(range(20), turn("s")))
+    kept = dict(first.shared.take().sessions)
+    first.finish(first.route(range(24), turn("s", x_perilune_session_final="true")))
+    first.shared.take()
+    first.shared.reconcile([decode(value) for value in kept.values()])
+    outbox = first.shared.take()
+    second.shared.reconcile([decode(value) for value in kept.values()])
+    assert second.shared.sessions == 1
+    second.shared.apply(Batch("a", outbox.changes))
+    assert second.host("s") == ""
+    (value,) = (value for _, value in outbox.sessions)
+    late = Replica("c")
+    late.shared.reconcile([decode(value)])
+    assert late.host("s") == ""
+
+
+def test_an_ejection_ends_with_its_endpoint():
+    first, second = two()
+    first.state.changes.judged(A, Cause.FAILURES)
+    first.tells(second)
+    for replica in (first, second):
+        replica.router.configure(pool(endpoints=[B], routing=ROUTING))
+        replica.router.configure(pool(routing=ROUTING))
+    late = Replica("c")
+    first.tells(second, late, alive=True)
+    assert second.ejected() == late.ejected() == set()
+
+
 # -- bytes ---------------------------------------------------------------------------------------------
 
 
@@ -379,6 +522,66 @@ def test_changes_of_a_newer_version_are_left_out_and_counted():
 def test_bytes_that_are_no_batch_are_refused(message):
     with pytest.raises(msgspec.DecodeError):
         decode(message)
+
+
+NOW_US = 1_700_001_000_000_000
+FAR_US = NOW_US + 7_200_000_000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(["bound", FAR_US, b"n" * 16, A], id="a turn's stamp in the future"),
+        pytest.param(["bound", 5, b"n" * 16, A, 2**61], id="turns"),
+        pytest.param(["bound", 5, b"n" * 16, A, 1, 1, 1, math.nan], id="bytes per token"),
+        pytest.param(["bound", 5, b"n" * 999, A], id="a long name"),
+        pytest.param(["loaded", 2**62, A, 1], id="a load's stamp"),
+        pytest.param(["loaded", 5, A, -1], id="a negative number of requests"),
+        pytest.param(["loaded", 5, A, 1, 1, 1, math.inf], id="an infinite load"),
+        pytest.param(["ejected", FAR_US, A, "failures"], id="an ejection's stamp"),
+        pytest.param(["ejected", 5, "a" * 9_999, "failures"], id="a long address"),
+        pytest.param(["counted", 2**64 - 1, 0.0, 0], id="a count's stamp"),
+        pytest.param(["counted", 5, math.nan, 0], id="no number of active tokens"),
+        pytest.param(["counted", 5, -5.0, 0], id="negative active tokens"),
+        pytest.param(["in_line", FAR_US], id="a queue's stamp"),
+        pytest.param(["in_line", 5, [[b"s", b"t", 2**50, 5, 5, 1]]], id="tokens of a place"),
+        pytest.param(["in_line", 5, [[b"s", b"t", 5, FAR_US, FAR_US, 1]]], id="a place's arrival"),
+        pytest.param(["in_line", 5, [[b"s", b"t", 5, 5, 2**60, 1]]], id="a place's rank"),
+        pytest.param(["in_line", 5, [[b"s", b"t", 5, 5, 5, 1, math.inf]]], id="a place's return"),
+        pytest.param(["in_line", 5, [], [[b"t", math.inf, 1.0]]], id="a tenant's tokens"),
+        pytest.param(["offered", FAR_US, b"n", "drain", A, B, "copying", 9.0], id="an offer's stamp"),
+        pytest.param(["offered", 5, b"n", "drain", A, B, "copying", 1e9], id="an offer for ever"),
+        pytest.param(
+            ["offered", 5, b"n", "drain", A, B, "copying", 9.0, math.nan], id="an offer's beginning"
+        ),
+        pytest.param(["measured", "prefill", A, 1.0, math.inf, "", 7], id="an infinite prediction"),
+        pytest.param(["measured", "decode", A, math.nan, 0.0, "", 7], id="no measurement"),
+        pytest.param(["measured", "decode", A, 1e8, 0.0, "", 7], id="a measurement of years"),
+        pytest.param(["measured", "decode", A, 1.0, 0.0, "", FAR_US], id="a measurement's stamp"),
+        pytest.param(["claimed", A, b"abc", 1.0], id="blocks that are not whole"),
+        pytest.param(["claimed", A, bytes(8), math.inf], id="a claim for ever"),
+        pytest.param(["alive", 7], id="a sign of life"),
+        pytest.param(["bound", 5], id="fields are missing"),
+    ],
+)
+def test_a_damaged_change_costs_itself_is_counted_and_logged_once(
+    change: list[object], caplog: pytest.LogCaptureFixture
+):
+    replica = Replica("b", document=WITH_ADMISSION)
+    message = msgspec.msgpack.encode(["x", 1, [["alive"], change, change, ["loaded", 9, A, 2]]])
+    replica.shared.apply(decode(message))
+    replica.shared.apply(decode(message))
+    assert replica.shared.dropped == 4
+    assert caplog.text.count("damaged change") == 1
+    assert replica.in_flight() == {A: 2}
+    replica.route(range(20), turn("z"))
+    told = decode(encode(Batch("b", replica.shared.take(alive=True).changes, 1)))
+    assert told.unknown == 0
+    untouched = Replica("b", document=WITH_ADMISSION)
+    untouched.route(range(20), turn("z"))
+    assert [change for change in told.changes if isinstance(change, Bound)] == [
+        change for change in untouched.shared.take(alive=True).changes if isinstance(change, Bound)
+    ]
 
 
 HOSTS, NAMES, REPLICAS = (A, B, ""), (b"s" * 16, b"t" * 16), ("x", "y")

@@ -1,6 +1,14 @@
 """New sessions begin while there is room, wait fairly while there is none, and are refused honestly."""
 
-from perilune_gateway.state.session_queue import Refused, Room, SessionQueue, Waiting
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import pytest
+from msgspec.structs import replace
+
+from perilune_gateway.state.session_queue import HOLD_S, MAX_BYTES, Refused, Room, SessionQueue, Waiting
 
 FULL = Room(active=80_000, capacity=100_000)
 EMPTY = Room(active=0, capacity=100_000)
@@ -93,3 +101,150 @@ def test_a_client_that_goes_away_leaves_the_queue():
     q.leave(waiting.ticket)
     q.leave(waiting.ticket)
     assert q.begin(EMPTY, 1.0) is None
+
+
+def test_another_request_of_a_session_begins_with_it():
+    q = queue()
+    tickets = [q.arrive("s", "t", tokens, FULL, 0.0).ticket for tokens in (1_000, 40_000)]
+    q.arrive("other", "t", 1_000, FULL, 0.0)
+    assert len(q) == 2
+    room = Room(active=30_000, capacity=100_000)
+    assert [q.begin(room, 1.0).ticket for _ in tickets] == tickets
+
+
+def test_a_session_that_began_elsewhere_waits_no_longer():
+    q = queue()
+    waiting = q.arrive("s", "t", 1_000, FULL, 0.0)
+    q.release("s")
+    assert q.begin(FULL, 0.1) == replace(waiting, tokens=0)
+    assert len(q) == 0
+
+
+def test_bodies_that_wait_have_a_budget_of_bytes():
+    q, half = queue(), MAX_BYTES // 2
+    first = q.arrive("s0", "t", 100, FULL, 0.0, body_bytes=half)
+    assert isinstance(q.arrive("s1", "t", 100, FULL, 0.0, body_bytes=half), Waiting)
+    assert isinstance(q.arrive("s2", "t", 100, FULL, 0.0, body_bytes=1), Refused)
+    q.leave(first.ticket)
+    assert isinstance(q.arrive("s2", "t", 100, FULL, 0.0, body_bytes=1), Waiting)
+
+
+@pytest.mark.parametrize("body_bytes", [1, MAX_BYTES // 3])
+def test_a_tenant_that_fills_the_queue_leaves_a_place_to_another(body_bytes: int):
+    q = queue(max_waiting=3)
+    for n in range(3):
+        q.arrive(f"many{n}", "many", 100, FULL, 0.0, body_bytes=body_bytes)
+    assert isinstance(q.arrive("few", "few", 100, FULL, 1.0, body_bytes=body_bytes), Waiting)
+    assert isinstance(q.arrive("many3", "many", 100, FULL, 1.0, body_bytes=body_bytes), Refused)
+    assert [waiting.session for waiting, _ in q.refuse(1.0)] == ["many2"]
+    assert begun(q, 4, 2.0) == ["many0", "few", "many1"]
+
+
+def test_the_room_of_a_refused_session_is_kept_until_it_returns():
+    q = queue(max_wait_s=10.0)
+    q.arrive("long", "t", 40_000, FULL, 0.0)
+    ((_, refused),) = q.refuse(10.0)
+    back_at = 10.0 + refused.retry_after_s
+    room = Room(active=30_000, capacity=100_000)
+    q.arrive("short", "t", 10_000, FULL, back_at - 1.0)
+    assert q.begin(room, back_at - 1.0) is None
+    q.arrive("long", "t", 40_000, room, back_at)
+    assert q.begin(room, back_at).session == "long"
+
+
+def test_a_refused_session_that_does_not_return_holds_nobody_up():
+    q = queue(max_wait_s=10.0)
+    q.arrive("gone", "t", 40_000, FULL, 0.0)
+    ((_, refused),) = q.refuse(10.0)
+    late = 10.0 + refused.retry_after_s + HOLD_S + 0.1
+    assert q.arrive("short", "t", 10_000, Room(60_000, 100_000), late) is None
+
+
+@pytest.mark.parametrize("arrives", [0.0, 30.0, 300.0])
+def test_a_long_session_is_not_starved_by_short_ones_that_keep_coming(arrives: float):
+    """Twice as many come as can begin."""
+    named = {"long": Client(40_000, "t", arrives)}
+    play(queue(max_waiting=1_000), {**named, **shorts(2, until=500, returns=0)})
+    assert named["long"].began_after_s is not None
+    assert named["long"].began_after_s <= 180.0
+
+
+def test_long_sessions_are_lost_no_more_often_than_short_ones_in_lasting_overload():
+    """Everybody returns twice, so half of all is lost."""
+    longs = {f"long{n}": Client(8_000, "t", 200.0 + 10 * n) for n in range(15)}
+    others = shorts(2, until=350)
+    play(queue(max_waiting=1_000), {**others, **longs})
+    late = [client for client in others.values() if client.comes_at >= 200.0]
+    lost = [sum(c.began_after_s is None for c in of) / len(of) for of in (longs.values(), late)]
+    assert lost[1] > 0.2
+    assert lost[0] <= lost[1]
+
+
+@pytest.mark.parametrize("rate", [1, 2])
+def test_a_tenant_below_its_share_is_served_in_time_whatever_the_size_of_its_sessions(rate: int):
+    """Beside one that wants more than all there is."""
+    named = {
+        f"{tenant}{n}": Client(size, tenant, 100.0 + every_s * n)
+        for tenant, size, every_s in (("a", 500, 20.0), ("b", 8_000, 60.0), ("c", 30_000, 150.0))
+        for n in range(int(300 / every_s))
+    }
+    play(queue(max_waiting=1_000), {**named, **shorts(rate, until=400)})
+    waits = [client.began_after_s for client in named.values()]
+    assert None not in waits
+    assert max(waits) <= 120.0
+
+
+@dataclass
+class Client:
+    """The client of a new session, which returns when it was told."""
+
+    tokens: int
+    tenant: str
+    comes_at: float
+    returns: int = 2
+    refusals: int = 0
+    began_after_s: float | None = None
+
+
+def shorts(rate: int, until: int, returns: int = 2) -> dict[str, Client]:
+    """Short sessions of one tenant; of these one per second can begin."""
+    return {f"{t}.{n}": Client(1_000, "t", float(t), returns) for t in range(until) for n in range(rate)}
+
+
+def play(q: SessionQueue, clients: Mapping[str, Client]) -> None:
+    """A pool of which sessions may fill 75,000 tokens, each for 75 s."""
+    due: defaultdict[float, list[str]] = defaultdict(list)
+    for session, client in clients.items():
+        due[float(int(client.comes_at))].append(session)
+    active: list[tuple[float, int]] = []
+    end = max(due) + 400.0
+
+    def begins(session: str, now: float) -> None:
+        clients[session].began_after_s = now - clients[session].comes_at
+        active.append((now + 75.0, clients[session].tokens))
+
+    def is_refused(session: str, answer: Refused, now: float) -> None:
+        client = clients[session]
+        client.refusals += 1
+        if client.refusals <= client.returns:
+            due[now + ceil(answer.retry_after_s)].append(session)
+
+    now = 0.0
+    while now < end:
+        active = [one for one in active if one[0] > now]
+        for session in due.pop(now, ()):
+            client = clients[session]
+            match q.arrive(session, client.tenant, client.tokens, _room(active), now):
+                case None:
+                    begins(session, now)
+                case Refused() as answer:
+                    is_refused(session, answer, now)
+        while first := q.begin(_room(active), now):
+            begins(str(first.session), now)
+        for waiting, answer in q.refuse(now):
+            is_refused(str(waiting.session), answer, now)
+        now += 1.0
+
+
+def _room(active: Sequence[tuple[float, int]]) -> Room:
+    return Room(sum(tokens for _, tokens in active), 100_000)

@@ -94,3 +94,15 @@ def test_times_are_measured_from_the_sessions_arrival(overload: Workload):
 def test_the_command_line_turns_it_on():
     assert not parse([]).comparison.routing.session_admission.enabled
     assert parse(["--admission"]).comparison.routing.session_admission.enabled
+
+
+def test_long_sessions_are_not_starved_by_short_ones():
+    """More come for minutes than fit, and all begin: of long and short ones nobody is lost."""
+    fleet = SimulatedFleet(4, replace(H20, engine=replace(H20.engine, kv_pool_tokens=80_000)))
+    load = OfferedLoad(window_s=300.0, warmup_s=0.0, parameters=Agentic(context_tokens=60_000))
+    outcome = play(load.workload(0.8, 3, fleet), ON, fleet)
+    first = [r for r in outcome.requests if r.task.number == 0]
+    long = [r for r in first if r.prompt_tokens > 24_000]
+    assert len(long) > 30
+    assert any(r.refusals for r in long)
+    assert [r for r in first if r.rejected] == []
