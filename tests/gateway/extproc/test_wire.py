@@ -303,10 +303,10 @@ def test_pick_may_replace_the_clients_credentials():
 def test_a_decoded_body_goes_on_without_its_encodings_header():
     pick = Pick(Kind.REQUEST_BODY, (A,), body=b"{}", decoded=True)
     answer = pb.ProcessingResponse.FromString(wire.encode(pick)).request_body.response
-    assert list(answer.header_mutation.remove_headers) == ["content-encoding"]
+    assert "content-encoding" in answer.header_mutation.remove_headers
     assert answer.body_mutation.body == b"{}"
-    kept = wire.encode(Pick(Kind.REQUEST_BODY, (A,)))
-    assert not pb.ProcessingResponse.FromString(kept).request_body.response.header_mutation.remove_headers
+    kept = encoded(Pick(Kind.REQUEST_BODY, (A,))).request_body.response
+    assert "content-encoding" not in kept.header_mutation.remove_headers
 
 
 @pytest.mark.parametrize(

@@ -252,10 +252,11 @@ def test_chains_and_sessions_on_their_way_hide_no_session_that_can_move() -> Non
     source = rig.turn("plain", text(1, 320)).target
     chains = 0
     for i in count():
-        body = b'{"model": "m", "input": "more", "previous_response_id": "resp_1"}'
-        routed = rig.router.on_body(head("/v1/responses", x_session_id=f"c{i}"), body)
-        assert isinstance(routed, Routed)
-        rig.finish(routed)
+        for continued in (b'"request_id": "resp_1"', b'"previous_response_id": "resp_1"'):
+            body = b'{"model": "m", "input": "more", %b}' % continued
+            routed = rig.router.on_body(head("/v1/responses", x_session_id=f"c{i}"), body)
+            assert isinstance(routed, Routed)
+            rig.finish(routed)
         chains += routed.destinations[0] == source
         if chains > LOOKED_AT:
             break
