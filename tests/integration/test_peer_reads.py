@@ -80,7 +80,7 @@ async def test_a_source_that_dies_or_hangs_costs_time_and_no_request() -> None:
         finally:
             user.child(holder).signal(signal.SIGCONT)
         late, worked = await user.outcomes()
-        assert late == ("expired", "not_taken"), "it has kept the request"
+        assert late in {("expired", "not_taken"), ("failed", "recomputed")}, "whichever is noticed first"
         assert worked == ("copied", None)
         user.child(holder).signal(signal.SIGKILL)
         assert (await user.ask(2, 2))[0] == there

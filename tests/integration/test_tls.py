@@ -56,6 +56,7 @@ async def test_envoy_is_served_where_both_sides_trust_each_other_and_nowhere_els
                 fail_open=False,
                 health_check_s=0.1,
                 grpc_retries=1,
+                allowed=(),
             )
             headers = stub_rig.headers(name, to=target, phase=phase)
             async with (

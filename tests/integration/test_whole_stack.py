@@ -160,7 +160,6 @@ async def test_block_hashes_are_the_engines(user: User) -> None:
     ("body", "status", "code"),
     [
         pytest.param({"model": "nobody", "messages": []}, 404, "unknown_model", id="unknown model"),
-        pytest.param({"messages": []}, 400, "no_model", id="no model"),
         pytest.param({"model": "sim-30b", "messages": 3}, 400, "bad_request", id="wrong type"),
     ],
 )
