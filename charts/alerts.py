@@ -135,7 +135,7 @@ ALERTS = (
 
 
 def anchor(heading: str) -> str:
-    """The heading's part of an address."""
+    """Return the heading's part of an address."""
     return heading.lower().replace(" ", "-")
 
 
@@ -145,7 +145,7 @@ def runbook(alert: Alert) -> str:
 
 
 def document() -> bytes:
-    """The groups of a PrometheusRule, which a plain Prometheus reads as well."""
+    """Return the groups of a PrometheusRule, which a plain Prometheus reads as well."""
     rules = [
         {
             "alert": alert.name,

@@ -69,7 +69,7 @@ def _lane(item: pytest.Item) -> Lane | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs no cluster; then clusters that come and go; then the shared one."""
+    """Put first what needs no cluster, then clusters that come and go, then the shared one."""
 
     def when(item: pytest.Item) -> int:
         if "cluster" not in item.keywords:
@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Builds what is missing before the first test, so that no test's time is up meanwhile; parts lanes."""
+    """Build what is missing before the first test, so that no test's time is up meanwhile; part the lanes."""
     config = session.config
     if config.option.collectonly:
         return
@@ -207,7 +207,7 @@ def other_image(cluster: Cluster) -> str:
 
 @pytest.fixture(scope="session")
 def state_image(cluster: Cluster) -> None:
-    """The image of the server of shared state is on every node."""
+    """Import the image of the server of shared state into every node."""
     names = (node.machine.run(["ctr", "-n", "k8s.io", "images", "list", "-q"]) for node in cluster.nodes)
     if any(perilune_image.STATE_NAME not in found.split() for found in names):
         cluster.load(perilune_image.state_archive())
@@ -251,11 +251,11 @@ class StaticPool:
         }
 
     def admin(self, path: str) -> Any:
-        """A page of the gateway's admin server."""
+        """Return a page of the gateway's admin server."""
         return self.kube.admin("deployment/gateway", "static", path)
 
     def document(self) -> str:
-        """What the operator will write: the pool with its endpoints resolved."""
+        """Return what the operator will write: the pool with its endpoints resolved."""
         nodes = self.kube.get("node")
         places = {node["metadata"]["name"]: node["metadata"]["labels"] for node in nodes}
         topology = {

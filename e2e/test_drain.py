@@ -56,7 +56,7 @@ def test_a_scale_down_waits_for_sessions_and_can_be_taken_back(patient):
 
 
 def assert_refuses_new(pool, leaving):
-    """The gateway has seen the mark."""
+    """Assert that the gateway has seen the mark."""
     answer = pool.client.complete("anybody")
     record = pool.admin(f"/api/decisions/{answer.request_id}")
     assert leaving not in {c["address"] for c in record["candidates"] if not c["draining"]}

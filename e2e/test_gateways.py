@@ -85,7 +85,7 @@ def strayed(pool, played, homes):
 
 
 def explained(pool, request_id):
-    """What the gateway that decided it says of a request; empty if none of them knows it any more."""
+    """Return what the gateway that decided it says of a request; empty if no gateway knows it any more."""
     for pod in pool.pods("gateway"):
         name = pod["metadata"]["name"]
         with suppress(ClusterError):

@@ -232,7 +232,7 @@ def failed_at(sample, cut_at):
 
 
 def engine_on_a_node_of_its_own(pool, kube):
-    """A node that runs an engine, but nothing that a request, the operator or the test needs."""
+    """Return a node that runs an engine, but nothing else that a request, the operator or the test needs."""
     others = [
         pod
         for pod in kube.get("pod", "-A")

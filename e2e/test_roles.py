@@ -31,7 +31,7 @@ def flexible(kube, edge, operator):
 
 
 def roles(pool: LivePool) -> dict[str, set[str]]:
-    """The ready engines' pods by their duty."""
+    """Return the ready engines' pods by their duty."""
     pods = [pod for part in ("engine", "prefill") for pod in pool.pods(part) if is_ready(pod)]
     return {
         duty: {p["metadata"]["name"] for p in pods if p["metadata"]["labels"].get(names.DUTY_LABEL) == duty}

@@ -63,7 +63,7 @@ def stored(kube, edge, operator, image):
 
 
 def master(pool, path):
-    """A page of the master's own server."""
+    """Return a page of the master's own server."""
     service = pool.kube.get("service", "stored-master", "-n", "default")
     answer = Client(f"{service['spec']['clusterIP']}:9003", "master").request("GET", path)
     assert answer.status == 200, answer.body

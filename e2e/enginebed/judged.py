@@ -95,8 +95,8 @@ async def play(
     at_once: int = 1,
     enough: asyncio.Event | None = None,
 ) -> None:
-    """Takes `requests` turns, or as many until `enough` is set; `at_once` conversations at a time, each one
-    turn after the other. Which ones follows from the phase's name."""
+    """Play `requests` turns, or as many until `enough` is set; `at_once` conversations at a time, each one
+    turn after the other. The phase's name decides which ones."""
     rng = Random(phase.name)
     free = list(conversations)
     left = requests
@@ -113,7 +113,7 @@ async def play(
 
 
 async def turn(rig: Rig, conversation: Conversation, *, alone: bool = True) -> Judged:
-    """Takes a conversation's next turn."""
+    """Play a conversation's next turn."""
     path, body, headers = conversation.ask()
     headers[DECISION_HEADER] = "yes"
     kind, began = conversation.kind, time.monotonic()
@@ -154,7 +154,7 @@ async def turn(rig: Rig, conversation: Conversation, *, alone: bool = True) -> J
 
 
 def table(phases: Iterable[Phase], block: int) -> str:
-    """A row for each phase."""
+    """Return a table with a row for each phase."""
     head = (
         *("phase", "requests", "exact", "below", "above", "> 1 block", "prompt equal", "cached"),
         *("slowest", "failed", "last failure", "back"),
@@ -187,7 +187,7 @@ def table(phases: Iterable[Phase], block: int) -> str:
 
 
 def misses(phase: Phase) -> str:
-    """The predictions that were not exact, and what failed, for people."""
+    """Return the predictions that were not exact, and what failed, for people."""
     lines = [
         f"{each.kind}: predicted {each.predicted}, cached {each.cached} of {each.prompt}"
         f" (counted {each.prompt_predicted}, {each.source or 'no tokens'}, {each.phase}) at {each.target}"

@@ -39,8 +39,8 @@ def report(pytestconfig: pytest.Config) -> Report:
 
 
 def write_results(page: Path, table: str) -> None:
-    """Puts the table between the page's two marks. The page of an unusual engine or device has a name of its
-    own, and is begun if there is none."""
+    """Put the table between the page's two marks. The page of an unusual engine or device has a name of its
+    own, and begins empty."""
     environment = install.chosen(os.environ.get("VLLM", ""), os.environ.get("DEVICE", ""))
     begin, end = "<!-- results -->\n", "<!-- end of results -->"
     if environment != install.chosen("", ""):
@@ -90,7 +90,7 @@ def environment(pytestconfig: pytest.Config) -> install.Environment:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The folders of the tiny models, by name."""
+    """Return the folders of the tiny models, by name."""
     folder = tmp_path_factory.mktemp("models")
     return {name: models.write(kind, folder / name) for name, kind in models.TINY.items()}
 

@@ -37,8 +37,8 @@ async def engines(rig, tiny):
 
 
 async def after_traffic(rig, document, at, seed, **changes):
-    """The problems that a gateway names which was started with these changes of `spec.engine` and
-    `spec.model`, after some conversations at the engine of that number."""
+    """Return the problems that a gateway names after some conversations at the engine of that number. The
+    gateway was started with these changes of `spec.engine` and `spec.model`."""
     spec = document.spec
     made = structs.replace(
         spec,
@@ -53,7 +53,7 @@ async def after_traffic(rig, document, at, seed, **changes):
 
 
 async def after_more(rig, seed):
-    """The problems that the running gateway names after some conversations."""
+    """Return the problems that the running gateway names after some conversations."""
     talks = [one for one in conversations.mixed(24, seed, "tiny") if one.api is conversations.Api.CHAT]
     phase = judged.Phase(f"health {seed}")
     await judged.play(rig, talks, phase, 24)
@@ -66,7 +66,8 @@ def hashing(document, **changes):
 
 
 def parity(problems):
-    """The cause of the one problem of hashes; a gateway that has just started may still be learning, too."""
+    """Return the cause of the one problem of hashes; a gateway that has just started may still be learning,
+    too."""
     (problem,) = [one for one in problems if one["kind"] == "parity"]
     return problem["cause"]
 

@@ -73,7 +73,7 @@ async def more_requests(phase, count):
 
 
 async def ready_endpoints(rig, count):
-    """Waits until the gateway has seen so many engines ready; it reads their metrics every second."""
+    """Wait until the gateway has seen so many engines ready; it reads their metrics every second."""
     async with asyncio.timeout(60):
         while True:
             if (await rig.page("/api/health"))["endpoints_ready"] == count:

@@ -25,7 +25,8 @@ _VALUES = (
 
 
 def archive() -> Path:
-    """An OCI archive of its controller, which is built when it is missing: ten minutes on two cores, once."""
+    """Return an OCI archive of its controller. Build the archive if it is missing, which takes ten minutes on
+    two cores, once."""
     programs.module(*programs.AI_GATEWAY)
     programs.ensure(("ai-gateway",))
     return images.archive(IMAGE, programs.path("ai-gateway"), "ai-gateway")

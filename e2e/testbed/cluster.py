@@ -102,7 +102,7 @@ class Cluster:
         network.set_link(self.fabric, self.node(node).site.node, up)
 
     def restart_api_server(self) -> None:
-        """Ends it like a crash, and starts it again; returns when it is ready."""
+        """Kill it like a crash, start it again, and wait until it is ready."""
         self.kill("kube-apiserver")
         with cgroups.member(self.name):
             self.control.start_api_server()
@@ -135,7 +135,7 @@ class Cluster:
         return pids
 
     def load(self, archive: Path) -> None:
-        """Imports an image into every node."""
+        """Import an image into every node."""
         _each(self.nodes, lambda node: images.load(node.machine, archive))
 
     def resident_bytes(self) -> dict[str, int]:
@@ -178,7 +178,7 @@ class Cluster:
         kube.wait("create", "serviceaccount/default", "-n", "default")
 
     def _why_not_ready(self) -> str:
-        """What each node that is not says, and the last errors of its kubelet and containerd."""
+        """Return what each node that is not ready says, and the last errors of its kubelet and containerd."""
         said = []
         for node in self.kube.get("node"):
             conditions = node.get("status", {}).get("conditions", ())

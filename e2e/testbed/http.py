@@ -65,7 +65,7 @@ class Client:
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 60,
     ) -> Answer:
-        """Raises OSError and http.client.HTTPException as they come."""
+        """Send one request. Raises OSError and http.client.HTTPException as they come."""
         began = time.monotonic()
         connection = http.client.HTTPConnection(self.address, timeout=timeout_s)
         try:
@@ -119,7 +119,7 @@ class Load:
         return self.outcomes["200"]
 
     def goes_on(self, requests: int = 30) -> None:
-        """Waits for so many more."""
+        """Wait until so many more requests have succeeded."""
         wanted = self.succeeded + requests
 
         def enough() -> None:
@@ -190,7 +190,7 @@ class NewPrompts:
         return sum(since < at <= until for at in self.ended) / (until - since)
 
     def go_on(self, requests: int) -> None:
-        """Waits for so many more."""
+        """Wait for so many more answers."""
         wanted = len(self.ended) + requests
 
         def enough() -> None:

@@ -101,7 +101,7 @@ def _plug(fabric: Machine, machine: Machine, link: str, bridge: str, address: st
 
 
 def limit(machine: Machine, device: str, bit_s: int) -> None:
-    """The rate at which `device` sends."""
+    """Limit the rate at which `device` sends."""
     rate = ("rate", f"{bit_s}bit", "burst", "256kb", "latency", "50ms")
     run(machine.on_its_network(["tc", "qdisc", "replace", "dev", device, "root", "tbf", *rate]))
 

@@ -127,7 +127,7 @@ class Operator:
         until(self._held.is_set, f"a write of {self.identity} is held back, see {self._log}", timeout_s)
 
     def release(self) -> None:
-        """The held write goes to the API server."""
+        """Let the held write go to the API server."""
         self._loop.call_soon_threadsafe(self._released.set)
 
     def close(self) -> None:
@@ -236,7 +236,7 @@ def operators(
 
 
 def _place_for_a_lease(namespace: str) -> tuple[dict[str, Any], ...]:
-    """The namespace, and there the chart's rights to a Lease for the operators' account."""
+    """Return the namespace, and there the chart's rights to a Lease for the operators' account."""
     rbac = "rbac.authorization.k8s.io"
     here = {"name": perilune.OPERATOR, "namespace": namespace}
     account = {"kind": "ServiceAccount", "name": perilune.OPERATOR, "namespace": perilune.NAMESPACE}

@@ -66,7 +66,7 @@ class Pki:
 
 
 def server_secret(folder: Path, name: str, namespace: str, host: str) -> dict[str, Any]:
-    """A Secret with a certificate for a host, its key and its CA, which are made in `folder`."""
+    """Return a Secret with a certificate for a host, its key and its CA, which are made in `folder`."""
     pki = Pki(folder)
     pki.make_ca()
     pki.certificate("tls", name, names=[f"DNS:{host}"], server=True)
@@ -76,5 +76,5 @@ def server_secret(folder: Path, name: str, namespace: str, host: str) -> dict[st
 
 
 def _serial(file: str) -> str:
-    """A serial number of its own for each certificate, without a shared counter file."""
+    """Return a serial number of its own for each certificate, without a shared counter file."""
     return file.encode().hex()[:30]

@@ -32,7 +32,7 @@ LEAVES_SOON = {
 
 
 def document(name: str, namespace: str = "default", **spec: Any) -> dict[str, Any]:
-    """Simulated engines behind the Gateway `edge/edge`, requests of host `NAME.test`."""
+    """Return a pool of simulated engines behind the Gateway `edge/edge`, for requests of host `NAME.test`."""
     usual = {
         "model": {"name": f"{name}-30b"},
         "engine": {"kind": "simulated", "imagePullPolicy": "Never"},
@@ -103,7 +103,7 @@ class LivePool:
         self.kube.apply(document(self.name, self.namespace, **spec))
 
     def patch(self, **spec: Any) -> None:
-        """Some fields of the spec; None takes one away."""
+        """Change some fields of the spec; None removes one."""
         words = ("patch", _ALL, self.name, "-n", self.namespace, "--type=merge", "-p")
         self.kube.ctl(*words, json.dumps({"spec": spec}))
 
@@ -111,16 +111,16 @@ class LivePool:
         self.kube.ctl("scale", _ALL, self.name, "-n", self.namespace, f"--replicas={replicas}")
 
     def delete(self) -> None:
-        """Returns when the pool is gone; its objects follow."""
+        """Delete the pool, and wait until it is gone; its objects follow."""
         words = ("delete", _ALL, self.name, "-n", self.namespace, "--ignore-not-found", "--timeout=60s")
         self.kube.ctl(*words, timeout_s=70)
 
     def admin(self, path: str) -> Any:
-        """A page of its gateway."""
+        """Return a page of its gateway."""
         return self.kube.admin(f"deployment/{names.gateway_name(self.name)}", self.namespace, path)
 
     def admins(self, path: str) -> dict[str, Any]:
-        """That page of each of its gateways, by pod."""
+        """Return that page of each of its gateways, by pod."""
         pods = [pod["metadata"]["name"] for pod in self.pods("gateway") if is_ready(pod)]
         return {pod: self.kube.admin(f"pod/{pod}", self.namespace, path) for pod in pods}
 

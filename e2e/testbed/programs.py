@@ -128,7 +128,7 @@ def _stamp(name: str) -> Path:
 
 
 def ensure(names: tuple[str, ...]) -> None:
-    """Builds what is missing. Raises ClusterError without Go, or when a build fails."""
+    """Build what is missing. Raises ClusterError without Go, or when a build fails."""
     for name in missing(names):
         program = PROGRAMS[name]
         if shutil.which("go") is None:
@@ -155,7 +155,7 @@ def _build(program: Program) -> None:
 
 
 def module(path: str, version: str) -> Path:
-    """A Go module's files, downloaded once; go checks them against its checksum database."""
+    """Return a Go module's files, downloaded once. go checks them against its checksum database."""
     folder = GO_MODULES / f"{path}@{version}"
     if not folder.exists():
         with step(f"downloading {path} {version}, once"):
@@ -165,7 +165,7 @@ def module(path: str, version: str) -> Path:
 
 
 def ensure_api_server() -> None:
-    """Builds what the operator's tests need, and downloads the modules whose CRDs they install."""
+    """Build what the operator's tests need, and download the modules whose CRDs they install."""
     module(*LEADER_WORKER_SET)
     ensure(API_SERVER)
     module(_GATEWAY_MODULE, ENVOY_GATEWAY)

@@ -38,7 +38,7 @@ class Seen:
 
 
 async def unreadable(http: aiohttp.ClientSession, admin_url: str) -> str:
-    """Returns why the pages cannot be read; empty if they can."""
+    """Return why the pages cannot be read; empty if they can."""
     try:
         (await page(http, f"{admin_url}/api/nodes/stats"))["nodes"]
     except UNREADABLE as error:
@@ -47,7 +47,7 @@ async def unreadable(http: aiohttp.ClientSession, admin_url: str) -> str:
 
 
 async def watch(http: aiohttp.ClientSession, admin_url: str, seen: Seen, every_s: float = 0.5) -> None:
-    """Samples queue lengths until cancelled."""
+    """Sample queue lengths until cancelled."""
     while True:
         try:
             nodes = (await page(http, f"{admin_url}/api/nodes/stats"))["nodes"]
@@ -59,12 +59,12 @@ async def watch(http: aiohttp.ClientSession, admin_url: str, seen: Seen, every_s
 
 
 def queues(nodes: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Running + waiting of every endpoint of `/api/nodes/stats`."""
+    """Return running + waiting of every endpoint of `/api/nodes/stats`."""
     return [float(node["load"]["running"] + node["load"]["waiting"]) for node in nodes]
 
 
 async def conclude(http: aiohttp.ClientSession, admin_url: str, seen: Seen) -> None:
-    """Reads policy and scheduling times at the end of a run."""
+    """Read policy and scheduling times at the end of a run."""
     try:
         decisions = (await page(http, f"{admin_url}/api/decisions?n={_KEPT}"))["decisions"]
         seen.policy = next((row["policy"] for row in decisions if row["policy"]), None)
@@ -103,7 +103,7 @@ def phases(metrics: str) -> dict[str, float]:
 
 
 async def page(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    """Raises one of UNREADABLE."""
+    """Return a page. Raises one of UNREADABLE."""
     async with http.get(url) as answer:
         answer.raise_for_status()
         found: dict[str, Any] = await answer.json()

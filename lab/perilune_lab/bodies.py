@@ -40,8 +40,8 @@ class Bodies:
         return "/v1/chat/completions" if self._style is Style.CHAT else "/v1/completions"
 
     def build(self, turn: Turn) -> bytes:
-        """The request of a turn: streamed, with usage, and exactly as many output tokens as the trace says
-        (`ignore_eos` and `min_tokens` are vLLM's)."""
+        """Return the request of a turn: streamed, with usage, and with exactly as many output tokens as the
+        trace says (`ignore_eos` and `min_tokens` are vLLM's)."""
         if self._style is Style.CHAT:
             prompt = b'"messages":[%s]' % b",".join(self._messages(turn.prompt))
         else:
@@ -53,7 +53,7 @@ class Bodies:
         )
 
     def answered(self, turn: Turn, text: str) -> None:
-        """Stores what the model answered; it replaces the generated text of its segment in later prompts."""
+        """Store what the model answered; it replaces the generated text of its segment in later prompts."""
         self._answers[turn.answer.key] = _json_text(text)
 
     def forget(self, session: Session) -> None:

@@ -181,7 +181,7 @@ class _Run:
             everything.result()  # a bug in here travels up
 
     async def _sessions(self, sessions: Iterable[Session]) -> None:
-        """Closed loop: a task per session."""
+        """Play a closed loop with a task per session."""
         async with asyncio.TaskGroup() as group:
             for i, session in enumerate(sessions):
                 if i == 0:
@@ -204,7 +204,7 @@ class _Run:
         self.bodies.forget(session)
 
     async def _answered(self, result: Result | None, turn: Turn, due_s: float, tenant: str) -> bool:
-        """Sends a failed request again, and returns whether it was answered at last."""
+        """Send a failed request again, and return whether it was answered at last."""
         for attempt in range(RETRIES):
             if result is None or result.succeeded or not may_retry(result):
                 break
@@ -234,7 +234,7 @@ class _Run:
         await asyncio.sleep(max(0.0, due_s - self.now()))  # 0 lets the others run
 
     async def _turn(self, turn: Turn, due_s: float, tenant: str) -> Result | None:
-        """Sends one request, if the run is not over. The caller has acquired a place; this releases it."""
+        """Send one request, if the run is not over. The caller has acquired a place, which this releases."""
         try:
             if self.closed:
                 return None
@@ -315,12 +315,12 @@ def retry_pause_s(result: Result, attempt: int) -> float:
 
 
 def _seconds(text: str) -> float | None:
-    """A number of seconds in a header; None for anything else."""
+    """Return a number of seconds in a header; None for anything else."""
     return float(text) if text.isdecimal() else None
 
 
 def _measured(result: Result, answer: streams.Answer, broken: str) -> Result:
-    """Adds the measurements of an answer with status 200, or the error if it is incomplete."""
+    """Add the measurements of an answer with status 200, or the error if it is incomplete."""
     error = broken or answer.error
     if not error and not answer.done:
         error = "the stream ended before [DONE]"
@@ -376,7 +376,7 @@ def _refusal(status: int, body: bytes) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """The cause of an exception in one line."""
+    """Return the cause of an exception in one line."""
     if isinstance(error, TimeoutError):
         return "timed out"
     if isinstance(error, aiohttp.ClientConnectorError):

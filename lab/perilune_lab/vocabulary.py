@@ -95,7 +95,7 @@ class Vocabulary:
         return [self.first_word_id + (digits >> 12 * i & WORDS - 1) for i in range(_KEY_WORDS)]
 
     def _runs(self, key: int | str, n_tokens: int) -> Iterator[int]:
-        """Indices of the runs that cover n tokens; the same leading ones for every n."""
+        """Yield the indices of the runs that cover n tokens; the same leading ones for every n."""
         count = -(-n_tokens // _RUN_TOKENS)
         name = b"%s/%d" % (str(key).encode(), self.seed)
         for start in range(0, count, 8):  # one hash gives eight indices of ten bits

@@ -376,7 +376,7 @@ def _ttft_seconds(spec: InferencePoolSpec) -> Mapping[names.Duty, float]:
 def _demand(
     duty: names.Duty, pool: _Pool, stats: GatewayStats, pods: Sequence[PodFacts], at: float
 ) -> Demand:
-    """What the pages say of the endpoints of one duty."""
+    """Return what the pages say of the endpoints of one duty."""
     own = [pod for pod in pods if pod.duty == duty]
     within_s = pool.ttft_seconds.get(duty, inf)
     first_tokens, in_time = first_tokens_between(pool.first_tokens, stats.first_tokens, within_s)
@@ -402,7 +402,7 @@ def _spec(body: Object) -> InferencePoolSpec | SpecError:
 
 
 def _status(planned: Plan, applied: Applied, observed: Observed, now: float) -> InferencePoolStatus:
-    """The status of an accepted spec after its plan was applied."""
+    """Return the status of an accepted spec after its plan was applied."""
     lasting = [error.message for error in applied.errors if error.lasts]
     passing = [error.message for error in applied.errors if not error.lasts]
     if lasting:
@@ -457,7 +457,7 @@ def _tell_scaled(name: PoolName, body: Object, planned: Plan, observed: Observed
 
 
 def _scaled(change: str, pool: Object, duty: names.Duty, observed: Observed) -> str:
-    """What an event says of a number of endpoints that the load has changed."""
+    """Return what an event says of a number of endpoints that the load has changed."""
     demands = observed.demands[duty]
     if not demands:
         return change
@@ -473,7 +473,7 @@ def _scaled(change: str, pool: Object, duty: names.Duty, observed: Observed) -> 
 
 
 def _switched(switch: Switch, demands: Demands) -> str:
-    """What an event says of a role that the load has changed."""
+    """Return what an event says of a role that the load has changed."""
     change = f"{switch.switched} " + ("only prefills now" if switch.to == "prefill" else "serves now")
     if not (demands["prefill"] and demands["serve"]):
         return change

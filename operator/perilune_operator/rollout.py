@@ -136,8 +136,8 @@ def _wait_s(pod: PodFacts, gateways: frozenset[str], session_s: float, now: floa
 
 
 def _mark(pod: PodFacts, draining: str | None, cost: str | None) -> Mark:
-    """The annotations that have to change. A draining mark that a user wrote, which is not a time, stays
-    unless the pod is to be removed."""
+    """Return the annotations that have to change. A draining mark that a user wrote, which is not a time,
+    stays unless the pod is to be removed."""
     carried = {names.DRAINING: pod.draining or None, names.DELETION_COST: CHOSEN_COST if pod.chosen else None}
     wanted = {names.DRAINING: draining, names.DELETION_COST: cost}
     if cost is None and pod.draining and not _own_mark(pod):
@@ -146,5 +146,6 @@ def _mark(pod: PodFacts, draining: str | None, cost: str | None) -> Mark:
 
 
 def _own_mark(pod: PodFacts) -> str:
-    """The pod's draining mark if the operator wrote it, which shows in its being a time; otherwise empty."""
+    """Return the pod's draining mark if the operator wrote it, which shows in its being a time; otherwise
+    empty."""
     return pod.draining if seconds(pod.draining) is not None else ""

@@ -27,8 +27,8 @@ def marks(name: str, spec: InferencePoolSpec, observed: Observed) -> tuple[Mark,
 
 
 def _server(name: str, spec: InferencePoolSpec, observed: Observed) -> str:
-    """The pool whose Service selects this pool's engines; empty if none does. A pool that does not name this
-    one in `serves` wants none of its engines."""
+    """Return the pool whose Service selects this pool's engines; empty if none does. A pool that does not
+    name this one in `serves` wants none of its engines."""
     if spec.gateway.serves:
         return name
     other = observed.others.get(spec.gateway.served_by)

@@ -32,7 +32,7 @@ Schema = dict[str, Any]
 
 
 def custom_resource_definition() -> Schema:
-    """The whole object."""
+    """Return the whole object."""
     spec = _struct(InferencePoolSpec, top=True)
     status = _struct(InferencePoolStatus, top=False)
     return {
@@ -90,14 +90,14 @@ def custom_resource_definition() -> Schema:
 
 
 def generate() -> bytes:
-    """The YAML file."""
+    """Return the YAML file."""
     head = "# Generated from protos/perilune_api/crd.py by `make generate`. Do not edit.\n"
     body = yaml.dump(custom_resource_definition(), Dumper=_Dumper, sort_keys=False, width=110)
     return (head + body).encode()
 
 
 def schema(of: type[msgspec.Struct]) -> Schema:
-    """The schema of one struct by itself, such as the gateway's pool document."""
+    """Return the schema of one struct by itself, such as the gateway's pool document."""
     return _struct(of, top=False)
 
 
@@ -162,7 +162,7 @@ def _rule(rule: crd.Rule) -> Schema:
 
 
 def _default(field: mi.Field, top: bool) -> Any:
-    """What the API server fills in, or NODEFAULT."""
+    """Return what the API server fills in, or NODEFAULT."""
     if field.default is not msgspec.NODEFAULT:
         value = field.default
     elif field.default_factory is not msgspec.NODEFAULT:
@@ -181,7 +181,8 @@ def _default(field: mi.Field, top: bool) -> Any:
 
 
 def _filled(of: type[msgspec.Struct]) -> Schema:
-    """The struct with its defaults written out: a default must pass the rules before it is filled up."""
+    """Return the struct with its defaults written out: a default must pass the rules before it is filled
+    up."""
     info = mi.type_info(of)
     assert isinstance(info, mi.StructType)
     hidden = crd.DERIVED.get(of, frozenset())
@@ -308,7 +309,7 @@ def _enum(of: mi.Type) -> type[Enum] | None:
 
 
 def _members(of: type[Enum]) -> str:
-    """What the values mean, of those that say so; else what the enum is."""
+    """Return what the values mean, if they say so; else what the enum is."""
     docs = attribute_docs(of)
     said = [f"{member.value}: {_text(docs[member.name])}" for member in of if member.name in docs]
     return " ".join(said) or _text(of.__doc__ or "")

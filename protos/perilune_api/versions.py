@@ -16,7 +16,7 @@ from msgspec import inspect as mi
 
 
 def stated(value: Any) -> Any:
-    """A struct as plain data, without the fields that have their default."""
+    """Return a struct as plain data, without the fields that have their default."""
     if isinstance(value, msgspec.Struct):
         return {name: stated(given) for name, given in _given(value)}
     if isinstance(value, dict):

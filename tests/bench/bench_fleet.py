@@ -194,7 +194,7 @@ class Took:
 
 
 async def watch(fleet: Fleet, turns: Turns, decide: bool) -> Took:
-    """Requests, or only what else happens, beside the events, for SECONDS."""
+    """Measure requests beside the events for SECONDS, or only what else happens."""
     loop, decisions_ms = asyncio.get_running_loop(), []
     before, cpu_s, began_s = fleet.gateway.events.ingest().blocks, time.thread_time(), loop.time()
     await asyncio.sleep(0)

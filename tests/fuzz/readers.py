@@ -95,7 +95,7 @@ ROUTING = Routing(allow_policy_header=True, session=SessionKeys(cookie="c", body
 
 
 def bodies(data: bytes) -> None:
-    """The first byte chooses the API."""
+    """Parse a body; the first byte chooses the API."""
     request = parse(APIS[data[0] % len(APIS)] if data else APIS[0], data[1:])
     if isinstance(request, ParsedRequest):
         request.prefix_text()
@@ -118,7 +118,7 @@ def grown(data: bytes) -> None:
 
 
 def messages(data: bytes) -> None:
-    """What is read without protobuf is what protobuf reads."""
+    """Compare what is read without protobuf with what protobuf reads."""
     try:
         told = wire.decode(data, BodyMode.BUFFERED)
     except ProtocolError:
@@ -193,7 +193,7 @@ def requests(data: bytes) -> None:
 
 
 def documents(data: bytes) -> None:
-    """A pool that is read is written and read again without a change."""
+    """Write and read again every pool that can be read; nothing may change."""
     for read in (parse_document, lambda text: parse_known(text)[0]):
         try:
             document = read(data)
@@ -245,7 +245,7 @@ def bootstrap(data: bytes) -> None:
 
 
 def parts(data: bytes) -> list[bytes]:
-    """The messages in `data`, each after two bytes of its length."""
+    """Return the messages in `data`, each of which follows two bytes of its length."""
     found, at = [], 0
     while at + 2 <= len(data):
         size = int.from_bytes(data[at : at + 2], "big")

@@ -449,7 +449,7 @@ async def test_a_storm_of_10_000(victim: Victim) -> None:
 
 @asynccontextmanager
 async def hostile_publisher(victim: Victim) -> AsyncIterator[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]]:
-    """An endpoint of the pool whose events and replay come from here; nobody serves its address."""
+    """Yield the sockets that serve events and replay of an endpoint whose address nobody else serves."""
     context = zmq.asyncio.Context()
     events, replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
     try:

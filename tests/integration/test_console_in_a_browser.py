@@ -90,7 +90,7 @@ async def stack() -> AsyncIterator[Stack]:
 
 @asynccontextmanager
 async def opened(browser: Browser, url: str, colours: str = "light") -> AsyncIterator[Console]:
-    """A page without errors in the end."""
+    """Yield an open page, and check in the end that it showed no errors."""
     page = await browser.new_page(viewport={"width": 1400, "height": 900}, color_scheme=colours)  # type: ignore[arg-type]
     console = Console(page)
     page.on("pageerror", lambda error: console.errors.append(str(error)))

@@ -138,7 +138,7 @@ class Rig:
         return bound + await self.metric(gateway, "perilune_shared_state_sessions")
 
     async def turn(self, session: str, turn: int) -> Turn:
-        """A session's turn; its prompt grows with its turns."""
+        """Play a session's turn; its prompt grows with its turns."""
         messages = [
             {"role": "user", "content": f"{session} turn {n} says something " * 40} for n in range(turn + 1)
         ]
@@ -186,8 +186,8 @@ async def rig(tmp_path_factory: pytest.TempPathFactory):
 
 
 def lost(turns: list[Turn]) -> list[Turn]:
-    """Turns on another endpoint than their session's turn before, without a decision to move the session. The
-    policy may decide so on a machine that is busy with other things, and then says so."""
+    """Return the turns on another endpoint than their session's turn before, without a decision to move the
+    session. The policy may decide so on a machine that is busy with other things, and then says so."""
     found: list[Turn] = []
     bound: dict[str, str] = {}
     for turn in turns:

@@ -130,7 +130,7 @@ async def test_only_streams_on_killed_and_bad_engines_fail_and_memory_stays() ->
 
 
 def grown(sizes_mb: Sequence[float]) -> float:
-    """The share by which the last size exceeds that after the first quarter."""
+    """Return the share by which the last size exceeds that after the first quarter."""
     return sizes_mb[-1] / sizes_mb[len(sizes_mb) // 4] - 1.0
 
 

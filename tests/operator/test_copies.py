@@ -16,7 +16,7 @@ class Watched:
         self.lists: dict[str, dict[str, Object]] = {}
 
     def sees(self, kind: str, *objects: Object) -> list[PoolName] | None:
-        """The pools that the change concerns; None: all of them."""
+        """Return the pools that the change concerns; None means all of them."""
         before = self.lists.get(kind, {})
         now = self.lists[kind] = {f"ns/{made['metadata']['name']}": made for made in objects}
         changed = {name for name in before | now if before.get(name) is not now.get(name)}

@@ -23,7 +23,8 @@ SILENT = ""
 
 @contextmanager
 def engine(pages: list[str]) -> Iterator[str]:
-    """Serves each page once, in order, and the last one for ever; its URL. `pages` keeps those not read."""
+    """Serve each page once, in order, and the last one for ever; yield the URL. `pages` keeps those not
+    read."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

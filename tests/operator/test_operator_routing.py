@@ -66,7 +66,7 @@ async def program(client: Client, where: str, status: str) -> None:
 
 
 async def route_is(client: Client, namespace: str, name: str, status: str, reason: str) -> Object:
-    """The pool, once it says so of its route."""
+    """Wait until the pool says so of its route, and return the pool."""
 
     def says_so(body: Object) -> bool:
         said = condition(body, "RouteProgrammed")

@@ -146,7 +146,7 @@ CHAT = {"chat": readers.other_pool(other("chat", {"servedBy": "p"}, **TRUE))}
 
 
 def backends(*backends: str, service: bool = True, **facts: Any) -> list[str]:
-    """The backends of the next route, from a route with these; without any there is none yet."""
+    """Return the backends of the next route, made from a route with these; without any there is none yet."""
     spec = {"rules": [{"backendRefs": [{"name": name} for name in backends]}]}
     route = {"kind": "HTTPRoute", "metadata": {"name": "p", "namespace": "ns"}, "spec": spec}
     there = {"kind": "Service", "metadata": {"name": "p-models", "namespace": "ns"}}

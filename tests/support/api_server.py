@@ -54,7 +54,7 @@ async def until(what: Callable[[], Awaitable[Any]], true: Callable[[Any], bool])
 
 
 def program(name: str) -> Path:
-    """A program that `make api-server` builds; without it the test is skipped."""
+    """Return a program that `make api-server` builds; skip the test if it is missing."""
     found = programs.path(name)
     if not found.exists():
         pytest.skip(f"NO API SERVER: {found} is missing; `make api-server` builds it")
@@ -102,8 +102,8 @@ class ApiServer:
 
 @contextmanager
 def started(*, scheduler: bool = False, kwok: bool = False) -> Iterator[ApiServer]:
-    """A new one, with our CRD and the operator's ClusterRole; if asked for, with kube-scheduler, and with
-    kwok, which says of every node and pod that it runs."""
+    """Start an API server with our CRD and the operator's ClusterRole; if asked for, with kube-scheduler, and
+    with kwok, which says of every node and pod that it runs."""
     needed = ["etcd", "kube-apiserver", "kube-controller-manager", *(["kube-scheduler"] if scheduler else [])]
     needed += ["kwok"] if kwok else []
     found = {name: program(name) for name in needed}

@@ -235,7 +235,7 @@ class Call:
         self.test_id, self.do, self.route = (headers.get(name, "") for name in (ID, DO, ROUTE))
 
     async def read(self) -> pb.ProcessingRequest | None:
-        """The next message; None at the end."""
+        """Read the next message; None at the end."""
         raw = await self.context.read()
         return pb.ProcessingRequest.FromString(raw) if isinstance(raw, bytes) else None
 

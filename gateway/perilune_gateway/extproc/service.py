@@ -162,7 +162,7 @@ class Service:
                 waiting.set_result(None)
 
     async def begun(self, queued: Queued) -> Refusal | None:
-        """Waits until the session begins, or is refused. Raises only CancelledError."""
+        """Wait until the session begins, or is refused. Raises only CancelledError."""
         waiting: asyncio.Future[Refusal | None] = asyncio.get_running_loop().create_future()
         self._beginning[queued.ticket] = waiting
         try:
@@ -194,7 +194,7 @@ class Stream:
         )
 
     def receive(self, raw: bytes) -> Reply:
-        """Handles a message from Envoy. Raises nothing."""
+        """Handle a message from Envoy. Raises nothing."""
         service = self._service
         try:
             inbound = wire.decode(raw, service.default_mode)
@@ -205,7 +205,7 @@ class Stream:
             return self._failed(error)
 
     async def waited(self, wait: Wait | Hold) -> Reply:
-        """Gets what the last reply waits for. Raises only CancelledError."""
+        """Get what the last reply waits for. Raises only CancelledError."""
         started = time.perf_counter()
         pool = self._service.pools.get(self._exchange.router, self._service)
         try:
@@ -219,7 +219,7 @@ class Stream:
             return self._failed(error)
 
     def closed(self) -> None:
-        """Ends the stream and its request. Call it exactly once, however the stream ended."""
+        """End the stream and its request. Call it exactly once, however the stream ended."""
         self._service.streams_open -= 1
         self._exchange.closed()
 
@@ -235,7 +235,7 @@ class Stream:
             return Tokens(count, TokenSource.ESTIMATE)
 
     def _failed(self, error: Exception) -> Reply:
-        """Ends the stream because Envoy violated the protocol or because of a bug of this gateway."""
+        """End the stream because Envoy violated the protocol or because of a bug of this gateway."""
         if isinstance(error, ProtocolError):
             self._service.protocol_errors += 1
             log.warning("protocol_error state=%s error=%s", self._exchange.state, error)

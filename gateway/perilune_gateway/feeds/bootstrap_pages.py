@@ -54,8 +54,8 @@ def parse(page: bytes, rank: int | None = None) -> Connector:
 
 
 async def ask(http: aiohttp.ClientSession, bootstrap: str, rank: int | None = None) -> Connector | None:
-    """What the page at `bootstrap` (`ip:port`) says of a data-parallel rank; None if it does not answer in
-    PAGE_S, or with nothing of use. `rank` None: the endpoint is the whole server."""
+    """Return what the page at `bootstrap` (`ip:port`) says of a data-parallel rank; None if it does not
+    answer in PAGE_S, or with nothing of use. Without `rank` the endpoint is the whole server."""
     try:
         async with (
             asyncio.timeout(PAGE_S),

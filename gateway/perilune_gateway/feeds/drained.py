@@ -45,8 +45,8 @@ def is_idle(
 
 
 def drained(pods: Iterable[Object], is_idle: Callable[[str], bool]) -> Mapping[str, str]:
-    """The draining pods that are idle, with their marks, by name. `is_idle` takes an endpoint's address. A
-    pod without an address is idle."""
+    """Return the draining pods that are idle, with their marks, by name. `is_idle` takes an endpoint's
+    address. A pod without an address is idle."""
     return {
         pod["metadata"]["name"]: mark
         for pod in pods

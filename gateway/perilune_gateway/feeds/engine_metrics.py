@@ -51,7 +51,7 @@ Sink = Callable[[str, EngineMetrics | None, float], None]
 
 
 def parse(text: bytes, rank: int | None = None) -> EngineMetrics:
-    """Reads a text exposition: one rank's series, or all. Missing or unreadable series count as 0 and are no
+    """Read a text exposition: one rank's series, or all. Missing or unreadable series count as 0 and are no
     error."""
     text = b"\n" + text  # so that every series starts after a line end
     started_s = max(_values(text, b"process_start_time_seconds"), default=0.0)
@@ -124,7 +124,7 @@ _LABEL = re.compile(rb"[\s,]*+([A-Za-z_][A-Za-z0-9_]*+)\s*+=\s*+" + _QUOTED)
 
 
 def _int_label(labels: bytes, name: bytes) -> int:
-    """A label's value as a number; 0 where it is missing or something else (vLLM writes `None`)."""
+    """Return a label's value as a number; 0 if it is missing or no number (vLLM writes `None`)."""
     at = 0
     while match := _LABEL.match(labels, at):
         if match[1] == name:
@@ -245,8 +245,8 @@ class _Watch:
 
 
 async def _fetch(session: aiohttp.ClientSession, address: str, timeout_s: float) -> bytes:
-    """Raises TimeoutError, or aiohttp.ClientError, also for another status than 200 and for a body that is
-    too long. Redirections are not followed, since an engine must not choose which server the gateway
+    """Fetch one page. Raises TimeoutError, or aiohttp.ClientError, also for another status than 200 and for a
+    body that is too long. Follow no redirection, since an engine must not choose which server the gateway
     calls."""
     url = f"http://{address}/metrics"
     async with asyncio.timeout(timeout_s), session.get(url, allow_redirects=False) as response:

@@ -90,8 +90,8 @@ _TYPES = {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
 
 
 def decode(payload: bytes) -> Batch:
-    """Decodes one message's payload, in either encoding. Events of unknown types are counted and left out,
-    and so are damaged ones; unknown fields are ignored. Raises ProtocolError for anything else."""
+    """Decode one message's payload, in either encoding. Events of unknown types are counted and left out, and
+    so are damaged ones; unknown fields are ignored. Raises ProtocolError for anything else."""
     unknown = malformed = 0
     events: list[Event] = []
     try:
@@ -127,7 +127,7 @@ def _stores(raw: msgspec.Raw) -> bool:
 
 
 def _name(raw: msgspec.Raw) -> object:
-    """The name of an event's type, if it has one. Raises what msgspec does."""
+    """Return the name of an event's type, if it has one. Raises what msgspec does."""
     return _map_type.decode(raw).type if _is_map(raw) else next(iter(_array_type.decode(raw)), None)
 
 
@@ -177,9 +177,9 @@ def _from_array(old: _StoredArray | _RemovedArray | _ClearedArray) -> Event:
 
 
 def pieces(batch: Batch, blocks: int) -> Iterator[Batch]:
-    """The batch in parts of at most so many blocks, in order, for readers that must not take long. A long
-    BlockStored becomes several, which name the last block before them as their parent. A row of BlockRemoved,
-    as engines send them, becomes one, which costs its reader half the time."""
+    """Yield the batch in parts of at most so many blocks, in order, for readers that must not take long. A
+    long BlockStored becomes several, which name the last block before them as their parent. A row of
+    BlockRemoved, as engines send them, becomes one, which costs its reader half the time."""
     events = _joined(batch.events)
     if sum(len(e.block_hashes) for e in events if not isinstance(e, AllBlocksCleared)) <= blocks:
         yield replace(batch, events=events) if len(events) < len(batch.events) else batch
@@ -190,7 +190,7 @@ def pieces(batch: Batch, blocks: int) -> Iterator[Batch]:
 
 
 def _joined(events: tuple[Event, ...]) -> tuple[Event, ...]:
-    """The events, with each row of removals from the same place as one."""
+    """Return the events, with each row of removals from the same place as one."""
     joined: list[Event] = []
     row: list[BlockRemoved] = []
     for event in events:

@@ -46,7 +46,7 @@ class Leaving:
         """Pods (uid) that are not used again."""
 
     def look(self, pods: Iterable[tuple[Object, str]], now: float, wall: float) -> Collection[str]:
-        """Returns the uids of the pods that still serve their sessions. `pods`: terminating ones that hand KV
+        """Return the uids of the pods that still serve their sessions. `pods`: terminating ones that hand KV
         over, with their addresses. `now`: monotonic seconds. `wall`: seconds since the epoch."""
         serve, terminating = set(), set()
         for pod, address in pods:

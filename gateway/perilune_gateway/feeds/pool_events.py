@@ -93,7 +93,7 @@ class EventSink:
 
 
 def _log_parity(endpoint: str, news: Report | None) -> None:
-    """Logs a change of an endpoint's parity; None means no change."""
+    """Log a change of an endpoint's parity; None means no change."""
     if news is None:
         return
     if news.parity is Parity.OK:
@@ -130,7 +130,7 @@ class EventFeeds:
         """Number of blocks of feeds that have ended."""
 
     def follow(self, endpoints: Iterable[Endpoint]) -> None:
-        """Starts and stops feeds so that there is one for each publisher of these endpoints, as far as the
+        """Start and stop feeds so that there is one for each publisher of these endpoints, as far as the
         process may open files."""
         pool = {e.address: e for e in endpoints}
         wanted = {
@@ -167,7 +167,7 @@ class EventFeeds:
             task.cancel()
 
     async def _run(self, publisher: Publisher, counters: Counters) -> None:
-        """Runs one feed, and again after each failure with growing pauses."""
+        """Run one feed, and again after each failure with growing pauses."""
         endpoint, rank, pause_s = publisher.endpoint, publisher.rank, FIRST_PAUSE_S
         while True:
             batches = counters.batches

@@ -212,7 +212,7 @@ class SharedState:
             retry_s = min(2 * retry_s, RETRY_MAX_S)
 
     def _named(self, moved: MovedError) -> str:
-        """The node that a cluster names; it leaves out the host if that is the one that was asked."""
+        """Return the node that a cluster names; it leaves out the host if that is the one that was asked."""
         url = urlsplit(self._server.url)
         host = moved.host or url.hostname or ""
         return f"[{host}]:{moved.port}" if ":" in host else f"{host}:{moved.port}"
@@ -355,7 +355,7 @@ class SharedState:
 
 
 def _cause(error: Exception) -> str:
-    """What health says of an error."""
+    """Return what health says of an error."""
     from redis.exceptions import AskError, NoPermissionError, ReadOnlyError
 
     text = f"{error}" or type(error).__name__

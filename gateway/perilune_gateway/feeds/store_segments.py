@@ -40,7 +40,7 @@ _decoder = msgspec.json.Decoder(_Segments)
 
 
 def parse(body: bytes) -> dict[str, int]:
-    """Reads the answer of /get_segments_detail. Raises msgspec.DecodeError."""
+    """Read the answer of /get_segments_detail. Raises msgspec.DecodeError."""
     return {each.segment_name: each.allocator_used_bytes for each in _decoder.decode(body).segments}
 
 

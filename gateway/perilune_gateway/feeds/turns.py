@@ -49,7 +49,7 @@ class Turns:
         return done
 
     def busy(self) -> float:
-        """The share of the last 10 to 20 seconds that was spent on work, 0 to 1."""
+        """Return the share (0 to 1) of the last 10 to 20 seconds that was spent on work."""
         now = self._clock()
         if now - self._began[0] >= WINDOW_S:
             self._before, self._began = self._began, (now, self._spent_s)

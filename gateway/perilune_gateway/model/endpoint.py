@@ -51,12 +51,12 @@ class Endpoint:
 
 
 def server_of(address: str) -> str:
-    """The `ip:port` of an endpoint's address."""
+    """Return the `ip:port` of an endpoint's address."""
     return address.partition("#")[0]
 
 
 def rank_of(address: str) -> int | None:
-    """The data-parallel rank in an endpoint's address; None: its server has no ranks."""
+    """Return the data-parallel rank in an endpoint's address; None if its server has no ranks."""
     rank = address.partition("#")[2]
     return int(rank) if rank else None
 

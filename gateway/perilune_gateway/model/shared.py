@@ -351,7 +351,7 @@ def packed(blocks: Sequence[int]) -> bytes:
 
 
 def unpacked(blocks: bytes) -> Sequence[int]:
-    """Raises ValueError if these bytes are not whole hashes."""
+    """Return the hashes in these bytes. Raises ValueError if they are not whole hashes."""
     return array("Q", blocks)
 
 

@@ -144,8 +144,7 @@ class Admin:
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
-        """Listens and returns the port; port 0 takes a free one. Raises OSError with the address on
-        failure."""
+        """Listen and return the port; port 0 takes a free one. Raises OSError with the address on failure."""
         data, to_anyone = self._data, self._to_anyone
         if isinstance(data, PoolsData):
             app = pools_application(data, to_anyone=to_anyone)
@@ -167,21 +166,21 @@ class Admin:
         return bound
 
     async def restart(self) -> None:
-        """Serves the pages of what there is now, at the same address. Does nothing when not started."""
+        """Serve the pages of what there is now, at the same address. Do nothing when not started."""
         if self._runner is not None:
             host, port, *_ = self._runner.addresses[0]
             await self.stop()
             await self.start(host, port)
 
     async def stop(self) -> None:
-        """Closes all connections. Does nothing when not started."""
+        """Close all connections. Do nothing when not started."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
 
 
 def application(data: AdminData, *, to_anyone: bool = False) -> web.Application:
-    """The pages as an aiohttp application. `to_anyone`: as in Admin."""
+    """Return the pages as an aiohttp application. `to_anyone`: as in Admin."""
     pages = _Pages(data)
     stream = Stream(data.endpoints, data.new_sessions, data.handoffs, data.decisions, data.about, data.wall)
     app = web.Application(middlewares=[_errors_as_json, *([] if to_anyone else [_only_here])])
@@ -210,7 +209,7 @@ def application(data: AdminData, *, to_anyone: bool = False) -> web.Application:
 
 
 def pools_application(data: PoolsData, *, to_anyone: bool = False) -> web.Application:
-    """The pages of several pools."""
+    """Return the pages of several pools."""
     pages = _PoolsPages(data)
     app = web.Application(middlewares=[_errors_as_json, *([] if to_anyone else [_only_here])])
     app.add_routes(
@@ -228,7 +227,7 @@ def pools_application(data: PoolsData, *, to_anyone: bool = False) -> web.Applic
 
 
 async def _running(stream: Stream, app: web.Application) -> AsyncIterator[None]:
-    """Runs the console's stream while the pages are served."""
+    """Run the console's stream while the pages are served."""
     task = asyncio.create_task(stream.run())
     yield
     task.cancel()
@@ -248,7 +247,7 @@ def _alive(request: web.Request) -> web.Response:
 
 
 def _file(name: str, content_type: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """A page that answers one of the console's files."""
+    """Return a page that answers one of the console's files."""
     body = (files(console) / "page" / name).read_bytes()
 
     async def answer(request: web.Request) -> web.Response:
@@ -333,7 +332,7 @@ class _Pages:
         return _json(explain.to_json(record, alternatives))
 
     async def endpoints(self, request: web.Request) -> web.Response:
-        """The rows are called "nodes" in the JSON, which is part of the API."""
+        """Answer with the endpoints. The JSON, which is part of the API, calls the rows "nodes"."""
         return _json({"nodes": [endpoint_json(stats) for stats in self._data.endpoints()]})
 
     async def session(self, request: web.Request) -> web.Response:

@@ -95,8 +95,8 @@ def subject_fields(subject: Subject) -> dict[str, str]:
 
 
 def on_its_way(handoff: Handoff, missing_tokens: int) -> dict[str, Any]:
-    """What the console shows of an open hand-off. `missing_tokens`: of its content, those that the target has
-    not announced yet."""
+    """Return what the console shows of an open hand-off. `missing_tokens`: how much of its content the target
+    has not announced yet."""
     tokens = handoff.content.tokens if handoff.content else 0
     return {
         **subject_fields(handoff.move.subject),
@@ -241,7 +241,7 @@ _Family = TypeVar("_Family", CounterMetricFamily, GaugeMetricFamily)
 
 
 def _by(family: _Family, labels: Iterable[str], values: Mapping[Any, float]) -> _Family:
-    """The family with one series for each label."""
+    """Return the family with one series for each label."""
     for label in labels:
         family.add_metric((label,), values.get(label, 0))
     return family

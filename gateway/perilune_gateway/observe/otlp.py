@@ -84,7 +84,7 @@ class Collector:
         made.end(_nanoseconds(span.ended_at))
 
     def close(self) -> None:
-        """Sends the last spans, for at most CLOSE_S."""
+        """Send the last spans, for at most CLOSE_S."""
         closing = Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(CLOSE_S)

@@ -44,7 +44,8 @@ _UNPACKED = 16
 
 
 def prefix_root(lora: str, salt: str) -> int:
-    """The start of a chain, which keeps prefixes of different LoRAs or cache salts apart. 0 for neither."""
+    """Return the start of a chain, which keeps prefixes of different LoRAs or cache salts apart; 0 with
+    neither."""
     if not lora and not salt:
         return 0
     name = lora.encode()
@@ -104,11 +105,11 @@ class Chains:
         """(hash of the tail's bytes, its hashes) by the name of the row before it."""
 
     def tokens(self, token_ids: Sequence[int], block_size: int, root: int) -> array[int]:
-        """The hashes of `chain`. An array of unsigned ints is fastest."""
+        """Return the hashes of `chain`. An array of unsigned ints is fastest."""
         return self._chain(_little_endian(token_ids), 4 * block_size, root)
 
     def text(self, text: bytes | memoryview, block_bytes: int, root: int) -> array[int]:
-        """The hashes of `text_chain`."""
+        """Return the hashes of `text_chain`."""
         return self._chain(text, block_bytes, _text_root(root))
 
     def _chain(self, prompt: bytes | memoryview, size: int, root: int) -> array[int]:
@@ -137,8 +138,8 @@ class Chains:
         return hashes
 
     def _compute(self, part: memoryview, size: int, name: int, previous: int) -> array[int]:
-        """The hashes of `part`, which follows the row called `name`, whose last hash is `previous`. The first
-        ones may be in the cache, as short rows and as the tail of a shorter prompt."""
+        """Return the hashes of `part`, which follows the row called `name`, whose last hash is `previous`.
+        The first ones may be in the cache, as short rows and as the tail of a shorter prompt."""
         row = array("Q")
         at, end = 0, self.ROWS[-1] * size
         while end < len(part) and (known := self._recall(after := _xxh3(part[at:end], name ^ size))):
@@ -179,7 +180,7 @@ def _cut(data: bytes | memoryview, size: int) -> Iterator[tuple[bytes, ...]]:
 
 
 def _little_endian(token_ids: Sequence[int]) -> memoryview:
-    """The ids as little-endian uint32. An array of unsigned ints is not copied."""
+    """Return the ids as little-endian uint32. An array of unsigned ints is not copied."""
     if sys.byteorder == "little" and isinstance(token_ids, array) and token_ids.typecode == "I":
         return memoryview(token_ids).cast("B")
     try:
@@ -219,7 +220,7 @@ DIGESTS: dict[HashAlgorithm, Callable[[object], bytes]] = {
 
 
 def low64(digest: bytes) -> int:
-    """The part of a digest that KV events contain: its last eight bytes, big-endian."""
+    """Return the part of a digest that KV events contain: its last eight bytes, big-endian."""
     return int.from_bytes(digest[-8:], "big")
 
 

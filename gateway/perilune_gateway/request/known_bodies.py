@@ -67,7 +67,7 @@ class KnownBodies:
         self._mark = b'"%032x"' % secrets.randbits(128)
 
     def parse(self, path: str, body: bytes) -> ParsedRequest | Refusal:
-        """The result of `openai.parse`."""
+        """Return the result of `openai.parse`."""
         api = paths.api_of(path)
         if api not in _APIS or len(body) < 2 * self._chunk_bytes:
             return openai.parse(path, body)
@@ -95,7 +95,7 @@ class KnownBodies:
         return xxh3_64_intdigest(view[chunks * self._chunk_bytes : end], names[chunks])
 
     def _parse_rest(self, path: str, view: memoryview, known: _Known, name: int) -> ParsedRequest | None:
-        """The request, parsed from `known` on; None when the body has to be parsed whole."""
+        """Return the request, parsed from `known` on; None when the body has to be parsed whole."""
         begins, ends, known_name = known
         if ends >= len(view) or name != known_name:
             return None

@@ -24,8 +24,8 @@ def may_have_media(conversation: bytes | memoryview) -> bool:
 
 
 def digested(conversation: bytes | memoryview, medium_bytes: int) -> bytes | memoryview:
-    """The conversation with `medium_bytes` bytes in place of each file. Where there is none, it costs 0.1 ns
-    per byte if the words are separated by spaces, else a search for two words."""
+    """Return the conversation with `medium_bytes` bytes in place of each file. Where there is none, it costs
+    0.1 ns per byte if the words are separated by spaces, else a search for two words."""
     text = bytes(conversation)
     if not _may_have_run(text) or not any(sign in text for sign in _SIGNS):
         return conversation

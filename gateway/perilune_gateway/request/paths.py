@@ -41,7 +41,7 @@ def is_model_path(path: str) -> bool:
 
 
 def response_of(path: str) -> str:
-    """The id of the stored response that a path names, such as /v1/responses/ID/cancel; else empty."""
+    """Return the id of the stored response that a path names, such as /v1/responses/ID/cancel; else empty."""
     bare = _bare(path)
     if bare in _EXACT or not bare.startswith(f"{RESPONSES}/"):
         return ""
@@ -65,7 +65,7 @@ def is_engine_page(path: str) -> bool:
 
 
 def api_of(path: str) -> Api | None:
-    """The API of a path, or None when it is no model path."""
+    """Return the API of a path, or None when it is no model path."""
     return PATHS.get(_bare(path))
 
 
@@ -75,7 +75,8 @@ def _bare(path: str) -> str:
 
 
 def listed(path: str) -> str | None:
-    """The model whose entry a GET of this path asks for; empty for the list of all; None: another page."""
+    """Return the model whose entry a GET of this path asks for; empty for the list of all models, None for
+    any other page."""
     bare = _bare(path)
     if bare == MODELS:
         return ""

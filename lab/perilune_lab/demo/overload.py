@@ -84,7 +84,7 @@ ROWS: tuple[tuple[str, Callable[[Outcome], str]], ...] = (
 
 
 def table(outcomes: Mapping[str, Outcome]) -> Group:
-    """A column for each run."""
+    """Return a table with a column for each run."""
     shown = Table(box=box.SIMPLE_HEAD, header_style="dim", padding=(0, 2, 0, 0))
     shown.add_column("beyond saturation", no_wrap=True)
     for name in outcomes:

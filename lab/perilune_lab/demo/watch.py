@@ -42,7 +42,7 @@ class Watch:
         self.results.append(result)
 
     async def poll(self, http: aiohttp.ClientSession) -> None:
-        """Reads the admin pages. If the gateway does not answer, the last values stay."""
+        """Read the admin pages. If the gateway does not answer, the last values stay."""
         try:
             nodes = (await page(http, "/api/nodes/stats"))["nodes"]
             self._decisions = (await page(http, "/api/decisions?n=5"))["decisions"]
@@ -52,8 +52,7 @@ class Watch:
         self.queues.append(queues(nodes))
 
     async def ask_scheduling(self, http: aiohttp.ClientSession) -> None:
-        """Reads the scheduling times of the gateway's last decisions; they stay None if it does not
-        answer."""
+        """Read the scheduling times of the gateway's last decisions; they stay None if it does not answer."""
         seen = Seen()
         await conclude(http, "", seen)  # `http` knows the address
         self.scheduling = seen.scheduling

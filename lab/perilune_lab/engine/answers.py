@@ -46,7 +46,7 @@ class Form(Protocol):
         """Events after the last token."""
 
     def whole(self, text: str, ids: Sequence[int], usage: Usage, finish: str) -> bytes:
-        """The answer to a request that is not streamed."""
+        """Return the answer to a request that is not streamed."""
 
 
 def form_for(inbound: Inbound, answer_id: str) -> Form:
@@ -64,7 +64,7 @@ def error_body(message: str, status: int, kind: str, param: str | None) -> bytes
 
 
 def error_event(api: Api, message: str, status: int, kind: str) -> bytes:
-    """Ends a stream that has begun, since its status cannot change any more."""
+    """Return the event that ends a stream that has begun, since its status cannot change any more."""
     if api is Api.MESSAGES:
         return _sse({"type": "error", "error": {"type": kind, "message": message}}, "error")
     error = b"data: " + error_body(message, status, kind, None) + b"\n\n"
@@ -77,7 +77,7 @@ def _sse(data: object, event: str = "") -> bytes:
 
 
 def _around(event: bytes) -> tuple[bytes, bytes]:
-    """Splits a prepared event at the mark, where the token's text goes. JSON writes the mark as an escape."""
+    """Split a prepared event at the mark, where the token's text goes. JSON writes the mark as an escape."""
     before, after = event.split(_json("\x00"))
     return before, after
 

@@ -96,7 +96,7 @@ def _kind(change: Stored) -> str:
 
 
 def encode_batch(changes: Sequence[Change], block_size: int, ts: float, rank: int = 0) -> bytes:
-    """Encodes one payload. `ts`: Unix seconds."""
+    """Encode one payload. `ts`: Unix seconds."""
     return _encode((ts, [to_event(change, block_size) for change in changes], rank))
 
 
@@ -174,7 +174,7 @@ class Publisher:
             await self._router.send_multipart((peer, *END_OF_REPLAY))
 
     def close(self) -> None:
-        """Closes the sockets; a second call does nothing."""
+        """Close the sockets; a second call does nothing."""
         self._router.close(linger=0)
         self._pub.close(linger=0)
         self._context.term()
@@ -207,7 +207,8 @@ def publishers(
 
 
 def offset(address: str, rank: int) -> str:
-    """The address at which vLLM's data-parallel rank publishes. Raises ValueError for other than TCP."""
+    """Return the address at which vLLM's data-parallel rank publishes. Raises ValueError for other than
+    TCP."""
     place, colon, port = address.rpartition(":")
     if not address.startswith("tcp://") or not colon or not port.isdigit():
         raise ValueError(f"several data-parallel ranks need addresses tcp://IP:PORT, got {address}")

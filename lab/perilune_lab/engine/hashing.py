@@ -78,7 +78,7 @@ class Namespace:
         return tuple(keys)
 
     def announced(self, block: int) -> list[str] | None:
-        """The same keys as an event shows them: bare; None for none."""
+        """Return the same keys as an event shows them: bare; None for no keys."""
         keys = [self.lora_name] if self.lora_name else []
         if self.salt and block == 0:
             keys.append(self.salt)
@@ -135,5 +135,5 @@ class BlockHasher:
 
 
 def low64(digest: bytes) -> int:
-    """The number by which an event names a block."""
+    """Return the number by which an event names a block."""
     return int.from_bytes(digest[-8:], "big")

@@ -79,7 +79,7 @@ WATCHDOG_S = 5.0
 
 
 def _groups(text: str) -> tuple[Group, ...]:
-    """Parses `0,128`. Raises ValueError."""
+    """Parse `0,128`. Raises ValueError."""
     windows = [int(window) for window in text.split(",")]
     if min(windows) < 0:
         raise ValueError
@@ -299,7 +299,7 @@ def _peers(args: argparse.Namespace, model: EngineModel, rank: int) -> PeerTier:
 
 
 def _adapters(pairs: Sequence[str]) -> dict[str, Namespace]:
-    """Parses `NAME=PATH` adapters, numbered from 1 as vLLM does. Raises ValueError."""
+    """Parse `NAME=PATH` adapters, numbered from 1 as vLLM does. Raises ValueError."""
     adapters = {}
     for i, pair in enumerate(pairs, 1):
         name, equals, path = pair.partition("=")
@@ -310,7 +310,7 @@ def _adapters(pairs: Sequence[str]) -> dict[str, Namespace]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a server. Returns the exit status; raises SystemExit(2) for a wrong call."""
+    """Run a server. Return the exit status; raise SystemExit(2) for a wrong call."""
     parser = _parser()
     args = parser.parse_args(argv)
     logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
@@ -465,7 +465,7 @@ def _blocks(args: argparse.Namespace) -> int:
 
 
 def _places(published: Sequence[Publisher | None]) -> str:
-    """What the ready line says of the publishers."""
+    """Return what the ready line says of the publishers."""
     there = [publisher for publisher in published if publisher]
     if not there:
         return ""
@@ -473,7 +473,7 @@ def _places(published: Sequence[Publisher | None]) -> str:
 
 
 async def _first_end(stop: "asyncio.Future[int]", tasks: "Sequence[asyncio.Task[None]]") -> int:
-    """Returns the exit status once there is one. A bug in a task ends the process."""
+    """Return the exit status once there is one. A bug in a task ends the process."""
     waiting: set[asyncio.Future[Any]] = {stop, *tasks}
     while not stop.done():
         ended, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

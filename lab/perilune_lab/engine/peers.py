@@ -225,7 +225,7 @@ class PeerTier:
         return await asyncio.shield(answer)
 
     def _session(self, address: str) -> _Session:
-        """The session with this source. One whose source has gone is replaced."""
+        """Return the session with this source. Replace one whose source has gone."""
         session = self._sessions.get(address)
         if session is not None and not session.dead:
             return session
@@ -276,7 +276,7 @@ async def _say(session: _Session, message: dict[str, Any]) -> None:
 
 
 async def _watch(session: _Session) -> None:
-    """Ends with the connection."""
+    """Wait for the end of the connection, and end the session."""
     await recv_monitor_message(session.monitor)
     session.die()
 

@@ -47,7 +47,7 @@ Leg = Give | Take | Source
 
 
 def leg_of(params: Mapping[str, Any] | None) -> Leg | None:
-    """The leg that `kv_transfer_params` ask for; None for an ordinary request."""
+    """Return the leg that `kv_transfer_params` ask for; None for an ordinary request."""
     known = {name: value for name, value in (params or {}).items() if value}
     match known:
         case {

@@ -162,13 +162,13 @@ class Scheduler:
     # writing
 
     def add(self, request: Request, now: float) -> None:
-        """A request arrives at `now`; it can run once its overhead has passed."""
+        """Take a request that arrives at `now`; it can run once its overhead has passed."""
         request.arrived_s = now
         request.ready_s = now + self.model.request_overhead_s(request.prompt_tokens)
         heapq.heappush(self._arriving, (request.ready_s, next(self._sequence), request))
 
     def abort(self, request: Request, now: float) -> None:
-        """The client left: its blocks are free at once; a step in progress runs on without its token."""
+        """Free the blocks of a request whose client left; a step in progress runs on without its token."""
         if request.finish is not None:
             return
         if request in self.running:
@@ -320,7 +320,7 @@ class Scheduler:
     # other engines
 
     def _fetch(self, request: Request) -> bool:
-        """Starts to fetch the prompt's KV from another engine if the request says so. The last token is
+        """Start to fetch the prompt's KV from another engine if the request says so. The last token is
         computed here."""
         if self.connector is None or not self.connector.takes(request):
             return False
@@ -330,7 +330,7 @@ class Scheduler:
         return True
 
     def fetched(self, request: Request, now: float, *, arrived: bool) -> None:
-        """The prompt's KV has come from another engine, or it will not come and is computed."""
+        """Hear that the prompt's KV has come from another engine, or will not come and is computed."""
         if arrived:
             request.pulled_tokens = request.prompt_tokens - request.cached_tokens
             request.cached_tokens = request.prompt_tokens
@@ -340,8 +340,8 @@ class Scheduler:
     # host memory
 
     def _read(self, request: Request, now: float) -> bool:
-        """Starts to load what host memory has beyond the device's hits. Where the request says so, another
-        engine's is asked first for what is missing here. Returns False if there is nothing to load."""
+        """Start to load what host memory has beyond the device's hits. If the request says so, first ask
+        another engine for what is missing here. Return False if there is nothing to load."""
         if self.host is None:
             return False
         table, size = request.table, self.cache.block_size
@@ -400,7 +400,7 @@ class Scheduler:
     # the shared store
 
     def _load(self, request: Request, now: float) -> bool:
-        """Starts to load what the store holds beyond the device's hits; returns False if it holds nothing
+        """Start to load what the store holds beyond the device's hits. Return False if it holds nothing
         more."""
         if self.store is None:
             return False
@@ -428,7 +428,7 @@ class Scheduler:
             self._blocked = False
 
     def _offer(self, request: Request, computed: int) -> list[Change]:
-        """Puts the prompt's new full blocks into the store; returns an announcement for each that it did not
+        """Put the prompt's new full blocks into the store. Return an announcement for each that it did not
         have."""
         table, size = request.table, self.cache.block_size
         first, end = request.shared_blocks, min(computed, request.prompt_tokens) // size

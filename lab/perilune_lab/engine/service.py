@@ -45,7 +45,7 @@ class Sink(Protocol):
     """Receives the bytes of a stream."""
 
     async def write(self, data: bytes) -> None:
-        """Does not wait for the client as long as less than MOST_UNSENT_BYTES are unsent."""
+        """Write without waiting for the client, as long as less than MOST_UNSENT_BYTES are unsent."""
 
     def unsent_bytes(self) -> int:
         """Bytes that the client has not read yet."""
@@ -70,7 +70,7 @@ class Answer:
         return Usage(request.prompt_tokens, request.cached_tokens, request.produced)
 
     def take(self, text: Text) -> bytes:
-        """Renders what has not been sent yet."""
+        """Render what has not been sent yet."""
         request = self.request
         ids = request.output[self._sent : request.produced]
         self._sent = request.produced
@@ -129,7 +129,7 @@ class Service:
         self._wake.set()
 
     def abort(self, request: Request) -> None:
-        """Ends the request of a client that has left."""
+        """End the request of a client that has left."""
         if self._answers.pop(request, None) is None:
             return
         self._unflushed.pop(request, None)
@@ -143,7 +143,7 @@ class Service:
         self._wake.set()
 
     def fetched(self, request: Request, *, arrived: bool) -> None:
-        """A prompt's KV has come from another engine, or it will not come."""
+        """Hear that a prompt's KV has come from another engine, or will not come."""
         now = self.now()
         self._run_steps(now)
         self.scheduler.fetched(request, now, arrived=arrived)
@@ -163,13 +163,13 @@ class Service:
         return host.holds(digests) if host else [False] * len(digests)
 
     def release(self, request: Request) -> None:
-        """The blocks of an ended leg of a hand-off are no longer needed."""
+        """Free the blocks of an ended leg of a hand-off, which are no longer needed."""
         self._run_steps(self.now())
         self.scheduler.release(request)
         self._wake.set()
 
     def die(self) -> None:
-        """Ends the engine core as its kill -9 does: nothing is computed or published any more, and every
+        """End the engine core as its kill -9 does: nothing is computed or published any more, and every
         request that runs fails with CoreDeadError."""
         self.dead = True
         self._unflushed.clear()
@@ -182,7 +182,7 @@ class Service:
         self._wake.set()
 
     def reset_prefix_cache(self) -> bool:
-        """Raises CoreDeadError."""
+        """Reset the prefix cache. Raises CoreDeadError."""
         if self.dead:
             raise CoreDeadError
         self._run_steps(self.now())

@@ -161,6 +161,6 @@ OPENAI_CHAT = (
 
 
 def first_broken(body: Any, rules: Sequence[Rule]) -> Rule | None:
-    """The first rule that the body breaks. Raises TypeError, KeyError or AttributeError for values of another
-    form than the API's."""
+    """Return the first rule that the body breaks. Raises TypeError, KeyError or AttributeError for values of
+    another form than the API's."""
     return next((rule for rule in rules if rule.broken(body)), None)

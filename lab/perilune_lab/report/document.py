@@ -207,5 +207,5 @@ def encode(report: Report) -> bytes:
 
 
 def decode(document: bytes) -> Report:
-    """Raises msgspec.ValidationError with the path of what is wrong."""
+    """Decode a report. Raises msgspec.ValidationError with the path of what is wrong."""
     return msgspec.json.decode(document, type=Report)

@@ -89,7 +89,7 @@ def sessions(parameters: Agentic, seed: int) -> Iterator[Session]:
 
 
 def generate(parameters: Agentic, seed: int, number: int) -> Trace:
-    """The first `number` sessions as a trace."""
+    """Return the first `number` sessions as a trace."""
     return Trace(
         name="agentic",
         style=Style.CHAT,
@@ -162,7 +162,7 @@ class _Draw:
         return task
 
     def _compacted(self, system: Segment, session_id: str, turn: int) -> tuple[Segment, ...]:
-        """The context after compaction: the system prompt and a summary."""
+        """Return the context after compaction: the system prompt and a summary."""
         tokens = int(self.p.compacted_share * self._scaled(self.p.context_tokens))
         summary = Segment(f"{session_id}/summary{turn}", max(1, tokens - system.tokens), Role.USER)
         return (system, summary)

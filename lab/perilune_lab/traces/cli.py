@@ -32,7 +32,8 @@ chains of hash ids.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0, or 2 for a file that cannot be read; then line and field are printed to stderr."""
+    """Run the command. Return 0, or 2 for a file that cannot be read; then line and field are printed to
+    stderr."""
     parser = argparse.ArgumentParser(
         prog="perilune trace",
         description="What a trace is made of: lengths, sessions, reuse, best possible hit rate.",

@@ -39,7 +39,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 def load(path: Path, limit: int | None = None, engine: EngineModel = H20_30B) -> Trace:
-    """The trace, or its first `limit` requests. Raises SpecError naming line and field."""
+    """Return the trace, or its first `limit` requests. Raises SpecError naming line and field."""
     turns: list[Turn] = []
     sessions = _Sessions()
     earliest_ms = 0.0

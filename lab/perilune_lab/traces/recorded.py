@@ -17,8 +17,8 @@ from perilune_lab.traces.reuse import ideal_turn_s, reuse
 
 
 def recorded(path: Path, turns: list[Turn], engine: EngineModel) -> Trace:
-    """The trace of `turns`, given for all sessions in the order of submission. Raises SpecError without
-    turns."""
+    """Return the trace of `turns`, given for all sessions in the order of submission. Raises SpecError
+    without turns."""
     if not turns:
         raise SpecError(f"{path}: no requests")
     name = path.name.removesuffix(".gz").removesuffix(".jsonl")

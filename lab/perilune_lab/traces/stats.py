@@ -76,7 +76,7 @@ class Stats(msgspec.Struct, frozen=True):
 
 
 def stats(trace: Trace, engine: EngineModel = H20_30B) -> Stats:
-    """Raises ValueError for a trace without requests."""
+    """Compute the statistics of a trace. Raises ValueError for a trace without requests."""
     turns = trace.turns()
     found = reuse(turns)
     prompts = [turn.prompt_tokens for turn in turns]

@@ -194,7 +194,7 @@ class WhatIf:
             arm.take(record, decide(record.view, record.candidates, policy, routing, rng), params)
 
     def _other(self, routing: Routing) -> Routing:
-        """The routing with the changed parameters, cached because a log has few different ones."""
+        """Return the routing with the changed parameters, cached because a log has few different ones."""
         known = self._routings.get(id(routing))
         if known is None:
             other = changed(routing, self.params, "--params")

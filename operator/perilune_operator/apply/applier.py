@@ -100,7 +100,7 @@ class Applier:
         return written is not None and version(written[0]) == version(obj)
 
     def newest(self, children: Mapping[Key, Object]) -> Mapping[Key, Object]:
-        """The pool's objects, also as they were written last where the watches do not show that yet."""
+        """Return the pool's objects; one that the watches do not show yet as it was last written."""
         written = ((k, obj) for k, (obj, _) in self._unseen.items() if k in children)
         return {**children, **{k: obj for k, obj in written if version(children[k]) < version(obj)}}
 
@@ -227,7 +227,7 @@ class Applier:
         return None
 
     def _newest(self, k: Key, live: Object | None) -> Object | None:
-        """The newer one of what the watch shows and what was written last."""
+        """Return the newer one of what the watch shows and what was last written."""
         if k not in self._unseen:
             return live
         written, at = self._unseen[k]

@@ -52,7 +52,7 @@ def causes(error: kube.ApiError) -> tuple[tuple[str, str], ...]:
 
 
 def message(refusals: Sequence[Refusal], spec: Object) -> str:
-    """The message of condition Accepted, with paths as SpecError writes them."""
+    """Return the message of condition Accepted, with paths as SpecError writes them."""
     lines = [f"{text} - at `{blame(r.obj, spec, field)}`" for r in refusals for field, text in r.causes]
     once = list(dict.fromkeys(lines))
     more = [f"and {len(once) - MOST} more"] if len(once) > MOST else []
@@ -89,7 +89,7 @@ _RENDERED_TEMPLATES = (
 
 
 def _inside_template(path: Path) -> Path | None:
-    """The rest of a path that lies inside a pod template; None for any other path."""
+    """Return the rest of a path that lies inside a pod template; None for any other path."""
     for prefix in _RENDERED_TEMPLATES:
         if path[: len(prefix)] == prefix:
             rest = path[len(prefix) :]

@@ -60,7 +60,7 @@ class Copies:
         return tuple(facts for _, facts in sorted((self._nodes or {}).items()))
 
     def children(self, pool: PoolName) -> dict[Key, Object]:
-        """The pool's objects, and those that the pools of its namespace share; no pods."""
+        """Return the pool's objects, and those that the pools of its namespace share; no pods."""
         kinds = self._by_pool.keys() - {"Pod"}
         owners = (pool, (pool[0], ""))
         found = (self._by_pool[kind].get(name, {}) for kind in kinds for name in owners)
@@ -70,11 +70,11 @@ class Copies:
         return list(self._by_pool.get("Pod", {}).get(pool, {}).values())
 
     def parent(self, namespace: str, name: str) -> ParentFacts | None:
-        """A Gateway; None where Gateways are not watched."""
+        """Return a Gateway; None if Gateways are not watched."""
         return None if self._parents is None else self._parents.get(f"{namespace}/{name}", ParentFacts())
 
     def others(self, pool: PoolName) -> dict[str, OtherPool]:
-        """The pools of its namespace that it names, or that name it, by name."""
+        """Return the pools of its namespace that it names, or that name it, by name."""
         return {
             name: other
             for (namespace, name), other in self._others.items()

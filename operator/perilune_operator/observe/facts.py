@@ -32,7 +32,7 @@ def key(obj: Object) -> Key:
 
 
 def version(obj: Object) -> int:
-    """The resourceVersion; a later version of the same object is a greater number."""
+    """Return the resourceVersion; a later version of the same object is a greater number."""
     return int(obj["metadata"]["resourceVersion"])
 
 

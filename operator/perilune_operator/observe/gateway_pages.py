@@ -44,8 +44,8 @@ _POOL = re.compile(r',?perilune_dev_pool="([^"]*)"')
 
 
 def of_pool(page: str, pool: str) -> str:
-    """The page of a gateway with several pools as that of one of them: its series without the label of the
-    pool. Other pages stay as they are."""
+    """Return the page of a gateway with several pools as that of one of them: its series without the label of
+    the pool. Other pages stay as they are."""
     if "perilune_dev_pool=" not in page:
         return page
     return "\n".join(
@@ -84,7 +84,7 @@ def _page(text: str | Missing) -> _Page | Missing:
 
 
 def _parsed(text: str) -> _Page:
-    """Raises ValueError for a page with a sample that is not a number."""
+    """Parse a page. Raises ValueError if a sample is not a number."""
     return _Page(
         sessions=int((_number(_SESSIONS, text) or 0.0) + (_number(_OTHERS_SESSIONS, text) or 0.0)),
         hit_ratio=_number(_HIT_RATIO, text),
@@ -141,8 +141,8 @@ def _missing(read: Mapping[str, _Page | Missing]) -> Mapping[str, Missing]:
 def first_tokens_between(
     before: Mapping[str, FirstTokens], after: Mapping[str, FirstTokens], within_s: float
 ) -> tuple[int, int]:
-    """(requests whose first token came between two readings, those of them within so many seconds). A gateway
-    of which there is no earlier reading does not count yet; one that has restarted began at 0."""
+    """Return (the requests whose first token came between two readings, those of them within so many
+    seconds). A gateway without an earlier reading does not count yet; one that has restarted began at 0."""
     counts, in_time = 0, 0
     for gateway, now in after.items():
         if (then := before.get(gateway)) is None:
@@ -189,7 +189,8 @@ def _summed(page: str, name: str) -> Mapping[str, float]:
 
 
 def _each(page: str, name: str) -> Iterator[tuple[str, float]]:
-    """The host and the value of each finite sample of one of the endpoints' metrics. Raises ValueError."""
+    """Yield the host and the value of each finite sample of one of the endpoints' metrics. Raises
+    ValueError."""
     for address, text in re.findall(rf'^perilune_endpoint_{name}{{endpoint="([^"]*)"}} (\S+)', page, re.M):
         number = float(text)
         if isfinite(number):
@@ -197,7 +198,7 @@ def _each(page: str, name: str) -> Iterator[tuple[str, float]]:
 
 
 def _finite(text: str) -> float:
-    """Raises ValueError."""
+    """Return a finite number. Raises ValueError."""
     number = float(text)
     if not isfinite(number):
         raise ValueError(text)
@@ -251,7 +252,7 @@ class GatewayPages:
             self._missing[pool] = missing
 
     async def _text(self, ip: str) -> str | Missing:
-        """The metrics page of one gateway."""
+        """Return the metrics page of one gateway."""
         if self._http is None:  # it needs a running loop
             timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
             self._http = aiohttp.ClientSession(timeout=timeout, headers=pages.PLAIN)

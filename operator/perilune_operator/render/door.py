@@ -20,12 +20,12 @@ MOUNT: Object = {"name": "door", "mountPath": FOLDER, "readOnly": True}
 
 
 def name(pool: Context) -> str:
-    """The name of the ConfigMap."""
+    """Return the name of the ConfigMap."""
     return f"{pool.name}-engine-door"
 
 
 def config(pool: Context) -> Object:
-    """The ConfigMap with the sources."""
+    """Return the ConfigMap with the sources."""
     data = {f"{MODULE}.py": Path(engine_door.__file__).read_text()}
     if hands_over_beside_store(pool):
         data[f"{CONNECTOR}.py"] = CONNECTOR_SOURCE.read_text()
@@ -43,8 +43,8 @@ def volume(pool: Context) -> Object:
 
 
 def env(pool: Context) -> list[Object]:
-    """The environment by which the middleware is found, and the secrets that let transfer parameters pass;
-    gateways send one with the legs of hand-offs."""
+    """Return the environment by which the middleware is found, and the secrets that let transfer parameters
+    pass; gateways send one with the legs of hand-offs."""
     return [{"name": "PYTHONPATH", "value": FOLDER}, *pool.secrets.engines.env()]
 
 

@@ -36,7 +36,7 @@ socket.create_connection((os.environ["LWS_LEADER_ADDRESS"], {MEETING_PORT}), 2)
 
 
 def replay_port(pool: Context) -> int:
-    """The port of rank 0's replay, after the events of all ranks."""
+    """Return the port of rank 0's replay, which follows the ports of all ranks' events."""
     return EVENTS_PORT + ranks(pool)
 
 
@@ -50,7 +50,7 @@ def peers(pool: Context) -> bool:
 
 
 def command(pool: Context, serve: bool) -> list[str]:
-    """The container's command; the program's arguments follow."""
+    """Return the container's command; the program's arguments follow."""
     if pool.spec.engine.kind is EngineKind.SIMULATED:
         return ["perilune", "engine"]
     if serve:
@@ -61,7 +61,7 @@ def command(pool: Context, serve: bool) -> list[str]:
 
 
 def env(pool: Context, serve: bool) -> list[Object]:
-    """The operator's environment variables, overridden by the user's."""
+    """Return the operator's environment variables, overridden by the user's."""
     engine = pool.spec.engine
 
     def field(name: str, path: str) -> Object:
@@ -101,15 +101,15 @@ def env(pool: Context, serve: bool) -> list[Object]:
 
 
 def args(pool: Context, serve: bool) -> list[str]:
-    """The operator's arguments, then the user's."""
+    """Return the operator's arguments, then the user's."""
     simulated = pool.spec.engine.kind is EngineKind.SIMULATED
     own = _simulated_args(pool) if simulated else [*_vllm_args(pool), *_group_args(pool, serve)]
     return [*own, *pool.spec.engine.args]
 
 
 def _group_args(pool: Context, serve: bool) -> list[str]:
-    """The arguments by which vLLM forms one engine of several nodes. It uses its own multiprocessing, because
-    its images have not contained Ray since 0.19."""
+    """Return the arguments by which vLLM forms one engine of several nodes. It uses its own multiprocessing,
+    because its images have not contained Ray since 0.19."""
     nodes = nodes_per_endpoint(pool)
     if nodes == 1:
         return []

@@ -41,7 +41,7 @@ model, then the engine's own, of which it reads --revision. Formats that vLLM do
 
 
 def source(model: ModelSpec) -> str:
-    """What vLLM loads."""
+    """Return what vLLM loads."""
     image = model.cache is not None and model.cache.image
     return model.source or (MODEL if image else model.name)
 

@@ -61,7 +61,7 @@ HEALTH_CHECK: Object = {
 
 
 def mode(pool: Context) -> GatewayMode:
-    """The mode of the spec, where `auto` is replaced by what this cluster offers."""
+    """Return the mode of the spec, where `auto` is replaced by what this cluster offers."""
     given = pool.spec.gateway.mode
     if given is not GatewayMode.AUTO:
         return given
@@ -220,8 +220,8 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
 
 
 def _message_timeout(pool: Context) -> str:
-    """The same time in another form makes a new generation of the policy, on which Envoy Gateway reports
-    again."""
+    """Return the timeout. The same time in another form makes a new generation of the policy, on which Envoy
+    Gateway reports again."""
     return f"{'0h' if pool.judge_again else ''}{pool.spec.routing.message_timeout_s}s"
 
 
@@ -231,7 +231,7 @@ def may_create_client_policy(pool: Context, parent: ParentRef) -> bool:
 
 
 def foreign_policies(pool: Context) -> list[Object]:
-    """The ClientTrafficPolicies of others that are there for the pool's Gateway."""
+    """Return the ClientTrafficPolicies of others that are there for the pool's Gateway."""
     return [p for p in pool.client_policies if not _is_ours(p)]
 
 
@@ -267,12 +267,12 @@ def buffers(policy: Object, needed_bytes: int) -> bool:
 
 
 def shared_policy_name(parent: ParentRef) -> str:
-    """The name of the ClientTrafficPolicy of all pools behind one Gateway."""
+    """Return the name of the ClientTrafficPolicy of all pools behind one Gateway."""
     return f"{parent.name}-perilune"
 
 
 def _shared(obj: Object) -> Object:
-    """An object owned by every pool that wants it. No pool controls it, and no pool's label makes it
+    """Return an object owned by every pool that wants it. No pool controls it, and no pool's label makes it
     prunable."""
     meta = obj["metadata"]
     owners = [{k: v for k, v in o.items() if k != "controller"} for o in meta["ownerReferences"]]

@@ -38,7 +38,7 @@ def is_managed(spec: GatewaySpec) -> bool:
 
 
 def args(pool: Context) -> list[str]:
-    """The gateway's arguments."""
+    """Return the gateway's arguments."""
     state = pool.spec.gateway.state
     if is_managed(pool.spec.gateway):
         return [f"--state-server=redis://{names.state_name(pool.name)}.{pool.namespace}.svc:{PORT}"]
@@ -49,7 +49,7 @@ def args(pool: Context) -> list[str]:
 
 
 def env(pool: Context) -> list[Object]:
-    """The environment variable with the password."""
+    """Return the environment variable with the password."""
     state = pool.spec.gateway.state
     if is_managed(pool.spec.gateway):
         return [{"name": PASSWORD_VARIABLE, **pool.secrets.state}]

@@ -80,5 +80,5 @@ def needs(pool: Context) -> Resources:
 
 
 def _rounded(size: int) -> str:
-    """A size in bytes as whole GiB, rounded up."""
+    """Return a size in bytes as whole GiB, rounded up."""
     return f"{-(-size // GIB)}Gi"

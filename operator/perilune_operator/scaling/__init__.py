@@ -20,7 +20,7 @@ from perilune_operator.scaling.readings import current, unchanged
 
 
 def replicas(scaling: Scaling | PrefillScaling, now: int, demands: Sequence[Demand], at: float) -> int:
-    """The endpoints that the pool should have. `now`: those that it should have so far. `demands`: the
+    """Return the endpoints that the pool should have. `now`: those that it should have so far. `demands`: the
     readings, in order. `at`: seconds since the epoch."""
     if scaling.signal is Signal.METRIC or now == 0:
         return now

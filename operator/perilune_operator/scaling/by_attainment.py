@@ -56,14 +56,15 @@ def replicas(
 
 
 def _reachable(demands: Sequence[Demand]) -> float:
-    """The share of first tokens in time while endpoints are free; 1 if too few came then."""
+    """Return the share of first tokens in time while endpoints are free; 1 if too few came then."""
     calm = [d for d in demands if d.prefilling < d.wanted and d.prefilling <= max(1.0, CALM * d.wanted)]
     first_tokens = sum(demand.first_tokens for demand in calm)
     return sum(demand.in_time for demand in calm) / first_tokens if first_tokens >= ENOUGH else 1.0
 
 
 def _together(demands: Sequence[Demand]) -> Sequence[tuple[int, int]]:
-    """(requests, those in time) of the readings, the latest first, ENOUGH requests or more together."""
+    """Return (requests, those in time) of the latest readings, the latest first, with ENOUGH requests or more
+    together."""
     made, first_tokens, in_time = list[tuple[int, int]](), 0, 0
     for demand in reversed(demands):
         first_tokens, in_time = first_tokens + demand.first_tokens, in_time + demand.in_time

@@ -58,8 +58,8 @@ def replicas(scaling: Scaling | PrefillScaling, now: int, demands: Sequence[Dema
 def _for_queue(
     scaling: Scaling | PrefillScaling, now: int, demands: Sequence[Demand], asked: int, *, shrinking: bool
 ) -> int:
-    """The number of endpoints for a queue that is too long. `asked`: the number that the queue alone would
-    want, which counts where no reading tells how many endpoints are busy."""
+    """Return the number of endpoints for a queue that is too long. `asked`: the number that the queue alone
+    would want, which counts where no reading tells how many endpoints are busy."""
     too_long = takewhile(lambda demand: _wanted(scaling, now, demand) > now, reversed(demands))
     work = arriving(list(too_long)[::-1])
     enough = staffed(work, GROWING) if work else asked
@@ -69,7 +69,7 @@ def _for_queue(
 
 
 def _for_tight(scaling: Scaling | PrefillScaling, now: int, demands: Sequence[Demand]) -> int:
-    """The number of endpoints for a queue that is not too long yet."""
+    """Return the number of endpoints for a queue that is not too long yet."""
     work = arriving(demands)
     if not work or staffed(work, TIGHT) <= now:
         return now
@@ -87,7 +87,7 @@ def _calm(scaling: Scaling | PrefillScaling, now: int, demands: Sequence[Demand]
 
 
 def _wanted(scaling: Scaling | PrefillScaling, now: int, demand: Demand) -> int:
-    """The number of endpoints that a reading wants."""
+    """Return the number of endpoints that a reading wants."""
     target = float(quantity(scaling.target))
     load = demand.queue_s if scaling.signal is Signal.QUEUE_SECONDS else demand.kv_in_use
     near = abs(load / (target * now) - 1.0) <= TOLERANCE

@@ -16,8 +16,8 @@ from perilune_operator.status.workloads import condition, refusal_of_pods
 
 
 def stalled(pool: Context, observed: Observed) -> Fact | None:
-    """What keeps the pool from becoming what the spec says; None while nothing does. A pod that finds no node
-    is not among it, because an autoscaler may add one, until the rollout's deadline."""
+    """Return what keeps the pool from becoming what the spec says; None while nothing does. A pod that finds
+    no node does not count before the rollout's deadline, because an autoscaler may add a node."""
     kind = Condition.STALLED
     if not endpoints.can_run(pool):
         words = f"An endpoint of {endpoints.gpus(pool)} GPUs spans nodes: install LeaderWorkerSet."
@@ -35,8 +35,8 @@ def stalled(pool: Context, observed: Observed) -> Fact | None:
 
 
 def _needed(observed: Observed) -> Iterator[PodFacts]:
-    """The pods without which the pool is less than the spec says. Without the server of their shared state,
-    gateways go on alone."""
+    """Return the pods without which the pool is less than the spec says. Without the server of their shared
+    state, gateways go on alone."""
     return (pod for pod in observed.pods if pod.component != "state")
 
 
@@ -98,7 +98,7 @@ def _progress(child: Object | None) -> str:
 
 
 def is_rolling(child: Object | None) -> bool:
-    """A workload that does not exist yet counts as rolling out."""
+    """Return whether a workload is rolling out; one that does not exist yet is."""
     if child is None or not _is_seen(child):
         return True
     status, replicas = child.get("status") or {}, child.get("spec", {}).get("replicas", 1)

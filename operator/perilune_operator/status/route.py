@@ -103,7 +103,8 @@ def _verdicts(child: Object, gateway: ParentRef) -> list[Verdict]:
 
 
 def _is_of(reference: Object, gateway: ParentRef, here: str) -> bool:
-    """A reference without a namespace counts as naming the pool's Gateway."""
+    """Return whether a reference names the pool's Gateway; one without a namespace does if the name is the
+    same."""
     namespace = gateway.namespace or here
     return (reference.get("namespace") or namespace, reference.get("name")) == (namespace, gateway.name)
 

@@ -32,8 +32,8 @@ def _gpus(pool: Context) -> str:
 
 
 def engines(pool: Context, observed: Observed, ready: int, wanted: int) -> Fact:
-    """The message includes the first problem that Kubernetes reports. `ready` and `wanted`: numbers of
-    endpoints."""
+    """Return condition EnginesReady. Its message includes the first problem that Kubernetes reports. `ready`
+    and `wanted`: numbers of endpoints."""
     kind = Condition.ENGINES_READY
     if not endpoints.can_run(pool):
         words = f"An endpoint of {endpoints.gpus(pool)} GPUs spans nodes: install LeaderWorkerSet."
@@ -63,8 +63,8 @@ def refusal_of_pods(observed: Observed, workload: Key) -> str:
 
 
 def condition(observed: Observed, workload: Key, kind: str, truth: str) -> Mapping[str, str]:
-    """The condition of this type that a workload's controller reports with this status; empty without
-    one."""
+    """Return the condition of this type that a workload's controller reports with this status; empty if there
+    is none."""
     status = observed.children.get(workload, {}).get("status") or {}
     told = (c for c in status.get("conditions") or () if (c["type"], c["status"]) == (kind, truth))
     return next(told, {})
@@ -92,8 +92,8 @@ def gateway(pool: Context, observed: Observed) -> Fact:
 def draining(
     pool: Context, observed: Observed, drains: Sequence[Drain], replaced: Replaced, switch: Switch
 ) -> Fact:
-    """The reason is that of the endpoints that wait for sessions, else of those that stop, else of those on
-    nodes that are being emptied. The message names all of them."""
+    """Return condition Draining. Its reason is that of the endpoints that wait for sessions, else of those
+    that stop, else of those on nodes that are being emptied; its message names all of them."""
     all_ = (*replaced.pods, *(p for p in observed.pods if p.component == "engine"))
     stopping = [p.name for p in all_ if p.terminating]
     leaving = [name for made in drains for name in made.leaving]

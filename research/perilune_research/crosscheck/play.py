@@ -95,7 +95,7 @@ class Crosscheck:
         return report.run(measured), waited_s
 
     def simulated(self, policy: str) -> Simulated:
-        """Simulates a policy `SIMULATED` times."""
+        """Simulate a policy `SIMULATED` times."""
         o = self.options
         hardware = replace(H20, engine=replace(H20.engine, kv_pool_tokens=o.kv_tokens))
         runs = []
@@ -115,7 +115,7 @@ class Crosscheck:
 
 
 def _waited_s(pids: Sequence[int]) -> float:
-    """Returns the seconds that the running threads of these processes have waited for a CPU; 0 if Linux does
+    """Return the seconds that the running threads of these processes have waited for a CPU; 0 if Linux does
     not report it."""
     waited_ns = 0
     for pid in pids:

@@ -159,7 +159,7 @@ class Rival(NamedTuple):
 
 
 def rivals(f: Findings, load: str) -> list[Rival]:
-    """Compares our policy with the best of the others in each of `METRICS`, at one load."""
+    """Compare our policy with the best of the others in each of `METRICS`, at one load."""
     scenario = plan.scenario(f.at_r, load)
     found = []
     for metric in METRICS:

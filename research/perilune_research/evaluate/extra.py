@@ -81,7 +81,7 @@ def measure(outcome: SimulatedOutcome, workload: Workload, pool_tokens: int) -> 
 
 
 def _ends_s(done: Sequence[SimulatedRequest], workload: Workload) -> list[float]:
-    """Returns the seconds from arrival to end of each session that began after the warm-up; inf for lost
+    """Return the seconds from arrival to end of each session that began after the warm-up; inf for lost
     ones."""
     turns: dict[int, list[SimulatedRequest]] = defaultdict(list)
     for r in done:
@@ -101,7 +101,7 @@ def _quantile(values_s: Sequence[float], q: float) -> float | UnsetType:
 
 
 def _occupancy(good: Sequence[SimulatedRequest], pool_tokens: int) -> list[float]:
-    """Returns KV of decoding requests / KV pool, whenever a request begins to decode (itself included)."""
+    """Return KV of decoding requests / KV pool, whenever a request begins to decode (itself included)."""
     by_endpoint: dict[int, list[tuple[float, int]]] = defaultdict(list)
     for r in good:
         tokens = r.prompt_tokens + r.output_tokens

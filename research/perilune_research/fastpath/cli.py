@@ -58,8 +58,8 @@ class Options:
 
 
 def traffic(options: Options) -> Iterable[Conversation]:
-    """Returns agents' sessions with LENGTHS of their measured lengths. Contexts have at most 20,000 tokens,
-    so that many are compacted."""
+    """Return agents' sessions with LENGTHS of their measured lengths. Contexts have at most 20,000 tokens, so
+    that many are compacted."""
     parameters = Agentic(
         sessions_per_s=options.sessions_per_s,
         turns_alpha=1.2,
@@ -110,7 +110,7 @@ columns:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Parses the command line. Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
+    """Parse the command line. Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
     default = Options()
     parser = argparse.ArgumentParser(
         prog="python -m perilune_research fastpath",
@@ -159,7 +159,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def render(tallies: Sequence[tuple[Tally, Rig]]) -> str:
-    """Returns the table, then the differences by cause, with a few examples."""
+    """Return the table, then the differences by cause, with a few examples."""
     lines = [
         f"{'':10} turns  body read     equal      same   tokens p50  p99    held p50  p99   restarts failed"
     ]

@@ -46,7 +46,7 @@ class RigEngine:
         self.running.clear()
 
     def metrics(self) -> EngineMetrics:
-        """Returns the metrics that the engine would serve now."""
+        """Return the metrics that the engine would serve now."""
         scheduler = self.scheduler
         return EngineMetrics(
             len(scheduler.running),

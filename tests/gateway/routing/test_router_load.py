@@ -201,7 +201,7 @@ def counted(rig: Rig) -> tuple[float | None, float | None]:
 
 
 def answer(rig: Rig, routed: Routed, *, status: int = 200, streamed: bool = True) -> None:
-    """The answer's head, 2 s after the prefill's end."""
+    """Deliver the answer's head, 2 s after the prefill's end."""
     rig.now += 2.0
     rig.router.on_response(routed.ticket, status, routed.destinations[0], streamed)
 

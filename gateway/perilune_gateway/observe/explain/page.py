@@ -52,7 +52,7 @@ def summary(record: DecisionRecord) -> dict[str, Any]:
 
 
 def to_json(record: DecisionRecord, alternatives: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The whole record as plain values. `alternatives` are the answers of `counterfactual`."""
+    """Return the whole record as plain values. `alternatives` are the answers of `counterfactual`."""
     session, costs = record.view.session, {cost.address: cost for cost in record.costs}
     return summary(record) | {
         "message": record.verdict.message if isinstance(record.verdict, Refusal) else "",

@@ -76,7 +76,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """The prompt text of a conversation. Raises TemplateError for any error inside the template."""
+        """Return the prompt text of a conversation. Raises TemplateError for any error inside the
+        template."""
         try:
             text = self._template.render(
                 self._special_tokens
@@ -131,13 +132,13 @@ def _json_file(path: Path) -> dict[str, Any]:
 
 
 def _token_text(token: Any) -> str:
-    """The token's text. The file has it as a string, or as an object with flags."""
+    """Return the token's text. The file has it as a string, or as an object with flags."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""
 
 
 def _open_end(text: str, conversation: Conversation) -> str:
-    """Removes what the template put after the last message, so that the engine continues that message."""
+    """Remove what the template put after the last message, so that the engine continues that message."""
     content = conversation.messages[-1]["content"] if conversation.messages else ""
     last = content if isinstance(content, str) else content[-1]["text"] if content else ""
     at = text.rfind(last.strip())
@@ -191,7 +192,7 @@ def _aliases(template: nodes.Template, name: str) -> set[str]:
 
 
 def _peel(node: nodes.Node | None) -> nodes.Node | None:
-    """The node without the filters, tests and slices around it."""
+    """Return the node without the filters, tests and slices around it."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):
@@ -205,7 +206,7 @@ def _root(node: nodes.Node) -> str:
 
 
 def _content_owner(node: nodes.Node) -> str:
-    """The variable `m` in `m.content` or `m['content']`; empty for any other node."""
+    """Return the variable `m` in `m.content` or `m['content']`; empty for any other node."""
     match _peel(node):
         case nodes.Getattr(node=nodes.Name(name=name), attr="content"):
             return str(name)

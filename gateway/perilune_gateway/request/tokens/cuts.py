@@ -39,7 +39,7 @@ class Cuts:
         return max((text.rfind(token, start, end) for token in self.tokens), default=-1)
 
     def token_at(self, text: bytes, at: int) -> bytes:
-        """The cut token that begins at that position."""
+        """Return the cut token that begins at that position."""
         return next(token for token in self.tokens if text.startswith(token, at))
 
     @property

@@ -135,7 +135,7 @@ class Tokenizer:
             return self._estimate(request, CannotTellError(Cause.TIMEOUT))
 
     async def close(self) -> None:
-        """Ends threads, after the text that they are encoding, and connections."""
+        """End threads, after the text that they are encoding, and connections."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._engine.close()
 
@@ -227,7 +227,7 @@ def _given(prompt: TokenPrompt) -> Tokens:
 
 
 def _together(source: TokenSource, prompts: Sequence[Sequence[int]]) -> Tokens:
-    """The tokens of a request with these prompts, of which there is at least one."""
+    """Return the tokens of a request with these prompts, of which there is at least one."""
     if len(prompts) == 1:
         return Tokens(len(prompts[0]), source, prompts[0])
     lengths = [len(ids) for ids in prompts]
@@ -235,7 +235,7 @@ def _together(source: TokenSource, prompts: Sequence[Sequence[int]]) -> Tokens:
 
 
 def _load(model: Model) -> tuple[IncrementalEncoder | None, ChatTemplates | None]:
-    """The local tokenizer and templates that the pool names, if any. Raises SpecError."""
+    """Return the local tokenizer and templates that the pool names, if any. Raises SpecError."""
     at = "at `$.spec.model.tokenizer`"
     if model.tokenize in ("engine", "estimate") or (model.tokenize == "auto" and not model.tokenizer):
         return None, None

@@ -79,7 +79,7 @@ def _scene(scenario: Scenario, seed: int) -> Scene:
 
 
 def _chosen(scene: Scene, begin_s: float) -> list[list[SimulatedRequest]]:
-    """Returns the turns of the sessions with most turns in the shown time, in the order of their first turn
+    """Return the turns of the sessions with most turns in the shown time, in the order of their first turn
     there."""
     rows: dict[int, list[SimulatedRequest]] = {}
     for s in scene.requests:

@@ -92,17 +92,17 @@ class Figure:
 
 
 def canvas(width: float, height: float) -> Canvas:
-    """Returns an empty canvas of that size, in inches."""
+    """Return an empty canvas of that size, in inches."""
     return Canvas(figsize=(width, height), layout="constrained")
 
 
 def colour(policy: str) -> str:
-    """Returns the colour of a policy in all figures."""
+    """Return the colour of a policy in all figures."""
     return COLOURS.get(policy, OTHER)
 
 
 def error(found: Estimate) -> tuple[float, float]:
-    """Returns the lengths of the error bar below and above the value."""
+    """Return the lengths of the error bar below and above the value."""
     return max(0.0, found.value - found.low), max(0.0, found.high - found.value)
 
 
@@ -157,6 +157,6 @@ def line(
 
 
 def row(f: Findings, point: Point, metrics: Mapping[str, str], **names: object) -> dict[str, object]:
-    """Returns one row of a data file: `names`, and each metric that the point has as [mean, low, high]."""
+    """Return one row of a data file: `names`, and each metric that the point has as [mean, low, high]."""
     values = {name: f.estimate(point, path) for name, path in metrics.items() if f.has(point, path)}
     return {**names, "sessions_per_s": point.scenario.rate, **values}

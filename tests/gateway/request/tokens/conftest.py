@@ -13,7 +13,8 @@ from perilune_gateway.request.tokens import Tokenizer
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A byte-level BPE of some 300 tokens, ChatML, and <|endoftext|> before a completion's prompt."""
+    """Return a folder with a byte-level BPE of some 300 tokens, ChatML, and <|endoftext|> before a
+    completion's prompt."""
     path = tmp_path_factory.mktemp("tiny")
     tokenizer = HfTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
