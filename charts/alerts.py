@@ -140,7 +140,7 @@ def anchor(heading: str) -> str:
 
 
 def runbook(alert: Alert) -> str:
-    """Where the guide says what to do. It has no address: installations keep their own copies."""
+    """Return where the guide says what to do. It has no address: installations keep their own copies."""
     return f"docs/troubleshooting.md, heading {alert.heading}"
 
 

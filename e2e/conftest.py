@@ -97,7 +97,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def impossible() -> str:
-    """Why no cluster can be brought up here; empty: one can."""
+    """Return why no cluster can be brought up here; empty if one can."""
     if sys.platform != "linux":
         return "a cluster of namespaces needs Linux"
     if os.geteuid() != 0:
@@ -215,7 +215,7 @@ def state_image(cluster: Cluster) -> None:
 
 @pytest.fixture(scope="session")
 def operator(kube: Kube, edge: str) -> None:
-    """Our chart is installed; its two operators run."""
+    """Install our chart; its two operators run."""
     perilune.install(kube)
 
 

@@ -72,7 +72,7 @@ def undisturbed(moving):
 
 
 def left_with_their_kv(name, turns, since, undisturbed):
-    """Says what became of the turns; none failed, and nearly none computed again what its session had."""
+    """Say what became of the turns; none failed, and nearly none computed again what its session had."""
     later = turns.since(since)
     moved = [turn for turn in later if turn.moved]
     lost = [turn for turn in later if not turn.found]
@@ -92,7 +92,7 @@ def left_with_their_kv(name, turns, since, undisturbed):
 
 
 def handoffs(pool):
-    """How many hand-offs ended how, by the gateway."""
+    """Return how many hand-offs ended how, by the gateway."""
     ended = (one["handoff"] for one in pool.admin("/api/moves")["ended"])
     return Counter(" ".join(filter(None, (one["outcome"], one["cause"]))) for one in ended if one)
 

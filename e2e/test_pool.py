@@ -226,7 +226,7 @@ def test_a_lost_node_is_routed_around_and_its_engine_comes_back_elsewhere(pool, 
 
 
 def failed_at(sample, cut_at):
-    """When its connection did: a new one soon, one that was there before later."""
+    """Return when its connection failed: a new one soon, one that was there before later."""
     sent = max(sample.began, cut_at)
     return sent + (GIVEN_UP_S if sample.ended - sent >= GIVEN_UP_S else CONNECT_S)
 

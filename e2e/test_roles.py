@@ -72,7 +72,7 @@ def test_a_load_heavy_on_prefill_then_on_decode_switches_a_role_each_way(flexibl
 
 
 def is_behind_the_service(pool: LivePool, pods: set[str]) -> None:
-    """Just these are what Envoy uses while no gateway runs."""
+    """Assert that just these are what Envoy uses while no gateway runs."""
     labels = f"kubernetes.io/service-name={pool.name}"
     slices = pool.kube.get("endpointslice", "-n", pool.namespace, "-l", labels)
     assert {e["targetRef"]["name"] for made in slices for e in made["endpoints"] or ()} == pods

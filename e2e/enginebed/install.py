@@ -78,7 +78,7 @@ def chosen(version: str = "", device: str = "") -> Environment:
 
 
 def ensure(environment: Environment) -> None:
-    """Installs what is missing. Raises ClusterError."""
+    """Install what is missing. Raises ClusterError."""
     ensure_libibverbs()
     if environment.complete:
         return

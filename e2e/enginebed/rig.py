@@ -148,7 +148,8 @@ class Rig:
         return self.master
 
     def taken_for_dead(self) -> int:
-        """How often the store's master has dropped the blocks of an engine that gave no sign of life."""
+        """Return how often the store's master has dropped the blocks of an engine that gave no sign of
+        life."""
         return sum(log.read_text().count("action=client_expired") for log in self.folder.glob("master*.log"))
 
     async def engine(self, of: Rendered, number: int, **env: str) -> Engine:
@@ -210,7 +211,7 @@ class Rig:
         self.gateway.signal(signal.SIGKILL)
 
     async def start_envoy(self, document: Pool) -> None:
-        """Envoy in front of these endpoints; `url` is its listener."""
+        """Start Envoy in front of these endpoints; `url` is its listener."""
         bootstrap = envoy.config([endpoint.address for endpoint in document.spec.endpoints], [GATEWAY[0]])
         child = await start("envoy", envoy_process.command(bootstrap, self.folder), os.environ, self.folder)
         self._stack.push_async_callback(child.stop, 5.0)

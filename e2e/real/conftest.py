@@ -61,7 +61,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def impossible() -> str:
-    """Why no engines can run here; empty: they can."""
+    """Return why no engines can run here; empty if they can."""
     if sys.platform != "linux":
         return "pods' namespaces are Linux's"
     if os.geteuid() != 0:

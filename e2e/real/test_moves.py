@@ -394,7 +394,7 @@ async def test_one_prefills_for_two(served, kill):
 
 
 async def prefills(rig):
-    """Where prompts were prefilled, by the gateway's metric."""
+    """Return where prompts were prefilled, by the gateway's metric."""
     async with rig.http.get(f"{rig.admin_url}/metrics") as page:
         lines = [li for li in (await page.text()).splitlines() if li.startswith("perilune_prefills_total{")]
     return Counter({li.split('where="')[1].split('"')[0]: float(li.rpartition(" ")[2]) for li in lines})

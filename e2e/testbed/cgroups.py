@@ -58,7 +58,7 @@ def make(path: str) -> None:
 
 
 def _delegate(folder: Path) -> None:
-    """v2: children of this folder get the controllers that the folder itself has."""
+    """Give children of this folder the controllers that the folder itself has (v2)."""
     here = (folder / "cgroup.controllers").read_text().split()
     for controller in V2_CONTROLLERS:
         if controller in here:

@@ -63,7 +63,7 @@ class Cluster:
         raise ClusterError(f"no node {name!r}; there are {', '.join(n.site.node for n in self.nodes)}")
 
     def up(self, archives: Sequence[Path]) -> None:
-        """Brings the cluster up with these images. Raises ClusterError; what has started then stays."""
+        """Bring the cluster up with these images. Raises ClusterError; what has started then stays."""
         with self._lock():
             self._clean()
             self.home.mkdir(parents=True)
@@ -79,7 +79,7 @@ class Cluster:
                 self._mark.write_text(json.dumps({"nodes": len(self.nodes)}))
 
     def down(self) -> None:
-        """Leaves no process, namespace, mount, cgroup or file; also after a killed run."""
+        """Leave no process, namespace, mount, cgroup or file; also after a killed run."""
         with self._lock():
             self._clean()
 
@@ -98,7 +98,7 @@ class Cluster:
         return found
 
     def set_link(self, node: str, up: bool) -> None:
-        """Plugs a node's cable in or out."""
+        """Plug a node's cable in or out."""
         network.set_link(self.fabric, self.node(node).site.node, up)
 
     def restart_api_server(self) -> None:
@@ -109,8 +109,8 @@ class Cluster:
         until(lambda: self.control.ready, "the API server is ready again", timeout_s=60)
 
     def kill(self, program: str) -> None:
-        """kill -9 of every process of this name, on whatever machine; returns when they have ended. A kubelet
-        starts again what it looks after."""
+        """Kill (-9) every process of this name, on whatever machine, and wait until they have ended. A
+        kubelet starts again what it looks after."""
         pids = self._pids(program)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)

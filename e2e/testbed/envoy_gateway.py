@@ -39,7 +39,7 @@ def restart(kube: Kube) -> None:
 
 
 def address(kube: Kube) -> str:
-    """Where the Gateway's Service listens: `ip:port`."""
+    """Return where the Gateway's Service listens: `ip:port`."""
     of_edge = "gateway.envoyproxy.io/owning-gateway-name=edge"
     service = kube.get("service", "-n", NAMESPACE, "-l", of_edge)[0]
     return f"{service['spec']['clusterIP']}:80"

@@ -186,7 +186,7 @@ class NewPrompts:
                 stop.set()
 
     def rate(self, since: float, until: float) -> float:
-        """Answers per second."""
+        """Return the answers per second."""
         return sum(since < at <= until for at in self.ended) / (until - since)
 
     def go_on(self, requests: int) -> None:
@@ -214,7 +214,7 @@ class NewPrompts:
 
 
 def eventually(check: Callable[[], None], timeout_s: float = 30, every_s: float = 0.2) -> None:
-    """Repeats `check` until it has nothing to complain of; its last complaint is raised when time is over."""
+    """Repeat `check` until it has nothing to complain of; its last complaint is raised when time is over."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

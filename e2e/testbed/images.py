@@ -170,7 +170,7 @@ def fingerprint(file: Path) -> str:
 
 
 def make_store(home: Path, wanted: Sequence[Path]) -> None:
-    """Brings the image store up to date with these archives. The caller is a cgroup member."""
+    """Bring the image store up to date with these archives. The caller is a cgroup member."""
     with exclusive("store"):
         _make_store(home, wanted)
 

@@ -60,7 +60,7 @@ class Kube:
         return found["items"] if found.get("kind", "").endswith("List") else found
 
     def wait(self, what: str, *args: str, timeout_s: float = 60) -> None:
-        """`kubectl wait --for=WHAT …`."""
+        """Run `kubectl wait --for=WHAT …`."""
         self.ctl("wait", f"--for={what}", *args, f"--timeout={timeout_s:g}s", timeout_s=timeout_s + 10)
 
     def helm(self, *args: str, timeout_s: float = 300) -> str:

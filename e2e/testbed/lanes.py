@@ -64,7 +64,7 @@ class SideBySide:
 
 
 def _tell(session: pytest.Session, children: Sequence["_Child"]) -> None:
-    """All reports, each test's when it has ended, until every child has."""
+    """Tell all reports, each test's when it has ended, until every child has."""
     running = {child.reports: child for child in children}
     while running:
         for ready in wait(list(running)):

@@ -54,7 +54,7 @@ class Machine:
             return False
 
     def start(self) -> None:
-        """Powers it on. The caller is a member of the cluster's cgroup."""
+        """Power it on. The caller is a member of the cluster's cgroup."""
         for folder in ("lib", "log"):
             (self.home / folder).mkdir(parents=True, exist_ok=True)
         (self.home / "pid").unlink(missing_ok=True)
@@ -99,7 +99,7 @@ class Machine:
         self.daemon(again, Path(str(args[0])).name)
 
     def configure(self, commands: str) -> None:
-        """Lines of `ip` commands, as one batch."""
+        """Run lines of `ip` commands as one batch."""
         run(self.on_its_network(["ip", "-batch", "-"]), stdin=commands)
 
     @contextmanager

@@ -52,7 +52,7 @@ class Node:
         self._cgroup = f"{cluster}/{site.node}"
 
     def prepare(self) -> None:
-        """Once: certificates, configuration, images."""
+        """Prepare once: certificates, configuration, images."""
         home, name = self.machine.home, self.site.node
         (home / "cni").mkdir()
         (home / "cni" / "10-pods.conflist").write_text(json.dumps(self._cni()))

@@ -108,7 +108,7 @@ class Operator:
         return self._process is not None and self._process.poll() is None
 
     def kill(self) -> None:
-        """kill -9, and no chance to say goodbye."""
+        """Kill it (-9), with no chance to say goodbye."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -254,7 +254,7 @@ def _place_for_a_lease(namespace: str) -> tuple[dict[str, Any], ...]:
 
 
 def holder(kube: Kube) -> str:
-    """Who holds the operators' Lease."""
+    """Return who holds the operators' Lease."""
     lease = kube.get("lease", "perilune-operator", "-n", perilune.NAMESPACE)
     return str(lease["spec"].get("holderIdentity") or "")
 

@@ -26,7 +26,7 @@ class Pki:
     def certificate(
         self, file: str, name: str, group: str = "", names: Sequence[str] = (), server: bool = False
     ) -> None:
-        """`file`.crt and `file`.key; `names` as `IP:…`, `DNS:…`."""
+        """Write `file`.crt and `file`.key; `names` as `IP:…`, `DNS:…`."""
         key, request, certificate = (self.folder / f"{file}.{end}" for end in ("key", "csr", "crt"))
         subject = f"/O={group}/CN={name}" if group else f"/CN={name}"
         run(["openssl", "req", *_EC, "-keyout", key, "-out", request, "-subj", subject])

@@ -99,7 +99,7 @@ class LivePool:
     # -- what a user does to it --------------------------------------------------------------------
 
     def apply(self, **spec: Any) -> None:
-        """As a file that a user applies: the whole spec."""
+        """Apply the whole spec, as a file that a user applies."""
         self.kube.apply(document(self.name, self.namespace, **spec))
 
     def patch(self, **spec: Any) -> None:
@@ -132,7 +132,7 @@ class LivePool:
         assert answer.decided, "the gateway was not asked"
 
     def has_engines(self, count: int) -> None:
-        """So many serve, and the status of just this spec says so."""
+        """Assert that so many serve, and that the status of just this spec says so."""
         pool = self.get()
         status = pool.get("status", {"observedGeneration": -1})
         assert status["observedGeneration"] == pool["metadata"]["generation"]
@@ -144,14 +144,14 @@ class LivePool:
         eventually(lambda: self.has_engines(engines), timeout_s)
 
     def has_gateways(self, count: int) -> None:
-        """So many are ready, and each of them hears the others."""
+        """Assert that so many are ready, and that each of them hears the others."""
         assert len([pod for pod in self.pods("gateway") if is_ready(pod)]) == count
         assert all(is_ready(pod) for pod in self.pods("state"))
         for health in self.admins("/api/health").values():
             assert "shared_state" not in {problem["kind"] for problem in health["problems"]}
 
     def settles(self, engines: int, timeout_s: float = 180) -> None:
-        """So many serve, nothing is leaving or on its way."""
+        """Wait until so many serve and nothing is leaving or on its way."""
 
         def settled() -> None:
             self.has_engines(engines)

@@ -107,7 +107,7 @@ PACKAGES = {
 
 
 def path(name: str) -> Path:
-    """Where a program lies, or will lie once built."""
+    """Return where a program lies, or will lie once built."""
     assets = os.environ.get("KUBEBUILDER_ASSETS")
     given = Path(assets) / name if assets else None
     return given if given is not None and given.exists() else BIN / name
@@ -174,7 +174,7 @@ def ensure_api_server() -> None:
 
 
 def ensure_packages() -> None:
-    """Installs missing Debian packages when root. Raises ClusterError with the command to type otherwise."""
+    """Install missing Debian packages when root. Raises ClusterError with the command to type otherwise."""
     missing = sorted({package for program, package in PACKAGES.items() if not _found(program)})
     if not missing:
         return

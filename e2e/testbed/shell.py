@@ -20,7 +20,7 @@ class ClusterError(RuntimeError):
 
 @contextmanager
 def step(title: str) -> Iterator[None]:
-    """Tells on stderr what is going on, and how long it took; several may be going on in threads."""
+    """Tell on stderr what is going on, and how long it took; several may be going on in threads."""
     began, said = time.monotonic(), "failed"
     _tell(title, f"{title} …", end="")
     try:

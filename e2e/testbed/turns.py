@@ -94,7 +94,7 @@ def agents(client: Client, count: int, name: str) -> Iterator[Turns]:
 
 
 def _play(client: Client, name: str, rng: Random, turns: Turns, stop: threading.Event) -> None:
-    """Plays one session to its end."""
+    """Play one session to its end."""
     ids = [rng.randrange(5, 300) for _ in range(FIRST_TOKENS)]
     sent, engine = 0, ""
     for number in range(TURNS):

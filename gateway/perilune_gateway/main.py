@@ -179,7 +179,7 @@ class Gateway:
             raise refused
 
     async def _serve(self, at: str, grace_s: float, stop: asyncio.Event, drain_s: float) -> None:
-        """Is ready until `stop` is set, then drains."""
+        """Serve until `stop` is set, then drain."""
         await self._set_ready(True)
         print(f"perilune-gateway ready {at}", flush=True)
         await stop.wait()

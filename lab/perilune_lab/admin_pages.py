@@ -76,8 +76,8 @@ async def conclude(http: aiohttp.ClientSession, admin_url: str, seen: Seen) -> N
 
 
 def scheduling(decisions: Sequence[Mapping[str, Any]], by_phase: Mapping[str, float]) -> Scheduling | None:
-    """Quantiles over the newest 1,000 decisions, which the gateway keeps; `by_phase` covers all. None without
-    decisions."""
+    """Return the quantiles over the newest 1,000 decisions, which the gateway keeps; `by_phase` covers all.
+    None without decisions."""
     took_ms = sorted(row["scheduling_us"] / 1e3 for row in decisions if row.get("scheduling_us") is not None)
     if not took_ms:
         return None
@@ -90,7 +90,7 @@ def scheduling(decisions: Sequence[Mapping[str, Any]], by_phase: Mapping[str, fl
 
 
 def phases(metrics: str) -> dict[str, float]:
-    """Mean milliseconds per phase that happened, from the gateway's Prometheus text."""
+    """Return the mean milliseconds per phase that happened, from the gateway's Prometheus text."""
     sums: dict[str, float] = {}
     counts: dict[str, float] = {}
     for family in text_string_to_metric_families(metrics):

@@ -94,10 +94,10 @@ class Bodies:
 
 
 def _call_id(number: int, result: Segment) -> bytes:
-    """Equal prompts have equal ids, since some templates write them."""
+    """Return the id of a call. Equal prompts have equal ids, since some templates write them."""
     return b"call_%s%d" % (xxh3_64_hexdigest(result.key.encode()).encode(), number)
 
 
 def _json_text(text: str) -> bytes:
-    """`text` as the inside of a JSON string, without the quotes."""
+    """Return `text` as the inside of a JSON string, without the quotes."""
     return msgspec.json.encode(text)[1:-1]

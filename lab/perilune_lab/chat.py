@@ -71,7 +71,7 @@ def content_of(message: Mapping[str, Any]) -> str:
 
 
 def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a tool call; empty if they are not a JSON object."""
+    """Return the arguments of a tool call; empty if they are not a JSON object."""
     arguments = call["function"].get("arguments")
     if isinstance(arguments, str):
         try:
@@ -88,5 +88,5 @@ def tool_of(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _json(value: object) -> str:
-    """JSON as the `tojson` of chat templates writes it."""
+    """Return JSON as the `tojson` of chat templates writes it."""
     return json.dumps(value, ensure_ascii=False)

@@ -106,7 +106,7 @@ async def run_load(
 
 
 async def models(target: str) -> list[str]:
-    """Names of the models that the target serves. Raises TargetError with the cause."""
+    """Return the names of the models that the target serves. Raises TargetError with the cause."""
     url = f"{target}/v1/models"
     try:
         async with (
@@ -157,7 +157,7 @@ class _Run:
         return perf_counter() - self.began
 
     async def play(self, sessions: Iterable[Session], stop: asyncio.Event) -> None:
-        """Plays until all sessions have ended, `load.seconds` and the grace are over, or `stop` is set."""
+        """Play until all sessions have ended, `load.seconds` and the grace are over, or `stop` is set."""
         played = self._timed if self.load.mode is Mode.TIMESTAMPS else self._sessions
         everything = asyncio.create_task(played(sessions))
         halted = asyncio.create_task(stop.wait())
@@ -302,12 +302,13 @@ class _Run:
 
 
 def may_retry(result: Result) -> bool:
-    """Whether OpenAI's SDKs send a request with this result again: after a lost connection, too."""
+    """Return whether OpenAI's SDKs would send a request with this result again; they do so after a lost
+    connection, too."""
     return result.status in {0, 408, 409, 429} or result.status >= 500
 
 
 def retry_pause_s(result: Result, attempt: int) -> float:
-    """Seconds for which they wait before; `attempt` counts from 0."""
+    """Return the seconds for which they wait before that; `attempt` counts from 0."""
     told_s = result.retry_after_s
     if told_s is not None and 0 < told_s <= LONGEST_RETRY_AFTER_S:
         return told_s
@@ -346,7 +347,8 @@ def _measured(result: Result, answer: streams.Answer, broken: str) -> Result:
 
 
 def _served(headers: Mapping[str, str], request_id: str) -> tuple[str, str, str]:
-    """(endpoint, reason, request id) of a response; the decision is `<endpoint>; <reason>; request=<id>`."""
+    """Return (endpoint, reason, request id) of a response; the decision is `<endpoint>; <reason>;
+    request=<id>`."""
     parts = [part.strip() for part in headers.get(names.DECISION_HEADER, "").split(";")]
     endpoint, reason, given = (*parts, "", "")[:3]
     return (
@@ -366,7 +368,7 @@ class _ErrorAnswer(msgspec.Struct):
 
 
 def _refusal(status: int, body: bytes) -> str:
-    """Cause of an answer whose status is not 200, with the server's message if there is one."""
+    """Return the cause of an answer whose status is not 200, with the server's message if there is one."""
     try:
         answer = msgspec.json.decode(body, type=_ErrorAnswer)
     except msgspec.DecodeError:

@@ -119,7 +119,8 @@ def _say_interrupted(command: str, work_so_far: str) -> None:
 
 
 def _replace_closed_streams() -> None:
-    """With `>&-` Python has no sys.stdout; what is written there is then discarded."""
+    """Replace the streams that `>&-` closed, for which Python has no sys.stdout; what is written there is
+    discarded."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends

@@ -184,8 +184,8 @@ def _address(address: str) -> Json:
 
 
 def _routes(retry_on: str, allowed: Sequence[str]) -> Json:
-    """Other paths than the `allowed` ones (exact, or with all that follows a slash) are refused, also while
-    no gateway runs; while one does, it refuses them itself."""
+    """Return the routes. Envoy refuses other paths than the `allowed` ones (exact, or with all that follows a
+    slash), also while no gateway runs; while one does, the gateway refuses them itself."""
     to_engines = {
         "cluster": "endpoints",
         "timeout": "0s",  # Envoy's default of 15 s would cut every longer stream
@@ -273,8 +273,8 @@ def _ext_proc(
 
 
 def _asked_again(opens: bool, retries: int | None) -> Json:
-    """How often and at which intervals gateways are asked again that did not answer. Where requests are then
-    served without one, they wait at most 0.1 s; otherwise a gateway has seconds to come back."""
+    """Return how often and at which intervals Envoy asks gateways again that did not answer. If requests are
+    then served without a gateway, they wait at most 0.1 s; otherwise a gateway has seconds to come back."""
     if opens:
         count, base, longest = 3, "0.010s", "0.025s"
     else:
@@ -400,7 +400,7 @@ def _processor_cluster(
 
 
 def _tls(ca: Path) -> Json:
-    """TLS towards gateways; a certificate signed by `ca` is accepted."""
+    """Return the TLS settings towards gateways, which accept a certificate signed by `ca`."""
     common = {"alpn_protocols": ["h2"], "validation_context": {"trusted_ca": {"filename": str(ca)}}}
     return _named(
         "envoy.transport_sockets.tls",

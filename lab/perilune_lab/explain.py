@@ -192,7 +192,7 @@ def _outcome(decision: Json) -> str:
 
 
 def _candidates(decision: Json) -> Table:
-    """One row per endpoint, the terms of the policy's cost as columns."""
+    """Return one row per endpoint, the terms of the policy's cost as columns."""
     rows = [(row, _terms(row)) for row in decision["candidates"]]
     names = list(dict.fromkeys(name for _, terms in rows for name in terms))
     table = Table(title="Candidates (lower cost is better)", title_justify="left")

@@ -2,14 +2,14 @@
 
 
 def as_number(value: float) -> str:
-    """Three significant digits; from 100 on, a whole number with commas."""
+    """Return three significant digits; from 100 on, a whole number with commas."""
     if value == 0:
         return "0"
     return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
 
 
 def as_seconds(value: float) -> str:
-    """Seconds; milliseconds if below one second."""
+    """Return seconds; milliseconds if below one second."""
     return f"{as_number(value * 1e3)} ms" if value < 0.9995 else f"{as_number(value)} s"
 
 

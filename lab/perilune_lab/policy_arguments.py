@@ -24,7 +24,7 @@ def listed(text: str, every: Collection[str]) -> tuple[str, ...]:
 
 
 def live_policies(text: str, option: str) -> tuple[str, ...]:
-    """Names of policies that a gateway can run, each once; `all` stands for every policy. Raises
+    """Return the names of policies that a gateway can run, each once; `all` stands for every policy. Raises
     SpecError."""
     names = listed(text, POLICIES)
     for name in names:

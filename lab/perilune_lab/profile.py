@@ -87,7 +87,7 @@ class Profile:
         return median(row.ttft_s / row.predicted_s for row in self.prompts)
 
     def error(self, row: Measured) -> float:
-        """Measured / predicted − 1 with that scale."""
+        """Return measured / predicted − 1 with that scale."""
         return row.ttft_s / (self.scale * row.predicted_s) - 1.0
 
     @property
@@ -96,7 +96,8 @@ class Profile:
 
 
 def lengths(max_tokens: int) -> list[int]:
-    """Prompt lengths in tokens: SHORTEST, then each four times the one before, and `max_tokens` last."""
+    """Return the prompt lengths in tokens: SHORTEST, then each four times the one before, and `max_tokens`
+    last."""
     found = [max_tokens]
     while found[0] // 4 >= SHORTEST:
         found.insert(0, found[0] // 4)
@@ -104,7 +105,7 @@ def lengths(max_tokens: int) -> list[int]:
 
 
 def expected_s(max_tokens: int, repeat: int) -> float:
-    """Seconds that one H20 takes for all prompts."""
+    """Return the seconds that one H20 takes for all prompts."""
     halves = [(length // 2, length - length // 2) for length in lengths(max_tokens)]
     rows = [
         Measured(tokens, cached, 0.0)

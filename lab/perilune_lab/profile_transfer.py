@@ -113,7 +113,7 @@ async def _ask(
     params: Mapping[str, Any] | None = None,
     secret: str = "",
 ) -> tuple[float, int]:
-    """Seconds of one answer of one token, and the prompt's cached tokens. Raises TargetError."""
+    """Return the seconds of one answer of one token, and the prompt's cached tokens. Raises TargetError."""
     body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
     if params:
         body["kv_transfer_params"] = params

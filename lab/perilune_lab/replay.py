@@ -111,7 +111,7 @@ class Replay:
         self.seen = admin_pages.Seen()
 
     async def run(self) -> int:
-        """Plays and reports; returns the exit status. Raises TargetError if the target cannot be reached."""
+        """Play and report; return the exit status. Raises TargetError if the target cannot be reached."""
         o = self.options
         model = o.model or (await models(o.target) or [""])[0]
         if not model:

@@ -104,7 +104,7 @@ class Death:
 
 
 def places(engines: int) -> spec.Topology:
-    """One node per engine, spread in order over 2 spines of 2 racks."""
+    """Return one node per engine, spread in order over 2 spines of 2 racks."""
     nodes = {}
     for i in range(engines):
         spine, rack = _RACKS[i * len(_RACKS) // engines]
@@ -113,7 +113,7 @@ def places(engines: int) -> spec.Topology:
 
 
 def engine_arguments(options: EngineOptions, i: int, folder: Path) -> list[str]:
-    """Arguments of `perilune engine` for engine number `i` of a stack with that run folder."""
+    """Return the arguments of `perilune engine` for engine number `i` of a stack with that run folder."""
     o = options
     return [
         *("--listen", "127.0.0.1:0"),
@@ -293,7 +293,7 @@ class Stack:
         await child.until_ready(self.ready_timeout_s)
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds that each running child has used; empty where /proc does not exist."""
+        """Return the CPU seconds that each running child has used; empty where /proc does not exist."""
         tick = os.sysconf("SC_CLK_TCK")
         used = {}
         for name, child in self.children.items():

@@ -16,7 +16,7 @@ from perilune_operator.reconcile import Reconciler
 
 
 def registry(reconciler: Reconciler, stop: Callable[[], Awaitable[None]]) -> kopf.OperatorRegistry:
-    """All handlers, for one reconciler. `stop` ends the operator's own tasks; kopf would wait 5 s for
+    """Return all handlers, for one reconciler. `stop` ends the operator's own tasks; kopf would wait 5 s for
     each."""
     made = kopf.OperatorRegistry()
 

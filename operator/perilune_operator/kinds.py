@@ -57,7 +57,7 @@ OPTIONAL: Mapping[str, tuple[str, ...]] = {
 
 
 def full_name(kind: str) -> str:
-    """`group/Kind`, which distinguishes an optional kind from another API's kind of that name."""
+    """Return `group/Kind`, which distinguishes an optional kind from another API's kind of that name."""
     return f"{KINDS[kind].api.partition('/')[0]}/{kind}"
 
 

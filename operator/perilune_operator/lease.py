@@ -67,7 +67,7 @@ class Lease(LeaseLock):
         self._on_leading: Callable[[], None] = lambda: None
 
     def remaining_s(self) -> float:
-        """Seconds for which this process certainly leads; 0 or less when it does not."""
+        """Return the seconds for which this process certainly leads; 0 or less when it does not."""
         return self._leads_until - self._clock()
 
     async def run(self, on_leading: Callable[[], None]) -> None:

@@ -139,7 +139,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _address(text: str) -> tuple[str | None, int]:
-    """No host stands for all addresses, of IPv4 and IPv6."""
+    """Parse IP:PORT; without an IP it stands for all addresses, of IPv4 and IPv6."""
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not IP:PORT")

@@ -193,9 +193,9 @@ def _client_policies(pool: Context, observed: Observed) -> tuple[Object, ...]:
 
 
 def _is_judged_by_the_past(pool: Context, observed: Observed, now: float) -> bool:
-    """Whether Envoy Gateway still reports, after STALE_S, that no gateway is ready, though one is. It loses
-    its own later report when that follows within milliseconds, as after a Service that was created again: it
-    compares with a cached copy that lacks the one between (Envoy Gateway 1.9.1)."""
+    """Return whether Envoy Gateway still reports, after STALE_S, that no gateway is ready, though one is. It
+    loses its own later report when that follows within milliseconds, as after a Service that was created
+    again: it compares with a cached copy that lacks the one between (Envoy Gateway 1.9.1)."""
     policy = observed.children.get(Key("EnvoyExtensionPolicy", pool.namespace, pool.name), {})
     reports = [
         condition

@@ -312,8 +312,8 @@ class Reconciler:
         return _due_in_s(pool, planned, applied)
 
     def _is_turn(self, pool: _Pool) -> bool:
-        """Whether this pool may follow a new version of the operator now. A new leader first looks at every
-        pool, because some may be under way."""
+        """Return whether this pool may follow a new version of the operator now. A new leader first looks at
+        every pool, because some may be under way."""
         others = [other for other in self._pools.values() if other is not pool]
         seen = all(other.looked_at for other in others)
         return pool.upgrades or (seen and sum(other.upgrades for other in others) < self._pools_at_once)
@@ -351,20 +351,20 @@ class Reconciler:
 
 
 def _read_in_s(pool: _Pool) -> float:
-    """Seconds until the gateways' pages are read again."""
+    """Return the seconds until the gateways' pages are read again."""
     if pool.drains:
         return DRAIN_READ_S
     return FIRST_READ_S if pool.stats is None or pool.follows_load else READ_S
 
 
 def _follows_load(spec: InferencePoolSpec) -> bool:
-    """Whether the operator itself sets the number of endpoints, or their roles."""
+    """Return whether the operator itself sets the number of endpoints, or their roles."""
     scales = spec.scaling is not None and spec.scaling.signal is not Signal.METRIC
     return scales or spec.prefill_scaling is not None or spec.role_switching is not None
 
 
 def _ttft_seconds(spec: InferencePoolSpec) -> Mapping[names.Duty, float]:
-    """Seconds within which a first token comes in time for each duty's scaling."""
+    """Return the seconds within which a first token comes in time for each duty's scaling."""
     made: dict[names.Duty, float] = {}
     if spec.scaling is not None:
         made["serve"] = spec.scaling.ttft_seconds

@@ -145,7 +145,7 @@ def _component(obj: Object) -> str:
 
 
 def _template(obj: Object) -> Any:
-    """As it is read back."""
+    """Return a template as it is read back."""
     return msgspec.json.decode(_encoded(obj["spec"][TEMPLATES[obj["kind"]]]))
 
 

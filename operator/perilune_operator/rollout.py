@@ -119,14 +119,14 @@ def _removal_order(pods: Sequence[PodFacts], leaving_nodes: frozenset[str]) -> l
 
 
 def _is_rolling(workload: Object | None) -> bool:
-    """Whether pods of an older template exist."""
+    """Return whether pods of an older template exist."""
     status = (workload or {}).get("status") or {}
     return bool(status.get("updatedReplicas", 0) < status.get("replicas", 0))
 
 
 def _wait_s(pod: PodFacts, gateways: frozenset[str], session_s: float, now: float) -> float:
-    """Seconds until a chosen pod may be removed at the latest. It has to carry its mark first, or the
-    workload could remove another pod instead."""
+    """Return the seconds until a chosen pod may be removed at the latest. It has to carry its mark first, or
+    the workload could remove another pod instead."""
     since = seconds(pod.draining)
     if not pod.chosen or since is None:
         return session_s + 1.0

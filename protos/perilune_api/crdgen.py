@@ -109,7 +109,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _column(name: str, kind: str, path: str, *, wide: bool = False) -> Schema:
-    """`wide`: shown by `kubectl get -o wide` only."""
+    """Return a column. `wide`: shown by `kubectl get -o wide` only."""
     return {"name": name, "type": kind, "jsonPath": path, **({"priority": 1} if wide else {})}
 
 
@@ -147,7 +147,8 @@ def _struct(of: type[msgspec.Struct], *, top: bool) -> Schema:
 
 
 def _with_default(text: str, default: Any) -> str:
-    """`kubectl explain` shows no defaults, so the text says them; those of a group stand at its fields."""
+    """Return the text with the default, because `kubectl explain` shows none; those of a group stand at its
+    fields."""
     if isinstance(default, dict):
         return text
     said = yaml.safe_dump(default, default_flow_style=True).removesuffix("...\n").strip()
@@ -206,7 +207,7 @@ def _type(of: mi.Type) -> Schema:
 
 
 def _union(of: mi.UnionType) -> Schema:
-    """`T | None` is an optional T; `int | str` is Kubernetes' int-or-string."""
+    """Return the schema of a union: `T | None` is an optional T; `int | str` is Kubernetes' int-or-string."""
     rest = [kind for kind in of.types if not isinstance(kind, mi.NoneType)]
     if len(rest) == 1:
         return _type(rest[0])
@@ -273,7 +274,7 @@ _MAKERS: dict[type, Callable[[Any], Schema]] = {
 
 @cache
 def attribute_docs(of: type) -> dict[str, str]:
-    """Field → the string that stands under it in the class's source, or in that of a base."""
+    """Return for each field the string that stands under it in the class's source, or in that of a base."""
     docs: dict[str, str] = {}
     for base in reversed(of.__mro__):
         if not base.__module__.startswith("perilune_api"):
@@ -291,7 +292,7 @@ def attribute_docs(of: type) -> dict[str, str]:
 
 
 def _text(doc: str) -> str:
-    """Lines joined, source markup dropped, our own names replaced by what they stand for."""
+    """Join the lines, drop source markup, and replace our own names by what they stand for."""
     return _NAME.sub(_value_of, " ".join(doc.replace("`", "").split()))
 
 

@@ -113,7 +113,8 @@ def _objects(path: str, schema: Schema) -> Iterator[tuple[str, Schema]]:
 
 
 def _shared(path: str, schema: Schema, known: dict[str, Schema]) -> str:
-    """One sentence where an InferencePool has the same fields here and in all objects below; else empty."""
+    """Return one sentence where an InferencePool has the same fields here and in all objects below; else
+    empty."""
     for at, part in _objects(path, schema):
         theirs = known.get(at, {}).get("properties", {})
         fields = part["properties"]

@@ -36,8 +36,9 @@ def _given(value: msgspec.Struct) -> Iterator[tuple[str, Any]]:
 
 
 def known(document: Any, of: type) -> tuple[Any, tuple[str, ...]]:
-    """Plain data without the fields that the struct `of` and its parts do not have, and the paths of these
-    fields, such as `$.spec.engine.newField`. Values of a wrong type stay, for the conversion to refuse."""
+    """Return plain data without the fields that the struct `of` and its parts do not have, and the paths of
+    these fields, such as `$.spec.engine.newField`. Values of a wrong type stay, for the conversion to
+    refuse."""
     unknown: list[str] = []
     return _known(document, mi.type_info(of), "$", unknown), tuple(unknown)
 

@@ -38,7 +38,7 @@ def quantile(values: list[float], q: float) -> float:
 
 
 def nothing() -> None:
-    """Between two decisions."""
+    """Do nothing between two decisions."""
 
 
 def turn(rig: Rig, between: Callable[[], None] = nothing) -> float:

@@ -66,7 +66,7 @@ def pool(name: str, routed: bool) -> Object:
 
 
 async def until(client: Client, true: Callable[[list[Object]], bool], patience_s: float = 300.0) -> None:
-    """Of all pools."""
+    """Wait until it is true of all pools."""
     end = time.monotonic() + patience_s
     while True:
         items = (await client.request("GET", WHERE))["items"]
@@ -154,7 +154,7 @@ async def measure(server: ApiServer, routed: bool) -> None:
 
 
 async def write_now_and_then(client: Client, took_s: list[float]) -> None:
-    """Like the operator's, one at a time."""
+    """Write one object at a time, as the operator does."""
     where = f"/api/v1/namespaces/{NAMESPACE}/configmaps"
     await client.request("POST", where, {"metadata": {"name": "bystander"}})
     for number in itertools.count():

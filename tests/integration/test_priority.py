@@ -36,7 +36,7 @@ class Queue:
                 await asyncio.sleep(0.02)
 
     async def served(self) -> list[str]:
-        """Lets the engine begin, and returns the names in the order in which they ended."""
+        """Let the engine begin, and return the names in the order in which they ended."""
         await self.fault()
         await asyncio.gather(*self.tasks)
         return self.ended

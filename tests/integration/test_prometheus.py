@@ -88,7 +88,7 @@ def operator_page() -> int:
 
 
 def configuration(stack: Stack, operator: int) -> dict[str, Any]:
-    """Scrapes as the operator's monitors ask for, with the labels that these set."""
+    """Return the configuration that the operator's monitors ask for, with the labels that these set."""
 
     def job(name: str, addresses: list[str], honor: bool = False, **labels: str) -> dict[str, Any]:
         targets = [{"targets": [address], "labels": labels} for address in addresses]
@@ -108,7 +108,7 @@ def configuration(stack: Stack, operator: int) -> dict[str, Any]:
 
 
 async def talk(stack: Stack, http: aiohttp.ClientSession, turns: int) -> None:
-    """One session, of which each turn continues the one before, and a request for an unknown model."""
+    """Play one session, of which each turn continues the one before, and a request for an unknown model."""
     for turn in range(1, turns + 1):
         prompt = " ".join(f"word{i}" for i in range(200 * turn))
         for model, status in ((OPTIONS.model, 200), ("another", 404)):

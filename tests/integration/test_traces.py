@@ -108,7 +108,7 @@ def attributes(of: dict[str, Any]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def collecting(folder: Path) -> AsyncIterator[Collector]:
-    """Skips the test where no collector has been built."""
+    """Skip the test where no collector has been built."""
     program = programs.path("otel-collector")
     if programs.missing(("otel-collector",)):
         pytest.skip("no OpenTelemetry collector: `make collector` builds one (Go)")

@@ -23,7 +23,7 @@ KINDS = ("api_server", "own_server", "scheduled_server", "routed_server")
 
 
 def kind_of(item: pytest.Item | None) -> str:
-    """Which API server a test needs; empty if none."""
+    """Return the API server that a test needs; empty if it needs none."""
     names = getattr(item, "fixturenames", ())
     return next((kind for kind in KINDS if kind in names), "")
 

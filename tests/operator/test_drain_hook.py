@@ -56,7 +56,7 @@ def drain(url: str, seconds: float = 30.0) -> None:
 
 
 def drain_worker(leader: str, seconds: float) -> None:
-    """`leader`: its address, where port and path would follow."""
+    """Drain a worker. `leader`: its address, where port and path would follow."""
     folder = str(Path(sys.executable).parent)
     environment = (
         os.environ | ELSEWHERE | {"LWS_LEADER_ADDRESS": leader, "PATH": f"{folder}:{os.environ['PATH']}"}

@@ -33,7 +33,7 @@ async def accept(client: Client, where: str, holder: str) -> None:
 
 
 async def accept_routing(client: Client, namespace: str, name: str) -> None:
-    """All that it says of one pool."""
+    """Accept all that it says of one pool."""
     for where, holder in (
         (f"{ROUTES.format(namespace)}/{name}", "parents"),
         (f"{POLICIES.format(namespace)}backendtrafficpolicies/{name}", "ancestors"),

@@ -193,7 +193,7 @@ class SimulatedPool:
                 self.look()
 
     def work(self, requests_per_s: float) -> None:
-        """One second, in tenths."""
+        """Work for one second, in tenths."""
         for _ in range(10):
             if self.rng.random() < requests_per_s / 10:
                 shortest = self.queues_s.index(min(self.queues_s))

@@ -67,7 +67,7 @@ def controller(server: ApiServer, port: int) -> Iterator[str]:
 
 
 async def install(client: Client, port: int, certificate: str) -> None:
-    """Its CRD, and its webhooks as the chart has them, at an address instead of a Service."""
+    """Install its CRD, and its webhooks as the chart has them, at an address instead of a Service."""
     (crd,) = (programs.LWS_FOLDER / "charts/lws/crds").iterdir()
     crds = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
     await client.request("POST", crds, yaml.safe_load(crd.read_text()))

@@ -201,13 +201,13 @@ def started(*, scheduler: bool = False, kwok: bool = False) -> Iterator[ApiServe
 
 
 def _die_with_parent() -> None:
-    """So that a test run that is killed leaves nothing behind; Linux only."""
+    """Die with the parent, so that a test run that is killed leaves nothing behind; Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 async def _healthy(server: ApiServer, running: Collection[subprocess.Popen[bytes]]) -> None:
-    """Until it says so, which takes about 5 s."""
+    """Wait until it says that it is healthy, which takes about 5 s."""
     until = time.monotonic() + 90
     headers = {"Authorization": f"Bearer {TOKEN}"}
     async with aiohttp.ClientSession(headers=headers) as http:
@@ -225,7 +225,7 @@ async def _healthy(server: ApiServer, running: Collection[subprocess.Popen[bytes
 
 
 async def _install_ours(server: ApiServer) -> None:
-    """Our CRD, until it is served, and the operator's ClusterRole."""
+    """Install our CRD, until it is served, and the operator's ClusterRole."""
     client = kube.Client(server.access)
     until = time.monotonic() + 60
     crd = yaml.safe_load((ROOT / "crds/inferencepools.perilune.dev.yaml").read_text())

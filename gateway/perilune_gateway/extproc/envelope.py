@@ -108,7 +108,7 @@ def _headers(raw: bytes, at: int, end: int) -> dict[str, str]:
 
 
 def _header(raw: bytes) -> tuple[str, str]:
-    """Name in lower case and value of the header in these bytes."""
+    """Return the name (in lower case) and the value of the header in these bytes."""
     size, start = (raw[1], 2) if raw[1] <= _LAST_SHORT else _size(raw, 1)
     at = start + size
     name = raw[start:at].decode().lower()

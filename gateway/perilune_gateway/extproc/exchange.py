@@ -452,7 +452,8 @@ class Exchange:
         return State.ANSWER, [Send(Continue(Kind.RESPONSE_HEADERS, headers, override))]
 
     def _unrouted(self, event: ResponseHeaders) -> _Next:
-        """Envoy or another filter answers the client, or Envoy did not send the body that we asked for."""
+        """Give up routing, because Envoy or another filter answers the client, or Envoy did not send the body
+        that we asked for."""
         self._response_mode = event.response_mode or self._response_mode
         self._leave_queue()
         self._parts, self._bodies = [], (b"", None)  # an answer may last long
@@ -504,7 +505,7 @@ class Exchange:
     def _pick(
         self, routed: Routed, body: bytes, changed: bytes | None, headers: tuple[tuple[str, str], ...] = ()
     ) -> list[Effect]:
-        """Answers the headers or the buffered body; in full duplex, everything that was kept. `changed`
+        """Answer the headers or the buffered body; in full duplex, everything that was kept. `changed`
         replaces the body, `headers` are added to the request."""
         if trace := self._head.trace:
             headers = (*headers, (TRACEPARENT_HEADER, trace.traceparent))

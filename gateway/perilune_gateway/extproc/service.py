@@ -148,7 +148,7 @@ class Service:
         return max(service.limits.max_body_bytes for service in self.pools.values())
 
     async def begin_sessions(self, router: Router) -> None:
-        """Lets the waiting sessions begin when the router says so, until cancelled."""
+        """Let the waiting sessions begin when the router says so, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             for ticket, refusal in router.due():
@@ -156,7 +156,7 @@ class Service:
                     waiting.set_result(refusal)
 
     def begin_all(self) -> None:
-        """Lets all waiting sessions begin, because the gateway stops."""
+        """Let all waiting sessions begin, because the gateway stops."""
         for waiting in self._beginning.values():
             if not waiting.done():
                 waiting.set_result(None)
@@ -171,7 +171,7 @@ class Service:
             del self._beginning[queued.ticket]
 
     def open(self) -> Stream:
-        """Begins a stream. The caller must call its `closed`."""
+        """Begin a stream. The caller must call its `closed`."""
         self.streams_total += 1
         self.streams_open += 1
         return Stream(self)

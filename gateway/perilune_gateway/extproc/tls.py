@@ -63,7 +63,7 @@ class Tls:
         return self._loaded.context
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Credentials with which gRPC gets the current files for each new connection."""
+        """Return the credentials with which gRPC gets the current files for each new connection."""
         import grpc
 
         changed: Any = self._changed_for_grpc  # types-grpcio does not know that it may return None
@@ -91,7 +91,7 @@ class Tls:
         return True
 
     def _file_stats(self) -> _FileStats:
-        """Inode, modification time in nanoseconds and size of each file. Raises SpecError."""
+        """Return inode, modification time in nanoseconds and size of each file. Raises SpecError."""
         files = [_stat(self._cert, "--tls-cert"), _stat(self._key, "--tls-key")]
         if self._client_ca is not None:
             files.append(_stat(self._client_ca, "--tls-client-ca"))

@@ -104,7 +104,7 @@ def decode(raw: bytes, default_mode: BodyMode = BodyMode.BUFFERED) -> Inbound:
 
 
 def by_protobuf(raw: bytes, default_mode: BodyMode = BodyMode.BUFFERED) -> Inbound:
-    """As `decode`, by protobuf alone, which is slower. Raises ProtocolError."""
+    """Decode as `decode` does, by protobuf alone, which is slower. Raises ProtocolError."""
     try:
         message = pb.ProcessingRequest.FromString(raw)
     except DecodeError as error:
@@ -178,7 +178,7 @@ def _context_of(message: pb.ProcessingRequest) -> _Context:
 
 
 def _headers(found: pb.HeaderMap) -> dict[str, str]:
-    """Headers by lower-case name. The values of repeated names are joined as HTTP prescribes."""
+    """Return the headers by lower-case name. The values of repeated names are joined as HTTP prescribes."""
     headers: dict[str, str] = {}
     for header in found.headers:
         name = header.key.lower()
@@ -290,7 +290,7 @@ def _set_headers(mutation: pb.HeaderMutation, headers: Iterable[tuple[str, str]]
 
 
 def _override(message: pb.ProcessingResponse, override: Override | None) -> None:
-    """Asks Envoy for the response's headers, which have the status and the endpoint that served it, and for
+    """Ask Envoy for the response's headers, which have the status and the endpoint that served it, and for
     its trailers, without which Envoy ends the stream at once when no body is sent."""
     if override is None:
         return

@@ -71,7 +71,7 @@ async def ask(http: aiohttp.ClientSession, bootstrap: str, rank: int | None = No
 async def run(
     endpoints: Callable[[], Iterable[Endpoint]], connectors: Connectors, http: aiohttp.ClientSession
 ) -> None:
-    """Asks all pages until cancelled. The log has a line for each page that begins or ceases to answer."""
+    """Ask all pages until cancelled, and log each page that begins or ceases to answer."""
     silent: Counter[str] = Counter()
     """Address → number of times in a row that the page did not answer."""
     while True:

@@ -88,7 +88,7 @@ def _is_number(text: bytes) -> bool:
 
 
 def _values(text: bytes, name: bytes) -> list[float]:
-    """Values of every series called `name`, without those that are negative or not finite."""
+    """Return the values of every series called `name`, without those that are negative or not finite."""
     values = []
     for _, number in _series(text, name):
         if _is_number(number) and 0.0 <= (value := float(number)) < 1e300:
@@ -97,7 +97,7 @@ def _values(text: bytes, name: bytes) -> list[float]:
 
 
 def _series(text: bytes, name: bytes) -> list[tuple[bytes, bytes]]:
-    """(labels without braces, number) of every line of `name`; truncated lines are left out."""
+    """Return (labels without braces, number) of every line of `name`, without truncated lines."""
     found: list[tuple[bytes, bytes]] = []
     needle = b"\n" + name
     at = text.find(needle)
@@ -134,8 +134,8 @@ def _int_label(labels: bytes, name: bytes) -> int:
 
 
 def interval_s(endpoints: int) -> float:
-    """Seconds between two scrapes of one endpoint: 1 s up to 50 endpoints, then as many as keep the total at
-    50 scrapes per second, but never above 10 s."""
+    """Return the seconds between two scrapes of one endpoint: 1 s up to 50 endpoints, then as many as keep
+    the total at 50 scrapes per second, but never above 10 s."""
     return min(max(MIN_INTERVAL_S, endpoints / SCRAPES_PER_S), MAX_INTERVAL_S)
 
 
@@ -205,7 +205,7 @@ class _Watch:
     async def run(
         self, session: aiohttp.ClientSession, rng: Random, period: Callable[[], float], timeout_s: float
     ) -> None:
-        """Scrapes until cancelled. The first scrapes of a large fleet are spread too; those of a small one
+        """Scrape until cancelled. The first scrapes of a large fleet are spread too; those of a small one
         come at once."""
         await asyncio.sleep(rng.uniform(0.0, max(0.0, period() - MIN_INTERVAL_S)))
         while True:

@@ -111,7 +111,7 @@ def with_pods(document: Pool, pods: Sequence[Object], giving: Collection[str] = 
 
 
 def _usable(pods: Sequence[Object], giving: Collection[str]) -> list[EndpointSpec]:
-    """Endpoints of started pods, by the two rules of the module's header."""
+    """Return the endpoints of started pods, by the two rules of the module's header."""
     staying = [e for pod in pods if not _is_leaving(pod) and (e := endpoint(pod))]
     if not staying:
         return [e for pod in pods if _is_leaving(pod) and (e := endpoint(pod)) and e.ready]
@@ -195,7 +195,7 @@ class KubernetesPool:
             tasks.create_task(self._look(on_pool, leaving))
 
     async def _look(self, on_pool: Callable[[Pool], None], leaving: Leaving) -> None:
-        """Leaves terminating engines when their time has come, of which no watch tells."""
+        """Leave terminating engines when their time has come, which no watch reports."""
         while True:
             await asyncio.sleep(LOOK_S)
             if any(map(_is_leaving, self.pods)):

@@ -119,7 +119,8 @@ def decode(payload: bytes) -> Batch:
 
 
 def _stores(raw: msgspec.Raw) -> bool:
-    """Whether a damaged event surely removes nothing: as far as it can be read, it is a BlockStored."""
+    """Return whether a damaged event surely removes nothing: as far as it can be read, it is a
+    BlockStored."""
     try:
         return _name(raw) == "BlockStored"
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -137,7 +138,7 @@ def _is_map(raw: msgspec.Raw) -> bool:
 
 
 def _is_deep(value: Any, levels: int = MAX_NESTING) -> bool:
-    """Whether a value is nested too deep; hashing the keys is recursive."""
+    """Return whether a value is nested too deep; hashing the keys is recursive."""
     if isinstance(value, dict):
         value = (*value, *value.values())
     if not isinstance(value, list | tuple):
@@ -146,7 +147,7 @@ def _is_deep(value: Any, levels: int = MAX_NESTING) -> bool:
 
 
 def _event(raw: msgspec.Raw) -> Event | None:
-    """None for an event of an unknown type."""
+    """Return the event; None for one of an unknown type."""
     try:
         return _map_event.decode(raw) if _is_map(raw) else _from_array(_array_event.decode(raw))
     except msgspec.ValidationError:
@@ -241,15 +242,15 @@ def _parts(event: Event, blocks: int) -> Iterator[Event]:
 
 
 def live_frames(frames: list[bytes]) -> tuple[int, bytes]:
-    """(sequence number, payload) of a published message. Raises ProtocolError."""
+    """Return (sequence number, payload) of a published message. Raises ProtocolError."""
     if len(frames) != 3 or len(frames[1]) != 8:
         raise ProtocolError(f"not a KV event message: frames of {[*map(len, frames[:5])]} bytes")
     return int.from_bytes(frames[1], "big"), frames[2]
 
 
 def replay_frames(frames: list[bytes]) -> tuple[int, bytes | None]:
-    """(sequence number, payload) of one answer, with or without a topic. The payload is None at the end of
-    the replay. Raises ProtocolError."""
+    """Return (sequence number, payload) of one answer, with or without a topic. The payload is None at the
+    end of the replay. Raises ProtocolError."""
     if not 3 <= len(frames) <= 4 or frames[0] != b"" or len(frames[-2]) != 8:
         raise ProtocolError("not a replayed KV event message")
     if frames[-2] == END:

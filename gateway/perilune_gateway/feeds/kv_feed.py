@@ -117,7 +117,7 @@ class Sink(Protocol):
         its receipt; NaN for a replayed one."""
 
     def reset(self, endpoint: str, rank: int, cause: ResetCause) -> None:
-        """Forgets all blocks of this rank."""
+        """Forget all blocks of this rank."""
 
 
 @dataclass(slots=True)

@@ -67,8 +67,8 @@ class Leaving:
 
 
 def serves_until(pod: Object) -> float:
-    """When a terminating pod has to be left at the latest, in seconds since the epoch: after half of the time
-    for which its preStop hook waits at most."""
+    """Return when a terminating pod has to be left at the latest, in seconds since the epoch: after half of
+    the time for which its preStop hook waits at most."""
     meta = pod["metadata"]
     killed = datetime.fromisoformat(meta["deletionTimestamp"]).timestamp()
     grace = float(meta.get("deletionGracePeriodSeconds") or 0)

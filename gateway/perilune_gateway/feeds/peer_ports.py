@@ -31,7 +31,7 @@ GREETING = b"\xff"
 
 
 async def greets(address: str) -> bool:
-    """Whether a ZeroMQ socket listens at `ip:port`."""
+    """Return whether a ZeroMQ socket listens at `ip:port`."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(GREETING_S):

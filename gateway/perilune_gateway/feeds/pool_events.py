@@ -192,7 +192,7 @@ class EventFeeds:
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
     def stats(self, endpoint: str) -> EventStats | None:
-        """All ranks of one endpoint together; None when the endpoint publishes no events."""
+        """Return all ranks of one endpoint together; None when the endpoint publishes no events."""
         ranks = self._ranks.get(endpoint)
         if not ranks:
             return None
@@ -211,11 +211,11 @@ class EventFeeds:
         )
 
     def caught_up(self) -> bool:
-        """Whether every feed that runs has once read what its publisher had announced before."""
+        """Return whether every feed that runs has once read what its publisher had announced before."""
         return all(counters.caught_up for task, counters in self._feeds.values() if task)
 
     def ingest(self) -> IngestStats:
-        """How much of the event loop all feeds take, and how far they are behind."""
+        """Return how much of the event loop all feeds take, and how far they are behind."""
         feeds = [counters for _, counters in self._feeds.values()]
         return IngestStats(
             self._shared.turns.busy(),

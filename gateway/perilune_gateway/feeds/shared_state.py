@@ -181,7 +181,7 @@ class SharedState:
             log.warning("shared state not read in time seconds=%g", WARM_S)
 
     async def run(self) -> None:
-        """Share until cancelled; then say goodbye, so that the others drop our load at once."""
+        """Go on sharing until cancelled; then say goodbye, so that the others drop our load at once."""
         from redis.exceptions import MovedError, RedisError
 
         retry_s, hops = RETRY_S, 0

@@ -45,7 +45,7 @@ def parse(body: bytes) -> dict[str, int]:
 
 
 async def run(master: str, sink: Sink, *, interval_s: float = INTERVAL_S) -> None:
-    """Asks `http://<master>/get_segments_detail` until cancelled."""
+    """Ask `http://<master>/get_segments_detail` until cancelled."""
     failing, url = False, f"http://{master}/get_segments_detail"
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:

@@ -39,7 +39,7 @@ class Turns:
         """(time, seconds spent until then) of the beginning of this window and of the one before."""
 
     def run(self, work: Work[T]) -> asyncio.Future[T]:
-        """Queues a piece of work. The future gets what the work returns, or the exception that it raised; a
+        """Queue a piece of work. The future gets what the work returns, or the exception that it raised; a
         cancelled future ends the work."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
@@ -70,7 +70,7 @@ class Turns:
 
 
 def _step(work: Work[Any], done: asyncio.Future[Any]) -> bool:
-    """Advances the work. Returns False when it has ended."""
+    """Advance the work. Return False when it has ended."""
     try:
         next(work)
     except StopIteration as end:

@@ -120,7 +120,8 @@ class EngineMetrics:
     """Whether it sleeps (`/sleep`): it serves nothing, and has no KV any more."""
 
     def restarted_since(self, before: EngineMetrics) -> bool:
-        """Whether the process that reports this is another one than before, so that its cache was empty."""
+        """Return whether the process that reports this is another one than before, so that its cache was
+        empty."""
         later = before.started_s and self.started_s > before.started_s
         return bool(later) or self.prefix_queries_tokens < before.prefix_queries_tokens
 

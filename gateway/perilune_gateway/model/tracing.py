@@ -39,8 +39,9 @@ class Trace(Struct, frozen=True, gc=False):
 
 
 def begin(traceparent: str, share: float, dice: Random, now: float) -> Trace | None:
-    """Our span of a request with this header. The client's flag says whether it is recorded. Without a valid
-    header a new trace begins, which is recorded with probability `share`.
+    """Begin our span of a request with this header. The client's flag says whether it is recorded. Without a
+    valid header a new trace begins, which is recorded with probability `share`. Return None if the client's
+    trace is not recorded; its header stays as it is.
 
     None: the client's trace is not recorded, and its header stays as it is.
     """
@@ -55,5 +56,5 @@ def begin(traceparent: str, share: float, dice: Random, now: float) -> Trace | N
 
 
 def _identifier(dice: Random, bits: int) -> int:
-    """0 is no identifier."""
+    """Return a random identifier other than 0, which is none."""
     return dice.getrandbits(bits) or 1

@@ -238,8 +238,8 @@ async def _closed(stream: Stream) -> None:
 
 
 def _alive(request: web.Request) -> web.Response:
-    """With `?service=readiness` the answer is that of the gRPC health service of this name, for kubelets,
-    which cannot ask it over TLS."""
+    """Answer that the process is alive. With `?service=readiness` answer as the gRPC health service of this
+    name does, for kubelets, which cannot ask it over TLS."""
     serving = request.app.get(_SERVING)
     if request.query.get("service") == "readiness" and serving is not None and not serving():
         return web.Response(status=503, text="not serving\n")
@@ -265,7 +265,7 @@ class _PoolsPages:
         return _index({**POOLS_PAGES, **pools})
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """One family at a time, because each pool's takes milliseconds."""
+        """Answer one family at a time, because each pool's takes milliseconds."""
         merged = MergedMetrics()
         registries = {"": self._data.registry, **{n: pool.registry for n, pool in self._data.pools.items()}}
         for name, registry in registries.items():
@@ -281,7 +281,8 @@ class _PoolsPages:
         return _ready(any(pool.ready() for pool in self._data.pools.values()))
 
     async def health(self, request: web.Request) -> web.Response:
-        """Status 503 only when no pool of those that it serves has an endpoint that may be chosen."""
+        """Answer with status 503 only when no pool of those that it serves has an endpoint that may be
+        chosen."""
         pools = tuple(pool.health() for pool in self._data.pools.values())
         waiting = self._data.waiting()
         found = {pool.status for pool in pools} | ({Status.DEGRADED} if waiting else set())
@@ -350,13 +351,13 @@ class _Pages:
         return _json(self._data.index_stats())
 
     async def health(self, request: web.Request) -> web.Response:
-        """Status 503 only when no endpoint may be chosen; 200 when degraded."""
+        """Answer with status 503 only when no endpoint may be chosen; 200 when degraded."""
         health = self._data.health()
         return _json(health, 503 if health.status is Status.UNREADY else 200)
 
 
 def endpoint_json(stats: EndpointStats) -> dict[str, Any]:
-    """One endpoint as plain values; unknown values are null."""
+    """Return one endpoint as plain values; unknown values are null."""
     endpoint, load = stats.endpoint, stats.load
     return {
         "address": endpoint.address,
@@ -409,7 +410,7 @@ def _index(pages: Mapping[str, str]) -> web.Response:
 
 
 def _link(path: str) -> str:
-    """Relative, because the pages of one pool may lie below another path."""
+    """Return a relative link, because the pages of one pool may lie below another path."""
     return f"<code>{path}</code>" if "{" in path else f"<a href='{path[1:]}'><code>{path}</code></a>"
 
 
@@ -443,7 +444,7 @@ async def _only_here(request: web.Request, handler: Any) -> web.StreamResponse:
 
 
 def _is_here(peer: str) -> bool:
-    """Whether a client is on this machine, or in this pod."""
+    """Return whether a client is on this machine, or in this pod."""
     try:
         address = ip_address(peer)
     except ValueError:

@@ -126,8 +126,8 @@ def report(
     new_sessions: SessionAdmissionStats | None = None,
     peers: Collection[str] = (),
 ) -> Health:
-    """`block_size` and `prefill_scale` are the pool's; `pool_error` says why the newest pool document is not
-    in force, if it is not. `peers`: the endpoints whose host memory others can read."""
+    """Return the health. `block_size` and `prefill_scale` are the pool's; `pool_error` says why the newest
+    pool document is not in force, if it is not. `peers`: the endpoints whose host memory others can read."""
     own = (
         _decision_log(decision_log)
         + _ingest(ingest or IngestStats())
@@ -157,7 +157,7 @@ def cost_model(endpoints: Sequence[EndpointStats], prefill_scale: float) -> Cost
 def diagnose(
     endpoints: Sequence[EndpointStats], block_size: int, pool_error: str = ""
 ) -> tuple[Problem, ...]:
-    """All problems, those of the gateway itself first."""
+    """Return all problems, those of the gateway itself first."""
     found: list[Problem] = []
     if pool_error:
         found.append(

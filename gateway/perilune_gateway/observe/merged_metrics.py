@@ -29,5 +29,5 @@ class MergedMetrics:
         whole.samples += [sample._replace(labels={**sample.labels, **label}) for sample in family.samples]
 
     def families(self) -> Iterable[Metric]:
-        """All families."""
+        """Return all families."""
         return self._families.values()

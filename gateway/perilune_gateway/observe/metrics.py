@@ -316,7 +316,7 @@ class Metrics:
         return lambda outcome, count: spans.add(outcome, by=count)
 
     def hit_ratio(self) -> float | None:
-        """Predicted cached / prompt tokens over about the last minute; None without prompts."""
+        """Return the predicted cached / prompt tokens over about the last minute; None without prompts."""
         return self._window.ratio(self._clock())
 
     def forget(self, endpoint: str) -> None:
@@ -381,7 +381,7 @@ class _Mirror:
         self._metrics = metrics
 
     def describe(self) -> Iterator[Metric]:
-        """Empty, so that registering does not take a snapshot."""
+        """Return no metric, so that registering does not take a snapshot."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:

@@ -76,7 +76,8 @@ class Snapshots:
         return self._router.new_sessions.stats(self._clock())
 
     def serves(self) -> bool:
-        """Whether some endpoint may be chosen, so that `health` is not UNREADY. Cheap enough for probes."""
+        """Return whether some endpoint may be chosen, so that `health` is not UNREADY. This is cheap enough
+        for probes."""
         now, fleet = self._clock(), self._state.fleet
         return any(view.endpoint.ready for view in fleet.as_last_resort(fleet.view(now), now))
 
@@ -150,7 +151,7 @@ class Snapshots:
         return tuple(rows)
 
     def sessions(self, session_id: str) -> list[SessionStats]:
-        """Sessions with this id, of all tenants."""
+        """Return the sessions with this id, of all tenants."""
         now = self._clock()
         return [
             SessionStats(

@@ -70,7 +70,7 @@ class Aliases:
         return Stored(INFERRED + found[2], _ENDPOINT + found[3])
 
     def is_ours(self, response_id: str) -> bool:
-        """Whether the id has the form of ours, whoever made it."""
+        """Return whether the id has the form of ours, whoever made it."""
         return _RESPONSE.fullmatch(response_id) is not None
 
     def _signature(self, tenant: str, told: str, key: bytes = b"") -> str:

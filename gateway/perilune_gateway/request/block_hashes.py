@@ -55,7 +55,7 @@ def prefix_root(lora: str, salt: str) -> int:
 def chain(
     token_ids: Sequence[int], block_size: int, root: int, extra: Sequence[bytes | None] | None = None
 ) -> list[int]:
-    """Our chained hashes (60 bits), one per full block.
+    """Return our chained hashes (60 bits), one per full block.
 
     `extra` has for each block further bytes that its hash covers (multimodal content), or None.
     Raises ValueError for an id outside 0 … 2³²−1.
@@ -75,8 +75,8 @@ def chain(
 
 
 def text_chain(text: bytes, block_bytes: int, root: int) -> list[int]:
-    """Chained hashes of blocks of `block_bytes` bytes, for prompts without known tokens. They never equal
-    those of `chain`."""
+    """Return chained hashes of blocks of `block_bytes` bytes, for prompts without known tokens. They never
+    equal those of `chain`."""
     previous = _text_root(root)
     cut = _cut(text, block_bytes)
     return [previous := _xxh3(block, previous) & _60_BITS for row in cut for block in row]
@@ -171,8 +171,8 @@ class Chains:
 
 
 def _cut(data: bytes | memoryview, size: int) -> Iterator[tuple[bytes, ...]]:
-    """Full blocks of `size` bytes, in tuples of 16, and one by one at the end. With the hash, that takes a
-    quarter less time than tuples of one, which take a third less than slicing."""
+    """Return full blocks of `size` bytes, in tuples of 16, and one by one at the end. With the hash, that
+    takes a quarter less time than tuples of one, which take a third less than slicing."""
     view, most = memoryview(data), len(data) // size * size
     long = most // (_UNPACKED * size) * _UNPACKED * size
     rest = iter_unpack(f"{size}s", view[long:most])
@@ -225,7 +225,7 @@ def low64(digest: bytes) -> int:
 
 
 def none_hash(hashing: Hashing) -> bytes:
-    """vLLM's NONE_HASH, the parent of a first block.
+    """Return vLLM's NONE_HASH, the parent of a first block.
 
     With PYTHONHASHSEED it is the digest of that string. Without it, it is fixed for the sha256 algorithms
     (vLLM >= 0.29; random before) and random for the xxhash algorithms, for which this raises SpecError.
@@ -248,8 +248,8 @@ def vllm_chain(
     extra: Sequence[MmKeys] = (),
     parent: bytes | None = None,
 ) -> Iterator[bytes]:
-    """vLLM's full block digests, one per full block (32 bytes, 16 for the xxhash algorithms), each computed
-    when it is asked for.
+    """Yield vLLM's full block digests, one per full block (32 bytes, 16 for the xxhash algorithms), each
+    computed when it is asked for.
 
     `extra[i]` are the multimodal keys of block i; it may be shorter than the list of blocks. `parent` is the
     digest before the first block, when the tokens continue a chain; the salt then has no effect. Raises

@@ -90,7 +90,7 @@ class KnownBodies:
         return whole
 
     def _name(self, view: memoryview, names: list[int], end: int) -> int:
-        """Hash of all bytes before `end`. For a shorter body it is a hash that is not known."""
+        """Return the hash of all bytes before `end`. For a shorter body it is a hash that is not known."""
         chunks = min(end // self._chunk_bytes, len(names) - 1)
         return xxh3_64_intdigest(view[chunks * self._chunk_bytes : end], names[chunks])
 
@@ -121,7 +121,8 @@ class KnownBodies:
 
 
 def _begins(body: bytes, messages: bytes) -> int:
-    """Position in the body where the first message begins; 0 when it is not found, or there is none."""
+    """Return the position in the body where the first message begins; 0 when it is not found, or there is
+    none."""
     head = messages[:_SEARCHED_BYTES]
     if not head[1:-1].strip():
         return 0

@@ -17,8 +17,8 @@ _KINDS = (b'_url"', b'"input_audio"', b'"input_image"', b'"image_pil"', b'_embed
 
 
 def may_have_media(conversation: bytes | memoryview) -> bool:
-    """Whether parts of a conversation may be pictures, sound or video, also by their addresses. Costs a few
-    searches; text that quotes such a part counts, too."""
+    """Return whether parts of a conversation may be pictures, sound or video, also by their addresses. This
+    costs a few searches; text that quotes such a part counts, too."""
     text = bytes(conversation)
     return any(kind in text for kind in _KINDS)
 
@@ -33,7 +33,7 @@ def digested(conversation: bytes | memoryview, medium_bytes: int) -> bytes | mem
 
 
 def _may_have_run(text: bytes) -> bool:
-    """Whether somewhere no byte of so many is a space."""
+    """Return whether there may be a run of so many bytes without a space."""
     at = 0
     while at <= len(text) - _RUN_BYTES:
         at = text.rfind(b" ", at, at + _RUN_BYTES) + 1

@@ -145,8 +145,8 @@ class _Message(Struct, frozen=True):
 
 
 def opening(request: ParsedRequest) -> bytes:
-    """How the request's conversation begins, which its later turns have too: everything up to the first
-    message of a user. Of other prompts their first few thousand characters or tokens."""
+    """Return how the request's conversation begins, which its later turns have too: everything up to the
+    first message of a user; of other prompts, their first few thousand characters or tokens."""
     match request.prompt:
         case ChatPrompt(messages=messages) if _first(messages) == b"[":
             pieces = []
@@ -374,7 +374,7 @@ def _messages(body: bytes) -> ParsedRequest:
 
 
 def _pooling(body: bytes) -> ParsedRequest:
-    """Texts count as the body writes them. Of which form they are is for the engine to judge."""
+    """Parse a pooling request. Texts count as the body writes them; the engine judges their form."""
     fields = _POOLING.decode(body)
     values = (getattr(fields, name) for name in _Pooling.__struct_fields__)
     given = [value for value in values if isinstance(value, Raw) and value]
@@ -396,7 +396,7 @@ _PARSERS = {
 
 
 def _ends_unfinished(items: Raw) -> bool:
-    """Whether a Responses input ends with a message or a reasoning that the engine is to continue."""
+    """Return whether a Responses input ends with a message or a reasoning that the engine is to continue."""
     if _first(items) != b"[" or not any(status.encode() in bytes(items) for status in _UNFINISHED):
         return False
     try:
@@ -443,8 +443,8 @@ def _request(
 
 
 def _unsplit(api: Api, fields: _Body, prompt: Prompt) -> Unsplit | None:
-    """Why the prompt can only be prefilled where it is decoded. vLLM 0.32 takes transfer parameters in two of
-    the APIs."""
+    """Return why the prompt can only be prefilled where it is decoded. vLLM 0.32 takes transfer parameters in
+    two of the APIs."""
     if api not in (Api.CHAT, Api.COMPLETIONS):
         return Unsplit.API
     if fields.use_beam_search or any(count not in (None, 1) for count in (fields.n, fields.best_of)):

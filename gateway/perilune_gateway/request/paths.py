@@ -36,7 +36,7 @@ ENGINE_PAGES = frozenset({"/metrics", "/load", "/kv_event_sources", "/server_inf
 
 
 def is_model_path(path: str) -> bool:
-    """Whether a POST to this path is a request for the model."""
+    """Return whether a POST to this path is a request for the model."""
     return api_of(path) is not None
 
 
@@ -49,18 +49,18 @@ def response_of(path: str) -> str:
 
 
 def is_supported(path: str) -> bool:
-    """Whether clients may ask for the path."""
+    """Return whether clients may ask for the path."""
     bare = _bare(path)
     return bare in _EXACT or any(bare == known or bare.startswith(f"{known}/") for known in PREFIXES)
 
 
 def answers_with_id(path: str) -> bool:
-    """Whether the answer is a response with an id that the request may choose."""
+    """Return whether the answer is a response with an id that the request may choose."""
     return _bare(path) == RESPONSES
 
 
 def is_engine_page(path: str) -> bool:
-    """Whether the page describes one engine."""
+    """Return whether the page describes one engine."""
     return _bare(path) in ENGINE_PAGES
 
 

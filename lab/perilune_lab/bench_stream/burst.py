@@ -42,7 +42,7 @@ class Burst:
     """Prompts are generated from this name: another name gives other prompts."""
 
     def expected_s(self) -> float:
-        """Seconds that one H20 takes when nothing is cached before."""
+        """Return the seconds that one H20 takes when nothing is cached before."""
         computed = 1 if self.same else self.requests
         prefill_s = H20_30B.prefill_s(self.prompt_tokens) * computed
         overhead_s = H20_30B.request_overhead_s(self.prompt_tokens) * self.requests

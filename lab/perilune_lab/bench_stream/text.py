@@ -51,7 +51,8 @@ def rows(bursts: Sequence[Measured], published: bool) -> list[tuple[str, list[st
 
 
 def _count(burst: Measured, name: str) -> str:
-    """Tokens as the engine counted them. `~` stands before sums that have counts of our own in them."""
+    """Return the tokens as the engine counted them. `~` stands before sums that have counts of our own in
+    them."""
     tokens = getattr(burst, name)
     if tokens is UNSET:
         return "not reported"
@@ -79,8 +80,8 @@ is not known."""
 
 
 def _ratios(values: Sequence[float | None], name: str) -> list[str]:
-    """Ratios of the first burst to the second, for each side, then the published ratio of that quantity if
-    there is one."""
+    """Return the ratios of the first burst to the second, for each side, then the published ratio of that
+    quantity if there is one."""
     if len(values) != 4:
         return []
     pairs = zip(values[:2], values[2:], strict=True)

@@ -127,7 +127,7 @@ class Demo:
         )
 
     async def _play(self, stack: Stack, name: str) -> None:
-        """Plays the load on one run's stack and shows the view meanwhile."""
+        """Play the load on one run's stack and show the view meanwhile."""
         o = self.options
         load = Load(
             target=stack.url,
@@ -220,7 +220,7 @@ class Demo:
         )
 
     def interrupted(self) -> None:
-        """Concludes with the runs that were complete, if that was not done yet."""
+        """Conclude with the runs that were complete, if that was not done yet."""
         if self.ran and not self.concluded:
             self._conclude()
         complete = f"{len(self.ran)} of {len(self.options.arms)} runs were complete"
@@ -260,12 +260,12 @@ class Demo:
 
 
 def _cpu_s(stack: Stack) -> float:
-    """CPU seconds of the stack and of this process."""
+    """Return the CPU seconds of the stack and of this process."""
     return sum(stack.cpu_s().values()) + time.process_time()
 
 
 def main(argv: Sequence[str], programs: Programs = PROGRAMS) -> int:
-    """Entry point of `perilune demo`. Returns the exit status; 128 + signal when interrupted."""
+    """Run `perilune demo`, and return the exit status; 128 + signal when interrupted."""
     options = parse(argv)
     console = Console()
     logging.basicConfig(format="%(message)s", level=logging.WARNING)

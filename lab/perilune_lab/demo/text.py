@@ -66,7 +66,7 @@ def gains(runs: Sequence[report.Run]) -> Table:
 
 
 def urls(stack: Stack) -> str:
-    """Commands that send a request and explain its decision, ready to be pasted."""
+    """Return the commands that send a request and explain its decision, ready to be pasted."""
     body = (
         f'{{"model": "{stack.options.model}", "max_tokens": 16,'
         ' "messages": [{"role": "user", "content": "hello"}]}'
@@ -90,5 +90,5 @@ and ask the gateway why (the request id is in the answer's header {names.DECISIO
 
 
 def _command() -> str:
-    """How this program was called, for commands that can be pasted."""
+    """Return how this program was called, for commands that can be pasted."""
     return sys.argv[0] if Path(sys.argv[0]).name == "perilune" else "perilune"

@@ -79,12 +79,12 @@ class Watch:
         )
 
     def ttft_s(self) -> list[float]:
-        """Engine seconds to the first token of every request that succeeded."""
+        """Return the engine seconds to the first token of every request that succeeded."""
         scale = self.stack.options.time_scale
         return [r.ttft_s * scale for r in self.results if r.succeeded and r.ttft_s is not None]
 
     def notes(self) -> tuple[str, ...]:
-        """Further notes about the run, a line each."""
+        """Return the further notes about the run, a line each."""
         failed = Counter(result.error for result in self.results if not result.succeeded)
         return (
             *(

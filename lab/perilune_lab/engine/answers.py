@@ -37,13 +37,13 @@ class Form(Protocol):
     """Renders one answer: `begin`, then `tokens` any number of times, then `end`; or only `whole`."""
 
     def begin(self) -> bytes:
-        """Events before the first token."""
+        """Return the events before the first token."""
 
     def tokens(self, pieces: Sequence[str], ids: Sequence[int], finish: str | None) -> bytes:
-        """One event per token; `finish` marks the last one of the answer."""
+        """Return one event per token; `finish` marks the last one of the answer."""
 
     def end(self, text: str, usage: Usage, finish: str) -> bytes:
-        """Events after the last token."""
+        """Return the events after the last token."""
 
     def whole(self, text: str, ids: Sequence[int], usage: Usage, finish: str) -> bytes:
         """Return the answer to a request that is not streamed."""

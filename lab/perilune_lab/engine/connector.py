@@ -114,7 +114,7 @@ class Connector:
         self._http = aiohttp.ClientSession()
 
     def serve(self, engine: Engine) -> None:
-        """Begins to answer takers."""
+        """Begin to answer takers."""
         self._engine = engine
         self._run(self._serve())
 
@@ -129,7 +129,7 @@ class Connector:
     # -- what the scheduler asks ---------------------------------------------------------------------
 
     def takes(self, request: Request) -> bool:
-        """Whether the request's prompt is fetched. If so, the transfer begins, and ends with
+        """Return whether the request's prompt is fetched. If so, the transfer begins, and ends with
         `Engine.fetched`, or with `Engine.release` if the request has ended meanwhile."""
         if not isinstance(request.leg, Take):
             return False
@@ -138,7 +138,7 @@ class Connector:
         return True
 
     def keeps(self, request: Request) -> bool:
-        """Whether the blocks of this ended request stay; if so, they stay until `Engine.release`."""
+        """Return whether the blocks of this ended request stay; if so, they stay until `Engine.release`."""
         match request.leg:
             case Take():
                 return request in self._taking

@@ -114,7 +114,7 @@ class ReplayBuffer:
         return seq
 
     def since(self, first: int) -> list[tuple[int, bytes]]:
-        """Batches from number `first` on that the buffer still has."""
+        """Return the batches from number `first` on that the buffer still has."""
         return [batch for batch in self._batches if batch[0] >= first]
 
 
@@ -155,13 +155,13 @@ class Publisher:
         self.high_water_mark = _HIGH_WATER_MARK
 
     def publish(self, changes: Sequence[Change]) -> None:
-        """Numbers and sends one batch; without a subscriber it is only kept for replay."""
+        """Send one batch with the next number; without a subscriber it is only kept for replay."""
         payload = encode_batch(changes, self._block_size, self._clock(), self.rank)
         seq = self._buffer.append(payload)
         self._pub.send_multipart((self.topic.encode(), seq.to_bytes(8, "big"), payload), zmq.NOBLOCK)
 
     async def serve_replay(self) -> None:
-        """Answers replay requests until cancelled; ignores other messages."""
+        """Answer replay requests until cancelled; ignore other messages."""
         while True:
             frames = await self._router.recv_multipart()
             if len(frames) != 3 or frames[1] != b"" or len(frames[2]) != 8:
@@ -186,7 +186,8 @@ _TRIES = 20
 def publishers(
     events: str, replay: str, topic: str, block_size: int, buffer_steps: int, ranks: int
 ) -> list[Publisher]:
-    """One publisher for each data-parallel rank, at consecutive ports as vLLM's: rank r at P+r.
+    """Return one publisher for each data-parallel rank, at consecutive ports as vLLM's: rank r at P+r. Raises
+    zmq.ZMQError where a socket cannot be bound, and ValueError for several ranks at addresses without a port.
 
     Raises zmq.ZMQError where a socket cannot be bound, and ValueError for several ranks at addresses without
     a port."""

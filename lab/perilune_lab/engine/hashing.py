@@ -69,7 +69,7 @@ class Namespace:
     """vLLM counts adapters from 1; 0: the base model."""
 
     def keys(self, block: int) -> ExtraKeys:
-        """Keys that enter the hash of the block with this index."""
+        """Return the keys that enter the hash of the block with this index."""
         keys: list[tuple[str, ...]] = []
         if self.lora_name:
             keys.append(("lora", self.lora_name, self.lora_path))
@@ -104,7 +104,7 @@ class BlockHasher:
         self._old: dict[bytes, bytes] = {}
 
     def chain(self, tokens: Sequence[int], namespace: Namespace = BASE) -> list[bytes]:
-        """Digests of every full block of `tokens`; the incomplete tail is dropped."""
+        """Return the digests of every full block of `tokens`; the incomplete tail is dropped."""
         size = self.block_size
         raw = array("I", tokens[: len(tokens) // size * size]).tobytes()
         width = size * 4
@@ -123,7 +123,7 @@ class BlockHasher:
         return digests
 
     def block(self, parent: bytes, tokens: Sequence[int], keys: ExtraKeys) -> bytes:
-        """Digest of one block of `block_size` tokens after `parent`."""
+        """Return the digest of one block of `block_size` tokens after `parent`."""
         return self._digest(self._serialize((parent, tuple(tokens), keys or None)))
 
     def _remember(self, memo: bytes, parent: bytes, tokens: Sequence[int], keys: ExtraKeys) -> bytes:

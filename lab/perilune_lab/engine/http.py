@@ -238,7 +238,8 @@ class Server:
         return Namespace(inbound.cache_salt, base.lora_name, base.lora_path, base.lora_id)
 
     def _output_tokens(self, inbound: Inbound) -> tuple[int, bool]:
-        """Length of the answer in tokens, and whether the model ends it by itself. Raises BadRequestError."""
+        """Return the length of the answer in tokens, and whether the model ends it by itself. Raises
+        BadRequestError."""
         room, prompt = self._served.max_model_len, len(inbound.prompt)
         if prompt >= room:
             self._ranks[0].metrics.rejections += 1
@@ -360,7 +361,7 @@ class Server:
 
 
 def _demand_key(keys: Sequence[str]) -> Middleware:
-    """Answers requests without one of the keys as vLLM does."""
+    """Answer requests without one of the keys as vLLM does."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -37,7 +37,7 @@ class Group:
     """Tokens that a sliding window covers; 0: full attention."""
 
     def out_of_reach(self, tokens: int) -> int:
-        """How many leading tokens the token after `tokens` computed ones does not attend to."""
+        """Return how many leading tokens the token after `tokens` computed ones does not attend to."""
         return max(0, tokens - self.window + 1) if self.window else 0
 
 
@@ -216,7 +216,7 @@ class KvCache:
         ]
 
     def fits(self, table: Table, hits: Hits, tokens: int) -> bool:
-        """Whether the free queue has room for `tokens` in all, `hits` attached."""
+        """Return whether the free queue has room for `tokens` in all, `hits` attached."""
         tables = zip(self.groups, table.blocks, hits, strict=True)
         return sum(self._missing(*group, tokens) for group in tables) <= len(self._free)
 
@@ -269,20 +269,20 @@ class KvCache:
         return True
 
     def announce_again(self, table: Table, blocks: int) -> None:
-        """Announces the first `blocks` blocks again, although they are cached already."""
+        """Announce the first `blocks` blocks again, although they are cached already."""
         if blocks:
             for group in range(len(self.groups)):
                 self._announce(table, group, 0, blocks, range(blocks))
 
     def release(self, table: Table) -> None:
-        """Frees the table's blocks, tail first; blocks without reusable content are reused first."""
+        """Free the table's blocks, tail first; blocks without reusable content are reused first."""
         for blocks in table.blocks:
             self._give_back(reversed(blocks))
             blocks.clear()
         table.registered = table.computed = 0
 
     def reset(self) -> bool:
-        """Forgets every cached block; refuses (False) while a sequence uses one."""
+        """Forget every cached block; return False, and do nothing, while a sequence uses one."""
         if len(self._free) != self.blocks - 1:
             return False
         for known in self._by_digest:
@@ -312,7 +312,7 @@ class KvCache:
         return block
 
     def _give_back(self, blocks: Iterable[int]) -> None:
-        """Frees blocks in this order."""
+        """Free blocks in this order."""
         empty = []
         for block in blocks:
             if block == _NULL:

@@ -239,7 +239,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _listen(address: str) -> socket.socket:
-    """Binds a listening socket. Raises OSError, ValueError."""
+    """Bind a listening socket. Raises OSError, ValueError."""
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
@@ -257,14 +257,15 @@ def _model(args: argparse.Namespace) -> EngineModel:
 
 
 def _noise(args: argparse.Namespace, rank: int) -> Callable[[], float] | None:
-    """How many times longer than the model says one rank's next step takes; an engine's name is its seed."""
+    """Return how many times longer than the model says one rank's next step takes; an engine's name is its
+    seed."""
     if not args.noise:
         return None
     return partial(Random(f"{args.name}/{rank}").lognormvariate, 0.0, args.noise)
 
 
 def _connector(args: argparse.Namespace, model: EngineModel, rank: int) -> Connector:
-    """One rank's connector. As in vLLM, ranks of an engine with a given id add their number to it."""
+    """Return one rank's connector. As in vLLM, ranks of an engine with a given id add their number to it."""
     given = args.engine_id
     return Connector(
         model,
@@ -278,7 +279,7 @@ def _connector(args: argparse.Namespace, model: EngineModel, rank: int) -> Conne
 
 
 def _peers(args: argparse.Namespace, model: EngineModel, rank: int) -> PeerTier:
-    """One rank's tier for peers. Raises OSError where it cannot listen."""
+    """Return one rank's tier for peers. Raises OSError where it cannot listen."""
     host, _, port = args.peer.rpartition(":")
     known = f"{args.model} {args.block_size} {args.hash_algorithm}"
     listen = f"{host}:{int(port) + rank}"
@@ -459,7 +460,7 @@ async def _serve(args: argparse.Namespace, adapters: dict[str, Namespace], liste
 
 
 def _blocks(args: argparse.Namespace) -> int:
-    """Size of the cache in blocks; one is vLLM's null block."""
+    """Return the size of the cache in blocks; one is vLLM's null block."""
     by_tokens = args.kv_tokens // args.block_size * len(args.kv_groups) + 1
     return int(args.num_gpu_blocks or by_tokens)
 
@@ -491,7 +492,8 @@ def _die_on_signal(
     *,
     stay: bool,
 ) -> None:
-    """On SIGUSR1 the engine core dies: all ranks, since vLLM's server takes one dead rank for the whole."""
+    """Let the engine core die on SIGUSR1: all ranks, since vLLM's server takes one dead rank for the
+    whole."""
     loop = asyncio.get_running_loop()
 
     def end() -> None:

@@ -41,7 +41,7 @@ class Histogram:
 
 
 def _one_two_five(limit: int) -> tuple[int, ...]:
-    """Bucket bounds 1, 2, 5, 10 … up to `limit`."""
+    """Return the bucket bounds 1, 2, 5, 10 … up to `limit`."""
     bounds: list[int] = []
     power = 1
     while True:

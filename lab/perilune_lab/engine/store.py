@@ -21,7 +21,7 @@ _ENTRY = 32
 
 class Store(Protocol):
     def leading(self, digests: Sequence[bytes]) -> int:
-        """How many of the digests, counted from the first, the pool holds."""
+        """Return how many of the digests, counted from the first, the pool holds."""
 
     def put(self, digests: Sequence[bytes]) -> list[bool]:
         """Add the digests. Return for each whether it was new."""

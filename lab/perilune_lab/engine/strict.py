@@ -122,7 +122,7 @@ CHAT = (
 
 
 def _unanswered(body: Any) -> bool:
-    """Whether a tool call is not answered by the tool messages right after it."""
+    """Return whether a tool call is not answered by the tool messages right after it."""
     waiting: set[str] = set()
     for message in body.messages or ():
         if message["role"] == "tool":
@@ -135,7 +135,7 @@ def _unanswered(body: Any) -> bool:
 
 
 def _unasked(body: Any) -> bool:
-    """Whether a tool message answers no call of the assistant message before it."""
+    """Return whether a tool message answers no call of the assistant message before it."""
     asked: set[str] = set()
     for message in body.messages or ():
         if message["role"] != "tool":

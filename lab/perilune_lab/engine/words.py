@@ -39,7 +39,7 @@ class Text(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Each token's own text; together they are `decode(ids)`."""
+        """Return each token's own text; together they are `decode(ids)`."""
 
     def answer(self, prompt: Sequence[int], n_tokens: int) -> list[int]:
         """Return what the model says to this prompt; a longer answer extends a shorter one."""
@@ -119,8 +119,8 @@ class ModelText:
         return [rng.choice(self._first), *rng.choices(list(self._following), k=n_tokens - 1)]
 
     def _find_words(self) -> tuple[list[int], dict[int, str]]:
-        """Tokens that stay themselves when their text is tokenized again: words to begin with, and other
-        words to follow (with their text, a space before it)."""
+        """Return the tokens that stay themselves when their text is tokenized again: words to begin with, and
+        other words to follow (with their text, a space before it)."""
         first: list[int] = []
         following: dict[int, str] = {}
         vocabulary = range(self._tokenizer.get_vocab_size())
@@ -155,7 +155,7 @@ def load(folder: Path | None) -> Text:
 
 
 def _is_lab(folder: Path, vocabulary: Vocabulary) -> bool:
-    """Whether the folder was written from this vocabulary."""
+    """Return whether the folder was written from this vocabulary."""
     model = json.loads((folder / "tokenizer.json").read_bytes()).get("model", {})
     names = {f"<0x{i:02X}>": i for i in range(BYTES)} | dict(vocabulary.ids)
     return bool(model.get("vocab") == names) and _template(folder) == CHAT_TEMPLATE

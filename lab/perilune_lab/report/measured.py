@@ -54,7 +54,7 @@ class Measured:
 
 
 def run(measured: Measured) -> Run:
-    """One policy's numbers."""
+    """Return one policy's numbers."""
     m = measured
     scale = m.time_scale
     results = m.results
@@ -109,7 +109,7 @@ def _reuse(turns: Mapping[Key, Turn]) -> dict[Key, Reuse]:
 
 
 def _inside(r: Result, scale: float) -> bool:
-    """Both SLOs of goodput."""
+    """Return whether a turn is inside both SLOs of goodput."""
     in_time = r.ttft_s is not None and scale * r.ttft_s <= GOODPUT_TTFT_S
     return in_time and (r.tpot_s is None or scale * r.tpot_s <= GOODPUT_TPOT_S)
 
@@ -244,7 +244,7 @@ class _Ideals:
 
 
 def _by_session(results: Iterable[Result]) -> dict[str, list[Result]]:
-    """Each session's results, by turn."""
+    """Return each session's results, by turn."""
     by: dict[str, list[Result]] = defaultdict(list)
     for r in sorted(results, key=lambda r: r.turn):
         by[r.session].append(r)

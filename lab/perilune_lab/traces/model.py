@@ -111,7 +111,7 @@ class Trace:
     """Parameters of its generation; printed and reported."""
 
     def turns(self) -> list[Turn]:
-        """Every turn, in the order in which an unloaded system would see them: by timestamp where
+        """Return every turn, in the order in which an unloaded system would see them: by timestamp where
         recorded, else by the session's start plus its gaps."""
         order: list[tuple[float, int, Turn]] = []
         for session in self.sessions:

@@ -74,7 +74,7 @@ class _Sessions:
         self._begun = 0
 
     def place(self, full: tuple[int, ...]) -> tuple[str, int]:
-        """(session, number of the turn) of a request with these full blocks."""
+        """Return (session, number of the turn) of a request with these full blocks."""
         for block in reversed(full):
             if block in self._ends:
                 session, last = self._ends.pop(block)

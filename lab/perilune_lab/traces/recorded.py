@@ -26,7 +26,7 @@ def recorded(path: Path, turns: list[Turn], engine: EngineModel) -> Trace:
 
 
 def _sessions(turns: list[Turn], engine: EngineModel) -> Iterable[Session]:
-    """Sessions ordered by start, with gaps between their turns."""
+    """Yield the sessions ordered by start, with gaps between their turns."""
     by_session: dict[str, list[Turn]] = {}
     free_at_s: dict[str, float] = {}
     for turn, found in zip(turns, reuse(turns), strict=True):

@@ -59,7 +59,7 @@ def owned_fields(live: Object, manager: str) -> str:
 
 
 def is_shared(obj: Object) -> bool:
-    """Whether several pools may own the object: then none of its owners controls it."""
+    """Return whether several pools may own the object: then none of its owners controls it."""
     return not any(owner.get("controller") for owner in obj["metadata"].get("ownerReferences") or ())
 
 

@@ -59,7 +59,7 @@ class Cluster:
     def observe(
         self, name: PoolName, body: Object, parent: ParentRef | None, stats: GatewayStats | None
     ) -> Observed:
-        """Everything about one pool. `parent`: the Gateway that its spec names."""
+        """Return everything about one pool. `parent`: the Gateway that its spec names."""
         return Observed(
             uid=body["metadata"]["uid"],
             generation=body["metadata"].get("generation", 0),

@@ -50,7 +50,7 @@ class Copies:
     # -- what is there -----------------------------------------------------------------------------
 
     def has_all(self, kinds: Collection[str]) -> bool:
-        """Whether nodes, the Gateways of routes, and these kinds have each been listed once."""
+        """Return whether nodes, the Gateways of routes, and these kinds have each been listed once."""
         routed = "HTTPRoute" not in kinds or self._parents is not None
         return self._nodes is not None and routed and self._by_kind.keys() >= set(kinds)
 
@@ -82,7 +82,7 @@ class Copies:
         }
 
     def _are_bound(self, a: PoolName, b: PoolName) -> bool:
-        """Whether one of two pools names the other."""
+        """Return whether one of two pools names the other."""
         nobody = OtherPool()
         pairs = ((self._others.get(a, nobody), b[1]), (self._others.get(b, nobody), a[1]))
         return any(name == pool.served_by or name in pool.serves for pool, name in pairs)
@@ -175,7 +175,7 @@ def _pool(obj: Object) -> PoolName:
 
 
 def _has_only_other_owners(old: Object | None, new: Object) -> bool:
-    """Whether nothing of a shared object changed that matters to others than its owners."""
+    """Return whether nothing of a shared object changed that matters to others than its owners."""
     if old is None or _pool(new)[1]:
         return False
     parts = ("spec",) if new["kind"] == "HorizontalPodAutoscaler" else ("spec", "status")

@@ -155,15 +155,15 @@ def first_tokens_between(
 
 
 def _is_behind(page: str) -> bool:
-    """Whether the gateway's health says `ingest_behind`, and not because it still catches up after its
+    """Return whether the gateway's health says `ingest_behind`, and not because it still catches up after its
     start."""
     busy, behind_s, catching_up = (_number(sample, page) or 0.0 for sample in _INGEST)
     return not catching_up and (busy > names.BUSY_INGEST or behind_s > names.BEHIND_S)
 
 
 def _queue_s(pages: Iterable[_Page]) -> Mapping[str, float]:
-    """Host → the queued prefill of all gateways. Each gateway of those that share state reports that of all
-    of them."""
+    """Return host → the queued prefill of all gateways. Each gateway of those that share state reports that
+    of all of them."""
     queued = defaultdict[str, float](float)
     for page in pages:
         for host, seconds in page.queue_s_at.items():
@@ -172,7 +172,8 @@ def _queue_s(pages: Iterable[_Page]) -> Mapping[str, float]:
 
 
 def _largest(each: Iterable[Mapping[str, float]]) -> Mapping[str, float]:
-    """Host → the largest of the numbers, where each gateway reports the same and not at the same time."""
+    """Return host → the largest of the numbers, where each gateway reports the same and not at the same
+    time."""
     made = dict[str, float]()
     for numbers in each:
         for host, number in numbers.items():
@@ -181,7 +182,7 @@ def _largest(each: Iterable[Mapping[str, float]]) -> Mapping[str, float]:
 
 
 def _summed(page: str, name: str) -> Mapping[str, float]:
-    """Host → the sum of all of its ranks."""
+    """Return host → the sum of all of its ranks."""
     made = defaultdict[str, float](float)
     for host, number in _each(page, name):
         made[host] += number
@@ -206,7 +207,7 @@ def _finite(text: str) -> float:
 
 
 def _number(sample: re.Pattern[str], page: str) -> float | None:
-    """None when the sample is missing or not a finite number."""
+    """Return the number; None if the sample is missing or not a finite number."""
     found = sample.search(page)
     try:
         number = float(found[1]) if found else inf

@@ -100,8 +100,8 @@ class _Trouble(TypedDict):
 
 
 def _trouble(status: Object) -> _Trouble:
-    """Why a pod does not run; empty when it runs. Without messages that change all the time, such as a
-    back-off that counts its seconds."""
+    """Return why a pod does not run; empty when it runs. Leave out messages that change all the time, such as
+    a back-off that counts its seconds."""
     for condition in status.get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             said = f"{condition.get('reason', '')}: {condition.get('message', '')}"[:160]

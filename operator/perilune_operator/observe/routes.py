@@ -45,8 +45,8 @@ def rivals(
 
 
 def _matches(route: Object) -> str:
-    """Which requests of a host the route takes. Routes that name other requests are no rivals; which of them
-    gets a request that both name, the more specific match decides."""
+    """Return which requests of a host the route takes. Routes that name other requests are no rivals; if two
+    name the same request, the more specific match gets it."""
     return json.dumps([rule.get("matches") for rule in route["spec"].get("rules") or ()], sort_keys=True)
 
 

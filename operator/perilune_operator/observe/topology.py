@@ -76,7 +76,7 @@ def _value(node: NodeFacts, level: LevelSpec | None) -> str:
 
 
 def _number(node: NodeFacts, key: str) -> float:
-    """0 when the label is missing or is not a positive number."""
+    """Return the label's number; 0 if the label is missing or is not a positive number."""
     try:
         number = float(node.labels.get(key, "0"))
     except ValueError:

@@ -33,7 +33,7 @@ def config(pool: Context) -> Object:
 
 
 def hands_over_beside_store(pool: Context) -> bool:
-    """Whether engines have both connectors."""
+    """Return whether engines have both connectors."""
     mooncake = pool.spec.mooncake
     return mooncake.transfer is Transfer.HANDOFF and mooncake.store.enabled
 

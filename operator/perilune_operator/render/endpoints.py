@@ -28,7 +28,7 @@ def prefill_workload(namespace: str, pool: str) -> Key:
 
 
 def gpus(pool: Context) -> int:
-    """GPUs of one endpoint."""
+    """Return the GPUs of one endpoint."""
     engine = pool.spec.engine
     return (
         0
@@ -38,7 +38,7 @@ def gpus(pool: Context) -> int:
 
 
 def ranks(pool: Context) -> int:
-    """Data-parallel ranks of one endpoint. A simulated engine has one."""
+    """Return the data-parallel ranks of one endpoint. A simulated engine has one."""
     engine = pool.spec.engine
     return 1 if engine.kind is EngineKind.SIMULATED else engine.data_parallel
 
@@ -93,5 +93,5 @@ def with_duty(pool: Context, duty: names.Duty) -> dict[str, str]:
 
 
 def can_run(pool: Context) -> bool:
-    """Whether the cluster knows the kind of workload that runs an endpoint."""
+    """Return whether the cluster knows the kind of workload that runs an endpoint."""
     return nodes_per_endpoint(pool) == 1 or pool.has("LeaderWorkerSet")

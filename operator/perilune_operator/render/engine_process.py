@@ -41,9 +41,9 @@ def replay_port(pool: Context) -> int:
 
 
 def peers(pool: Context) -> bool:
-    """Whether engines read each other's host memory. vLLM's tier for that (0.32) is of one node, and listens
-    at IPv4 addresses only. Which endpoint reads which one, the pool's own gateway says: engines obey no
-    other."""
+    """Return whether engines read each other's host memory. vLLM's tier for that (0.32) is of one node, and
+    listens at IPv4 addresses only. Which endpoint reads which one, the pool's own gateway says: engines obey
+    no other."""
     offloads = pool.spec.mooncake.transfer is Transfer.OFFLOAD
     own = not pool.spec.gateway.served_by and not pool.defaults.ipv6
     return offloads and own and nodes_per_endpoint(pool) == 1
@@ -156,9 +156,9 @@ def _simulated_offload(pool: Context) -> list[str]:
 
 
 def abort_seconds(pool: Context) -> int:
-    """How long a giver keeps blocks that no taker fetches, and a taker waits for a giver: twice the longest
-    prefill that the pool allows, and a minute. The prefill of n tokens is predicted as on an H20 with a
-    30B-A3B model (57 s for 131,072), times the pool's `prefillScale`."""
+    """Return how long a giver keeps blocks that no taker fetches, and a taker waits for a giver: twice the
+    longest prefill that the pool allows, and a minute. The prefill of n tokens is predicted as on an H20 with
+    a 30B-A3B model (57 s for 131,072), times the pool's `prefillScale`."""
     tokens = pool.spec.model.context_tokens
     prefill_s = (4.6e-5 * tokens + 3.0e-9 * tokens**2) * pool.spec.engine.prefill_scale
     return 60 + ceil(2 * prefill_s)
@@ -201,10 +201,10 @@ def _vllm_args(pool: Context) -> list[str]:
 
 
 def _transfer(pool: Context) -> Object:
-    """vLLM's --kv-transfer-config; empty without a transfer. Blocks that cannot be loaded are recomputed, so
-    that no request fails. vLLM chooses an engine id for each process: an engine that came back under its old
-    id would let the others wait for blocks of the process before. The processes of one endpoint need the same
-    id, so where it spans nodes they are given one."""
+    """Return vLLM's --kv-transfer-config; empty without a transfer. Blocks that cannot be loaded are
+    recomputed, so that no request fails. vLLM chooses an engine id for each process: an engine that came back
+    under its old id would let the others wait for blocks of the process before. The processes of one endpoint
+    need the same id, so where it spans nodes they are given one."""
     made = pool.spec.mooncake
     parts: list[Object] = []
     if made.transfer is Transfer.HANDOFF:

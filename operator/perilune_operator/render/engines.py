@@ -246,14 +246,14 @@ def _container(pool: Context, serve: bool) -> Object:
 
 
 def _guarded(pool: Context) -> bool:
-    """Whether the engines are vLLM, which the door stands before."""
+    """Return whether the engines are vLLM, in front of which the door stands."""
     return pool.spec.engine.kind is EngineKind.VLLM
 
 
 def _init_containers(pool: Context, serve: bool) -> list[Object]:
-    """They request what the engine does, because a ResourceQuota may require resources of every container,
-    and a pod is Guaranteed only if all of its containers have limits. It costs nothing, since they end before
-    the engine starts."""
+    """Return the init containers. They request what the engine does, because a ResourceQuota may require
+    resources of every container, and a pod is Guaranteed only if all of its containers have limits. It costs
+    nothing, since they end before the engine starts."""
     image, asked = _image(pool), resources(_needs(pool))
     fetch = model_cache.init_containers(pool, image, asked, engine_process.env(pool, serve))
     return [*fetch, *([mooncake.wait(pool, image, asked)] if pool.spec.mooncake.store.enabled else [])]
@@ -279,8 +279,8 @@ def _needs(pool: Context) -> Resources:
 
 
 def _shares_memory(pool: Context) -> bool:
-    """Whether the pod needs shared memory: NCCL and vLLM's processes (one per GPU) communicate through it,
-    and vLLM's offloading keeps its blocks in it. A container has 64 MiB of it without a volume."""
+    """Return whether the pod needs shared memory: NCCL and vLLM's processes (one per GPU) communicate through
+    it, and vLLM's offloading keeps its blocks in it. A container has 64 MiB of it without a volume."""
     return gpus(pool) > 1 or pool.spec.mooncake.transfer is not Transfer.NONE
 
 
@@ -289,7 +289,7 @@ def _hands_over(pool: Context) -> bool:
 
 
 def _served(pool: Context) -> Object:
-    """Ports and probes of a container that serves."""
+    """Return the ports and probes of a container that serves."""
     health = {"httpGet": {"path": "/health", "port": "http"}}
     simulated = pool.spec.engine.kind is EngineKind.SIMULATED
     step = 1 if simulated else 5

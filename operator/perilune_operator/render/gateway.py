@@ -34,7 +34,7 @@ RESTART_HASH = "perilune.dev/restart-hash"
 
 
 def gateway(pool: Context) -> Iterator[Object]:
-    """All objects of the gateway itself; routing.py renders how requests reach it."""
+    """Yield all objects of the gateway itself; routing.py renders how requests reach it."""
     spec, name = pool.spec.gateway, names.gateway_name(pool.name)
     document = pool_document(pool.name, pool.namespace, pool.spec, pool.fabric.occupied)
     yield pool.object("ConfigMap", name, "gateway", data={names.POOL_DOCUMENT: dump(document).decode()})

@@ -47,8 +47,8 @@ while True:
 
 
 def host_bytes(made: Mooncake, gpus: int, of: int) -> int:
-    """Host memory, in bytes, that one pod of an endpoint needs for blocks that other engines may read. The
-    pod has `gpus` of the endpoint's `of` GPUs."""
+    """Return host memory, in bytes, that one pod of an endpoint needs for blocks that other engines may read.
+    The pod has `gpus` of the endpoint's `of` GPUs."""
     store, total = made.store, 0
     if store.enabled:
         total += gpus * int(quantity(store.segment_size) + quantity(store.local_buffer_size))
@@ -58,7 +58,7 @@ def host_bytes(made: Mooncake, gpus: int, of: int) -> int:
 
 
 def store(pool: Context) -> Iterator[Object]:
-    """All objects of the store, if the pool has one."""
+    """Yield all objects of the store, if the pool has one."""
     if not pool.spec.mooncake.store.enabled:
         return
     made, name = pool.spec.mooncake, names.master_name(pool.name)

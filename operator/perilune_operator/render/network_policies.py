@@ -109,7 +109,7 @@ def _namespaces(*names: str) -> Object:
 def _allow(
     pool: Context, component: names.Component, ingress: list[Object], pods: dict[str, str] | None = None
 ) -> Object:
-    """`pods`: the labels that select the pods; without them, those of the component."""
+    """Return a policy. `pods`: the labels that select the pods; without them, those of the component."""
     return pool.object(
         "NetworkPolicy",
         f"{pool.name}-{component}",

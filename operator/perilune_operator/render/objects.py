@@ -146,12 +146,12 @@ class Context:
         return made
 
     def has(self, kind: str) -> bool:
-        """Whether the cluster has an optional kind."""
+        """Return whether the cluster has an optional kind."""
         return full_name(kind) in self.kinds
 
 
 def _lost_node(seconds: int) -> Sequence[Object]:
-    """Tolerations by which a pod of a lost node is recreated elsewhere after this time."""
+    """Return the tolerations by which a pod of a lost node is recreated elsewhere after this time."""
     return tuple(
         {
             "key": f"node.kubernetes.io/{why}",

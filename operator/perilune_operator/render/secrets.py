@@ -59,8 +59,8 @@ def choose(
     rolling: bool = False,
     follows: bool = True,
 ) -> Chosen:
-    """`in_force`: the pod templates in force, by component. `rolling`: some engines are of an earlier
-    template. `follows`: pods follow this version of the operator now."""
+    """Choose the secrets. `in_force`: the pod templates in force, by component. `rolling`: some engines are
+    of an earlier template. `follows`: pods follow this version of the operator now."""
     name = spec.secrets.name or _name(pool, uid, spec.secrets.rotation)
     wanted = _reference(name, ENGINE_SECRET)
     engines, sent = _pair(in_force.get("engine")), _pair(in_force.get("gateway"))

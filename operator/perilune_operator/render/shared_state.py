@@ -31,7 +31,7 @@ RESOURCES = Resources(requests={"cpu": "100m", "memory": "128Mi"}, limits={"memo
 
 
 def is_managed(spec: GatewaySpec) -> bool:
-    """Whether the operator runs the server."""
+    """Return whether the operator runs the server."""
     state = spec.state
     most = spec.replicas if spec.max_replicas is None else spec.max_replicas
     return (most or 0) > 1 and (state is None or (state.managed and not state.server))
@@ -69,7 +69,7 @@ def mounts(pool: Context) -> list[Object]:
 
 
 def server(pool: Context) -> Iterator[Object]:
-    """All objects of the operator's Valkey, if the pool has one."""
+    """Yield all objects of the operator's Valkey, if the pool has one."""
     if not is_managed(pool.spec.gateway):
         return
     name, labels = names.state_name(pool.name), pool.labels("state")
@@ -89,8 +89,8 @@ def server(pool: Context) -> Iterator[Object]:
 
 
 def _pod(pool: Context) -> Object:
-    """Without a command, because the image's entrypoint adds the name of its server to these arguments.
-    Without arguments about addresses the server listens at all, IPv4 and IPv6."""
+    """Return the pod, without a command, because the image's entrypoint adds the name of its server to these
+    arguments. Without arguments about addresses the server listens at all of them, IPv4 and IPv6."""
     alive = {"tcpSocket": {"port": "redis"}, "periodSeconds": 5}
     return {
         "containers": [

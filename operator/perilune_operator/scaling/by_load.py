@@ -39,7 +39,7 @@ LONG_S = 300.0
 
 
 def replicas(scaling: Scaling | PrefillScaling, now: int, demands: Sequence[Demand], at: float) -> int:
-    """As `scaling.replicas`. `demands`: the readings since the last change."""
+    """Return the same as `scaling.replicas`. `demands`: the readings since the last change."""
     steady = settled(demands)
     lately = since(steady, at - scaling.up_seconds)
     asked = min((_wanted(scaling, now, demand) for demand in lately), default=now)
@@ -78,7 +78,7 @@ def _for_tight(scaling: Scaling | PrefillScaling, now: int, demands: Sequence[De
 
 
 def _calm(scaling: Scaling | PrefillScaling, now: int, demands: Sequence[Demand]) -> bool:
-    """Whether an endpoint less would do for all of these readings."""
+    """Return whether one endpoint less would do for all of these readings."""
     if scaling.signal is Signal.KV_USAGE:
         kept = (1.0 - TOLERANCE) * float(quantity(scaling.target)) * (now - 1)
         return max(demand.kv_in_use for demand in demands) <= kept

@@ -46,12 +46,12 @@ def settled(demands: Sequence[Demand]) -> Sequence[Demand]:
 
 
 def shrinks(demands: Sequence[Demand]) -> bool:
-    """Whether the queue is shorter at the last reading than at the first."""
+    """Return whether the queue is shorter at the last reading than at the first."""
     return demands[-1].queue_s < demands[0].queue_s
 
 
 def fits(now: int, demands: Sequence[Demand]) -> bool:
-    """Whether there are readings, and the KV in use fits into one endpoint less."""
+    """Return whether there are readings, and the KV in use fits into one endpoint less."""
     return bool(demands) and demands[-1].kv_in_use <= FULL * (now - 1)
 
 

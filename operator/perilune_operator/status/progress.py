@@ -49,7 +49,7 @@ def _late(workload: Key, observed: Observed) -> str:
 def reconciling(
     pool: Context, observed: Observed, replaced: Replaced, made: Revised, blocked: Fact | None
 ) -> Fact:
-    """Whether anything still differs from the spec and is on its way to it."""
+    """Return whether anything still differs from the spec and is on its way to it."""
     if blocked is not None:
         return Fact(Condition.RECONCILING, "False", blocked.reason, blocked.message)
     kind = Condition.RECONCILING
@@ -90,7 +90,7 @@ def _workloads(pool: Context) -> Iterator[Key]:
 
 
 def _progress(child: Object | None) -> str:
-    """How far a workload is; empty before its controller says so."""
+    """Return how far a workload is; empty before its controller says so."""
     if child is None or not _is_seen(child):
         return ""
     status = child.get("status") or {}
@@ -106,7 +106,7 @@ def is_rolling(child: Object | None) -> bool:
 
 
 def _is_seen(child: Object) -> bool:
-    """Whether a workload's status is about its present spec. A LeaderWorkerSet's does not tell the
+    """Return whether a workload's status is about its present spec. A LeaderWorkerSet's does not tell the
     generation; its controller writes it within a moment."""
     status = child.get("status") or {}
     if child["kind"] == "LeaderWorkerSet":

@@ -138,7 +138,7 @@ def carried_out(observed: Observed) -> int:
 
 
 def is_in_force(made: InferencePoolStatus) -> bool:
-    """Whether the present spec is in force as a whole."""
+    """Return whether the present spec is in force as a whole."""
     told = {c.type: c.status for c in made.conditions}
     return told.get(Condition.RECONCILING) == "False" and told.get(Condition.STALLED) != "True"
 
@@ -190,8 +190,9 @@ def changed(old: Object, new: InferencePoolStatus) -> list[StatusCondition]:
 
 
 def _ready(pool: Context, facts: Sequence[Fact]) -> Fact:
-    """Whether requests are answered: all conditions that concern requests hold, and the spec wants at least
-    one engine and one gateway (or failOpen). The first condition that does not hold gives the reason."""
+    """Return whether requests are answered: all conditions that concern requests hold, and the spec wants at
+    least one engine and one gateway (or failOpen). The first condition that does not hold gives the
+    reason."""
     needed = (
         Condition.ENGINES_READY,
         Condition.STORE_READY,

@@ -14,7 +14,7 @@ from perilune_operator.status.fact import Fact, listed
 
 
 def topology(pool: Context) -> Fact:
-    """Nodes without a rack label work; the message names them."""
+    """Return condition TopologyResolved. Nodes without a rack label work; the message names them."""
     kind, fabric = Condition.TOPOLOGY_RESOLVED, pool.fabric
     if not fabric.topology.nodes:
         return Fact(kind, "False", Reason.NO_NODES, "No node has GPUs or runs an engine yet.")
@@ -58,7 +58,7 @@ def engines(pool: Context, observed: Observed, ready: int, wanted: int) -> Fact:
 
 
 def refusal_of_pods(observed: Observed, workload: Key) -> str:
-    """Why Kubernetes creates no pods for a workload, such as a quota; empty when it does."""
+    """Return why Kubernetes creates no pods for a workload, such as a quota; empty when it does."""
     return condition(observed, workload, "ReplicaFailure", "True").get("message", "")[:200]
 
 
@@ -71,7 +71,7 @@ def condition(observed: Observed, workload: Key, kind: str, truth: str) -> Mappi
 
 
 def store(pool: Context, observed: Observed) -> Fact:
-    """Whether the store's master serves; only for a pool that has a store."""
+    """Return whether the store's master serves; only for a pool that has a store."""
     kind = Condition.STORE_READY
     if _available(pool, observed, names.master_name(pool.name)):
         return Fact(kind, "True", Reason.AVAILABLE, "The master serves.")
@@ -116,7 +116,7 @@ def draining(
 
 
 def events(observed: Observed) -> Fact | None:
-    """Whether the gateways follow the engines' KV events; None if they do."""
+    """Return whether the gateways follow the engines' KV events; None if they do."""
     behind = observed.gateway.behind if observed.gateway else frozenset()
     if not behind:
         return None

@@ -140,7 +140,7 @@ def check_gateway(args: Sequence[str], path: str) -> None:
 
 
 def check_gateway_field(args: Sequence[str], path: str, field: str, prefix: str) -> None:
-    """Of a pool that has the field of spec.gateway which sets the flags with this prefix, besides. Raises
+    """Check the arguments of a pool whose spec.gateway sets the flags with this prefix by a field. Raises
     SpecError."""
     for i, arg in enumerate(args):
         if _flag(arg).startswith(prefix):
@@ -155,7 +155,8 @@ def _check(args: Sequence[str], path: str, ours: frozenset[str]) -> None:
 
 
 def _flag(arg: str) -> str:
-    """vLLM also takes `--block_size` and `--kv-events-config.endpoint`, and `-n2` for `-n 2`."""
+    """Return an argument's flag. vLLM also takes `--block_size` and `--kv-events-config.endpoint`, and `-n2`
+    for `-n 2`."""
     flag = arg.split("=", 1)[0].split(".", 1)[0]
     return flag.replace("_", "-") if flag.startswith("--") else flag.rstrip("0123456789")
 

@@ -111,7 +111,7 @@ def _check_tracing(given: GatewaySpec) -> None:
 
 
 def _check_several(spec: InferencePoolSpec) -> None:
-    """Whether one gateway can serve several pools so."""
+    """Check that one gateway can serve several pools so."""
     given = spec.gateway
     if given.serves and given.fail_open:
         words = "Envoy alone cannot tell which pool serves a model: set failOpen to false"

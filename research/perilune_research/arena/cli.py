@@ -119,7 +119,7 @@ class Arena:
         """Router → why it does not take part, or no longer does."""
 
     def install(self) -> None:
-        """Installs the routers that are packages, and leaves those out that cannot be installed."""
+        """Install the routers that are packages, and leave those out that cannot be installed."""
         for contestant in self.options.contestants:
             front = contestant.front
             if isinstance(front, Program) and front.package not in self.programs:
@@ -130,7 +130,7 @@ class Arena:
                     self._leave_out(contestant, f"{front.package} cannot be installed: {error}")
 
     async def run(self) -> None:
-        """Plays the cells that the JSON file lacks. Raises SpecError if a recording cannot be read."""
+        """Play the cells that the JSON file lacks. Raises SpecError if a recording cannot be read."""
         done = {_key(cell) for cell, _ in self.played}
         cells = [
             cell

@@ -65,7 +65,7 @@ class _Front:
 
 
 async def play(cell: Cell, setting: Setting, programs: Mapping[Package, Path], words: Words) -> report.Run:
-    """Plays a cell. `programs`: paths of the routers that are packages. Raises StackError if a process does
+    """Play a cell. `programs`: paths of the routers that are packages. Raises StackError if a process does
     not start, or the gateway or its Envoy ends; SpecError if a recording cannot be read."""
     played = traffic(setting, cell.level, cell.seed)
     front = cell.contestant.front

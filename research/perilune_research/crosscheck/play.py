@@ -55,7 +55,7 @@ class Crosscheck:
         """The results so far, one per policy."""
 
     async def run(self) -> list[Pair]:
-        """Plays every policy and returns `pairs`. Raises StackError when a process of the live path ends."""
+        """Play every policy and return `pairs`. Raises StackError when a process of the live path ends."""
         o = self.options
         self.err.print(
             f"{self.trace.requests} turns of {len(self.trace.sessions)} sessions, {o.endpoints} engines,"
@@ -76,7 +76,7 @@ class Crosscheck:
         return self.pairs
 
     async def _live(self, stack: Stack, policy: str) -> tuple[Run, float]:
-        """Plays a policy live. Returns the pooled run, and the seconds per request for which all processes
+        """Play a policy live. Return the pooled run, and the seconds per request for which all processes
         waited for a CPU."""
         named = ((names.POLICY_HEADER, policy),)
         load = Load(stack.url, stack.options.model, self.trace.style, headers=named)

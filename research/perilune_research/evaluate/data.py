@@ -43,7 +43,7 @@ def _lines(value: Any, indent: str) -> str:
 
 
 def _is_row(value: dict[str, Any] | list[Any]) -> bool:
-    """Whether it is a list of plain values, or an object of plain values and short lists of them."""
+    """Return whether it is a list of plain values, or an object of plain values and short lists of them."""
     if isinstance(value, list):
         return not any(isinstance(each, dict | list) for each in value)
     lists = [each for each in value.values() if isinstance(each, list)]

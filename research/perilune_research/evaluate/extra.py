@@ -57,7 +57,7 @@ class Extra(msgspec.Struct, frozen=True):
 
 
 def measure(outcome: SimulatedOutcome, workload: Workload, pool_tokens: int) -> Extra:
-    """Measures one simulation. `pool_tokens`: the KV pool of one endpoint."""
+    """Measure one simulation. `pool_tokens`: the KV pool of one endpoint."""
     done = [r for r in outcome.requests if r.task.ideal_at_s >= workload.warmup_s]
     good = [r for r in done if r.succeeded]
     span_s = max(r.finished_s for r in good) - min(r.submitted_s for r in good) if good else 0.0

@@ -90,7 +90,7 @@ class Findings:
         return {seed: value for seed, value in found.items() if value is not None}
 
     def has(self, point: Point, metric: str) -> bool:
-        """Whether the point was simulated and has the metric with some seed."""
+        """Return whether the point was simulated and has the metric with some seed."""
         return point in self._by_point and bool(self.values(point, metric))
 
     def estimate(self, point: Point, metric: str) -> Estimate:

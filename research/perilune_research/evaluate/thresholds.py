@@ -56,7 +56,7 @@ class Choice(NamedTuple):
 
 
 def choices(f: Findings) -> list[Choice]:
-    """Chooses each parameter."""
+    """Choose each parameter."""
     f, scenario = f.side, plan.scenario(f.at_r)
     sweeps: list[tuple[str, float, Sequence[float], Callable[[float], Profile]]] = [
         (

@@ -75,7 +75,7 @@ def traffic(options: Options) -> Iterable[Conversation]:
 def measure(
     options: Options, policy: str, progress: Callable[[int], None] | None = None
 ) -> tuple[Tally, Rig]:
-    """Plays the traffic with one policy. `progress` is called now and then with the number of turns that were
+    """Play the traffic with one policy. `progress` is called now and then with the number of turns that were
     decided."""
     tally = Tally(policy)
     setting = Setting(
@@ -208,8 +208,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _measured(options: Options, policy: str, check: Callable[[], None]) -> tuple[Tally, Rig]:
-    """Measures one policy and shows progress. Calls `check` now and then, which raises KeyboardInterrupt
-    after Ctrl-C."""
+    """Measure one policy and show progress. Call `check` now and then, which raises KeyboardInterrupt after
+    Ctrl-C."""
     started = time.monotonic()
     line = Line(f"{policy}: turns decided:", options.turns)
 

@@ -39,7 +39,7 @@ class RigEngine:
         self.restart()
 
     def restart(self) -> None:
-        """Loses the cache and all requests."""
+        """Lose the cache and all requests."""
         hasher = BlockHasher(Algorithm.SHA256_CBOR, BLOCK, seed="0")
         cache = KvCache(hasher, self.kv_tokens // BLOCK)
         self.scheduler = Scheduler(cache, self.model, Limits())

@@ -88,7 +88,7 @@ class Engine:
         return [topic] if self.topic else []
 
     async def stop(self) -> None:
-        """Its ports are free afterwards."""
+        """Stop it; its ports are free afterwards."""
         if self._task.cancelled():
             return
         self._task.cancel()

@@ -213,7 +213,7 @@ def admitting(number: int) -> list[Replica]:
 
 
 def tell(*replicas: Replica) -> None:
-    """Each tells all others what has changed, and then what has changed by that."""
+    """Let each tell all others what has changed, and then what has changed by that."""
     for one in (*replicas, *replicas):
         one.tells(*replicas)
 

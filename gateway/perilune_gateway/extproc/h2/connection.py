@@ -211,7 +211,7 @@ class Connection:
             self._close(stream_id, stream)
 
     def drain(self) -> None:
-        """Asks the peer to open no more streams. Those that it opens before it reads this are served."""
+        """Ask the peer to open no more streams. Those that it opens before it reads this are served."""
         self._draining = True
         self._out.append(frames.goaway(MAX_STREAM, Code.NO_ERROR))
         self._out.append(frame(Type.PING, 0, 0, DRAIN_PING))
@@ -237,7 +237,7 @@ class Connection:
             )
 
     def _on_skip(self, flags: int, stream_id: int, payload: bytes) -> None:
-        """Skips priorities, the peer's own GOAWAY (its streams continue) and unknown types."""
+        """Skip priorities, the peer's own GOAWAY (its streams continue) and unknown types."""
         self._spend(self._allowances.empty, "frames without effect")
 
     def _on_push_promise(self, flags: int, stream_id: int, payload: bytes) -> None:

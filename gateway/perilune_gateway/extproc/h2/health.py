@@ -35,8 +35,7 @@ class Health:
         self._set(dict.fromkeys(HEALTH_SERVICES, SERVING if ready else NOT_SERVING) | {LIVENESS: SERVING})
 
     def stop(self) -> None:
-        """Answers NOT_SERVING from now on, and ends the watches, which would otherwise keep a drain
-        waiting."""
+        """Answer NOT_SERVING from now on, and end the watches, which would otherwise keep a drain waiting."""
         self._set(dict.fromkeys(HEALTH_SERVICES, NOT_SERVING))
         for watch in list(self._watches):
             watch.finish()

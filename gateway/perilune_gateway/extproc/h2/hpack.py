@@ -71,7 +71,7 @@ END_OF_STRING = 256
 
 
 def _codes() -> dict[tuple[int, int], int]:
-    """(bits, code) → symbol."""
+    """Return (bits, code) → symbol."""
     codes, code, before = {}, 0, 0
     for bits, symbols in _LENGTHS.items():
         code <<= bits - before

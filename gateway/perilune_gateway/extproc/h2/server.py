@@ -252,5 +252,5 @@ METHODS: Mapping[str, Callable[[Link, int], Call]] = {
 
 
 def _address(peer: object) -> str:
-    """`host:port` of a socket's address."""
+    """Return `host:port` of a socket's address."""
     return f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "unknown"

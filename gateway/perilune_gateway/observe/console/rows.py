@@ -47,7 +47,7 @@ class Point(Struct, frozen=True):
 
 
 def endpoint_row(stats: EndpointStats) -> Row:
-    """One engine of the map."""
+    """Return one engine of the map."""
     endpoint, load, ratio = stats.endpoint, stats.load, stats.engine_hit_ratio
     return {
         "address": endpoint.address,

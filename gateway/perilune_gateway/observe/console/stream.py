@@ -86,7 +86,7 @@ class Stream:
                 self._send(_event("point", newest))
 
     async def watch(self, request: web.Request) -> web.StreamResponse:
-        """Answers one browser until it leaves. 503 when too many watch."""
+        """Answer one browser until it leaves; with 503 when too many watch."""
         if len(self._watchers) >= WATCHERS:
             raise web.HTTPServiceUnavailable(reason=f"{WATCHERS} consoles are open already: close one")
         response = web.StreamResponse(

@@ -129,7 +129,7 @@ class Writer:
         return _line({"kind": "handoff"} | named | move | values)
 
     def _row(self, c: Candidate, linked: Collection[str], new: list[bytes]) -> tuple[object, ...]:
-        """One candidate, with its links to the `linked` endpoints."""
+        """Return one candidate, with its links to the `linked` endpoints."""
         endpoint, load, overlap, prefill_s, since_move_s, links, engine, decode_s, ttft_ratio = c
         return (
             self._endpoints.of(endpoint, new),

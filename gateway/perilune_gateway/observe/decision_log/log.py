@@ -76,7 +76,7 @@ class DecisionLog:
         return LogStats(str(self._file.path), self.written, self.dropped, len(self._queue), self.error)
 
     def configure(self, pool: Pool) -> None:
-        """Later decisions use this pool document."""
+        """Use this pool document for later decisions."""
         self._queue.append(pool)
 
     def decided(self, number: int, record: DecisionRecord) -> None:
@@ -150,7 +150,7 @@ class DecisionLog:
         return True
 
     def _render(self, entry: Entry) -> tuple[bytes, int]:
-        """(lines, number of rows) of an entry."""
+        """Return (lines, number of rows) of an entry."""
         if isinstance(entry, Pool):
             self._pool, self._headed = entry, False
             return b"", 0

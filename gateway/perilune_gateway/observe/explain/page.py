@@ -15,7 +15,7 @@ from perilune_gateway.observe.explain.words import sentence
 
 
 def summary(record: DecisionRecord) -> dict[str, Any]:
-    """One record as a row of a list."""
+    """Return one record as a row of a list."""
     chosen, ending = record.chosen, record.ending
     return {
         "request_id": record.request_id,

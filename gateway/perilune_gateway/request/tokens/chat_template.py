@@ -108,7 +108,8 @@ class ChatTemplates:
 
 
 def load(folder: Path, local_time: Callable[[], datetime] = datetime.now) -> ChatTemplates | None:
-    """Templates of a tokenizer folder; None when it has none. Raises TemplateError, OSError, ValueError."""
+    """Return the templates of a tokenizer folder; None if it has none. Raises TemplateError, OSError,
+    ValueError."""
     config = _json_file(folder / "tokenizer_config.json")
     source: Any = config.get("chat_template")
     if (folder / "chat_template.jinja").exists():
@@ -155,7 +156,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON, whereas jinja2's own filter also escapes HTML and sorts keys."""
+    """Return plain JSON, whereas jinja2's own filter also escapes HTML and sorts keys."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -166,7 +167,8 @@ def _raise(message: str) -> NoReturn:
 
 
 def _loops_over_content(template: nodes.Template) -> bool:
-    """Whether a `for` loops over a message's `content`; vLLM recognises templates that want parts by that."""
+    """Return whether a `for` loops over a message's `content`; vLLM recognises templates that want parts by
+    that."""
     lists = _aliases(template, "messages")
     loops = list(template.find_all(nodes.For))
     items = {
@@ -178,7 +180,7 @@ def _loops_over_content(template: nodes.Template) -> bool:
 
 
 def _aliases(template: nodes.Template, name: str) -> set[str]:
-    """`name` and all variables that are set from it, as in `{% set rest = messages[1:] %}`."""
+    """Return `name` and all variables that are set from it, as in `{% set rest = messages[1:] %}`."""
     known: set[str] = set()
     new = {name}
     while new:

@@ -65,7 +65,7 @@ def read(api: Api, prompt: ChatPrompt, keep_parts: bool = False) -> Conversation
 
 
 def as_sent(messages: Sequence[Message]) -> list[Message]:
-    """Messages in the form in which a client sends them, with tool calls' arguments as JSON text."""
+    """Return messages in the form in which a client sends them, with tool calls' arguments as JSON text."""
     return [
         message | {"tool_calls": [_written(call) for call in message["tool_calls"]]}
         if "tool_calls" in message

@@ -109,7 +109,7 @@ def _reference(text: str) -> _Encode:
 
 
 def _fast(text: str) -> _Encode | str:
-    """fastokens' encoder, or the reason why it cannot be used."""
+    """Return fastokens' encoder, or the reason why it cannot be used."""
     try:
         from fastokens import Tokenizer  # type: ignore[import-untyped]
     except ImportError as error:
@@ -206,7 +206,7 @@ def corpus(spec: dict[str, Any]) -> list[str]:
 
 
 def _added(spec: dict[str, Any]) -> Iterator[str]:
-    """Texts of the model's added tokens: alone, within text, side by side, and slightly changed."""
+    """Yield texts of the model's added tokens: alone, within text, side by side, and slightly changed."""
     tokens = [token["content"] for token in spec.get("added_tokens") or ()][:MAX_TESTED_TOKENS]
     if not tokens:
         return

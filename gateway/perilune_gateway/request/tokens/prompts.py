@@ -26,7 +26,7 @@ _ONLY_BASE64 = b"A" * (8_192 // _STRIDE)
 
 
 def size_bytes(request: ParsedRequest) -> int:
-    """Size of the prompt. A conversation counts as the body writes it; token ids count 0."""
+    """Return the size of the prompt. A conversation counts as the body writes it; token ids count 0."""
     match request.prompt:
         case ChatPrompt() as chat:
             return len(chat.messages) + len(chat.system) + len(chat.tools) + len(chat.documents)
@@ -80,9 +80,9 @@ def text_conversation(
 
 
 def has_base64(messages: Raw) -> bool:
-    """Whether the messages contain a picture in base64. A long text is searched only if a sample of its bytes
-    has a long run without a space or a mark, which only base64 has. A picture of less than 8 kB is not found
-    then; counted as text it has at most about twice MEDIA_TOKENS."""
+    """Return whether the messages contain a picture in base64. A long text is searched only if a sample of
+    its bytes has a long run without a space or a mark, which only base64 has. A picture of less than 8 kB is
+    not found then; counted as text it has at most about twice MEDIA_TOKENS."""
     text = memoryview(messages)
     if len(text) > _LONG and _ONLY_BASE64 not in bytes(text[::_STRIDE]).translate(_AS_MARKS):
         return False

@@ -102,7 +102,8 @@ class Tokenizer:
         self._stopwatch = stopwatch
 
     def now(self, request: ParsedRequest) -> Tokens | None:
-        """Tokens, if that takes less than 1 ms and no engine has to be asked; None means to use `encode`."""
+        """Return tokens, if that takes less than 1 ms and no engine has to be asked; None means to use
+        `encode`."""
         if isinstance(request.prompt, TokenPrompt):
             return self._count(_given(request.prompt))
         if request.api is Api.POOLING:
@@ -119,7 +120,8 @@ class Tokenizer:
             return None if self._engine_may_know(error) else self._estimate(request, error)
 
     async def encode(self, request: ParsedRequest) -> Tokens:
-        """Tokens from the best source that answers within `timeout_s`. Never raises for a bad prompt."""
+        """Return tokens from the best source that answers within `timeout_s`. Never raises for a bad
+        prompt."""
         if isinstance(request.prompt, TokenPrompt):
             return self._count(_given(request.prompt))
         if why := too_much(request, self._context_tokens):
@@ -156,7 +158,7 @@ class Tokenizer:
     # -- local -----------------------------------------------------------------------------------
 
     def _encode(self, request: ParsedRequest) -> Tokens:
-        """Tokens by the local tokenizer, in any thread. Raises CannotTellError."""
+        """Return the tokens by the local tokenizer, in any thread. Raises CannotTellError."""
         assert self.local is not None
         match request.prompt:
             case ChatPrompt() as chat:

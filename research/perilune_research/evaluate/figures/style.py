@@ -79,7 +79,7 @@ class Figure:
     draw: Callable[[Context], Drawn]
 
     def make(self, context: Context, folder: Path, name: str) -> None:
-        """Draws the figure and writes it as SVG and PNG, with its data as JSON. Raises OSError if it cannot
+        """Draw the figure and write it as SVG and PNG, with its data as JSON. Raises OSError if it cannot
         write them."""
         with mpl.rc_context(_SETTINGS):
             drawn = self.draw(context)
@@ -109,7 +109,7 @@ def error(found: Estimate) -> tuple[float, float]:
 def horizontal(
     axes: Axes, names: Sequence[str], found: Sequence[Estimate], colours: Sequence[str], form: str = "{:.3g}"
 ) -> None:
-    """Draws horizontal bars with intervals from top to bottom, each with its value at its right end."""
+    """Draw horizontal bars with intervals from top to bottom, each with its value at its right end."""
     at = range(len(names))
     low, high = zip(*(error(e) for e in found), strict=True)
     axes.barh(
@@ -139,7 +139,7 @@ def horizontal(
 def line(
     axes: Axes, xs: Sequence[float], found: Sequence[Estimate], label: str, policy: str, style: str = "-"
 ) -> None:
-    """Draws a line with its intervals as a band."""
+    """Draw a line with its intervals as a band."""
     axes.plot(
         xs,
         [e.value for e in found],

@@ -46,7 +46,8 @@ def reference(folder):
 
 @pytest.fixture
 async def tokenizer(folder):
-    """Measures no time, so that only long texts go to a thread, however busy the machine is."""
+    """Yield a tokenizer that measures no time, so that only long texts go to a thread, however busy the
+    machine is."""
     tokenizer = Tokenizer(Model("m", tokenizer=str(folder)), stopwatch=lambda: 0.0)
     yield tokenizer
     await tokenizer.close()
