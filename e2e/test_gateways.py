@@ -24,7 +24,7 @@ ABSENT_S = float(os.environ.get("ABSENT_S", "0"))
 
 class Turn(NamedTuple):
     engine: str
-    """Empty: Envoy sent the request on without asking a gateway."""
+    """Empty if Envoy sent the request on without asking a gateway."""
     reason: str = ""
     request_id: str = ""
 

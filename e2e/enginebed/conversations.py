@@ -59,7 +59,7 @@ class Conversation:
     model: str
     """The pool's model, or one of its adapters."""
     session: str
-    """Empty: no header says whose turn it is."""
+    """Empty if no header says whose turn it is."""
     salt: str
     tools: bool
     unicode: bool

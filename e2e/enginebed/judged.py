@@ -56,7 +56,7 @@ class Phase:
     requests: list[Judged] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
     back_s: float | None = None
-    """Seconds until what was killed served again; None: nothing was killed."""
+    """Seconds until what was killed served again; None if nothing was killed."""
 
     @property
     def answered(self) -> list[Judged]:
@@ -74,7 +74,7 @@ class Phase:
 
     @property
     def last_failure_s(self) -> float:
-        """Seconds from the beginning to the end of the last request that failed; 0: none failed."""
+        """Seconds from the beginning to the end of the last request that failed; 0 if none failed."""
         return max((each.at - self.began for each in self.failed), default=0.0)
 
     @property

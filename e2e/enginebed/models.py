@@ -44,7 +44,7 @@ class Tiny:
     """Queries and keys are normalised for each head, as Qwen3 does."""
     specials: tuple[str, ...]
     bos: str
-    """Empty: none."""
+    """Empty for none."""
     eos: str
     template: str
 

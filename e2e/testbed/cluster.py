@@ -224,7 +224,7 @@ def build(*others: Callable[[], Path]) -> list[Path]:
 
 
 def _program(pid: int) -> str:
-    """Its name, at most 15 letters; empty: it has ended."""
+    """Its name, at most 15 letters; empty if it has ended."""
     try:
         return (Path("/proc") / str(pid) / "comm").read_text().strip()
     except OSError:

@@ -34,7 +34,7 @@ class Answer:
 
     @property
     def decided(self) -> str:
-        """The engine that the gateway chose; empty: it was not asked."""
+        """The engine that the gateway chose; empty if it was not asked."""
         return self._decision("").split(";")[0].strip()
 
     @property

@@ -66,7 +66,7 @@ class Load:
     concurrency: int = 512
     """Most requests open at a time."""
     seconds: float | None = None
-    """Wall seconds after which no further turn is submitted; None: play everything."""
+    """Wall seconds after which no further turn is submitted; None to play everything."""
     grace_s: float = 30.0
     """Seconds that open requests may take after `seconds` are over; what is still open then is dropped."""
     timeout_s: float = 3600.0

@@ -106,13 +106,12 @@ def config(
     `retry_on` has `reset`: an endpoint that dies before it answers then costs no request, also on a
     connection that was open. (`reset-before-request` would not send the next endpoint a prompt that crashes.)
     Status 500 is retried for an engine whose core has died while its HTTP server still answers.
-    `grpc_retries`: how often a gateway is asked again; None: as often as fits, see `_asked_again`.
+    `grpc_retries`: how often a gateway is asked again; None for as often as fits, see `_asked_again`.
     `status_on_error` 0 keeps Envoy's own 500; `keepalive_s` 0 sends no pings; `health_check_s` is how often
-    gateways are asked whether they are ready, 0: never. `processor_ca`: PEM file of the CA that signed the
-    gateways' certificates; None without TLS. `filters_before` run before ours. `allowed`: the paths
-    that may be asked for, and with them paths.PREFIXES; empty: all.
-    `processing_mode` and `ext_proc` replace fields of that message and of the filter, for tests of
-    Envoy itself.
+    gateways are asked whether they are ready; 0 for never. `processor_ca`: PEM file of the CA that signed the
+    gateways' certificates; None without TLS. `filters_before` run before ours. `allowed`: the paths that may
+    be asked for, and with them paths.PREFIXES; empty for all. `processing_mode` and `ext_proc` replace fields
+    of that message and of the filter, for tests of Envoy itself.
     """
     return {
         "admin": {"address": _address(admin)},

@@ -58,17 +58,17 @@ class EngineOptions:
     time_scale: float = 1.0
     """Engine seconds per wall second."""
     tokenizer: str = ""
-    """Folder of tokenizer.json and chat template; empty: a generated one, written to the run folder."""
+    """Folder of tokenizer.json and chat template; empty for a generated one, written to the run folder."""
     hashing: spec.Hashing = spec.Hashing()
     """Block hashing of engines and gateway."""
     store_tokens: int = 0
-    """Size of a KV store pool that all engines share, in the run folder; 0: none."""
+    """Size of a KV store pool that all engines share, in the run folder; 0 for none."""
     request_log: bool = False
     """Every engine writes a JSON line per ended request to `engine-N.requests.jsonl` in the run folder."""
     handoff: bool = False
     """Engines hand KV over to each other."""
     host_tokens: int = 0
-    """Tokens that one engine keeps in host memory, where the others read them; 0: none."""
+    """Tokens that one engine keeps in host memory, where the others read them; 0 for none."""
     prefill: int = 0
     """Number of engines, from the first, that only prefill. They need `handoff`."""
     arguments: tuple[str, ...] = ()

@@ -52,7 +52,7 @@ class Plan:
     """What should exist, and what to write besides."""
 
     objects: tuple[Object, ...] | None
-    """All objects of the pool; None: change nothing."""
+    """All objects of the pool; None to change nothing."""
     status: InferencePoolStatus
     again_in: float
     """Seconds until the next round, if nothing happens before."""

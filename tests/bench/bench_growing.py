@@ -92,7 +92,7 @@ async def one_round(subjects: dict[str, Subject], rng: Random, found: Found) -> 
 
 
 async def measure(folder: Path, rounds: int, transport: str, other: str) -> Found:
-    """`other`: the interpreter of another checkout; empty: none."""
+    """`other`: the interpreter of another checkout; empty for none."""
     found: Found = defaultdict(list)
     async with Processes(folder, ENDPOINTS, CONNECTIONS) as processes:
         alone = await processes.envoy_alone()

@@ -271,7 +271,7 @@ class Exchange:
         trace: Callable[[str], Trace | None] | None = None,
         authorization: str = "",
     ) -> None:
-        """`trace` begins the span of a request with this `traceparent`; None: there are no spans.
+        """`trace` begins the span of a request with this `traceparent`; None if there are no spans.
         `authorization` replaces the client's header of that name; empty keeps it."""
         self.state = State.START
         # Until Pools have chosen a router, no other method than an entrance's is called.

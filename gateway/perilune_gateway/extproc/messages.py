@@ -120,7 +120,7 @@ class Immediate(Struct, frozen=True, gc=False):
 
     status: int
     reason: RefuseReason | None
-    """None: it is no refusal."""
+    """None if it is no refusal."""
     body: bytes
     """JSON; of a refusal that of `refusal_body.error_body`."""
     retry_after_s: float = 0.0

@@ -111,10 +111,10 @@ class Service:
         pools: Mapping[object, Service] | None = None,
     ) -> None:
         """`pools`: the services of several pools, by their routers, which `entrance` chooses. `giver` has
-        prompts prefilled on other endpoints, `fetcher` has KV fetched for requests; None: targets always do
-        it themselves. `bytes_per_token` is for
-        the estimate when tokens come too late. `default_mode` is the body mode of an Envoy that does not send
-        its mode, see `wire`. `trace` and `authorization` are for `Exchange`."""
+        prompts prefilled on other endpoints, `fetcher` has KV fetched for requests; None if targets always do
+        it themselves. `bytes_per_token` is for the estimate when tokens come too late. `default_mode` is the
+        body mode of an Envoy that does not send its mode, see `wire`. `trace` and `authorization` are for
+        `Exchange`."""
         self.limits = limits
         self.streams_open = 0
         self.streams_total = 0

@@ -151,7 +151,7 @@ async def run(
 ) -> None:
     """Scrape `http://<server>/metrics` of every endpoint until cancelled; the ranks of one server together.
 
-    `addresses` and `block_size` (the pool's; 0: do not compare) are called again each time, so both may
+    `addresses` and `block_size` (the pool's, or 0 for no comparison) are called again each time, so both may
     change. Every endpoint has a task of its own, so a slow one delays only itself. An exception of the sink
     is a bug and ends the feed.
     """

@@ -99,7 +99,7 @@ class Server(Struct, frozen=True):
     """redis://HOST:PORT or rediss://HOST:PORT, which is TLS."""
     password: str = ""
     ca_file: str = ""
-    """CA certificates, PEM, for TLS; empty: those of the system."""
+    """CA certificates, PEM, for TLS; empty for those of the system."""
 
     def client(self, node: str = "") -> Redis:
         """Return a client with one connection, not connected yet. `node`: the `host:port` of a cluster's node
@@ -152,7 +152,7 @@ class SharedState:
         self._sent_at: dict[bytes, float] = {}
         """Id of each own batch in the stream that was not read back → when it was sent."""
         self._node = ""
-        """The cluster's node that keeps the pool's state; empty: that of the URL."""
+        """The cluster's node that keeps the pool's state; empty if it is that of the URL."""
         self._numbers: OrderedDict[str, int] = OrderedDict()
         """Replica → number of its latest batch."""
         self._number = 0

@@ -84,7 +84,7 @@ class CostModel:
     source: str
     error: float | None = None
     """Seconds of prefill observed / predicted − 1, the median over endpoints; the calibration corrects it.
-    None: no prefill was observed."""
+    None if no prefill was observed."""
     observations: int = 0
     """Number of prefills that were observed."""
 
@@ -106,7 +106,7 @@ class Health:
     token_memory_bytes: int = 0
     """Memory in use for the token ids of blocks, which hand-offs of KV need."""
     token_memory_max_bytes: int = 0
-    """Its limit; 0: no endpoint hands KV over."""
+    """Its limit; 0 if no endpoint hands KV over."""
 
 
 def report(

@@ -35,7 +35,7 @@ class Aliases:
     """The aliases of one secret."""
 
     def __init__(self, secret: bytes, previous: bytes = b"") -> None:
-        """`previous`: the secret before, whose ids of responses are still read; empty: none."""
+        """`previous`: the secret before, whose ids of responses are still read; empty if there is none."""
         self._key = blake2b(secret).digest()
         self._keys = (self._key, *([blake2b(previous).digest()] if previous else []))
 

@@ -66,7 +66,7 @@ class Namespace:
     lora_name: str = ""
     lora_path: str = ""
     lora_id: int = 0
-    """vLLM counts adapters from 1; 0: the base model."""
+    """vLLM counts adapters from 1; 0 is the base model."""
 
     def keys(self, block: int) -> ExtraKeys:
         """Return the keys that enter the hash of the block with this index."""

@@ -78,7 +78,7 @@ class Served:
     strict_openai: bool = False
     """See `inbound.Manners`."""
     api_keys: Sequence[str] = ()
-    """One of them is demanded of all requests but those for PUBLIC; none: nothing is."""
+    """One of them is demanded of all requests but those for PUBLIC; without keys nothing is demanded."""
     store_responses: bool = False
     """Keep responses, so that others can name them as `previous_response_id`."""
 

@@ -34,7 +34,7 @@ class Group:
     """Layers whose KV lies in the same blocks."""
 
     window: int = 0
-    """Tokens that a sliding window covers; 0: full attention."""
+    """Tokens that a sliding window covers; 0 for full attention."""
 
     def out_of_reach(self, tokens: int) -> int:
         """Return how many leading tokens the token after `tokens` computed ones does not attend to."""

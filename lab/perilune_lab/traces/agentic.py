@@ -71,7 +71,7 @@ class Agentic:
     """Share of the sessions that begin with a task that a recent session began with."""
     zipf_alpha: float = 0.0
     """Skew of the sessions' weights: a session's turns are multiplied by rank^−α over the mean, its rank
-    drawn from 1 … 1000; 0: equal weights."""
+    drawn from 1 … 1000; 0 for equal weights."""
     length_scale: float = 1.0
     """Multiplies every length in tokens, the context limit included."""
     gap_scale: float = 1.0

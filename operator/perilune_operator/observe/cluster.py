@@ -37,10 +37,9 @@ class Cluster:
         on_gone: Callable[[PoolName, str], None],
         is_own_write: Callable[[PoolName, Object], bool],
     ) -> None:
-        """`namespace`: the only one to watch; empty: all.
-        `on_change`: called with the pool that a change concerns; None: all pools.
-        `on_gone`: called when the pool with this uid does not exist any more. `is_own_write`: as in
-        Copies."""
+        """`namespace`: the only one to watch; empty for all. `on_change`: called with the pool that a change
+        concerns; None for all pools. `on_gone`: called when the pool with this uid does not exist any more.
+        `is_own_write`: as in Copies."""
         self._client = client
         self._namespace = namespace
         self._on_change = on_change

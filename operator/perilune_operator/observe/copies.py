@@ -24,7 +24,7 @@ from perilune_operator.observe.routes import rivals
 Objects = Mapping[str, Object]
 """A collection by namespace/name."""
 Concerned = set[PoolName] | None
-"""The pools that a change concerns; None: all of them."""
+"""The pools that a change concerns; None for all of them."""
 
 
 class Copies:

@@ -123,7 +123,7 @@ def _autoscaler(pool: Context, name: str) -> Object:
 
 
 def replicas(spec: GatewaySpec, live: Object | None) -> tuple[int | None, str | None]:
-    """Return the replicas to apply (None: they belong to the autoscaler), and the version of the Deployment
+    """Return the replicas to apply (None if they belong to the autoscaler), and the version of the Deployment
     from which they were read, if they hold for no other version.
 
     A manager that stops applying a field deletes it, unless another manager owns it too; replicas would fall

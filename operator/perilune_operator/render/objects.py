@@ -30,7 +30,7 @@ class Defaults:
     """The image with operator and gateway."""
     engine_image: str = "vllm/vllm-openai:v0.33.0"
     master_image: str = ""
-    """The image with mooncake_master; empty: the engines' image."""
+    """The image with mooncake_master; empty for the engines' image."""
     namespace: str = "perilune-system"
     """The operator's own namespace."""
     monitor_labels: Mapping[str, str] = field(default_factory=dict)
@@ -75,14 +75,14 @@ class Context:
     """`group/Kind` of the optional APIs that the cluster has."""
     defaults: Defaults
     chosen: Chosen | None = None
-    """The secrets that its pods refer to; None: those of a new pool."""
+    """The secrets that its pods refer to; None for those of a new pool."""
     replicas: int | None = None
-    """Replicas that the engines' workload should have now: more than the spec's while engines drain. None:
+    """Replicas that the engines' workload should have now: more than the spec's while engines drain. None for
     the spec's."""
     gateways: int | None = None
     """Replicas of the gateway; None when an autoscaler sets them."""
     gateways_read_at: str | None = None
-    """The only version of the gateway's Deployment to which `gateways` may be applied; None: any."""
+    """The only version of the gateway's Deployment to which `gateways` may be applied; None for any."""
     client_policies: Sequence[Object] = ()
     """The ClientTrafficPolicies that are there for the pool's Gateway, the operator's among them."""
     one_backend: bool = True
@@ -171,7 +171,7 @@ GPUs, and the store's blocks; a new engine would load for minutes. Meanwhile req
 
 
 def disruption_budget(selector: Object, share: int | str = 1) -> Object:
-    """Return the spec of a budget that allows evicting so many ready pods at a time (0: none), and any pod
+    """Return the spec of a budget that allows evicting so many ready pods at a time (0 for none), and any pod
     that is not ready. Kubernetes rounds a percentage up."""
     return {
         "maxUnavailable": share,

@@ -46,7 +46,7 @@ class Level:
 
     name: str
     sessions_per_s: float
-    """Generated sessions that begin per second and engine; 0: the load is recorded."""
+    """Generated sessions that begin per second and engine; 0 if the load is recorded."""
     halfway: Halfway | None = None
 
     @property
@@ -80,7 +80,7 @@ class Setting:
     seconds: float = 30.0
     """Length of the traffic; the last turns end a little later."""
     first_port: int = 0
-    """Port of the first engine; the others have the next ports. 0: the system chooses all ports."""
+    """Port of the first engine; the others have the next ports. With 0 the system chooses all ports."""
     trace: Path | None = None
     """The recording that recorded loads play."""
 

@@ -52,7 +52,7 @@ class Scenario:
     trace: str = AGENTIC
     """`agentic` for generated traffic, or the file of a recorded trace."""
     compared: tuple[str, ...] = ()
-    """Policies of the main comparison; empty: all. It has no effect on a cell's result or key."""
+    """Policies of the main comparison; empty for all. It has no effect on a cell's result or key."""
     engine_belief: float = Faults().engine_belief
     """Ratio of believed to true seconds of prefill, at the start."""
     unequal: float = 1.0
@@ -65,7 +65,7 @@ class Scenario:
     slowdown: float = 1.0
     """Factor on every compute time. It does not change which turns are played."""
     zipf_alpha: float = 0.0
-    """Zipf exponent of generated sessions; 0: no skew."""
+    """Zipf exponent of generated sessions; 0 for no skew."""
     gap_s: float | None = None
     """Seconds between the turns of a session, instead of the trace's gaps, for the same turns."""
     link_factor: float = 1.0

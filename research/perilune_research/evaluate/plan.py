@@ -44,7 +44,7 @@ T_HOT_TOKENS = (2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
 T_COOL_S = (0.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 LEAST_GAIN_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
 GAPS_S = (0.0, None, 30.0)
-"""Seconds between turns in the chatbot control; None: the trace's own gaps."""
+"""Seconds between turns in the chatbot control; None for the trace's own gaps."""
 GAP_LOADS = ("R/2", "R")
 SLOWDOWN = 1.1
 """Factor on the engines' compute times for the measured amplification (f8)."""

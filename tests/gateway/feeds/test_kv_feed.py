@@ -103,7 +103,7 @@ class Engine:
 
 
 def bind(socket, port: int) -> int:
-    """0: any free port."""
+    """Bind to a port; 0 takes any free one."""
     if not port:
         return socket.bind_to_random_port("tcp://127.0.0.1")
     socket.bind(f"tcp://127.0.0.1:{port}")
