@@ -78,7 +78,7 @@ def test_an_engine_without_sessions_goes_at_once(patient):
 
 
 def test_a_drained_node_fails_no_request(pool, kube):
-    """`kubectl drain` under load: the node's engine is marked, evicted and made anew elsewhere; its requests
+    """`kubectl drain` under load: the node's engine is marked, evicted and made again elsewhere; its requests
     end where they run."""
     pool.settles(2)
     gateway = {pod["spec"]["nodeName"] for pod in pool.pods("gateway")}

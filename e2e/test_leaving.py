@@ -1,7 +1,7 @@
 """Engines that hand KV over and have to go: sessions leave first with their KV, however an engine is removed.
 
 ENGINES says how many engines the pool has; without it nothing runs (`make e2e-long`: 8). Simulated engines,
-four times slower than an H20, so that what is computed again would show beside a busy machine's noise.
+four times slower than an H20, so that what is computed again would show in spite of a busy machine's noise.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What the gateway predicted of each request, beside what its engine counted.
+"""What the gateway predicted of each request, compared with what its engine counted.
 
     conversations ─ play ─▶ Judged for each request ─ tally ─▶ a row of the table for each phase of a run
 

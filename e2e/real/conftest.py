@@ -1,7 +1,7 @@
 """Genuine vLLM engines for the scenarios of this folder; `enginebed` has the parts.
 
 VLLM=0.23 takes the older engine, DEVICE=cuda GPUs. REQUESTS says how many requests the longest phases have,
-RESULTS in which page to write the table; with another engine or device than usual, in a page beside it. What
+RESULTS in which page to write the table; with another engine or device than usual, in a page next to it. What
 one machine may lack (root, namespaces) skips all, with the reason; what is not installed yet is installed
 first.
 """

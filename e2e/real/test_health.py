@@ -19,7 +19,7 @@ FEW_MESSAGES = 5
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def engines(rig, tiny):
     """One as the operator renders it, but for a small replay buffer; one whose root is random. A gateway is
-    told of one of them only."""
+    told about one of them only."""
     model = {
         "name": "tiny",
         "source": str(tiny["qwen"]),
@@ -120,7 +120,7 @@ async def test_a_random_root(rig, engines):
 
 async def test_a_replay_buffer_that_has_rolled_over(rig, engines):
     """The gateway starts after the buffer has lost the conversations' first blocks. It says so for as long as
-    it does not know them, and learns them anew from later requests."""
+    it does not know them, and learns them again from later requests."""
     talks = [one for one in conversations.mixed(24, 7, "tiny") if one.api is conversations.Api.CHAT]
     await judged.play(rig, talks, judged.Phase("before"), 24)
     rig.kill_gateway()

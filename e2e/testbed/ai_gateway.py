@@ -1,4 +1,4 @@
-"""Envoy AI Gateway beside Envoy Gateway, which then takes InferencePools as backends.
+"""Envoy AI Gateway together with Envoy Gateway, which then takes InferencePools as backends.
 
 Its charts, and the values that Envoy Gateway needs for it, lie in its Go module. For each InferencePool it
 makes Envoy ask the pool's endpoint picker, always over TLS and without verifying the certificate, and send

@@ -90,7 +90,7 @@ class Machine:
         return run(self.inside(args), stdin=stdin, timeout_s=timeout_s)
 
     def daemon(self, args: Args, name: str = "") -> None:
-        """Start a program inside; its output goes to `NAME.log` beside the machine's files."""
+        """Start a program inside; its output goes to `NAME.log` next to the machine's files."""
         launch(self.inside(args), self.home / f"{name or Path(str(args[0])).name}.log")
 
     def service(self, args: Args) -> None:

@@ -16,7 +16,7 @@ PARTS = ("migration", "enginePriority", "pull")
 
 
 def listed(text: str, every: Collection[str]) -> tuple[str, ...]:
-    """Split names at commas and keep each once; `all` stands for `every`, also beside other names."""
+    """Split names at commas and keep each once; `all` stands for `every`, also among other names."""
     names: list[str] = []
     for name in map(str.strip, text.split(",")):
         names += every if name == ALL else (name,)

@@ -1,6 +1,6 @@
 """perilune-operator: the command line, and how its parts are wired.
 
-    API server ─▶ Lease ─▶ reconciler ─▶ watches ─▶ kopf, beside an HTTP server for probes and metrics
+    API server ─▶ Lease ─▶ reconciler ─▶ watches ─▶ kopf, and an HTTP server for probes and metrics
 
 SIGTERM ends the operator at once: it stops watching, releases the Lease, and leaves running rounds where they
 are, because the next leader's plan is whole.

@@ -49,7 +49,7 @@ MANY = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What should exist, and what to write besides."""
+    """What should exist, and what else to write."""
 
     objects: tuple[Object, ...] | None
     """All objects of the pool; None to change nothing."""

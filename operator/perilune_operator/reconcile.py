@@ -336,7 +336,7 @@ class Reconciler:
             pool.pages_due.clear()
 
     async def _read_stats(self, pool: _Pool) -> None:
-        """Read the pages once. A reading of which a page is missing says nothing about the load."""
+        """Read the pages once. A reading that lacks a page says nothing about the load."""
         pods = self.cluster.pods(pool.name)
         stats = await self._pages.read(pods)
         if stats is not None and pool.follows_load and stats.whole:

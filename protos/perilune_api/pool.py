@@ -167,7 +167,7 @@ class SessionKeys(Struct, frozen=True):
     been idle longest."""
     several_models: bool = False
     """Whether a session asks for the models of several pools behind one gateway, as coding agents do that
-    have a small model beside a large one. The gateway then reads every body to find its model. Otherwise a
+    have a small and a large model. The gateway then reads every body to find its model. Otherwise a
     session's requests may go by their headers to the pool that it is bound to. No effect on a gateway with
     one pool."""
 
@@ -304,7 +304,8 @@ class Disaggregation(Struct, frozen=True):
     endpoints have the role `prefill`."""
 
     local_tokens: Annotated[int, Meta(ge=0)] = 1000
-    """A prompt of which the decoding endpoint does not cache at most this many tokens is prefilled there."""
+    """A prompt is prefilled at its decoding endpoint if at most this many of its tokens are not cached
+    there."""
     queue: Positive = 2
     """Number of prompts at a prefill endpoint that wait or are being prefilled, from which on it gets no
     more. While all prefill endpoints have so many, prompts are prefilled where they are decoded."""

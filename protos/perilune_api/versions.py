@@ -1,4 +1,4 @@
-"""Documents between versions of operator, gateway and CRD, of which any may be one release ahead.
+"""Documents between versions of operator, gateway and CRD; any of these may be one release ahead.
 
 - A writer leaves out every field that has its default (`stated`). An older reader then finds a field that it
   does not know only if it is in use.

@@ -1,7 +1,7 @@
 """The operator with 50 pools of 20 pods: how long rounds take, what is written, how much memory it needs.
 
 Real etcd, API server, controller manager and scheduler; kwok plays nodes and kubelets. Times depend on the
-machine, which all of these share; so the time of one small write of a bystander is printed beside. Writes and
+machine, which all of these share; so the time of one small write of a bystander is printed, too. Writes and
 memory do not. Where the CRDs of Envoy Gateway are in the cache, every pool has its route and policies too.
 `python tests/bench/bench_operator.py` too.
 """

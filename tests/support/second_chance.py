@@ -22,7 +22,7 @@ MOST_AGAIN = 6
 
 
 def run_alone(config: pytest.Config, nodeid: str) -> bool:
-    """Run the test in a process of its own, with nothing beside it. Return whether it passes."""
+    """Run the test in a process of its own, while nothing else runs. Return whether it passes."""
     alone = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", nodeid]
     return subprocess.run(alone, cwd=config.rootpath, check=False).returncode == 0
 

@@ -98,7 +98,7 @@ class Pick(Struct, frozen=True, gc=False):
     body: bytes | None = None
     """Replaces the buffered body; None keeps it."""
     rank: int | None = None
-    """The data-parallel rank of which the engine is told."""
+    """The data-parallel rank that the engine is told."""
     authorization: str = ""
     """Replaces the client's Authorization header; empty keeps it."""
     headers: tuple[tuple[str, str], ...] = ()

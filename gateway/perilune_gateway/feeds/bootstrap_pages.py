@@ -3,9 +3,9 @@
     GET http://ADDRESS/query ─▶ {rank: {engine_id, worker_addr: {tp rank: …}}} ─▶ state/connectors.py
 
 Every ASK_S, and for each pair of legs, because an engine has another id after every start, and whoever takes
-from its old one waits in vain. An endpoint whose page does not answer hands nothing over until it does, nor
-does one of which some workers have not registered yet. The page is vLLM's
-(`mooncake_utils.py`, `MooncakeBootstrapServer`).
+from the old id waits until a timeout. An endpoint whose page does not answer hands nothing over until it
+does, nor does one whose workers have not all registered yet. The page is vLLM's (`mooncake_utils.py`,
+`MooncakeBootstrapServer`).
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Publisher(NamedTuple):
     replay: str = ""
     """ZMQ address of the replay socket; empty when there is none."""
     instance: str = ""
-    """What is at the endpoint's address; with another one the feed begins anew."""
+    """What is at the endpoint's address; with another one the feed starts over."""
 
 
 class ResetCause(StrEnum):
@@ -104,7 +104,7 @@ class ResetCause(StrEnum):
     MALFORMED = "malformed"
     """A message could not be read."""
     FAILED = "failed"
-    """The feed has failed and begins anew."""
+    """The feed has failed and starts over."""
     UNFOLLOWED = "unfollowed"
     """The pool no longer lists the publisher."""
 

@@ -5,7 +5,7 @@
 
 `EventFeeds.follow(endpoints)` starts and stops feeds so that they match the pool; `EventSink` applies the
 batches of all. A feed that fails does not end the others: the rank's announced blocks are forgotten, and it
-begins anew after a pause that grows from FIRST_PAUSE_S to LAST_PAUSE_S. Meanwhile, and once the pool no
+starts over after a pause that grows from FIRST_PAUSE_S to LAST_PAUSE_S. Meanwhile, and once the pool no
 longer lists its publisher, a rank's blocks are inferred from the requests routed there.
 
 A feed takes FILES open files. Feeds for which the process's limit leaves no room are not started, and say so:
@@ -36,7 +36,7 @@ from perilune_gateway.state.parity import Parity, ParityCheck, Report
 log = logging.getLogger(__name__)
 
 FILES = 4
-"""Open files of one feed: three sockets, of which two are the ends of its monitor, and a connection."""
+"""Open files of one feed: a socket, the two ends of its monitor, and a connection."""
 FIRST_PAUSE_S = 1.0
 LAST_PAUSE_S = 60.0
 MANY_BATCHES = 1_000

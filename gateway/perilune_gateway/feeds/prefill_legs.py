@@ -10,7 +10,7 @@ head and the page together, its `give_s` for the end. A leg that fails, however,
 of a request that has ended is cancelled, by which its engine frees what it can.
 An attached request carries the pool's secret, by which the target obeys the parameters, and the target's
 address, by which every other engine drops them: a proxy may send the request elsewhere, and an engine would
-wait in vain for a transfer that is spent.
+wait for a transfer that is already spent.
 """
 
 from __future__ import annotations

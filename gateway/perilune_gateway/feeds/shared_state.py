@@ -65,7 +65,7 @@ READ_BATCHES = 500
 """Most batches of one read; what they change takes a few milliseconds."""
 READ_KEYS = 1_000
 MAX_NUMBERS = 1_000
-"""Replicas of which the number of the latest batch is remembered."""
+"""Number of replicas whose latest batch number is remembered."""
 KEEP = """
 local function stamp(message)
   local at, replica, us

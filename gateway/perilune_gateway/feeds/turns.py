@@ -1,4 +1,4 @@
-"""Runs work beside requests in slices of bounded time, so that the event loop stays free for decisions.
+"""Runs other work than requests in slices of bounded time, so that the event loop stays free for decisions.
 
 A piece of work is a generator that does a little with each `next`. In each turn of the loop, `Turns` advances
 the pieces in their order, one step each, until the turn's budget is spent; the rest waits for the next turn.

@@ -17,7 +17,7 @@ import zmq
 from perilune_api.pool import SpecError
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-"""Most bytes of one part of a message. An engine that tells of a prompt of a million tokens sends 6 MB."""
+"""Most bytes of one part of a message. An engine that announces a prompt of a million tokens sends 6 MB."""
 RESERVED_FILES = 512
 """Files that are left for everything but feeds: Envoy's streams, pages, logs."""
 

@@ -120,7 +120,7 @@ class Unsplit(StrEnum):
     ANSWERS = "answers"
     """The request asks for several answers, or searches among them."""
     PROMPT_LOGPROBS = "prompt_logprobs"
-    """The answer tells of the prompt itself (`prompt_logprobs`, `echo`), so one engine has to compute all of
+    """The answer describes the prompt itself (`prompt_logprobs`, `echo`), so one engine has to compute all of
     it."""
     PICTURES = "pictures"
     """The prompt has pictures, sound or video."""

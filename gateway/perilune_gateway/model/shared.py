@@ -93,7 +93,7 @@ class Bound(Struct, frozen=True, gc=False, array_like=True, tag="bound"):
 
 
 class BoundElsewhere(Struct, frozen=True, gc=False):
-    """A session of which only other replicas have had a request."""
+    """A session whose requests have all gone to other replicas."""
 
     bound: Bound
     stamp: Stamp

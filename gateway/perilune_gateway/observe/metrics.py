@@ -71,7 +71,7 @@ class Affinity(StrEnum):
 class Window:
     """The ratio of two sums over about the last `seconds`.
 
-    A ring of slots, the oldest of which is overwritten. Reading changes nothing.
+    A ring of slots; the oldest one is overwritten. Reading changes nothing.
     """
 
     def __init__(self, seconds: float = 60.0, slots: int = 12) -> None:

@@ -2,7 +2,7 @@
 
 Gateways with the same secret have the same aliases. Each costs about 2 µs.
 
-The id of a response names, beside itself, where it is stored, because only the process that gave an answer
+The id of a response also says where it is stored, because only the process that gave an answer
 can continue it (`previous_response_id`). So any gateway of the pool finds that endpoint, also after a
 restart, and no answer has to be read.
 

@@ -58,7 +58,7 @@ class KnownBodies:
 
     def __init__(self, max_known: int = 4_096, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.parsed_in_part = 0
-        """Number of bodies of which only a part was parsed."""
+        """Number of bodies that were parsed only in part."""
         self._max_known = max_known
         self._chunk_bytes = chunk_bytes
         self._known: dict[int, _Known] = {}

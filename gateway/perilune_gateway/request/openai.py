@@ -32,7 +32,7 @@ _PIECE = 4_096
 
 
 BILLING_MARK = "x-anthropic-billing-header"
-"""The beginning of a system block that one client writes anew for every request. vLLM drops that block,
+"""The beginning of a system block that one client changes with every request. vLLM drops that block,
 because it would defeat every prefix cache."""
 
 

@@ -1,4 +1,4 @@
-"""What vLLM refuses with status 400 beside wrong types: one row per rule.
+"""What vLLM refuses with status 400 apart from wrong types: one row per rule.
 
 `first_broken` goes through the rules of the request's API; their words are those of vLLM 0.32. The last
 group, off by default, has what OpenAI's own API refuses and vLLM lets pass: conversations whose tool calls

@@ -162,7 +162,7 @@ class Run(msgspec.Struct, frozen=True):
     """TTFT p90 / its floor."""
     preemptions: int | UnsetType = UNSET
     sessions: PlayedSessions | UnsetType = UNSET
-    """Sessions of which every turn is measured; absent if turns come at recorded times."""
+    """Sessions whose turns were all measured; absent if turns come at recorded times."""
     """Sequences that an engine interrupted for want of KV room."""
 
 

@@ -1,4 +1,4 @@
-"""Draws a report: TTFT distribution, APC beside TTFT p90, and every endpoint, one colour per policy.
+"""Draws a report: TTFT distribution, APC next to TTFT p90, and every endpoint, one colour per policy.
 
 Runs without a display. The import takes half a second, so import it only to draw a figure.
 """

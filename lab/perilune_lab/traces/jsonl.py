@@ -14,7 +14,7 @@
 | `timestamp_s` | when it was submitted, where known: modes `timestamps` and `max` need it on every line |
 | `prompt` | the whole prompt: [key, tokens] or [key, tokens, role]; equal keys are equal text |
 | `extend` | instead of `prompt`: what follows the previous turn's prompt |
-| `input_tokens` | instead of both, when only counts are known: the prompt grows from the previous one to this length; a shorter one begins anew |
+| `input_tokens` | instead of both, when only counts are known: the prompt grows from the previous one to this length; a shorter one starts over |
 | `output_tokens` | at least 1 |
 | `tenant` | optional, on a session's first line |
 

@@ -23,7 +23,8 @@ from perilune_operator.observe.facts import MANAGED_BY, MANAGER, GatewayStats, O
 
 DISCOVER_S = 20.0
 SHARED_WITH_OTHERS = frozenset({"ClientTrafficPolicy", "HorizontalPodAutoscaler"})
-"""Kinds of which other owners' objects matter too: a Gateway has one policy, and a pool one autoscaler."""
+"""Kinds whose objects matter too if they are of other owners: a Gateway has one policy, and a pool one
+autoscaler."""
 
 
 class Cluster:

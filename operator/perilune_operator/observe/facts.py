@@ -220,7 +220,7 @@ class OtherPool:
     served_by: str = ""
     """The pool whose gateway serves it; empty when it has its own."""
     serves: frozenset[str] = frozenset()
-    """The pools that its gateway serves besides."""
+    """The pools that its gateway serves in addition."""
     said: Mapping[str, Verdict] = field(default_factory=dict)
     """What the operator wrote about it last, by the type of the condition."""
 

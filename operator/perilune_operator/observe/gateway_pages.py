@@ -1,7 +1,7 @@
 """What a pool's gateways report on their metrics pages: sessions and hit ratio, for the pool's status, and
 the draining engines that they no longer use.
 
-They are read beside the rounds, so that no round waits for a gateway. A page that does not come in time, or
+They are read outside the rounds, so that no round waits for a gateway. A page that does not come in time, or
 that is not one of a gateway, is missing as a whole, and GatewayStats says why.
 """
 

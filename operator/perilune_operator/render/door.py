@@ -1,6 +1,6 @@
 """What engines load of ours: the middleware before vLLM that keeps clients' transfer parameters out
-(`engine_door.py`), and a connector for hand-offs beside a store (`engine_connector.py`). A ConfigMap has the
-sources of both; the rest is what an engine's pod needs to load them.
+(`engine_door.py`), and a connector for hand-offs together with a store (`engine_connector.py`). A ConfigMap
+has the sources of both; the rest is what an engine's pod needs to load them.
 """
 
 from pathlib import Path

@@ -246,7 +246,7 @@ def _container(pool: Context, serve: bool) -> Object:
 
 
 def _guarded(pool: Context) -> bool:
-    """Return whether the engines are vLLM, in front of which the door stands."""
+    """Return whether the engines are vLLM; then the door stands in front of them."""
     return pool.spec.engine.kind is EngineKind.VLLM
 
 

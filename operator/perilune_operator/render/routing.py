@@ -1,4 +1,4 @@
-"""How requests reach the gateway and then an engine: a route, and the policies beside it.
+"""How requests reach the gateway and then an engine: a route, and the policies that go with it.
 
 Envoy Gateway is configured by four objects: an HTTPRoute to one Service that selects all engine pods, a
 BackendTrafficPolicy that obeys the picked endpoint, an EnvoyExtensionPolicy that asks the gateway, and a

@@ -31,7 +31,7 @@ class Pair:
 
     current: Object
     previous: Object | None = None
-    """What is accepted besides."""
+    """What is accepted in addition."""
 
     def env(self) -> list[Object]:
         previous = [{"name": PREVIOUS_VARIABLE, **self.previous}] if self.previous else []

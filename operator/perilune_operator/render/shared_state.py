@@ -1,4 +1,4 @@
-"""The server through which a pool's gateways share their state: what each gateway is told of it, and the
+"""The server through which a pool's gateways share their state: what each gateway is told about it, and the
 Valkey (Deployment, Service) that the operator runs for several gateways to which no server is named.
 
 A named server may have pools of other clusters, whose keys the pool's uid tells apart. The kubelet passes its

@@ -7,7 +7,7 @@
 
 Endpoints that serve follow `scaling`, those that only prefill `prefillScaling`: the same rules, each with the
 readings of its own endpoints. What the rules share is in readings.py. After each change of the number of
-endpoints, and after readings that are missing, the readings begin anew; only `ttftAttainment` looks at
+endpoints, and after readings that are missing, the readings start over; only `ttftAttainment` looks at
 earlier ones. 0 endpoints are switched off and stay so.
 """
 

@@ -13,7 +13,7 @@ a number of full KV caches (`kvUsage`).
 4. *Down*: no reading of the last `downSeconds` wants as many, the KV in use fits into the endpoints that
    would remain, and the prefill that arrived in this time leaves SHRINKING of them to spare. One endpoint
    leaves.
-5. Two changes are at least one of these times apart, since the readings begin anew. They may ask for more
+5. Two changes are at least one of these times apart, since the readings start over. They may ask for more
    when all endpoints are ready, or START_S later: until then queues grow in any case.
 
 The endpoints to spare are a multiple of the square root of the busy ones, because the number of prompts that

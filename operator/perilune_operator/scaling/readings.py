@@ -17,7 +17,7 @@ FULL = 0.9
 
 def current(demands: Sequence[Demand], at: float) -> Sequence[Demand]:
     """Return the latest readings, as far back as none is missing between two of them; none if the last one is
-    old. A reading of which a part is missing was not kept, so it is missing as a whole."""
+    old. A reading that lacked a part was not kept, so it is missing as a whole."""
     made, later = list[Demand](), at
     for demand in reversed(demands):
         if later - demand.at > GAP_S:
@@ -67,6 +67,6 @@ def arriving(demands: Sequence[Demand]) -> float:
 
 
 def staffed(busy: float, spare: float) -> int:
-    """Return the number of endpoints of which so many are busy on average, with a multiple of its square root
-    to spare (square-root staffing)."""
+    """Return the number of endpoints that are needed if so many are busy on average, with a multiple of its
+    square root to spare (square-root staffing)."""
     return ceil(busy + spare * sqrt(busy))

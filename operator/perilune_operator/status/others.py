@@ -1,6 +1,6 @@
-"""What the status of a pool says of the pools that its gateway serves besides, and of the pool whose gateway
-serves it (both have to name each other, in `serves` and in `servedBy`), and of other autoscalers than its
-own.
+"""What the status of a pool says of the pools that its gateway serves in addition, and of the pool whose
+gateway serves it (both have to name each other, in `serves` and in `servedBy`), and of other autoscalers than
+its own.
 """
 
 from perilune_api.conditions import Condition, Reason
@@ -33,8 +33,8 @@ def of_server(kind: Condition, pool: Context, observed: Observed) -> Fact:
 
 
 def served(pool: Context, observed: Observed) -> Fact | None:
-    """Return whether the pools that its gateway serves besides are there; None if there should be none. The
-    pool's own model is served whatever they are."""
+    """Return whether the pools that its gateway serves in addition are there; None if there should be none.
+    The pool's own model is served whatever they are."""
     wanted = pool.spec.gateway.serves
     if not wanted:
         return None

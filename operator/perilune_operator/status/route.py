@@ -1,9 +1,9 @@
 """Condition RouteProgrammed: whether requests reach the gateway.
 
-It reads what other controllers report about the route, the objects beside it, and the Gateway. The checks
-come in this order, and the first that fails is reported: the spec asks for a route that this cluster can
-have; a controller has accepted the current version of each of its objects; the Gateway serves; no older pool
-gets the same requests.
+It reads what other controllers report about the route, the objects that go with it, and the Gateway. The
+checks come in this order, and the first that fails is reported: the spec asks for a route that this cluster
+can have; a controller has accepted the current version of each of its objects; the Gateway serves; no older
+pool gets the same requests.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

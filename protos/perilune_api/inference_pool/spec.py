@@ -61,7 +61,7 @@ class Scaling(Struct, frozen=True):
     adapter, such as prometheus-adapter."""
     metric: Name = "perilune_queued_prefill_seconds"
     """Metric to scale by, for signal: metric. The adapter must serve it for the gateway's Service, summed
-    over the gateways' pods. A metric of which each gateway reports the whole, such as
+    over the gateways' pods. A metric that each gateway reports as a whole, such as
     perilune_endpoint_pending_prefill_seconds where they share state, grows with their number."""
     target: Quantity = "2"
     """Target value of the signal per endpoint: the sum over all endpoints is divided by it. For kvUsage at

@@ -1,4 +1,4 @@
-"""What the evaluation measures besides the report: concurrency, KV of decoding requests, moves, sessions.
+"""What the evaluation measures apart from the report: concurrency, KV of decoding requests, moves, sessions.
 
 Figures per minute are over the whole simulation, all others over the requests after the warm-up. Cost: a sort
 of the requests.

@@ -111,7 +111,7 @@ def bind(socket, port: int) -> int:
 
 
 class NotingIndex(PrefixIndex):
-    """Knows which blocks it was ever told of."""
+    """Knows which blocks it ever heard of."""
 
     def __init__(self) -> None:
         super().__init__(100_000, 5.0)

@@ -635,9 +635,9 @@ class AgainstSets(RuleBasedStateMachine):
 
 
 class AgainstEngines(RuleBasedStateMachine):
-    """Claims beside endpoints that announce prompts in order and evict them from their ends, as engines do.
-    Every block has an expiry in the model, in the order in which claims end when there are too many.
-    `disturbed`: events are lost, replicas tell pieces of prompts, and endpoints refuse some."""
+    """Claims together with endpoints that announce prompts in order and evict them from their ends, as
+    engines do. Every block has an expiry in the model, in the order in which claims end when there are too
+    many. `disturbed`: events are lost, replicas tell pieces of prompts, and endpoints refuse some."""
 
     MOST = 8
     both = st.sampled_from(["1", "2"])

@@ -298,6 +298,6 @@ def _first_text(content: Any) -> str:
 
 
 def _responses_tool(tool: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the function of a Responses tool, whose fields stand beside `type`; None for other kinds of
+    """Return the function of a Responses tool, whose fields stand next to `type`; None for other kinds of
     tools, which never reach a template."""
     return {k: v for k, v in tool.items() if k != "type"} if tool["type"] == "function" else None

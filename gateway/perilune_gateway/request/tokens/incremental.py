@@ -98,7 +98,7 @@ class IncrementalEncoder:
     ) -> None:
         self.encoder = encoder
         self.hits = 0
-        """Number of texts of which a part was known."""
+        """Number of texts that were known in part."""
         self.kept_tokens = 0
         self.encoded_tokens = 0
         self.whole: Counter[Why] = Counter()

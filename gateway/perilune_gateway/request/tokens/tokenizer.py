@@ -12,7 +12,7 @@ When a source fails, the next one is used; each cause is counted, and logged onc
 template refuses (undefined roles, its own `raise_exception`) is estimated, not refused: the engine has the
 same template and answers 400 itself, and a wrong copy of the template in the gateway must not fail a request.
 Prompts that are not all text (pictures, a conversation stored in the engine) are estimated, and so are
-prompts that no context can hold (`too_much`), and those of which nothing is generated (embeddings and such).
+prompts that no context can hold (`too_much`), and those for which nothing is generated (embeddings and such).
 
 A conversation is decoded, normalised and rendered whole at every turn, which takes about 2.5 ns a byte (0.3
 ms for 130 KB). A template may render earlier messages differently when a new one comes (it drops their
@@ -229,7 +229,7 @@ def _given(prompt: TokenPrompt) -> Tokens:
 
 
 def _together(source: TokenSource, prompts: Sequence[Sequence[int]]) -> Tokens:
-    """Return the tokens of a request with these prompts, of which there is at least one."""
+    """Return the tokens of a request with these prompts, at least one."""
     if len(prompts) == 1:
         return Tokens(len(prompts[0]), source, prompts[0])
     lengths = [len(ids) for ids in prompts]
