@@ -1,7 +1,8 @@
 """kopf: watches pools, posts events, and stops the operator. The only module with its decorators.
 
 The event handler only informs the reconciler. reconcile.py explains why kopf's other handlers, which write to
-the pool, are not used; observe/cluster.py explains why it watches the other kinds.
+the pool, are not used; observe/cluster.py explains why kopf watches no other kinds. kopf posts events only
+about an object that it watches, from the tasks that its handler has started.
 """
 
 from collections.abc import Awaitable, Callable

@@ -154,7 +154,7 @@ class Reconciler:
     ) -> None:
         """`pools_at_once`: pools that may follow a new version of the operator at a time. `clock`: monotonic
         seconds. `wall_clock`: seconds since the epoch."""
-        self.cluster = Cluster(client, namespace, self.wake, self.pool_gone, self._is_own_write)
+        self.cluster = Cluster(client, namespace, self.wake, self._is_own_write)
         self._writer = Writer(client, fence, metrics.wrote)
         self._fence = fence
         self._defaults = defaults
@@ -170,18 +170,19 @@ class Reconciler:
 
     def pool_seen(self, body: Object) -> None:
         """Take in a pool that is new or has changed. Older versions are ignored."""
-        meta = body["metadata"]
-        name = meta["namespace"], meta["name"]
+        name = body["metadata"]["namespace"], body["metadata"]["name"]
         known = self._pools.get(name)
+        if known is not None and version(body) < version(known.body):
+            return
+        if known is not None and known.uid != body["metadata"]["uid"]:
+            self.pool_gone(name, known.uid)
+            known = None
+        self.cluster.take_pool(name, body)
         if known is None:
             self._begin(name, body)
         elif version(body) > version(known.body):
-            if known.uid != meta["uid"]:
-                self.pool_gone(name, known.uid)
-                self._begin(name, body)
-            else:
-                known.body = body
-                known.wake(self._clock())
+            known.body = body
+            known.wake(self._clock())
 
     def pool_gone(self, name: PoolName, uid: str) -> None:
         """Forget the pool with this uid, which does not exist any more; garbage collection removes its
@@ -192,6 +193,7 @@ class Reconciler:
         for task in pool.tasks:
             task.cancel()
         del self._pools[name]
+        self.cluster.take_pool(name, None)
         self._metrics.pools.set(len(self._pools))
 
     def wake(self, name: PoolName | None) -> None:
@@ -269,6 +271,9 @@ class Reconciler:
         """Return the seconds until the next round is due. Raises NotLeaderError, ApiError and OSError."""
         if "deletionTimestamp" in pool.body["metadata"]:
             return LOOK_S  # garbage collection removes the pool's objects
+        if not await self.cluster.has(pool.name, pool.uid):
+            self.pool_gone(pool.name, pool.uid)  # while kopf's watch was interrupted
+            return LOOK_S
         body, now = pool.body, self._wall_clock()
         spec = _spec(body)
         parent = None if isinstance(spec, SpecError) else spec.gateway.parent

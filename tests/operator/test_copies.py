@@ -120,18 +120,6 @@ def test_only_a_fact_about_a_node_is_a_change() -> None:
     assert nodes() == [("b", "r2")]
 
 
-def test_a_pool_is_gone_by_its_uid() -> None:
-    copies = Copies()
-
-    def sees(**uids: str) -> dict[PoolName, str]:
-        metas = ({"namespace": "ns", "name": name, "uid": uid} for name, uid in uids.items())
-        return copies.take_pools({f"ns/{meta['name']}": {"metadata": meta} for meta in metas})
-
-    assert sees(p="1", q="2") == {}
-    assert sees(p="1", q="3") == {("ns", "q"): "2"}, "another one of that name exists"
-    assert sees(q="3") == {("ns", "p"): "1"}
-
-
 def test_everything_has_to_be_listed_once() -> None:
     copies = Copies()
     assert not copies.has_all([])

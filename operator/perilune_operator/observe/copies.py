@@ -39,8 +39,6 @@ class Copies:
         self._by_pool: dict[str, dict[PoolName, dict[str, Object]]] = {}
         """The same objects by kind, then by pool, then by namespace/name."""
         self._nodes: dict[str, NodeFacts] | None = None
-        self._pools: dict[PoolName, str] = {}
-        """The uid of each pool."""
         self._others: dict[PoolName, OtherPool] = {}
         """Every pool, as other pools see it."""
         self._parents: dict[str, ParentFacts] | None = None
@@ -127,30 +125,15 @@ class Copies:
         self._nodes |= {name: readers.node(objects[name]) for name in changed if name in objects}
         return self._nodes != before
 
-    def take_pools(self, objects: Objects) -> dict[PoolName, str]:
-        """Take in the pools; return those that are gone, with their uids. Another pool may have the name
-        now."""
-        before, self._pools = self._pools, {}
-        for obj in objects.values():
-            meta = obj["metadata"]
-            self._pools[meta["namespace"], meta["name"]] = meta["uid"]
-        return {pool: uid for pool, uid in before.items() if self._pools.get(pool) != uid}
-
-    def take_other_pools(self, objects: Objects, changed: Collection[str]) -> set[PoolName]:
-        """Take in the pools as other pools see them; return those that a change concerns."""
-        concerned = set[PoolName]()
-        for changed_name in changed:
-            namespace, _, name = changed_name.partition("/")
-            pool = namespace, name
-            before = self._others.get(pool)
-            bound = self.others(pool)
-            if changed_name in objects:
-                self._others[pool] = readers.other_pool(objects[changed_name])
-            else:
-                self._others.pop(pool, None)
-            if self._others.get(pool) != before:
-                concerned |= {(namespace, other) for other in (*bound, *self.others(pool))}
-        return concerned
+    def take_pool(self, pool: PoolName, body: Object | None) -> set[PoolName]:
+        """Take in a pool as other pools see it (None if it is gone); return those that are concerned."""
+        before, bound = self._others.get(pool), self.others(pool)
+        self._others.pop(pool, None)
+        if body is not None:
+            self._others[pool] = readers.other_pool(body)
+        if self._others.get(pool) == before:
+            return set()
+        return {(pool[0], other) for other in (*bound, *self.others(pool))}
 
     def take_parents(self, objects: Objects) -> bool:
         """Take in the Gateways; return whether a fact about them has changed."""
