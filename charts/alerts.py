@@ -135,17 +135,17 @@ ALERTS = (
 
 
 def anchor(heading: str) -> str:
-    """The heading's part of an address."""
+    """Return the heading's part of an address."""
     return heading.lower().replace(" ", "-")
 
 
 def runbook(alert: Alert) -> str:
-    """Where the guide says what to do. It has no address: installations keep their own copies."""
+    """Return where the guide says what to do. It has no address: installations keep their own copies."""
     return f"docs/troubleshooting.md, heading {alert.heading}"
 
 
 def document() -> bytes:
-    """The groups of a PrometheusRule, which a plain Prometheus reads as well."""
+    """Return the groups of a PrometheusRule, which a plain Prometheus reads as well."""
     rules = [
         {
             "alert": alert.name,

@@ -244,7 +244,7 @@ DASHBOARDS = (USERS, OPERATORS)
 
 
 def document(dashboard: Dashboard) -> bytes:
-    """The dashboard as Grafana reads it."""
+    """Return the dashboard as Grafana reads it."""
     made = {
         "uid": dashboard.uid,
         "title": dashboard.title,

@@ -11,7 +11,7 @@ CHART = Path(__file__).parent / "perilune"
 
 
 def page() -> bytes:
-    """Raises KeyError for a value without a description in the schema."""
+    """Return the chart's README. Raises KeyError for a value without a description in the schema."""
     schema = json.loads((CHART / "values.schema.json").read_text())
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     needs = chart["kubeVersion"].removesuffix("-0")
@@ -31,7 +31,7 @@ How to install it is in `docs/install.md`. What a pool is stands in its `Inferen
 
 
 def _rows(schema: Mapping[str, Any], values: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """A row for each value; fields of objects that have fields of their own count as values."""
+    """Yield a row for each value; fields of objects that have fields of their own count as values."""
     for name, field in schema["properties"].items():
         if name == "global" or field.get("deprecated"):
             continue

@@ -93,7 +93,7 @@ def _serve(cluster: Cluster | Kind, args: argparse.Namespace) -> None:
 
 
 def _me(cluster: Cluster | Kind) -> str:
-    """How this program was called, as far as the next call needs it."""
+    """Return how this program was called, as far as the next call needs it."""
     name = "" if cluster.name == NAME else f" --name {cluster.name}"
     return f"{os.path.relpath(sys.executable)} {os.path.relpath(__file__)}{name}"
 

@@ -69,7 +69,7 @@ def _lane(item: pytest.Item) -> Lane | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs no cluster; then clusters that come and go; then the shared one."""
+    """Put first what needs no cluster, then clusters that come and go, then the shared one."""
 
     def when(item: pytest.Item) -> int:
         if "cluster" not in item.keywords:
@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Builds what is missing before the first test, so that no test's time is up meanwhile; parts lanes."""
+    """Build what is missing before the first test, so that no test's time is up meanwhile; part the lanes."""
     config = session.config
     if config.option.collectonly:
         return
@@ -97,7 +97,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def impossible() -> str:
-    """Why no cluster can be brought up here; empty: one can."""
+    """Return why no cluster can be brought up here; empty if one can."""
     if sys.platform != "linux":
         return "a cluster of namespaces needs Linux"
     if os.geteuid() != 0:
@@ -207,7 +207,7 @@ def other_image(cluster: Cluster) -> str:
 
 @pytest.fixture(scope="session")
 def state_image(cluster: Cluster) -> None:
-    """The image of the server of shared state is on every node."""
+    """Import the image of the server of shared state into every node."""
     names = (node.machine.run(["ctr", "-n", "k8s.io", "images", "list", "-q"]) for node in cluster.nodes)
     if any(perilune_image.STATE_NAME not in found.split() for found in names):
         cluster.load(perilune_image.state_archive())
@@ -215,7 +215,7 @@ def state_image(cluster: Cluster) -> None:
 
 @pytest.fixture(scope="session")
 def operator(kube: Kube, edge: str) -> None:
-    """Our chart is installed; its two operators run."""
+    """Install our chart; its two operators run."""
     perilune.install(kube)
 
 
@@ -251,11 +251,11 @@ class StaticPool:
         }
 
     def admin(self, path: str) -> Any:
-        """A page of the gateway's admin server."""
+        """Return a page of the gateway's admin server."""
         return self.kube.admin("deployment/gateway", "static", path)
 
     def document(self) -> str:
-        """What the operator will write: the pool with its endpoints resolved."""
+        """Return what the operator will write: the pool with its endpoints resolved."""
         nodes = self.kube.get("node")
         places = {node["metadata"]["name"]: node["metadata"]["labels"] for node in nodes}
         topology = {

@@ -142,7 +142,7 @@ def test_a_pool_that_is_wrong_from_the_beginning_makes_nothing(kube, edge, opera
 
 
 def test_one_bad_pool_holds_up_no_other(pool, kube, edge, operator):
-    """A wrong change beside a right one: the right one is carried out."""
+    """A wrong change together with a right one: the right one is carried out."""
     wrong = LivePool(kube, edge, "wrong")
     kube.apply(document("wrong", engine={"args": ["--port=9000"]}))
     try:

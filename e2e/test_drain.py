@@ -56,7 +56,7 @@ def test_a_scale_down_waits_for_sessions_and_can_be_taken_back(patient):
 
 
 def assert_refuses_new(pool, leaving):
-    """The gateway has seen the mark."""
+    """Assert that the gateway has seen the mark."""
     answer = pool.client.complete("anybody")
     record = pool.admin(f"/api/decisions/{answer.request_id}")
     assert leaving not in {c["address"] for c in record["candidates"] if not c["draining"]}
@@ -78,7 +78,7 @@ def test_an_engine_without_sessions_goes_at_once(patient):
 
 
 def test_a_drained_node_fails_no_request(pool, kube):
-    """`kubectl drain` under load: the node's engine is marked, evicted and made anew elsewhere; its requests
+    """`kubectl drain` under load: the node's engine is marked, evicted and made again elsewhere; its requests
     end where they run."""
     pool.settles(2)
     gateway = {pod["spec"]["nodeName"] for pod in pool.pods("gateway")}

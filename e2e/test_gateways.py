@@ -24,7 +24,7 @@ ABSENT_S = float(os.environ.get("ABSENT_S", "0"))
 
 class Turn(NamedTuple):
     engine: str
-    """Empty: Envoy sent the request on without asking a gateway."""
+    """Empty if Envoy sent the request on without asking a gateway."""
     reason: str = ""
     request_id: str = ""
 
@@ -85,7 +85,7 @@ def strayed(pool, played, homes):
 
 
 def explained(pool, request_id):
-    """What the gateway that decided it says of a request; empty if none of them knows it any more."""
+    """Return what the gateway that decided it says of a request; empty if no gateway knows it any more."""
     for pod in pool.pods("gateway"):
         name = pod["metadata"]["name"]
         with suppress(ClusterError):

@@ -98,7 +98,7 @@ def plain(thing):
 
 
 def each(what):
-    """The same with every walk."""
+    """Return the same with every walk."""
 
     def done(trial):
         for walk in trial.walks:

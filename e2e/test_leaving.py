@@ -1,7 +1,7 @@
 """Engines that hand KV over and have to go: sessions leave first with their KV, however an engine is removed.
 
 ENGINES says how many engines the pool has; without it nothing runs (`make e2e-long`: 8). Simulated engines,
-four times slower than an H20, so that what is computed again would show beside a busy machine's noise.
+four times slower than an H20, so that what is computed again would show in spite of a busy machine's noise.
 """
 
 import os
@@ -72,7 +72,7 @@ def undisturbed(moving):
 
 
 def left_with_their_kv(name, turns, since, undisturbed):
-    """Says what became of the turns; none failed, and nearly none computed again what its session had."""
+    """Say what became of the turns; none failed, and nearly none computed again what its session had."""
     later = turns.since(since)
     moved = [turn for turn in later if turn.moved]
     lost = [turn for turn in later if not turn.found]
@@ -92,7 +92,7 @@ def left_with_their_kv(name, turns, since, undisturbed):
 
 
 def handoffs(pool):
-    """How many hand-offs ended how, by the gateway."""
+    """Return how many hand-offs ended how, by the gateway."""
     ended = (one["handoff"] for one in pool.admin("/api/moves")["ended"])
     return Counter(" ".join(filter(None, (one["outcome"], one["cause"]))) for one in ended if one)
 

@@ -19,8 +19,8 @@ CANARY_SHARE = 0.25
 
 @pytest.fixture(scope="module")
 def pools(kube, edge, operator):
-    """The three pools, by name. `coder` has the gateway and the route. The others serve the chat model, and
-    `chat-next` gets a quarter of its sessions."""
+    """Yield the three pools, by name. `coder` has the gateway and the route. The others serve the chat model,
+    and `chat-next` gets a quarter of its sessions."""
     pools = {name: LivePool(kube, edge, name) for name in MODELS}
     weights = {CHAT: {"weight": 75}, CHAT_NEXT: {"weight": 25}}
     for name, pool in pools.items():

@@ -64,7 +64,8 @@ def is_held_by(kube, identity):
 
 
 def is_mended(kube, deployment, version, other, acted):
-    """The late write arrived (the version moved), and the acting operator has written its own plan again."""
+    """Assert that the late write arrived (the version moved), and that the acting operator has written its
+    own plan again."""
     found = kube.get(*deployment)
     assert found["metadata"]["resourceVersion"] != version
     assert any("/deployments/tortured-engine" in write for write in other.writes[acted:])

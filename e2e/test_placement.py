@@ -72,7 +72,7 @@ def assert_gone(pool):
 
 @pytest.fixture
 def relabel(kube):
-    """Changes a node's rack and spine (None: takes them away); afterwards all are as they were."""
+    """Change a node's rack and spine (None removes the label); afterwards all labels are as they were."""
 
     def change(node, rack, spine):
         given = {RACK: rack, SPINE: spine}

@@ -226,13 +226,13 @@ def test_a_lost_node_is_routed_around_and_its_engine_comes_back_elsewhere(pool, 
 
 
 def failed_at(sample, cut_at):
-    """When its connection did: a new one soon, one that was there before later."""
+    """Return when its connection failed: a new one soon, one that was there before later."""
     sent = max(sample.began, cut_at)
     return sent + (GIVEN_UP_S if sample.ended - sent >= GIVEN_UP_S else CONNECT_S)
 
 
 def engine_on_a_node_of_its_own(pool, kube):
-    """A node that runs an engine, but nothing that a request, the operator or the test needs."""
+    """Return a node that runs an engine, but nothing else that a request, the operator or the test needs."""
     others = [
         pod
         for pod in kube.get("pod", "-A")

@@ -31,7 +31,7 @@ def flexible(kube, edge, operator):
 
 
 def roles(pool: LivePool) -> dict[str, set[str]]:
-    """The ready engines' pods by their duty."""
+    """Return the ready engines' pods by their duty."""
     pods = [pod for part in ("engine", "prefill") for pod in pool.pods(part) if is_ready(pod)]
     return {
         duty: {p["metadata"]["name"] for p in pods if p["metadata"]["labels"].get(names.DUTY_LABEL) == duty}
@@ -72,7 +72,7 @@ def test_a_load_heavy_on_prefill_then_on_decode_switches_a_role_each_way(flexibl
 
 
 def is_behind_the_service(pool: LivePool, pods: set[str]) -> None:
-    """Just these are what Envoy uses while no gateway runs."""
+    """Assert that just these are what Envoy uses while no gateway runs."""
     labels = f"kubernetes.io/service-name={pool.name}"
     slices = pool.kube.get("endpointslice", "-n", pool.namespace, "-l", labels)
     assert {e["targetRef"]["name"] for made in slices for e in made["endpoints"] or ()} == pods

@@ -51,7 +51,7 @@ def elastic(kube, edge, operator):
 
 @contextmanager
 def watched(pool: LivePool) -> Iterator[list[int]]:
-    """The numbers of replicas that its spec has had, in order."""
+    """Yield the numbers of replicas that its spec has had, in order."""
     seen, stop = [pool.get()["spec"]["replicas"]], threading.Event()
 
     def watch() -> None:

@@ -1,6 +1,6 @@
 """A pool with Mooncake's store: the real master, and one real segment per engine.
 
-Engines are simulated; beside each runs Mooncake's own client (CPU, TCP), configured by the file that the
+Engines are simulated; next to each runs Mooncake's own client (CPU, TCP), configured by the file that the
 operator writes (images/vllm). No KV goes through the store here: what is shown is the store's life.
 """
 
@@ -63,7 +63,7 @@ def stored(kube, edge, operator, image):
 
 
 def master(pool, path):
-    """A page of the master's own server."""
+    """Return a page of the master's own server."""
     service = pool.kube.get("service", "stored-master", "-n", "default")
     answer = Client(f"{service['spec']['clusterIP']}:9003", "master").request("GET", path)
     assert answer.status == 200, answer.body

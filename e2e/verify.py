@@ -77,7 +77,7 @@ class Row:
 
 
 def rows(suite: str, report: str) -> list[Row]:
-    """What a report of pytest in JUnit's form says, a row for each file of tests."""
+    """Return a row for each file of tests, from pytest's report in JUnit's form."""
     seconds: dict[str, float] = {}
     counts: dict[str, dict[str, int]] = {}
     for case in ElementTree.fromstring(report).iter("testcase"):
@@ -92,7 +92,7 @@ def rows(suite: str, report: str) -> list[Row]:
 
 
 def play(suite: Suite, folder: Path) -> list[Row]:
-    """Runs a suite, with its output on ours. One that ends badly without a failed test has failed."""
+    """Run a suite with its output on ours. A suite that ends badly without a failed test counts as failed."""
     report = folder / f"{suite.name}.xml"
     extra = [f"ARGS=-q --junitxml={report}"] if suite.reports else []
     began = time.monotonic()
@@ -132,7 +132,7 @@ def versions() -> dict[str, str]:
 
 
 def _says(program: str, *arguments: str) -> str:
-    """The first number with dots of what a program says of itself; empty without the program."""
+    """Return the first number with dots that a program prints about itself; empty without the program."""
     if shutil.which(program) is None:
         return ""
     try:
@@ -152,7 +152,7 @@ def table(found: Sequence[Row]) -> str:
 
 
 def page(found: Sequence[Row], *, of: dict[str, str], commit: str, date: str, minutes: float) -> str:
-    """The document that says what was verified."""
+    """Return the document that says what was verified."""
     failed = sum(row.failed for row in found)
     end = f"{failed} of {len(found)} scenarios failed." if failed else f"All {len(found)} scenarios passed."
     suites = "\n".join(

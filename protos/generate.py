@@ -28,7 +28,7 @@ CONFIGURATION = HERE.parent / "docs" / "configuration.md"
 
 
 def generate() -> dict[Path, bytes]:
-    """Target path → content. Raises RuntimeError when protoc refuses the source."""
+    """Return the content of each target path. Raises RuntimeError when protoc refuses the source."""
     bundled = importlib.resources.files("grpc_tools") / "_proto"
     with tempfile.TemporaryDirectory() as out:
         arguments = ["protoc", f"-I{HERE}", f"-I{bundled}", f"--python_out={out}", f"--pyi_out={out}"]

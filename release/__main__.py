@@ -33,7 +33,7 @@ class ReleaseError(Exception):
 
 
 def versions(root: Path = ROOT) -> dict[str, str]:
-    """The version by each place that states it."""
+    """Return the version by each place that states it."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     chart = yaml.safe_load((root / "charts/perilune/Chart.yaml").read_text())
     return {
@@ -44,7 +44,7 @@ def versions(root: Path = ROOT) -> dict[str, str]:
 
 
 def check(tag: str, stated: Mapping[str, str], changelog: str) -> str:
-    """Returns the version that the tag names. Raises ReleaseError if another is stated anywhere, or the
+    """Return the version that the tag names. Raises ReleaseError if another is stated anywhere, or the
     changelog has no section for it."""
     version = tag.removeprefix("v")
     wrong = [f"{place} is {value}" for place, value in stated.items() if value != version]
@@ -56,7 +56,7 @@ def check(tag: str, stated: Mapping[str, str], changelog: str) -> str:
 
 
 def wheel(folder: Path, commit_time: str) -> Path:
-    """Builds the wheel. `commit_time` in Unix seconds is the time of all files in it."""
+    """Build the wheel. `commit_time` in Unix seconds is the time of all files in it."""
     command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
     _run(command, {"SOURCE_DATE_EPOCH": commit_time})
     (built,) = folder.glob("*.whl")
@@ -64,8 +64,8 @@ def wheel(folder: Path, commit_time: str) -> Path:
 
 
 def with_digests(values: str, image: str, engine: str) -> str:
-    """The chart's values with the digests of its two images. `engine`: of the simulated engine's, with its
-    repository. Empty ones change nothing."""
+    """Return the chart's values with the digests of its two images. `engine`: that of the simulated engine's,
+    with its repository. Empty ones change nothing."""
     lines = {'  digest: ""': f'  digest: "{image}"', 'simulatedImage: ""': f'simulatedImage: "{engine}"'}
     for old, new in lines.items():
         if values.count(old) != 1:
@@ -75,7 +75,7 @@ def with_digests(values: str, image: str, engine: str) -> str:
 
 
 def chart(folder: Path, image: str, engine: str) -> Path:
-    """A copy of the chart that names the images by their digests."""
+    """Return a copy of the chart that names the images by their digests."""
     copy = Path(shutil.copytree(CHART, folder / CHART.name))
     values = copy / "values.yaml"
     values.write_text(with_digests(values.read_text(), image, engine))
@@ -83,8 +83,8 @@ def chart(folder: Path, image: str, engine: str) -> Path:
 
 
 def make(version: str, out: Path, helm: str, image: str = "", engine: str = "") -> list[Path]:
-    """Writes all files into `out` and returns them. `image`, `engine`: as in with_digests. Raises
-    ReleaseError when a program fails."""
+    """Write all files into `out` and return them. `image`, `engine`: as in with_digests. Raises ReleaseError
+    when a program fails."""
     out.mkdir(parents=True, exist_ok=True)
     commit_time = _run(["git", "log", "-1", "--format=%ct"]).strip()
     built = wheel(out, commit_time)

@@ -22,7 +22,7 @@ def document(version: str, lock: str) -> dict[str, Any]:
 
 
 def _packages(lock: str) -> Iterator[dict[str, Any]]:
-    """A package has a hash for each of its files, of which an image installs one; all are listed."""
+    """Yield the packages. Each lists the hashes of all its files, of which an image installs one."""
     pins = list(_PINNED.finditer(lock))
     ends = [pin.start() for pin in pins[1:]] + [len(lock)]
     for pin, end in zip(pins, ends, strict=True):

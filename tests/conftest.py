@@ -38,7 +38,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadGro
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the groups first, then the folder with the longest files, so that short files fill the workers at
+    """Put the groups first, then the folder with the longest files, so that short files fill the workers at
     the end."""
 
     def rank(item: pytest.Item) -> int:
@@ -50,14 +50,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keeps the garbage collector from looking at thousands of collected tests again and again."""
+    """Keep the garbage collector from looking at thousands of collected tests again and again."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> Iterator[None]:
-    """Prints after pytest's own summary, before its closing line. The reason of a skip says what helps."""
+    """Print after pytest's own summary, before its closing line. The reason of a skip says what helps."""
     yield
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)

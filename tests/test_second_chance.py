@@ -34,7 +34,7 @@ FAILS_ALWAYS = "def test_fails_always():\n    raise ValueError('every time')\n"
 
 
 def run(folder: Path, files: dict[str, str]) -> tuple[int, str]:
-    """Returns the exit status and what was printed."""
+    """Run pytest, and return the exit status and the output."""
     for name, text in {
         "tests/conftest.py": CONFTEST,
         "pytest.ini": "[pytest]\naddopts = --import-mode=importlib\n",

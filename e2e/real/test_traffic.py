@@ -1,4 +1,5 @@
-"""What the gateway says of real engines' caches, beside what they count: over all APIs, after every death.
+"""What the gateway says of real engines' caches, compared with what they count: over all APIs, after every
+death.
 
 Two engines with a shared store and few blocks, so that they evict; one of them can hardly replay any events.
 REQUESTS is how many requests the longest phase has (`make e2e-real-long`: 600).
@@ -73,7 +74,7 @@ async def more_requests(phase, count):
 
 
 async def ready_endpoints(rig, count):
-    """Waits until the gateway has seen so many engines ready; it reads their metrics every second."""
+    """Wait until the gateway has seen so many engines ready; it reads their metrics every second."""
     async with asyncio.timeout(60):
         while True:
             if (await rig.page("/api/health"))["endpoints_ready"] == count:

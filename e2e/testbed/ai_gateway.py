@@ -1,4 +1,4 @@
-"""Envoy AI Gateway beside Envoy Gateway, which then takes InferencePools as backends.
+"""Envoy AI Gateway together with Envoy Gateway, which then takes InferencePools as backends.
 
 Its charts, and the values that Envoy Gateway needs for it, lie in its Go module. For each InferencePool it
 makes Envoy ask the pool's endpoint picker, always over TLS and without verifying the certificate, and send
@@ -25,7 +25,8 @@ _VALUES = (
 
 
 def archive() -> Path:
-    """An OCI archive of its controller, which is built when it is missing: ten minutes on two cores, once."""
+    """Return an OCI archive of its controller. Build the archive if it is missing, which takes ten minutes on
+    two cores, once."""
     programs.module(*programs.AI_GATEWAY)
     programs.ensure(("ai-gateway",))
     return images.archive(IMAGE, programs.path("ai-gateway"), "ai-gateway")

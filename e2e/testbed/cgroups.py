@@ -39,7 +39,7 @@ def _tracker() -> Path:
 
 
 def make(path: str) -> None:
-    """Makes `/path` in every tree, with all that a kubelet needs of its root."""
+    """Make `/path` in every tree, with all that a kubelet needs of its root."""
     for tree in trees():
         folder = tree
         for part in path.strip("/").split("/"):
@@ -58,7 +58,7 @@ def make(path: str) -> None:
 
 
 def _delegate(folder: Path) -> None:
-    """v2: children of this folder get the controllers that the folder itself has."""
+    """Give children of this folder the controllers that the folder itself has (v2)."""
     here = (folder / "cgroup.controllers").read_text().split()
     for controller in V2_CONTROLLERS:
         if controller in here:
@@ -100,7 +100,7 @@ def processes(path: str) -> set[int]:
 
 
 def kill(path: str, timeout_s: float = 20) -> None:
-    """Ends everything in `/path` and below, also what is being started meanwhile."""
+    """End everything in `/path` and below, also what is being started meanwhile."""
 
     def empty() -> bool:
         left = processes(path)
@@ -115,7 +115,7 @@ def kill(path: str, timeout_s: float = 20) -> None:
 
 
 def remove(path: str) -> None:
-    """Removes `/path` and everything below it; its processes must have ended."""
+    """Remove `/path` and everything below it; its processes must have ended."""
     for tree in trees():
         folder = tree / path.strip("/")
         for below in sorted(folder.glob("**/"), key=lambda f: -len(f.parts)):

@@ -63,7 +63,7 @@ class Cluster:
         raise ClusterError(f"no node {name!r}; there are {', '.join(n.site.node for n in self.nodes)}")
 
     def up(self, archives: Sequence[Path]) -> None:
-        """Brings the cluster up with these images. Raises ClusterError; what has started then stays."""
+        """Bring the cluster up with these images. Raises ClusterError; what has started then stays."""
         with self._lock():
             self._clean()
             self.home.mkdir(parents=True)
@@ -79,7 +79,7 @@ class Cluster:
                 self._mark.write_text(json.dumps({"nodes": len(self.nodes)}))
 
     def down(self) -> None:
-        """Leaves no process, namespace, mount, cgroup or file; also after a killed run."""
+        """Leave no process, namespace, mount, cgroup or file; also after a killed run."""
         with self._lock():
             self._clean()
 
@@ -98,19 +98,19 @@ class Cluster:
         return found
 
     def set_link(self, node: str, up: bool) -> None:
-        """Plugs a node's cable in or out."""
+        """Plug a node's cable in or out."""
         network.set_link(self.fabric, self.node(node).site.node, up)
 
     def restart_api_server(self) -> None:
-        """Ends it like a crash, and starts it again; returns when it is ready."""
+        """Kill it like a crash, start it again, and wait until it is ready."""
         self.kill("kube-apiserver")
         with cgroups.member(self.name):
             self.control.start_api_server()
         until(lambda: self.control.ready, "the API server is ready again", timeout_s=60)
 
     def kill(self, program: str) -> None:
-        """kill -9 of every process of this name, on whatever machine; returns when they have ended. A kubelet
-        starts again what it looks after."""
+        """Kill (-9) every process of this name, on whatever machine, and wait until they have ended. A
+        kubelet starts again what it looks after."""
         pids = self._pids(program)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -135,7 +135,7 @@ class Cluster:
         return pids
 
     def load(self, archive: Path) -> None:
-        """Imports an image into every node."""
+        """Import an image into every node."""
         _each(self.nodes, lambda node: images.load(node.machine, archive))
 
     def resident_bytes(self) -> dict[str, int]:
@@ -178,7 +178,7 @@ class Cluster:
         kube.wait("create", "serviceaccount/default", "-n", "default")
 
     def _why_not_ready(self) -> str:
-        """What each node that is not says, and the last errors of its kubelet and containerd."""
+        """Return what each node that is not ready says, and the last errors of its kubelet and containerd."""
         said = []
         for node in self.kube.get("node"):
             conditions = node.get("status", {}).get("conditions", ())
@@ -224,7 +224,7 @@ def build(*others: Callable[[], Path]) -> list[Path]:
 
 
 def _program(pid: int) -> str:
-    """Its name, at most 15 letters; empty: it has ended."""
+    """Its name, at most 15 letters; empty if it has ended."""
     try:
         return (Path("/proc") / str(pid) / "comm").read_text().strip()
     except OSError:

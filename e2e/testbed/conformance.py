@@ -34,14 +34,14 @@ Object = dict[str, Any]
 
 
 def archive() -> Path:
-    """An OCI archive of the suite's echo server; it and the suite are built when they are missing."""
+    """Return an OCI archive of the suite's echo server. Build it and the suite if they are missing."""
     programs.module(*programs.CONFORMANCE_SUITE)
     programs.ensure(("echo-basic", "conformance"))
     return images.archive(ECHO, programs.path("echo-basic"), "echo-basic")
 
 
 def prepare(kube: Kube, folder: Path) -> None:
-    """Returns when all that the suite expects runs. `folder`: where certificates may be written."""
+    """Wait until all that the suite expects runs. `folder`: where certificates may be written."""
     text = _BASE.read_text().replace("{GATEWAY_CLASS_NAME}", CLASS)
     objects: list[Object] = [document for document in yaml.safe_load_all(text) if document]
     pools = {o["metadata"]["name"]: o for o in objects if o["kind"] == "InferencePool"}
@@ -66,7 +66,7 @@ def remove(kube: Kube) -> None:
 
 
 def run(kube: Kube, skipped: Iterable[str], timeout_s: float) -> Mapping[str, str]:
-    """Result of each test of the suite: PASS, FAIL or SKIP. What the suite says is printed."""
+    """Run the suite with its output on ours, and return the result of each test: PASS, FAIL or SKIP."""
     flags = ("-test.v", f"-gateway-class={CLASS}", "-allow-crds-mismatch", f"-skip-tests={','.join(skipped)}")
     command = kube.command(str(programs.path("conformance")), *flags)
     ended = subprocess.run(
@@ -77,7 +77,7 @@ def run(kube: Kube, skipped: Iterable[str], timeout_s: float) -> Mapping[str, st
 
 
 def _picks_for(made: Object) -> str:
-    """The pool of which this is the picker's Deployment; else empty."""
+    """Return the pool whose picker's Deployment this is; else an empty text."""
     if made["kind"] != "Deployment":
         return ""
     arguments: list[str] = made["spec"]["template"]["spec"]["containers"][0].get("args", [])
@@ -99,7 +99,8 @@ def _gateway_class() -> Object:
 
 
 def _pod() -> Object:
-    """The suite waits for pods in the Gateways' namespace, but Envoy Gateway runs all Envoys in its own."""
+    """Return a placeholder in the Gateways' namespace, where the suite waits for pods; Envoy Gateway runs all
+    Envoys in its own."""
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -109,8 +110,8 @@ def _pod() -> Object:
 
 
 def _document(kube: Kube, pool: Object) -> Object:
-    """The ConfigMap with the pool's document: all its ports of all its pods. It names no fallbacks, see
-    `ai_gateway`."""
+    """Return the ConfigMap with the pool's document: all its ports of all its pods. It names no fallbacks,
+    see `ai_gateway`."""
     name, namespace = pool["metadata"]["name"], pool["metadata"]["namespace"]
     labels = ",".join(f"{key}={value}" for key, value in pool["spec"]["selector"]["matchLabels"].items())
     addresses = [
@@ -132,7 +133,7 @@ def _document(kube: Kube, pool: Object) -> Object:
 
 
 def _gateway(pool: str) -> Object:
-    """The pod of a pool's picker: our gateway, which obeys the header that names endpoints."""
+    """Return the pod of a pool's picker: our gateway, which obeys the header that names endpoints."""
     arguments = (
         *(f"--pool={_FOLDER}/pool/{POOL_DOCUMENT}", "--listen=0.0.0.0:9002", "--admin=0.0.0.0:9003"),
         *(f"--tls-cert={_FOLDER}/tls/tls.crt", f"--tls-key={_FOLDER}/tls/tls.key", "--conformance"),

@@ -46,7 +46,7 @@ class ControlPlane:
             return False
 
     def identity(self, file: str, name: str, group: str = "") -> Path:
-        """A kubeconfig for `name`, certificate included."""
+        """Return a kubeconfig for `name`, certificate included."""
         self.pki.certificate(file, name, group)
         to = self._home / f"{file}.kubeconfig"
         self.pki.kubeconfig(to, SERVER, file)

@@ -18,8 +18,9 @@ _IMAGE, _PULL_POLICY = "${GatewayImage}", "${GatewayImagePullPolicy}"
 
 
 def install(kube: Kube, folder: Path | None, *values: Path) -> None:
-    """Returns when the Gateway `edge/edge` is Programmed, its Envoy running. `folder`: where a copy of the
-    chart may be written, None: it comes from its registry. `values`: further files of the chart's values."""
+    """Install it, and wait until the Gateway `edge/edge` is Programmed and its Envoy runs. `folder`: where to
+    write a copy of the chart; None takes the chart from its registry. `values`: further files of the chart's
+    values."""
     given = (f"--set=global.images.envoyProxy.image={images.ENVOY}", *(f"--values={file}" for file in values))
     if folder is not None:
         kube.install("eg", _filled_chart(folder), NAMESPACE, *given)
@@ -30,14 +31,15 @@ def install(kube: Kube, folder: Path | None, *values: Path) -> None:
 
 
 def restart(kube: Kube) -> None:
-    """It then reads all its configuration, and annotations, whose changes it does not watch."""
+    """Restart it, so that it reads its whole configuration again, and the annotations whose changes it does
+    not watch."""
     where = ("deployment/envoy-gateway", "-n", NAMESPACE)
     kube.ctl("rollout", "restart", *where)
     kube.ctl("rollout", "status", *where, "--timeout=90s", timeout_s=100)
 
 
 def address(kube: Kube) -> str:
-    """Where the Gateway's Service listens: `ip:port`."""
+    """Return where the Gateway's Service listens: `ip:port`."""
     of_edge = "gateway.envoyproxy.io/owning-gateway-name=edge"
     service = kube.get("service", "-n", NAMESPACE, "-l", of_edge)[0]
     return f"{service['spec']['clusterIP']}:80"

@@ -34,7 +34,7 @@ class Answer:
 
     @property
     def decided(self) -> str:
-        """The engine that the gateway chose; empty: it was not asked."""
+        """The engine that the gateway chose; empty if it was not asked."""
         return self._decision("").split(";")[0].strip()
 
     @property
@@ -65,7 +65,7 @@ class Client:
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 60,
     ) -> Answer:
-        """Raises OSError and http.client.HTTPException as they come."""
+        """Send one request. Raises OSError and http.client.HTTPException as they come."""
         began = time.monotonic()
         connection = http.client.HTTPConnection(self.address, timeout=timeout_s)
         try:
@@ -119,7 +119,7 @@ class Load:
         return self.outcomes["200"]
 
     def goes_on(self, requests: int = 30) -> None:
-        """Waits for so many more."""
+        """Wait until so many more requests have succeeded."""
         wanted = self.succeeded + requests
 
         def enough() -> None:
@@ -186,11 +186,11 @@ class NewPrompts:
                 stop.set()
 
     def rate(self, since: float, until: float) -> float:
-        """Answers per second."""
+        """Return the answers per second."""
         return sum(since < at <= until for at in self.ended) / (until - since)
 
     def go_on(self, requests: int) -> None:
-        """Waits for so many more."""
+        """Wait for so many more answers."""
         wanted = len(self.ended) + requests
 
         def enough() -> None:
@@ -214,7 +214,7 @@ class NewPrompts:
 
 
 def eventually(check: Callable[[], None], timeout_s: float = 30, every_s: float = 0.2) -> None:
-    """Repeats `check` until it has nothing to complain of; its last complaint is raised when time is over."""
+    """Repeat `check` until it has nothing to complain of; its last complaint is raised when time is over."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

@@ -47,7 +47,7 @@ def layer(tar: Path) -> Layer:
 
 
 def files_layer(to: Path, files: Mapping[str, Path]) -> Layer:
-    """A layer of executable files and folders, the same bytes for the same files."""
+    """Return a layer of executable files and folders, the same bytes for the same files."""
     with tarfile.open(to, "w") as tar:
         for name, source in sorted(files.items()):
             tar.add(source, name, filter=_anonymous)
@@ -65,7 +65,7 @@ def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
 def write_archive(
     name: str, to: Path, layers: Sequence[Layer], entrypoint: Sequence[str], env: Sequence[str] = ()
 ) -> None:
-    """An OCI archive that `ctr images import` and buildah read."""
+    """Write an OCI archive that `ctr images import` and buildah read."""
     config = _json(
         architecture="amd64",
         os="linux",
@@ -139,7 +139,7 @@ def _bootstrap(tar: Path) -> None:
 
 
 def archives(envoy: Path) -> Iterator[Path]:
-    """The cluster's own images: pause, Envoy, Envoy Gateway."""
+    """Yield the cluster's own images: pause, Envoy, Envoy Gateway."""
     busybox = Path(shutil.which("busybox") or "/bin/busybox")
     yield archive(PAUSE, busybox, "busybox", "sleep", "2147483647")
     yield archive(ENVOY, envoy, "envoy", on_debian=True)
@@ -147,7 +147,7 @@ def archives(envoy: Path) -> Iterator[Path]:
 
 
 def archive(name: str, program: Path, command: str, *arguments: str, on_debian: bool = False) -> Path:
-    """An image that runs one program as `command`; made again when the program changed."""
+    """Return an image that runs one program as `command`. Make it again when the program has changed."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     place, file = f"usr/local/bin/{command}", name.split("/")[-1].split(":")[0]
     entrypoint = (f"/{place}", *arguments)
@@ -164,13 +164,13 @@ def archive(name: str, program: Path, command: str, *arguments: str, on_debian: 
 
 
 def fingerprint(file: Path) -> str:
-    """Changes whenever the file is written again."""
+    """Return a text that changes whenever the file is written again."""
     about = file.stat()
     return f"{about.st_size}-{about.st_mtime_ns}"
 
 
 def make_store(home: Path, wanted: Sequence[Path]) -> None:
-    """Brings the image store up to date with these archives. The caller is a cgroup member."""
+    """Bring the image store up to date with these archives. The caller is a cgroup member."""
     with exclusive("store"):
         _make_store(home, wanted)
 
@@ -204,12 +204,12 @@ def _make_store(home: Path, wanted: Sequence[Path]) -> None:
 
 
 def load(machine: Machine, archive: Path) -> None:
-    """Imports an archive into a running machine's containerd."""
+    """Import an archive into a running machine's containerd."""
     machine.run(["ctr", "-n", "k8s.io", "images", "import", archive], timeout_s=300)
 
 
 def populate(folder: Path) -> None:
-    """Makes `folder` a containerd root with every image of the store."""
+    """Make `folder` a containerd root with every image of the store."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with exclusive("store"):
         run(["cp", "--archive", "--link", _STORE, folder])

@@ -74,7 +74,7 @@ class Kind:
         }
 
     def _reach_services(self) -> None:
-        """Services through one node, pods through theirs, as from a machine beside the cluster."""
+        """Reach Services through one node and pods through theirs, as from a machine outside the cluster."""
         if os.geteuid() != 0:
             print("kind: not root, so no routes to Services are set; requests need kubectl port-forward")
             return

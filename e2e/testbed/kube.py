@@ -14,7 +14,7 @@ INSTALL_S = 180
 
 
 def installed(program: str) -> Path:
-    """What the user has, where nothing is built."""
+    """Return the program that the user has, where nothing is built."""
     return Path(shutil.which(program) or program)
 
 
@@ -43,31 +43,31 @@ class Kube:
         )
 
     def admin(self, gateway: str, namespace: str, path: str) -> Any:
-        """An admin page of a gateway, read as JSON."""
+        """Return an admin page of a gateway, read as JSON."""
         return json.loads(self.page(gateway, namespace, path))
 
     def page(self, gateway: str, namespace: str, path: str) -> str:
-        """An admin page of a gateway (`deployment/NAME` or `pod/NAME`), which answers only clients in its own
-        pod."""
+        """Return an admin page of a gateway (`deployment/NAME` or `pod/NAME`), which answers only clients in
+        its own pod."""
         code = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1]).read().decode())"
         url = f"http://127.0.0.1:9003{path}"
         where = ("exec", gateway, "-n", namespace)
         return self.ctl(*where, "--", "python3", "-c", code, url)
 
     def get(self, *args: str) -> Any:
-        """The object, or the list's items."""
+        """Return the object, or the list's items."""
         found = json.loads(self.ctl("get", *args, "-o", "json"))
         return found["items"] if found.get("kind", "").endswith("List") else found
 
     def wait(self, what: str, *args: str, timeout_s: float = 60) -> None:
-        """`kubectl wait --for=WHAT …`."""
+        """Run `kubectl wait --for=WHAT …`."""
         self.ctl("wait", f"--for={what}", *args, f"--timeout={timeout_s:g}s", timeout_s=timeout_s + 10)
 
     def helm(self, *args: str, timeout_s: float = 300) -> str:
         return run(self.command(str(self.find("helm")), *args), timeout_s=timeout_s)
 
     def install(self, release: str, chart: str | Path, namespace: str, *values: str) -> None:
-        """Returns when all of it is ready. Raises ClusterError with what its pods say."""
+        """Install it, and wait until all of it is ready. Raises ClusterError with what its pods say."""
         found = json.loads(self.helm("list", "-n", namespace, "--all", "-o", "json"))
         if any(r["name"] == release and r["status"].startswith("pending") for r in found):
             self.helm("uninstall", release, "-n", namespace)  # of a helm that was killed

@@ -64,7 +64,7 @@ class SideBySide:
 
 
 def _tell(session: pytest.Session, children: Sequence["_Child"]) -> None:
-    """All reports, each test's when it has ended, until every child has."""
+    """Tell all reports, each test's when it has ended, until every child has."""
     running = {child.reports: child for child in children}
     while running:
         for ready in wait(list(running)):
@@ -118,7 +118,7 @@ class _Child:
         self._told.append(report)
 
     def finished(self) -> Iterable[list[pytest.TestReport]]:
-        """Reports of each test that has ended since."""
+        """Yield the reports of each test that has ended since."""
         while any(report.when == "teardown" for report in self._told):
             last = next(i for i, report in enumerate(self._told) if report.when == "teardown")
             reports, self._told = self._told[: last + 1], self._told[last + 1 :]
@@ -126,7 +126,7 @@ class _Child:
             yield reports
 
     def ended(self) -> None:
-        """What was not told has failed."""
+        """Report every test that was not told as failed."""
         status = self._process.wait()
         said = self._log.read_text(errors="replace")[-5000:]
         for item in self._left.values():

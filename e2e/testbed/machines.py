@@ -54,7 +54,7 @@ class Machine:
             return False
 
     def start(self) -> None:
-        """Powers it on. The caller is a member of the cluster's cgroup."""
+        """Power it on. The caller is a member of the cluster's cgroup."""
         for folder in ("lib", "log"):
             (self.home / folder).mkdir(parents=True, exist_ok=True)
         (self.home / "pid").unlink(missing_ok=True)
@@ -73,33 +73,33 @@ class Machine:
         )
 
     def power_off(self) -> None:
-        """Pulls the plug: everything in it is gone at once."""
+        """Pull the plug: everything in it is gone at once."""
         if self.running:
             os.kill(self.pid, signal.SIGKILL)
             until(lambda: not self.running, f"machine {self.name} is off", timeout_s=10, every_s=0.01)
 
     def inside(self, args: Args) -> list[str]:
-        """The command that runs `args` in all of its namespaces."""
+        """Return the command that runs `args` in all of its namespaces."""
         return ["nsenter", f"--target={self.pid}", "-n", "-m", "-p", "-u", "-i", "--", *map(str, args)]
 
     def on_its_network(self, args: Args) -> list[str]:
-        """The command that runs `args` with our files and processes, but its network."""
+        """Return the command that runs `args` with our files and processes, but on its network."""
         return ["nsenter", f"--target={self.pid}", "-n", "--", *map(str, args)]
 
     def run(self, args: Args, *, stdin: str | None = None, timeout_s: float = 60) -> str:
         return run(self.inside(args), stdin=stdin, timeout_s=timeout_s)
 
     def daemon(self, args: Args, name: str = "") -> None:
-        """Starts a program inside; its output goes to `NAME.log` beside the machine's files."""
+        """Start a program inside; its output goes to `NAME.log` next to the machine's files."""
         launch(self.inside(args), self.home / f"{name or Path(str(args[0])).name}.log")
 
     def service(self, args: Args) -> None:
-        """A daemon that is started again, a second later, whenever it ends, as systemd does with a node's."""
+        """Run a daemon, and start it again a second after it ends, as systemd does with a node's."""
         again = ["sh", "-c", 'while :; do "$@"; sleep 1; done', "sh", *map(str, args)]
         self.daemon(again, Path(str(args[0])).name)
 
     def configure(self, commands: str) -> None:
-        """Lines of `ip` commands, as one batch."""
+        """Run lines of `ip` commands as one batch."""
         run(self.on_its_network(["ip", "-batch", "-"]), stdin=commands)
 
     @contextmanager

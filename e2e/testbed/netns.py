@@ -12,7 +12,8 @@ _CLONE_NEWNET = 0x40000000
 
 
 def new() -> int:
-    """A file of a new namespace, whose loopback is down. Raises OSError where this process may make none."""
+    """Return a file of a new namespace, whose loopback is down. Raises OSError where this process may make
+    none."""
     with open("/proc/thread-self/ns/net") as home:
         _call("unshare", _CLONE_NEWNET)
         try:

@@ -56,7 +56,7 @@ def sites(nodes: int, spines: int = 2, racks: int = 2) -> tuple[Site, ...]:
 
 
 def build_fabric(fabric: Machine, places: tuple[Site, ...]) -> None:
-    """Bridges and the links between them."""
+    """Build the bridges and the links between them."""
     spines = sorted({place.spine for place in places})
     racks = sorted({(place.spine, place.rack) for place in places})
     lines = []
@@ -80,7 +80,7 @@ def attach_control(fabric: Machine, control: Machine, places: tuple[Site, ...]) 
 
 
 def route_services(control: Machine, gate: Site) -> None:
-    """From outside, Services are reached through this node's kube-proxy."""
+    """Let everything outside reach Services through this node's kube-proxy."""
     control.configure(f"route replace {SERVICES} via {gate.address}")
 
 
@@ -101,11 +101,11 @@ def _plug(fabric: Machine, machine: Machine, link: str, bridge: str, address: st
 
 
 def limit(machine: Machine, device: str, bit_s: int) -> None:
-    """The rate at which `device` sends."""
+    """Limit the rate at which `device` sends."""
     rate = ("rate", f"{bit_s}bit", "burst", "256kb", "latency", "50ms")
     run(machine.on_its_network(["tc", "qdisc", "replace", "dev", device, "root", "tbf", *rate]))
 
 
 def set_link(fabric: Machine, node: str, up: bool) -> None:
-    """Plugs a node's cable in or out."""
+    """Plug a node's cable in or out."""
     fabric.configure(f"link set {node} {'up' if up else 'down'}")

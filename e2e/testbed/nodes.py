@@ -27,7 +27,7 @@ _CONTAINERD = """version = 2
 
 
 def labels(site: Site) -> dict[str, str]:
-    """What an H20 server at this place says of itself."""
+    """Return what an H20 server at this place says of itself."""
     return {
         "topology.kubernetes.io/zone": ZONE,
         "topology.kubernetes.io/rack": site.rack,
@@ -38,7 +38,7 @@ def labels(site: Site) -> dict[str, str]:
 
 
 def gpus(node: str) -> dict[str, Any]:
-    """The Node with the status of one that has eight GPUs."""
+    """Return the Node with the status of one that has eight GPUs."""
     count = {"nvidia.com/gpu": str(GPUS)}
     status = {"capacity": count, "allocatable": count}
     return {"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}, "status": status}
@@ -52,7 +52,7 @@ class Node:
         self._cgroup = f"{cluster}/{site.node}"
 
     def prepare(self) -> None:
-        """Once: certificates, configuration, images."""
+        """Prepare once: certificates, configuration, images."""
         home, name = self.machine.home, self.site.node
         (home / "cni").mkdir()
         (home / "cni" / "10-pods.conflist").write_text(json.dumps(self._cni()))
@@ -64,7 +64,7 @@ class Node:
         populate(home / "lib" / "containerd")
 
     def start(self) -> None:
-        """Starts its daemons; the machine is on and plugged in. The caller is a cgroup member."""
+        """Start its daemons; the machine is on and plugged in. The caller is a cgroup member."""
         home, name = self.machine.home, self.site.node
         cgroups.make(self._cgroup)
         self.machine.daemon(["containerd", "--config", home / "containerd.toml"])
@@ -93,7 +93,7 @@ class Node:
         return succeeds(self.machine.inside(["nft", "list", "table", "ip", "kube-proxy"]))
 
     def last_errors(self, count: int = 5) -> list[str]:
-        """The last lines that kubelet and containerd logged as errors, at most `count` each."""
+        """Return the last lines that kubelet and containerd logged as errors, at most `count` each."""
         kubelet = (self.machine.home / "kubelet.log").read_text(errors="replace").splitlines()
         containerd = (self.machine.home / "containerd.log").read_text(errors="replace").splitlines()
         return [
@@ -106,7 +106,8 @@ class Node:
         return succeeds(self.machine.inside(["test", "-S", "/run/containerd/containerd.sock"]))
 
     def object(self) -> dict[str, Any]:
-        """The Node, made before its kubelet registers it, so that it has its labels from the first moment."""
+        """Return the Node, made before its kubelet registers it, so that it has its labels from the first
+        moment."""
         return {
             "apiVersion": "v1",
             "kind": "Node",

@@ -108,7 +108,7 @@ class Operator:
         return self._process is not None and self._process.poll() is None
 
     def kill(self) -> None:
-        """kill -9, and no chance to say goodbye."""
+        """Kill it (-9), with no chance to say goodbye."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -127,7 +127,7 @@ class Operator:
         until(self._held.is_set, f"a write of {self.identity} is held back, see {self._log}", timeout_s)
 
     def release(self) -> None:
-        """The held write goes to the API server."""
+        """Let the held write go to the API server."""
         self._loop.call_soon_threadsafe(self._released.set)
 
     def close(self) -> None:
@@ -236,7 +236,7 @@ def operators(
 
 
 def _place_for_a_lease(namespace: str) -> tuple[dict[str, Any], ...]:
-    """The namespace, and there the chart's rights to a Lease for the operators' account."""
+    """Return the namespace, and there the chart's rights to a Lease for the operators' account."""
     rbac = "rbac.authorization.k8s.io"
     here = {"name": perilune.OPERATOR, "namespace": namespace}
     account = {"kind": "ServiceAccount", "name": perilune.OPERATOR, "namespace": perilune.NAMESPACE}
@@ -254,7 +254,7 @@ def _place_for_a_lease(namespace: str) -> tuple[dict[str, Any], ...]:
 
 
 def holder(kube: Kube) -> str:
-    """Who holds the operators' Lease."""
+    """Return who holds the operators' Lease."""
     lease = kube.get("lease", "perilune-operator", "-n", perilune.NAMESPACE)
     return str(lease["spec"].get("holderIdentity") or "")
 

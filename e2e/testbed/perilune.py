@@ -16,7 +16,7 @@ POOL = Path(__file__).resolve().parents[1] / "manifests" / "pool.yaml"
 
 
 def install(kube: Kube, *settings: str) -> None:
-    """Returns when the operator is ready. `settings`: `key=value` of the chart."""
+    """Install the operator, and wait until it is ready. `settings`: `key=value` of the chart."""
     repository, tag = NAME.rsplit(":", 1)
     image = f"image.repository={repository},image.tag={tag},image.pullPolicy=Never,stateImage={STATE_NAME}"
     values = ["--set-string", image, *(f"--set={made}" for made in settings)]
@@ -26,12 +26,12 @@ def install(kube: Kube, *settings: str) -> None:
 
 
 def apply_pool(kube: Kube, document: Path = POOL, timeout_s: float = 120) -> None:
-    """Returns when the pool is Ready."""
+    """Apply the pool, and wait until it is Ready."""
     kube.ctl("apply", "-f", str(document))
     kube.wait("condition=Ready", "-f", str(document), timeout_s=timeout_s)
 
 
 def lease_rules() -> list[dict[str, Any]]:
-    """What the chart allows an operator in the namespace of its Lease."""
+    """Return what the chart allows an operator in the namespace of its Lease."""
     rules: list[dict[str, Any]] = yaml.safe_load((CHART / "files" / "lease-rules.yaml").read_text())
     return rules

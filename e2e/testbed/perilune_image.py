@@ -30,20 +30,20 @@ _STORE_FOLDER = CHECKOUT / "e2e" / "images"
 
 
 def perilune_archive() -> Path:
-    """An OCI archive of operator and gateway, built again when a source changed."""
+    """Return an OCI archive of operator and gateway, built again when a source changed."""
     arguments = ("--build-arg", f"BASE={_BASE}", str(CHECKOUT))
     return _archive(NAME, "perilune", _digest_of_sources(), "building our image", arguments)
 
 
 def engine_archive() -> Path:
-    """An OCI archive of the simulated engine, built again when a source changed."""
+    """Return an OCI archive of the simulated engine, built again when a source changed."""
     arguments = ("--build-arg", f"BASE={_BASE}", "--target", "engine", str(CHECKOUT))
     title = "building the simulated engine's image"
     return _archive(ENGINE_NAME, "perilune-engine", _digest_of_sources(), title, arguments)
 
 
 def store_archive() -> Path:
-    """The engine's with Mooncake's master and client, and a program called vllm."""
+    """Return an image like the engine's, with Mooncake's master and client, and a program called vllm."""
     engine_archive()
     digest = hashlib.sha256(_digest_of_sources().encode())
     for file in sorted(_STORE_FOLDER.iterdir()):
@@ -55,7 +55,7 @@ def store_archive() -> Path:
 
 
 def state_archive() -> Path:
-    """An OCI archive of Valkey."""
+    """Return an OCI archive of Valkey."""
     recipe = _STORE_FOLDER / "state.Dockerfile"
     arguments = ("--build-arg", f"BASE={_BASE}", "-f", str(recipe), str(_STORE_FOLDER))
     digest = hashlib.sha256(recipe.read_bytes()).hexdigest()

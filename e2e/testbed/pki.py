@@ -26,7 +26,7 @@ class Pki:
     def certificate(
         self, file: str, name: str, group: str = "", names: Sequence[str] = (), server: bool = False
     ) -> None:
-        """`file`.crt and `file`.key; `names` as `IP:…`, `DNS:…`."""
+        """Write `file`.crt and `file`.key; `names` as `IP:…`, `DNS:…`."""
         key, request, certificate = (self.folder / f"{file}.{end}" for end in ("key", "csr", "crt"))
         subject = f"/O={group}/CN={name}" if group else f"/CN={name}"
         run(["openssl", "req", *_EC, "-keyout", key, "-out", request, "-subj", subject])
@@ -66,7 +66,7 @@ class Pki:
 
 
 def server_secret(folder: Path, name: str, namespace: str, host: str) -> dict[str, Any]:
-    """A Secret with a certificate for a host, its key and its CA, which are made in `folder`."""
+    """Return a Secret with a certificate for a host, its key and its CA, which are made in `folder`."""
     pki = Pki(folder)
     pki.make_ca()
     pki.certificate("tls", name, names=[f"DNS:{host}"], server=True)
@@ -76,5 +76,5 @@ def server_secret(folder: Path, name: str, namespace: str, host: str) -> dict[st
 
 
 def _serial(file: str) -> str:
-    """A serial number of its own for each certificate, without a shared counter file."""
+    """Return a serial number of its own for each certificate, without a shared counter file."""
     return file.encode().hex()[:30]

@@ -32,7 +32,7 @@ LEAVES_SOON = {
 
 
 def document(name: str, namespace: str = "default", **spec: Any) -> dict[str, Any]:
-    """Simulated engines behind the Gateway `edge/edge`, requests of host `NAME.test`."""
+    """Return a pool of simulated engines behind the Gateway `edge/edge`, for requests of host `NAME.test`."""
     usual = {
         "model": {"name": f"{name}-30b"},
         "engine": {"kind": "simulated", "imagePullPolicy": "Never"},
@@ -99,11 +99,11 @@ class LivePool:
     # -- what a user does to it --------------------------------------------------------------------
 
     def apply(self, **spec: Any) -> None:
-        """As a file that a user applies: the whole spec."""
+        """Apply the whole spec, as a file that a user applies."""
         self.kube.apply(document(self.name, self.namespace, **spec))
 
     def patch(self, **spec: Any) -> None:
-        """Some fields of the spec; None takes one away."""
+        """Change some fields of the spec; None removes one."""
         words = ("patch", _ALL, self.name, "-n", self.namespace, "--type=merge", "-p")
         self.kube.ctl(*words, json.dumps({"spec": spec}))
 
@@ -111,16 +111,16 @@ class LivePool:
         self.kube.ctl("scale", _ALL, self.name, "-n", self.namespace, f"--replicas={replicas}")
 
     def delete(self) -> None:
-        """Returns when the pool is gone; its objects follow."""
+        """Delete the pool, and wait until it is gone; its objects follow."""
         words = ("delete", _ALL, self.name, "-n", self.namespace, "--ignore-not-found", "--timeout=60s")
         self.kube.ctl(*words, timeout_s=70)
 
     def admin(self, path: str) -> Any:
-        """A page of its gateway."""
+        """Return a page of its gateway."""
         return self.kube.admin(f"deployment/{names.gateway_name(self.name)}", self.namespace, path)
 
     def admins(self, path: str) -> dict[str, Any]:
-        """That page of each of its gateways, by pod."""
+        """Return that page of each of its gateways, by pod."""
         pods = [pod["metadata"]["name"] for pod in self.pods("gateway") if is_ready(pod)]
         return {pod: self.kube.admin(f"pod/{pod}", self.namespace, path) for pod in pods}
 
@@ -132,7 +132,7 @@ class LivePool:
         assert answer.decided, "the gateway was not asked"
 
     def has_engines(self, count: int) -> None:
-        """So many serve, and the status of just this spec says so."""
+        """Assert that so many serve, and that the status of just this spec says so."""
         pool = self.get()
         status = pool.get("status", {"observedGeneration": -1})
         assert status["observedGeneration"] == pool["metadata"]["generation"]
@@ -144,14 +144,14 @@ class LivePool:
         eventually(lambda: self.has_engines(engines), timeout_s)
 
     def has_gateways(self, count: int) -> None:
-        """So many are ready, and each of them hears the others."""
+        """Assert that so many are ready, and that each of them hears the others."""
         assert len([pod for pod in self.pods("gateway") if is_ready(pod)]) == count
         assert all(is_ready(pod) for pod in self.pods("state"))
         for health in self.admins("/api/health").values():
             assert "shared_state" not in {problem["kind"] for problem in health["problems"]}
 
     def settles(self, engines: int, timeout_s: float = 180) -> None:
-        """So many serve, nothing is leaving or on its way."""
+        """Wait until so many serve and nothing is leaving or on its way."""
 
         def settled() -> None:
             self.has_engines(engines)

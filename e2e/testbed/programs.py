@@ -107,7 +107,7 @@ PACKAGES = {
 
 
 def path(name: str) -> Path:
-    """Where a program lies, or will lie once built."""
+    """Return where a program lies, or will lie once built."""
     assets = os.environ.get("KUBEBUILDER_ASSETS")
     given = Path(assets) / name if assets else None
     return given if given is not None and given.exists() else BIN / name
@@ -128,7 +128,7 @@ def _stamp(name: str) -> Path:
 
 
 def ensure(names: tuple[str, ...]) -> None:
-    """Builds what is missing. Raises ClusterError without Go, or when a build fails."""
+    """Build what is missing. Raises ClusterError without Go, or when a build fails."""
     for name in missing(names):
         program = PROGRAMS[name]
         if shutil.which("go") is None:
@@ -155,7 +155,7 @@ def _build(program: Program) -> None:
 
 
 def module(path: str, version: str) -> Path:
-    """A Go module's files, downloaded once; go checks them against its checksum database."""
+    """Return a Go module's files, downloaded once. go checks them against its checksum database."""
     folder = GO_MODULES / f"{path}@{version}"
     if not folder.exists():
         with step(f"downloading {path} {version}, once"):
@@ -165,7 +165,7 @@ def module(path: str, version: str) -> Path:
 
 
 def ensure_api_server() -> None:
-    """Builds what the operator's tests need, and downloads the modules whose CRDs they install."""
+    """Build what the operator's tests need, and download the modules whose CRDs they install."""
     module(*LEADER_WORKER_SET)
     ensure(API_SERVER)
     module(_GATEWAY_MODULE, ENVOY_GATEWAY)
@@ -174,7 +174,7 @@ def ensure_api_server() -> None:
 
 
 def ensure_packages() -> None:
-    """Installs missing Debian packages when root. Raises ClusterError with the command to type otherwise."""
+    """Install missing Debian packages when root. Raises ClusterError with the command to type otherwise."""
     missing = sorted({package for program, package in PACKAGES.items() if not _found(program)})
     if not missing:
         return

@@ -20,7 +20,7 @@ class ClusterError(RuntimeError):
 
 @contextmanager
 def step(title: str) -> Iterator[None]:
-    """Tells on stderr what is going on, and how long it took; several may be going on in threads."""
+    """Tell on stderr what is going on, and how long it took; several may be going on in threads."""
     began, said = time.monotonic(), "failed"
     _tell(title, f"{title} …", end="")
     try:
@@ -52,7 +52,7 @@ def run(
     cwd: Path | None = None,
     timeout_s: float = 600,
 ) -> str:
-    """A program's standard output. Raises ClusterError with its last words when it fails."""
+    """Run a program and return its standard output. Raises ClusterError with its last words when it fails."""
     text = stdin.encode() if isinstance(stdin, str) else stdin
     try:
         ended = subprocess.run(
@@ -78,7 +78,7 @@ def succeeds(args: Args, timeout_s: float = 10) -> bool:
 
 
 def launch(args: Args, log: Path) -> None:
-    """Starts a program that outlives us, in a session of its own; its output goes to `log`."""
+    """Start a program that outlives us, in a session of its own; its output goes to `log`."""
     words = [str(a) for a in args]
     with log.open("ab") as sink, open(os.devnull, "rb") as nothing:
         to = [(os.POSIX_SPAWN_DUP2, nothing.fileno(), 0)]
@@ -87,7 +87,7 @@ def launch(args: Args, log: Path) -> None:
 
 
 def until(condition: Callable[[], T], what: str, timeout_s: float, every_s: float = 0.1) -> T:
-    """Waits until `condition()` is truthy and returns it. Raises ClusterError when time is over."""
+    """Wait until `condition()` is truthy and return it. Raises ClusterError when time is over."""
     deadline = time.monotonic() + timeout_s
     while not (result := condition()):
         if time.monotonic() > deadline:

@@ -56,11 +56,11 @@ class Turns:
     failures: list[str] = field(default_factory=list)
 
     def since(self, at: float) -> list[Turn]:
-        """The later turns of sessions, which began since then."""
+        """Return the turns that began since then, without the first turn of each session."""
         return [turn for turn in self.done if turn.number and turn.began >= at]
 
     def goes_on(self, count: int, timeout_s: float = 120) -> None:
-        """Waits for so many more turns."""
+        """Wait for so many more turns."""
         wanted = len(self.done) + count
 
         def enough() -> None:
@@ -94,7 +94,7 @@ def agents(client: Client, count: int, name: str) -> Iterator[Turns]:
 
 
 def _play(client: Client, name: str, rng: Random, turns: Turns, stop: threading.Event) -> None:
-    """Plays one session to its end."""
+    """Play one session to its end."""
     ids = [rng.randrange(5, 300) for _ in range(FIRST_TOKENS)]
     sent, engine = 0, ""
     for number in range(TURNS):

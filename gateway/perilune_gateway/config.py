@@ -17,7 +17,7 @@ from perilune_gateway.observe import decision_log, logs
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed arguments. For wrong ones it prints the reason and exits with status 2."""
+    """Return the parsed arguments. Print the reason and exit with status 2 if they are wrong."""
     parser = argparse.ArgumentParser(
         prog="perilune-gateway",
         description="Picks an endpoint for each LLM request: an external processor (ext_proc) for Envoy.",

@@ -98,7 +98,7 @@ class Gateway:
         self.admin = Admin(pages, to_anyone=pages_to_anyone)
 
     def _in_front(self) -> Pools:
-        """What chooses a pool for each request."""
+        """Return what chooses a pool for each request."""
         refused = refusals(self.registry)
         return Pools(
             [pool.router for pool in self.pools],
@@ -108,7 +108,7 @@ class Gateway:
         )
 
     def _service_of(self, entrance: Pools) -> Service:
-        """The service of all pools' streams."""
+        """Return the service of all pools' streams."""
         first = self.pools[0].service
         return Service(
             entrance,
@@ -123,7 +123,7 @@ class Gateway:
     async def _take_in(
         self, source: KubernetesPool, tasks: asyncio.TaskGroup, feeds: list[asyncio.Task[None]]
     ) -> None:
-        """Waits for a pool that was not there at the start, and serves it, too."""
+        """Wait for a pool that was not there at the start, and serve it, too."""
         assert self._make is not None
         while True:
             try:
@@ -149,8 +149,8 @@ class Gateway:
     async def run(
         self, listen: str, admin: str, grace_s: float, stop: asyncio.Event, drain_s: float = 0.0
     ) -> None:
-        """Reads what the engines have announced, serves until `stop` is set, then drains. Raises OSError when
-        it cannot listen on a port."""
+        """Read what the engines have announced, serve until `stop` is set, then drain. Raises OSError when it
+        cannot listen on a port."""
         host, _, port = admin.rpartition(":")
         refused: OSError | None = None
         try:
@@ -179,7 +179,7 @@ class Gateway:
             raise refused
 
     async def _serve(self, at: str, grace_s: float, stop: asyncio.Event, drain_s: float) -> None:
-        """Is ready until `stop` is set, then drains."""
+        """Serve until `stop` is set, then drain."""
         await self._set_ready(True)
         print(f"perilune-gateway ready {at}", flush=True)
         await stop.wait()
@@ -198,7 +198,7 @@ class Gateway:
 
 
 def _check_names(names: Sequence[str]) -> None:
-    """Raises SpecError unless each name is another and can stand in a path."""
+    """Check that all names differ and can stand in a path. Raises SpecError."""
     for name, count in Counter(names).items():
         if count > 1:
             raise SpecError(f"{count} pools have the name `{name}` - at `$.metadata.name`")
@@ -208,7 +208,7 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 async def serve(args: argparse.Namespace) -> None:
-    """Loads the pools and serves until SIGTERM, SIGINT or SIGHUP, which also end the wait for a pool. Raises
+    """Load the pools and serve until SIGTERM, SIGINT or SIGHUP, which also end the wait for a pool. Raises
     SpecError that names the pool, and OSError."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -245,8 +245,8 @@ def _load(path: Path) -> Pool:
 async def pools_present(
     sources: Sequence[KubernetesPool], wait_s: float = OTHERS_S
 ) -> list[tuple[Pool, PoolSource]]:
-    """The first pool, as soon as it is there, and those of the others that are valid and there `wait_s`
-    later. Raises SpecError that names the first pool."""
+    """Return the first pool, as soon as it is there, and those of the others that are valid and there
+    `wait_s` later. Raises SpecError that names the first pool."""
     first, *others = [asyncio.create_task(source.first()) for source in sources]
     try:
         found: list[tuple[Pool, PoolSource]] = [(await first, sources[0])]
@@ -311,7 +311,7 @@ async def _serve(
 
 
 def authorization(key: str) -> str:
-    """The header for engines that demand this key; empty without one. Raises SpecError."""
+    """Return the header for engines that demand this key; empty without a key. Raises SpecError."""
     if not re.fullmatch(r"[!-~]*", key):
         words = "has a blank, the end of a line or another character that no header carries: leave it out"
         raise SpecError(f"{ENGINE_API_KEY} {words} (of the Secret, too)")
@@ -319,7 +319,7 @@ def authorization(key: str) -> str:
 
 
 def _log_file(args: argparse.Namespace, pool: str) -> RotatedFile | None:
-    """The file of the decision log; of one of several pools, with the pool's name in the file's."""
+    """Return the file of the decision log. With several pools, each pool's name is in its file's name."""
     path: Path | None = args.decision_log
     if path is None:
         return None
@@ -329,7 +329,7 @@ def _log_file(args: argparse.Namespace, pool: str) -> RotatedFile | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 after a clean stop, 1 when it cannot listen on a port or reach the API
+    """Return the exit status: 0 after a clean stop, 1 when it cannot listen on a port or reach the API
     server, 2 for wrong arguments, an invalid pool document, or a file that cannot be opened."""
     args = arguments(argv)
     try:

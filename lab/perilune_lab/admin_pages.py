@@ -38,7 +38,7 @@ class Seen:
 
 
 async def unreadable(http: aiohttp.ClientSession, admin_url: str) -> str:
-    """Returns why the pages cannot be read; empty if they can."""
+    """Return why the pages cannot be read; empty if they can."""
     try:
         (await page(http, f"{admin_url}/api/nodes/stats"))["nodes"]
     except UNREADABLE as error:
@@ -47,7 +47,7 @@ async def unreadable(http: aiohttp.ClientSession, admin_url: str) -> str:
 
 
 async def watch(http: aiohttp.ClientSession, admin_url: str, seen: Seen, every_s: float = 0.5) -> None:
-    """Samples queue lengths until cancelled."""
+    """Sample queue lengths until cancelled."""
     while True:
         try:
             nodes = (await page(http, f"{admin_url}/api/nodes/stats"))["nodes"]
@@ -59,12 +59,12 @@ async def watch(http: aiohttp.ClientSession, admin_url: str, seen: Seen, every_s
 
 
 def queues(nodes: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Running + waiting of every endpoint of `/api/nodes/stats`."""
+    """Return running + waiting of every endpoint of `/api/nodes/stats`."""
     return [float(node["load"]["running"] + node["load"]["waiting"]) for node in nodes]
 
 
 async def conclude(http: aiohttp.ClientSession, admin_url: str, seen: Seen) -> None:
-    """Reads policy and scheduling times at the end of a run."""
+    """Read policy and scheduling times at the end of a run."""
     try:
         decisions = (await page(http, f"{admin_url}/api/decisions?n={_KEPT}"))["decisions"]
         seen.policy = next((row["policy"] for row in decisions if row["policy"]), None)
@@ -76,8 +76,8 @@ async def conclude(http: aiohttp.ClientSession, admin_url: str, seen: Seen) -> N
 
 
 def scheduling(decisions: Sequence[Mapping[str, Any]], by_phase: Mapping[str, float]) -> Scheduling | None:
-    """Quantiles over the newest 1,000 decisions, which the gateway keeps; `by_phase` covers all. None without
-    decisions."""
+    """Return the quantiles over the newest 1,000 decisions, which the gateway keeps; `by_phase` covers all.
+    None without decisions."""
     took_ms = sorted(row["scheduling_us"] / 1e3 for row in decisions if row.get("scheduling_us") is not None)
     if not took_ms:
         return None
@@ -90,7 +90,7 @@ def scheduling(decisions: Sequence[Mapping[str, Any]], by_phase: Mapping[str, fl
 
 
 def phases(metrics: str) -> dict[str, float]:
-    """Mean milliseconds per phase that happened, from the gateway's Prometheus text."""
+    """Return the mean milliseconds per phase that happened, from the gateway's Prometheus text."""
     sums: dict[str, float] = {}
     counts: dict[str, float] = {}
     for family in text_string_to_metric_families(metrics):
@@ -103,7 +103,7 @@ def phases(metrics: str) -> dict[str, float]:
 
 
 async def page(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    """Raises one of UNREADABLE."""
+    """Return a page. Raises one of UNREADABLE."""
     async with http.get(url) as answer:
         answer.raise_for_status()
         found: dict[str, Any] = await answer.json()

@@ -46,7 +46,7 @@ def _number(text: str) -> float | None:
 
 
 def one_of(kind: type[E]) -> Callable[[str], E]:
-    """A parser of the values of an enum."""
+    """Return a parser of the values of an enum."""
 
     def convert(text: str) -> E:
         try:
@@ -58,7 +58,7 @@ def one_of(kind: type[E]) -> Callable[[str], E]:
 
 
 def url(text: str) -> str:
-    """A URL, without a slash or `/v1` at its end."""
+    """Return a URL, without a slash or `/v1` at its end."""
     if not text.startswith(("http://", "https://")):
         raise ArgumentTypeError(f"must begin with http:// or https://, got {text}")
     try:
@@ -72,8 +72,8 @@ def url(text: str) -> str:
 
 
 def output(text: str) -> Path:
-    """A file that can be written. Checked before the work, so that a long run does not end without its
-    report."""
+    """Return a file that can be written. Check it before the work, so that a long run does not end without
+    its report."""
     path = Path(text)
     folder = path.absolute().parent
     if not folder.is_dir():
@@ -86,14 +86,14 @@ def output(text: str) -> Path:
 
 
 def figure(text: str) -> Path:
-    """An `output` whose suffix names a format of figures."""
+    """Return an `output` whose suffix names a format of figures."""
     if not text.endswith(DRAWN):
         raise ArgumentTypeError(f"{text} must end in {' or '.join(DRAWN)}")
     return output(text)
 
 
 def assignments(texts: Sequence[str], option: str) -> Mapping[str, str]:
-    """Parses `NAME=VALUE,…`, given once or several times. Raises SpecError."""
+    """Parse `NAME=VALUE,…`, given once or several times. Raises SpecError."""
     found = {}
     for pair in (pair for text in texts for pair in text.split(",")):
         name, equals, value = pair.partition("=")

@@ -40,8 +40,8 @@ class Bodies:
         return "/v1/chat/completions" if self._style is Style.CHAT else "/v1/completions"
 
     def build(self, turn: Turn) -> bytes:
-        """The request of a turn: streamed, with usage, and exactly as many output tokens as the trace says
-        (`ignore_eos` and `min_tokens` are vLLM's)."""
+        """Return the request of a turn: streamed, with usage, and with exactly as many output tokens as the
+        trace says (`ignore_eos` and `min_tokens` are vLLM's)."""
         if self._style is Style.CHAT:
             prompt = b'"messages":[%s]' % b",".join(self._messages(turn.prompt))
         else:
@@ -53,7 +53,7 @@ class Bodies:
         )
 
     def answered(self, turn: Turn, text: str) -> None:
-        """Stores what the model answered; it replaces the generated text of its segment in later prompts."""
+        """Store what the model answered; it replaces the generated text of its segment in later prompts."""
         self._answers[turn.answer.key] = _json_text(text)
 
     def forget(self, session: Session) -> None:
@@ -94,10 +94,10 @@ class Bodies:
 
 
 def _call_id(number: int, result: Segment) -> bytes:
-    """Equal prompts have equal ids, since some templates write them."""
+    """Return the id of a call. Equal prompts have equal ids, since some templates write them."""
     return b"call_%s%d" % (xxh3_64_hexdigest(result.key.encode()).encode(), number)
 
 
 def _json_text(text: str) -> bytes:
-    """`text` as the inside of a JSON string, without the quotes."""
+    """Return `text` as the inside of a JSON string, without the quotes."""
     return msgspec.json.encode(text)[1:-1]

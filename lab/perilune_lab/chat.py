@@ -39,7 +39,7 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] = (),
     add_generation_prompt: bool = True,
 ) -> str:
-    """Renders chat-completion messages and tools, as clients send them, like CHAT_TEMPLATE. Raises KeyError,
+    """Render chat-completion messages and tools, as clients send them, like CHAT_TEMPLATE. Raises KeyError,
     TypeError or AttributeError for messages that do not have the API's form."""
     out: list[str] = []
     lead = bool(messages) and messages[0]["role"] == "system"
@@ -63,7 +63,7 @@ def render_chat(
 
 
 def content_of(message: Mapping[str, Any]) -> str:
-    """The text of a message; text parts are joined by newlines."""
+    """Return the text of a message; text parts are joined by newlines."""
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(part["text"] for part in content if part["text"])
@@ -71,7 +71,7 @@ def content_of(message: Mapping[str, Any]) -> str:
 
 
 def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a tool call; empty if they are not a JSON object."""
+    """Return the arguments of a tool call; empty if they are not a JSON object."""
     arguments = call["function"].get("arguments")
     if isinstance(arguments, str):
         try:
@@ -82,11 +82,11 @@ def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tool_of(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The tool with every field that vLLM passes to a template."""
+    """Return the tool with every field that vLLM passes to a template."""
     fields = {"name": tool["function"]["name"], "description": None, "parameters": None}
     return {"type": "function", "function": fields | dict(tool["function"])}
 
 
 def _json(value: object) -> str:
-    """JSON as the `tojson` of chat templates writes it."""
+    """Return JSON as the `tojson` of chat templates writes it."""
     return json.dumps(value, ensure_ascii=False)

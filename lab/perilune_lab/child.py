@@ -33,8 +33,7 @@ class StackError(RuntimeError):
 
 
 def ready_facts(line: str) -> dict[str, str] | None:
-    """Parses `perilune-gateway ready ext_proc=127.0.0.1:1 admin=…` into its facts; None for any other
-    line."""
+    """Parse `perilune-gateway ready ext_proc=127.0.0.1:1 admin=…` into its facts; None for any other line."""
     found = _READY.match(line.strip())
     if found is None:
         return None
@@ -72,25 +71,25 @@ class Child:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
 
     def tail(self, lines: int = 12) -> str:
-        """The last lines of its log, indented."""
+        """Return the last lines of its log, indented."""
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - 64 * 1024))
             text = file.read().decode(errors="replace")
         return "\n".join(f"    {line}" for line in text.splitlines()[-lines:]) or "    (its log is empty)"
 
     def death(self) -> StackError:
-        """The error that names this child's end."""
+        """Return the error that names this child's end."""
         return StackError(f"{self.name} (pid {self.pid}) {self.end}; its last log lines:\n{self.tail()}")
 
     def late(self, timeout_s: float) -> StackError:
-        """The error for a child that is not ready in time."""
+        """Return the error for a child that is not ready in time."""
         return StackError(
             f"{self.name} (pid {self.pid}) was not ready after {timeout_s:g} s;"
             f" its last log lines:\n{self.tail()}"
         )
 
     async def until_ready(self, timeout_s: float) -> dict[str, str]:
-        """Waits for the ready line. Raises StackError when the process ends before, or time is over."""
+        """Wait for the ready line. Raises StackError when the process ends before, or time is over."""
         either: set[asyncio.Future[Any]] = {self.ready, self.ended}
         await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if self.ready.done():
@@ -107,8 +106,8 @@ class Child:
                 pass  # ended since; `ended` will say so
 
     async def stop(self, grace_s: float) -> None:
-        """Sends SIGTERM, then SIGKILL after `grace_s`; returns when the process has ended. If cancelled,
-        kills at once."""
+        """Send SIGTERM, then SIGKILL after `grace_s`, and wait for the end of the process. If cancelled, kill
+        at once."""
         self.stopping = True
         self.signal(signal.SIGTERM)
         try:
@@ -119,7 +118,7 @@ class Child:
 
 
 async def start(name: str, command: Sequence[str], env: Mapping[str, str], folder: Path) -> Child:
-    """Runs `command` (an absolute path first) as a child that dies with this process; its log is
+    """Run `command` (an absolute path first) as a child that dies with this process; its log is
     `folder/NAME.log`."""
     log = folder / f"{name}.log"
     with log.open("ab", buffering=0) as sink:
@@ -134,7 +133,7 @@ async def start(name: str, command: Sequence[str], env: Mapping[str, str], folde
 
 
 async def _follow(child: Child) -> int:
-    """Copies stdout to the log, looks for the ready line, and ends with the process."""
+    """Copy stdout to the log, look for the ready line, and end with the process."""
     stdout = child.process.stdout
     assert stdout is not None
     with child.log.open("ab", buffering=0) as sink:

@@ -67,7 +67,7 @@ PROGRAM = Program(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the console script. Returns the exit status."""
+    """Run the console script, and return the exit status."""
     return run(PROGRAM, sys.argv[1:] if argv is None else argv)
 
 

@@ -66,7 +66,7 @@ class Load:
     concurrency: int = 512
     """Most requests open at a time."""
     seconds: float | None = None
-    """Wall seconds after which no further turn is submitted; None: play everything."""
+    """Wall seconds after which no further turn is submitted; None to play everything."""
     grace_s: float = 30.0
     """Seconds that open requests may take after `seconds` are over; what is still open then is dropped."""
     timeout_s: float = 3600.0
@@ -106,7 +106,7 @@ async def run_load(
 
 
 async def models(target: str) -> list[str]:
-    """Names of the models that the target serves. Raises TargetError with the cause."""
+    """Return the names of the models that the target serves. Raises TargetError with the cause."""
     url = f"{target}/v1/models"
     try:
         async with (
@@ -157,7 +157,7 @@ class _Run:
         return perf_counter() - self.began
 
     async def play(self, sessions: Iterable[Session], stop: asyncio.Event) -> None:
-        """Plays until all sessions have ended, `load.seconds` and the grace are over, or `stop` is set."""
+        """Play until all sessions have ended, `load.seconds` and the grace are over, or `stop` is set."""
         played = self._timed if self.load.mode is Mode.TIMESTAMPS else self._sessions
         everything = asyncio.create_task(played(sessions))
         halted = asyncio.create_task(stop.wait())
@@ -181,7 +181,7 @@ class _Run:
             everything.result()  # a bug in here travels up
 
     async def _sessions(self, sessions: Iterable[Session]) -> None:
-        """Closed loop: a task per session."""
+        """Play a closed loop with a task per session."""
         async with asyncio.TaskGroup() as group:
             for i, session in enumerate(sessions):
                 if i == 0:
@@ -204,7 +204,7 @@ class _Run:
         self.bodies.forget(session)
 
     async def _answered(self, result: Result | None, turn: Turn, due_s: float, tenant: str) -> bool:
-        """Sends a failed request again, and returns whether it was answered at last."""
+        """Send a failed request again, and return whether it was answered at last."""
         for attempt in range(RETRIES):
             if result is None or result.succeeded or not may_retry(result):
                 break
@@ -234,7 +234,7 @@ class _Run:
         await asyncio.sleep(max(0.0, due_s - self.now()))  # 0 lets the others run
 
     async def _turn(self, turn: Turn, due_s: float, tenant: str) -> Result | None:
-        """Sends one request, if the run is not over. The caller has acquired a place; this releases it."""
+        """Send one request, if the run is not over. The caller has acquired a place, which this releases."""
         try:
             if self.closed:
                 return None
@@ -302,12 +302,13 @@ class _Run:
 
 
 def may_retry(result: Result) -> bool:
-    """Whether OpenAI's SDKs send a request with this result again: after a lost connection, too."""
+    """Return whether OpenAI's SDKs would send a request with this result again; they do so after a lost
+    connection, too."""
     return result.status in {0, 408, 409, 429} or result.status >= 500
 
 
 def retry_pause_s(result: Result, attempt: int) -> float:
-    """Seconds for which they wait before; `attempt` counts from 0."""
+    """Return the seconds for which they wait before that; `attempt` counts from 0."""
     told_s = result.retry_after_s
     if told_s is not None and 0 < told_s <= LONGEST_RETRY_AFTER_S:
         return told_s
@@ -315,12 +316,12 @@ def retry_pause_s(result: Result, attempt: int) -> float:
 
 
 def _seconds(text: str) -> float | None:
-    """A number of seconds in a header; None for anything else."""
+    """Return a number of seconds in a header; None for anything else."""
     return float(text) if text.isdecimal() else None
 
 
 def _measured(result: Result, answer: streams.Answer, broken: str) -> Result:
-    """Adds the measurements of an answer with status 200, or the error if it is incomplete."""
+    """Add the measurements of an answer with status 200, or the error if it is incomplete."""
     error = broken or answer.error
     if not error and not answer.done:
         error = "the stream ended before [DONE]"
@@ -346,7 +347,8 @@ def _measured(result: Result, answer: streams.Answer, broken: str) -> Result:
 
 
 def _served(headers: Mapping[str, str], request_id: str) -> tuple[str, str, str]:
-    """(endpoint, reason, request id) of a response; the decision is `<endpoint>; <reason>; request=<id>`."""
+    """Return (endpoint, reason, request id) of a response; the decision is `<endpoint>; <reason>;
+    request=<id>`."""
     parts = [part.strip() for part in headers.get(names.DECISION_HEADER, "").split(";")]
     endpoint, reason, given = (*parts, "", "")[:3]
     return (
@@ -366,7 +368,7 @@ class _ErrorAnswer(msgspec.Struct):
 
 
 def _refusal(status: int, body: bytes) -> str:
-    """Cause of an answer whose status is not 200, with the server's message if there is one."""
+    """Return the cause of an answer whose status is not 200, with the server's message if there is one."""
     try:
         answer = msgspec.json.decode(body, type=_ErrorAnswer)
     except msgspec.DecodeError:
@@ -376,7 +378,7 @@ def _refusal(status: int, body: bytes) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """The cause of an exception in one line."""
+    """Return the cause of an exception in one line."""
     if isinstance(error, TimeoutError):
         return "timed out"
     if isinstance(error, aiohttp.ClientConnectorError):

@@ -47,7 +47,7 @@ class Program(NamedTuple):
 
 
 def run(program: Program, argv: Sequence[str]) -> int:
-    """Runs the command that `argv` names and returns the exit status. argparse ends a wrong call of a command
+    """Run the command that `argv` names and return the exit status. argparse ends a wrong call of a command
     with SystemExit(2). Errors that are not the user's, a peer's or the disk's are raised."""
     _replace_closed_streams()
     try:
@@ -119,12 +119,13 @@ def _say_interrupted(command: str, work_so_far: str) -> None:
 
 
 def _replace_closed_streams() -> None:
-    """With `>&-` Python has no sys.stdout; what is written there is then discarded."""
+    """Replace the streams that `>&-` closed, for which Python has no sys.stdout; what is written there is
+    discarded."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
 
 
 def _discard_stdout() -> None:
-    """Keeps the interpreter's flush at exit from failing, and reporting, what `run` has handled."""
+    """Keep the interpreter's flush at exit from failing, and reporting, what `run` has handled."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

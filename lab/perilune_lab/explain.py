@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def fetch(gateway: str, path: str) -> Json:
-    """Fetches a page of the gateway. Raises ExplainError, whose message says what to do."""
+    """Fetch a page of the gateway. Raises ExplainError, whose message says what to do."""
     url = (gateway if "://" in gateway else f"http://{gateway}").rstrip("/")
     try:
         with build_opener(ProxyHandler({})).open(url + path, timeout=TIMEOUT_S) as response:
@@ -124,7 +124,8 @@ def _advice(error: HTTPError, url: str) -> str:
 
 
 def printable(value: Any) -> Any:
-    """The value with control characters escaped, since text from clients must not control a terminal."""
+    """Return the value with control characters escaped, since text from clients must not control a
+    terminal."""
     if isinstance(value, str):
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in value)
     if isinstance(value, dict):
@@ -133,7 +134,7 @@ def printable(value: Any) -> Any:
 
 
 def render(decision: Json) -> RenderableType:
-    """Renders one decision."""
+    """Render one decision."""
     parts: list[RenderableType] = [
         Text(decision["sentence"], style="bold"),
         Text(),
@@ -191,7 +192,7 @@ def _outcome(decision: Json) -> str:
 
 
 def _candidates(decision: Json) -> Table:
-    """One row per endpoint, the terms of the policy's cost as columns."""
+    """Return one row per endpoint, the terms of the policy's cost as columns."""
     rows = [(row, _terms(row)) for row in decision["candidates"]]
     names = list(dict.fromkeys(name for _, terms in rows for name in terms))
     table = Table(title="Candidates (lower cost is better)", title_justify="left")
@@ -209,7 +210,7 @@ def _candidates(decision: Json) -> Table:
 
 
 def _terms(row: Json) -> dict[str, float]:
-    """The policy's own terms, then the facts that every decision has."""
+    """Return the policy's own terms, then the facts that every decision has."""
     terms: dict[str, float] = row["terms"]
     facts = {
         "cached_tokens": max(row["overlap"].values()),
@@ -244,7 +245,7 @@ def _counterfactual(decision: Json) -> Table:
 
 
 def render_list(answer: Json) -> RenderableType:
-    """Renders a list of decisions, newest first."""
+    """Render a list of decisions, newest first."""
     rows = answer["decisions"]
     if not rows:
         return Text(f"no such decision among the last {answer['kept']} kept")

@@ -16,7 +16,7 @@ PARTS = ("migration", "enginePriority", "pull")
 
 
 def listed(text: str, every: Collection[str]) -> tuple[str, ...]:
-    """Splits names at commas and keeps each once; `all` stands for `every`, also beside other names."""
+    """Split names at commas and keep each once; `all` stands for `every`, also among other names."""
     names: list[str] = []
     for name in map(str.strip, text.split(",")):
         names += every if name == ALL else (name,)
@@ -24,7 +24,7 @@ def listed(text: str, every: Collection[str]) -> tuple[str, ...]:
 
 
 def live_policies(text: str, option: str) -> tuple[str, ...]:
-    """Names of policies that a gateway can run, each once; `all` stands for every policy. Raises
+    """Return the names of policies that a gateway can run, each once; `all` stands for every policy. Raises
     SpecError."""
     names = listed(text, POLICIES)
     for name in names:
@@ -34,9 +34,9 @@ def live_policies(text: str, option: str) -> tuple[str, ...]:
 
 
 def changed(base: Routing, values: Mapping[str, str], option: str) -> Routing:
-    """`base` with some parameters replaced. A parameter is named BLOCK.NAME: the block of a policy, or
-    `migration`, `enginePriority` or `pull`, and a field of it, both as the pool document or as Python spells
-    them. Raises SpecError."""
+    """Return `base` with some parameters replaced. A parameter is named BLOCK.NAME: the block of a policy, or
+    `migration`, `enginePriority` or `pull`, and a field of it. Both may be spelt as in the pool document or
+    as in Python. Raises SpecError."""
     document = msgspec.to_builtins(base)
     for name, value in values.items():
         block, _, field = map(_camel, name.partition("."))

@@ -87,7 +87,7 @@ class Profile:
         return median(row.ttft_s / row.predicted_s for row in self.prompts)
 
     def error(self, row: Measured) -> float:
-        """Measured / predicted − 1 with that scale."""
+        """Return measured / predicted − 1 with that scale."""
         return row.ttft_s / (self.scale * row.predicted_s) - 1.0
 
     @property
@@ -96,7 +96,8 @@ class Profile:
 
 
 def lengths(max_tokens: int) -> list[int]:
-    """Prompt lengths in tokens: SHORTEST, then each four times the one before, and `max_tokens` last."""
+    """Return the prompt lengths in tokens: SHORTEST, then each four times the one before, and `max_tokens`
+    last."""
     found = [max_tokens]
     while found[0] // 4 >= SHORTEST:
         found.insert(0, found[0] // 4)
@@ -104,7 +105,7 @@ def lengths(max_tokens: int) -> list[int]:
 
 
 def expected_s(max_tokens: int, repeat: int) -> float:
-    """Seconds that one H20 takes for all prompts."""
+    """Return the seconds that one H20 takes for all prompts."""
     halves = [(length // 2, length - length // 2) for length in lengths(max_tokens)]
     rows = [
         Measured(tokens, cached, 0.0)
@@ -123,7 +124,7 @@ async def measure(
     time_scale: float = 1.0,
     measured: Callable[[Measured], None] = lambda row: None,
 ) -> Profile:
-    """Calls `measured` with every kind of prompt as soon as it is measured. Raises TargetError if the target
+    """Call `measured` with every kind of prompt as soon as it is measured. Raises TargetError if the target
     cannot be reached, refuses a prompt, or reports no counts."""
     model = model or (await models(target) or [""])[0]
     load = Load(target, model, Style.TEXT, concurrency=1, time_scale=time_scale, send_session=False)
@@ -139,7 +140,8 @@ async def measure(
         return results
 
     async def turns_of(length: int) -> list[Result]:
-        """A new prompt of half the length, then one of the whole length that begins with it."""
+        """Return the turns of a new prompt: half the length first, then the whole length, which begins with
+        it."""
         name = uuid4().hex  # no cache has seen it
         half = Segment(f"{name}-1", length // 2)
         rest = Segment(f"{name}-2", length - half.tokens)
@@ -186,7 +188,7 @@ def transfer_table(transfer: Transfer, peer: str) -> Table:
 
 
 def as_yaml(profile: Profile, transfer: Transfer | None = None, kv_bytes_per_token: int = 0) -> str:
-    """The pool's cost model: fields of `spec.engine`, and what the nodes' topology should say."""
+    """Return the pool's cost model: fields of `spec.engine`, and what the nodes' topology should say."""
     longest = max(row.tokens for row in profile.prompts)
     return (
         f"# By perilune profile, with prompts of up to {longest} tokens;"
@@ -258,7 +260,7 @@ async def _measure(args: argparse.Namespace) -> tuple[Profile, Transfer | None]:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Raises SystemExit(2) with a message for a wrong call."""
+    """Parse the command line. Raises SystemExit(2) with a message for a wrong call."""
     parser = argparse.ArgumentParser(
         prog="perilune profile",
         description="Measure an engine's prefill by length and cached part; write the pool's cost model.",

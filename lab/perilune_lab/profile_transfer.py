@@ -56,7 +56,7 @@ class Transfer:
     rows: Sequence[Moved]
 
     def fit(self) -> tuple[float, float]:
-        """(fixed seconds, tokens per second), of one length without fixed seconds."""
+        """Return (fixed seconds, tokens per second); without fixed seconds if there is one length only."""
         if len(self.rows) < 2:
             return 0.0, self.rows[0].tokens / max(self.rows[0].seconds, 1e-9)
         slope, fixed_s = linear_regression(
@@ -65,7 +65,7 @@ class Transfer:
         return max(0.0, fixed_s), 1.0 / max(slope, 1e-12)
 
     def nic_gbits(self, kv_bytes_per_token: int) -> float:
-        """The speed of network cards by which the pool's cost model predicts these seconds."""
+        """Return the speed of network cards by which the pool's cost model predicts these seconds."""
         _, tokens_per_s = self.fit()
         return NIC_GBITS * tokens_per_s * kv_bytes_per_token / Bandwidth().at(Level.RACK)
 
@@ -73,7 +73,7 @@ class Transfer:
 async def measure(
     target: str, peer: Peer, model: str, lengths: Sequence[int], repeat: int, time_scale: float
 ) -> Transfer:
-    """Raises TargetError if an engine cannot be reached, or hands nothing over."""
+    """Measure the transfer. Raises TargetError if an engine cannot be reached, or hands nothing over."""
     dice, timeout = Random(), aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as http:
         page = await bootstrap_pages.ask(http, peer.bootstrap)
@@ -113,7 +113,7 @@ async def _ask(
     params: Mapping[str, Any] | None = None,
     secret: str = "",
 ) -> tuple[float, int]:
-    """Seconds of one answer of one token, and the prompt's cached tokens. Raises TargetError."""
+    """Return the seconds of one answer of one token, and the prompt's cached tokens. Raises TargetError."""
     body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
     if params:
         body["kv_transfer_params"] = params

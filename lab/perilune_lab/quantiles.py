@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
-    """The q-quantile (0–1) of values in ascending order. Raises ValueError without values."""
+    """Return the q-quantile (0–1) of values in ascending order. Raises ValueError without values."""
     if not ordered:
         raise ValueError("no values")
     at = q * (len(ordered) - 1)
@@ -14,7 +14,7 @@ def quantile(ordered: Sequence[float], q: float) -> float:
 
 
 def mean(values: Iterable[float]) -> float:
-    """The arithmetic mean. Raises ValueError without values."""
+    """Return the arithmetic mean. Raises ValueError without values."""
     kept = list(values)
     if not kept:
         raise ValueError("no values")

@@ -111,7 +111,7 @@ class Replay:
         self.seen = admin_pages.Seen()
 
     async def run(self) -> int:
-        """Plays and reports; returns the exit status. Raises TargetError if the target cannot be reached."""
+        """Play and report; return the exit status. Raises TargetError if the target cannot be reached."""
         o = self.options
         model = o.model or (await models(o.target) or [""])[0]
         if not model:
@@ -155,7 +155,7 @@ class Replay:
 
     @asynccontextmanager
     async def _watching(self, http: aiohttp.ClientSession) -> AsyncIterator[None]:
-        """Samples the gateway's admin pages during the run, if `--gateway` names them."""
+        """Sample the gateway's admin pages during the run, if `--gateway` names them."""
         url = self.options.gateway
         if url is None:
             yield
@@ -177,7 +177,7 @@ class Replay:
         await admin_pages.conclude(http, url, self.seen)
 
     def report(self, complete: bool) -> report.Report:
-        """The report of the run. `complete`: the whole trace was played."""
+        """Return the report of the run. `complete`: the whole trace was played."""
         o = self.options
         simulated = any(result.simulated for result in self.results)
         measured = report.Measured(
@@ -208,7 +208,7 @@ class Replay:
         )
 
     def _conclude(self, complete: bool) -> None:
-        """Writes the files; prints the table and the errors."""
+        """Write the files; print the table and the errors."""
         document = self.report(complete)
         if not complete:
             self.err.print(f"stopped after {len(self.results)} of {self.trace.requests} requests")
@@ -285,7 +285,7 @@ class _Meter:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Raises SystemExit(2) with a message for a wrong call."""
+    """Parse the command line. Raises SystemExit(2) with a message for a wrong call."""
     parser = argparse.ArgumentParser(
         prog="perilune replay",
         description="Send a trace, or generated agentic load, to any OpenAI-compatible URL and measure.",

@@ -28,7 +28,7 @@ class Result:
     simulated: bool = False
     """The endpoint is a simulated engine: only these name themselves in a header."""
     retry_after_s: float | None = None
-    """Seconds after which the server asked to be tried again; None: it did not ask."""
+    """Seconds after which the server asked to be tried again; None if it did not ask."""
     accepted_s: float | None = None
     """Seconds from submission to the response's head, when the server has read and accepted the request."""
     ttft_s: float | None = None

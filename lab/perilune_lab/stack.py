@@ -58,17 +58,17 @@ class EngineOptions:
     time_scale: float = 1.0
     """Engine seconds per wall second."""
     tokenizer: str = ""
-    """Folder of tokenizer.json and chat template; empty: a generated one, written to the run folder."""
+    """Folder of tokenizer.json and chat template; empty for a generated one, written to the run folder."""
     hashing: spec.Hashing = spec.Hashing()
     """Block hashing of engines and gateway."""
     store_tokens: int = 0
-    """Size of a KV store pool that all engines share, in the run folder; 0: none."""
+    """Size of a KV store pool that all engines share, in the run folder; 0 for none."""
     request_log: bool = False
     """Every engine writes a JSON line per ended request to `engine-N.requests.jsonl` in the run folder."""
     handoff: bool = False
     """Engines hand KV over to each other."""
     host_tokens: int = 0
-    """Tokens that one engine keeps in host memory, where the others read them; 0: none."""
+    """Tokens that one engine keeps in host memory, where the others read them; 0 for none."""
     prefill: int = 0
     """Number of engines, from the first, that only prefill. They need `handoff`."""
     arguments: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class EngineOptions:
 
 
 def _python(module: str) -> tuple[str, ...]:
-    """Runs a module; -P keeps Python from importing from the working directory."""
+    """Return the command that runs a module; -P keeps Python from importing from the working directory."""
     return (sys.executable, "-P", "-m", module)
 
 
@@ -104,7 +104,7 @@ class Death:
 
 
 def places(engines: int) -> spec.Topology:
-    """One node per engine, spread in order over 2 spines of 2 racks."""
+    """Return one node per engine, spread in order over 2 spines of 2 racks."""
     nodes = {}
     for i in range(engines):
         spine, rack = _RACKS[i * len(_RACKS) // engines]
@@ -113,7 +113,7 @@ def places(engines: int) -> spec.Topology:
 
 
 def engine_arguments(options: EngineOptions, i: int, folder: Path) -> list[str]:
-    """Arguments of `perilune engine` for engine number `i` of a stack with that run folder."""
+    """Return the arguments of `perilune engine` for engine number `i` of a stack with that run folder."""
     o = options
     return [
         *("--listen", "127.0.0.1:0"),
@@ -140,8 +140,8 @@ def engine_arguments(options: EngineOptions, i: int, folder: Path) -> list[str]:
 
 
 def in_engine_time(routing: spec.Routing, time_scale: float) -> spec.Routing:
-    """The same routing for engines whose time passes `time_scale` times as fast: parameters and limits in
-    seconds are shorter by that factor, and the planner may move as many more sessions per minute."""
+    """Return the same routing for engines whose time passes `time_scale` times as fast: parameters and limits
+    in seconds are shorter by that factor, and the planner may move as many more sessions per minute."""
     policy, migration, limits = routing.policy, routing.migration, routing.limits
     return structs.replace(
         routing,
@@ -168,8 +168,8 @@ def in_engine_time(routing: spec.Routing, time_scale: float) -> spec.Routing:
 
 
 def pool_of(options: EngineOptions, routing: spec.Routing, engines: Sequence[dict[str, str]]) -> spec.Pool:
-    """The document that describes these engines. `routing`: its seconds are those of engines without time
-    scale. `engines`: the facts of their ready lines, in order."""
+    """Return the document that describes these engines. `routing`: its seconds are those of engines without
+    time scale. `engines`: the facts of their ready lines, in order."""
     pool = spec.Pool(
         metadata=spec.Metadata(name="local"),
         spec=spec.Spec(
@@ -277,12 +277,12 @@ class Stack:
         self._clean()
 
     def check(self) -> None:
-        """Raises StackError when a vital part has died (for fixtures, whose body is another task)."""
+        """Raise StackError if a vital part has died (for fixtures, whose body is another task)."""
         if self._failure is not None:
             raise self._located(self._failure)
 
     async def restart_gateway(self) -> None:
-        """Ends the gateway in order and starts it again at the same addresses, without its memory."""
+        """End the gateway in order and start it again at the same addresses, without its memory."""
         gateway = self.children["gateway"]
         gateway.stopping = True
         await gateway.stop(self.grace_s)
@@ -293,7 +293,7 @@ class Stack:
         await child.until_ready(self.ready_timeout_s)
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds that each running child has used; empty where /proc does not exist."""
+        """Return the CPU seconds that each running child has used; empty where /proc does not exist."""
         tick = os.sysconf("SC_CLK_TCK")
         used = {}
         for name, child in self.children.items():
@@ -347,7 +347,7 @@ class Stack:
         return child
 
     def _noticed(self, child: Child, _: object) -> None:
-        """Called when a child has ended."""
+        """Note that a child has ended."""
         if child.stopping:
             return
         if child.name not in self.vital:
@@ -360,14 +360,14 @@ class Stack:
                 self._interrupted = self._body.cancel()
 
     async def _look_for_death(self) -> None:
-        """Waits a moment for a vital child to end, since a broken connection is often seen before the end of
+        """Wait a moment for a vital child to end, since a broken connection is often seen before the end of
         its process."""
         vital = {child.ended for name, child in self.children.items() if name in self.vital}
         if vital:
             await asyncio.wait(vital, timeout=0.3, return_when=asyncio.FIRST_COMPLETED)
 
     async def _end(self) -> None:
-        """Ends Envoy, then the gateway, then all engines together. If cancelled, kills them at once."""
+        """End Envoy, then the gateway, then all engines together. If cancelled, kill them at once."""
         first = [self.children[name] for name in ("envoy", "gateway") if name in self.children]
         engines = [child for child in self.children.values() if child not in first]
         for child in self.children.values():
@@ -396,7 +396,7 @@ class Stack:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """Writes the tokenizer and chat template that engines, gateway and load share, so that their token ids
+    """Write the tokenizer and chat template that engines, gateway and load share, so that their token ids
     agree."""
     from perilune_lab.vocabulary import Vocabulary, write_tokenizer
 

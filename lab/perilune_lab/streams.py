@@ -71,7 +71,7 @@ class Answer:
 
 
 def read(chunks: Sequence[tuple[float, bytes]]) -> Answer:
-    """Parses an answer's (arrival, bytes) chunks, given in order. Never raises; malformed data sets
+    """Parse an answer's (arrival, bytes) chunks, given in order. Never raises; malformed data sets
     `error`."""
     texts: list[str] = []
     times: list[float] = []
@@ -115,7 +115,7 @@ def _text(choice: _Choice) -> str:
 
 
 def _events(chunks: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    """The data of each SSE event with the arrival time of the chunk that completed it."""
+    """Yield the data of each SSE event with the arrival time of the chunk that completed it."""
     carry = b""
     for at, data in chunks:
         whole = carry + data if carry else data

@@ -69,7 +69,7 @@ class Vocabulary:
         self._run_texts = [self._spell(ids) for ids in self._run_ids]
 
     def words_for(self, key: int | str, n_tokens: int) -> str:
-        """Text of exactly `n_tokens` tokens; every word has a leading space."""
+        """Return a text of exactly `n_tokens` tokens; every word has a leading space."""
         head = self._spell(self._key_ids(key)[:n_tokens])
         rest = n_tokens - _KEY_WORDS
         if rest <= 0:
@@ -79,7 +79,7 @@ class Vocabulary:
         return head + "".join(texts) + self._spell(self._run_ids[runs[-1]][: (rest - 1) % _RUN_TOKENS + 1])
 
     def ids_for(self, key: int | str, n_tokens: int) -> list[int]:
-        """Token ids of `words_for(key, n_tokens)`."""
+        """Return the token ids of `words_for(key, n_tokens)`."""
         ids = self._key_ids(key)
         for run in self._runs(key, n_tokens - _KEY_WORDS):
             ids += self._run_ids[run]
@@ -95,7 +95,7 @@ class Vocabulary:
         return [self.first_word_id + (digits >> 12 * i & WORDS - 1) for i in range(_KEY_WORDS)]
 
     def _runs(self, key: int | str, n_tokens: int) -> Iterator[int]:
-        """Indices of the runs that cover n tokens; the same leading ones for every n."""
+        """Yield the indices of the runs that cover n tokens; the same leading ones for every n."""
         count = -(-n_tokens // _RUN_TOKENS)
         name = b"%s/%d" % (str(key).encode(), self.seed)
         for start in range(0, count, 8):  # one hash gives eight indices of ten bits
@@ -108,7 +108,7 @@ class Vocabulary:
 
 
 def _make_words(rng: random.Random) -> list[str]:
-    """Distinct pronounceable words, shortest first: ba (75), bat (750), bati."""
+    """Return distinct pronounceable words, shortest first: ba (75), bat (750), bati."""
     consonants, vowels = "bdfghklmnprstvz", "aeiou"
     open_ = [c + v for c in consonants for v in vowels]
     closed = [syllable + c for syllable in open_ for c in "dklmnprstz"]
@@ -157,7 +157,7 @@ class LabTokenizer:
         self._split = re.compile("(" + "|".join(map(re.escape, SPECIALS)) + ")").split
 
     def encode(self, text: str) -> list[int]:
-        """Text → token ids, any text. 10–20 M known words a second."""
+        """Turn any text into token ids, 10–20 M known words a second."""
         ids: list[int] = []
         known = self._known
         for piece in self._split(text):
@@ -176,8 +176,8 @@ class LabTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Token ids → text. Runs of bytes are read as UTF-8 after a space; raises IndexError for an id
-        that is not in the vocabulary."""
+        """Turn token ids into text. Runs of bytes are read as UTF-8 after a space. Raises IndexError for an
+        id that is not in the vocabulary."""
         tokens = self.vocabulary.tokens
         if min(ids, default=BYTES) >= BYTES:
             return "".join([tokens[i] for i in ids])
@@ -201,7 +201,7 @@ class LabTokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Token ids of a conversation; see `render_chat`."""
+        """Return the token ids of a conversation; see `render_chat`."""
         return self.encode(render_chat(messages, tools, add_generation_prompt))
 
 

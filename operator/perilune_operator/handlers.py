@@ -1,7 +1,8 @@
 """kopf: watches pools, posts events, and stops the operator. The only module with its decorators.
 
 The event handler only informs the reconciler. reconcile.py explains why kopf's other handlers, which write to
-the pool, are not used; observe/cluster.py explains why it watches the other kinds.
+the pool, are not used; observe/cluster.py explains why kopf watches no other kinds. kopf posts events only
+about an object that it watches, from the tasks that its handler has started.
 """
 
 from collections.abc import Awaitable, Callable
@@ -16,7 +17,7 @@ from perilune_operator.reconcile import Reconciler
 
 
 def registry(reconciler: Reconciler, stop: Callable[[], Awaitable[None]]) -> kopf.OperatorRegistry:
-    """All handlers, for one reconciler. `stop` ends the operator's own tasks; kopf would wait 5 s for
+    """Return all handlers, for one reconciler. `stop` ends the operator's own tasks; kopf would wait 5 s for
     each."""
     made = kopf.OperatorRegistry()
 

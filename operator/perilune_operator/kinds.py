@@ -57,17 +57,17 @@ OPTIONAL: Mapping[str, tuple[str, ...]] = {
 
 
 def full_name(kind: str) -> str:
-    """`group/Kind`, which distinguishes an optional kind from another API's kind of that name."""
+    """Return `group/Kind`, which distinguishes an optional kind from another API's kind of that name."""
     return f"{KINDS[kind].api.partition('/')[0]}/{kind}"
 
 
 def collection(api: str, namespace: str, plural: str) -> str:
-    """The path of all objects of a kind. An empty `namespace` stands for the whole cluster."""
+    """Return the path of all objects of a kind. An empty `namespace` stands for the whole cluster."""
     root = f"/apis/{api}" if "/" in api else f"/api/{api}"
     return f"{root}{f'/namespaces/{namespace}' if namespace else ''}/{plural}"
 
 
 def path(obj: Mapping[str, Any]) -> str:
-    """The path of one object."""
+    """Return the path of one object."""
     meta, kind = obj["metadata"], KINDS[obj["kind"]]
     return f"{collection(kind.api, meta['namespace'], kind.plural)}/{meta['name']}"

@@ -67,7 +67,7 @@ class Lease(LeaseLock):
         self._on_leading: Callable[[], None] = lambda: None
 
     def remaining_s(self) -> float:
-        """Seconds for which this process certainly leads; 0 or less when it does not."""
+        """Return the seconds for which this process certainly leads; 0 or less when it does not."""
         return self._leads_until - self._clock()
 
     async def run(self, on_leading: Callable[[], None]) -> None:
@@ -81,7 +81,7 @@ class Lease(LeaseLock):
             await self.release()
 
     def elector(self) -> LeaderElection:
-        """A new elector, which ends when it has lost the Lease."""
+        """Return a new elector, which ends when it has lost the Lease."""
         return LeaderElection(
             Config(
                 self,
@@ -156,8 +156,8 @@ class Lease(LeaseLock):
         return True
 
     async def _in_time(self, asking: Awaitable[Answer]) -> Answer:
-        """Raises OSError when the server cannot be reached, or does not answer before the next attempt is
-        due."""
+        """Await the answer. Raises OSError when the server cannot be reached, or does not answer before the
+        next attempt is due."""
         try:
             async with asyncio.timeout(2 * self._retry_s):
                 return await asking
@@ -172,4 +172,4 @@ class Lease(LeaseLock):
 
 
 async def _nothing() -> None:
-    """The lock itself reports when leadership is won; see `_claimed`."""
+    """Do nothing, because the lock itself reports that it is won; see `_claimed`."""

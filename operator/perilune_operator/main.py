@@ -1,6 +1,6 @@
 """perilune-operator: the command line, and how its parts are wired.
 
-    API server ─▶ Lease ─▶ reconciler ─▶ watches ─▶ kopf, beside an HTTP server for probes and metrics
+    API server ─▶ Lease ─▶ reconciler ─▶ watches ─▶ kopf, and an HTTP server for probes and metrics
 
 SIGTERM ends the operator at once: it stops watching, releases the Lease, and leaves running rounds where they
 are, because the next leader's plan is whole.
@@ -139,7 +139,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _address(text: str) -> tuple[str | None, int]:
-    """No host stands for all addresses, of IPv4 and IPv6."""
+    """Parse IP:PORT; without an IP it stands for all addresses, of IPv4 and IPv6."""
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not IP:PORT")

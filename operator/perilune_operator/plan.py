@@ -49,10 +49,10 @@ MANY = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What should exist, and what to write besides."""
+    """What should exist, and what else to write."""
 
     objects: tuple[Object, ...] | None
-    """All objects of the pool; None: change nothing."""
+    """All objects of the pool; None to change nothing."""
     status: InferencePoolStatus
     again_in: float
     """Seconds until the next round, if nothing happens before."""
@@ -139,7 +139,7 @@ def plan(
 def _secrets(
     name: str, spec: InferencePoolSpec, observed: Observed, namespace: str, defaults: Defaults
 ) -> Chosen:
-    """The secrets that the pool's pods refer to with this spec."""
+    """Return the secrets that the pool's pods refer to with this spec."""
     memory = revision.remembered(name, namespace, observed)
     workloads = (
         *(Key(kind, namespace, endpoints.workload_name(name)) for kind in endpoints.WORKLOADS),
@@ -162,7 +162,7 @@ def _secret(pool: Context) -> Object | None:
 
 
 def _completed(spec: InferencePoolSpec, defaults: Defaults) -> InferencePoolSpec:
-    """The spec with the operator's number of gateways, if it has none of its own."""
+    """Return the spec with the operator's number of gateways, if it has none of its own."""
     if spec.gateway.replicas is not None:
         return spec
     gateways = msgspec.structs.replace(spec.gateway, replicas=defaults.gateways)
@@ -172,8 +172,8 @@ def _completed(spec: InferencePoolSpec, defaults: Defaults) -> InferencePoolSpec
 def refused(
     name: str, namespace: str, error: str, observed: Observed, now: float, defaults: Defaults
 ) -> InferencePoolStatus:
-    """The status of a pool whose spec is refused. What runs is judged by the spec that was carried out last,
-    with as many replicas as there are now."""
+    """Return the status of a pool whose spec is refused. What runs is judged by the spec that was carried out
+    last, with as many replicas as there are now."""
     spec = revision.accepted(revision.remembered(name, namespace, observed))
     if spec is None:
         return status.of_refusal(error, status.stored(observed), observed, now)
@@ -184,7 +184,7 @@ def refused(
 
 
 def _client_policies(pool: Context, observed: Observed) -> tuple[Object, ...]:
-    """The ClientTrafficPolicies for the pool's Gateway, if it is in the pool's namespace."""
+    """Return the ClientTrafficPolicies for the pool's Gateway, if it is in the pool's namespace."""
     parent = pool.spec.gateway.parent
     if parent is None or parent.namespace not in ("", pool.namespace):
         return ()
@@ -193,9 +193,9 @@ def _client_policies(pool: Context, observed: Observed) -> tuple[Object, ...]:
 
 
 def _is_judged_by_the_past(pool: Context, observed: Observed, now: float) -> bool:
-    """Whether Envoy Gateway still reports, after STALE_S, that no gateway is ready, though one is. It loses
-    its own later report when that follows within milliseconds, as after a Service that was created again: it
-    compares with a cached copy that lacks the one between (Envoy Gateway 1.9.1)."""
+    """Return whether Envoy Gateway still reports, after STALE_S, that no gateway is ready, though one is. It
+    loses its own later report when that follows within milliseconds, as after a Service that was created
+    again: it compares with a cached copy that lacks the one between (Envoy Gateway 1.9.1)."""
     policy = observed.children.get(Key("EnvoyExtensionPolicy", pool.namespace, pool.name), {})
     reports = [
         condition
@@ -208,14 +208,15 @@ def _is_judged_by_the_past(pool: Context, observed: Observed, now: float) -> boo
 
 
 def _with_replicas(pool: Context, leave: Drain, observed: Observed) -> Context:
-    """The pool with the replicas that its workloads should have now."""
+    """Return the pool with the replicas that its workloads should have now."""
     deployment = observed.children.get(Key("Deployment", pool.namespace, names.gateway_name(pool.name)))
     gateways, read_at = gateway.replicas(pool.spec.gateway, deployment)
     return replace(pool, replicas=leave.replicas, gateways=gateways, gateways_read_at=read_at)
 
 
 def _objects(pool: Context) -> tuple[Object, ...]:
-    """Raises SpecError for a podTemplate that does not have the shape of a pod template."""
+    """Return the pool's objects. Raises SpecError for a podTemplate that does not have the shape of a pod
+    template."""
     return (
         *mooncake.store(pool),
         *engines.engines(pool),
@@ -228,7 +229,7 @@ def _objects(pool: Context) -> tuple[Object, ...]:
 
 
 def _revised(pool: Context, observed: Observed) -> Revised:
-    """The pool's objects with the pod templates in force. Raises SpecError as _objects does."""
+    """Return the pool's objects with the pod templates in force. Raises SpecError as _objects does."""
     memory = revision.remembered(pool.name, pool.namespace, observed)
     spec, earlier = revision.accepted(memory), tuple[Object, ...]()
     if spec is not None:
@@ -241,8 +242,8 @@ def _revised(pool: Context, observed: Observed) -> Revised:
 
 
 def _scaled(name: str, namespace: str, spec: InferencePoolSpec, observed: Observed, now: float) -> int | None:
-    """The number of replicas that the spec should have from now on; None: it stays, as it does while others
-    set it, too."""
+    """Return the number of replicas that the spec should have from now on; None if it stays, as it does while
+    others set it, too."""
     if writers.contested(name, namespace, spec, observed):
         return None
     if spec.scaling is None or _is_autoscaled(spec):
@@ -258,8 +259,8 @@ def _is_autoscaled(spec: InferencePoolSpec) -> bool:
 def _prefill(
     name: str, namespace: str, spec: InferencePoolSpec, observed: Observed, now: float
 ) -> tuple[int, int]:
-    """The number of endpoints that only prefill, before and after this plan. Where the load sets it, the
-    Deployment remembers it, because a pool's scale subresource has one number, which is `replicas`."""
+    """Return the number of endpoints that only prefill, before and after this plan. Where the load sets it,
+    the Deployment remembers it, because a pool's scale subresource has one number, which is `replicas`."""
     if spec.prefill_scaling is None:
         return spec.prefill_replicas, spec.prefill_replicas
     live = observed.children.get(endpoints.prefill_workload(namespace, name), {}).get("spec", {})
@@ -269,8 +270,9 @@ def _prefill(
 
 
 def _handed_over(name: str, namespace: str, spec: InferencePoolSpec, observed: Observed) -> int | None:
-    """The number of replicas with which an autoscaler takes over: as many as run now. A spec that no longer
-    names replicas would otherwise start it with the API server's default of 1. None: change nothing."""
+    """Return the number of replicas with which an autoscaler takes over: as many as run now; None to change
+    nothing. A spec that no longer names replicas would otherwise start it with the API server's default of
+    1."""
     made = endpoints.workload_name(name)
     autoscaler = Key("HorizontalPodAutoscaler", namespace, made)
     if spec.scaling is None or autoscaler in observed.children:
@@ -281,16 +283,16 @@ def _handed_over(name: str, namespace: str, spec: InferencePoolSpec, observed: O
 
 
 def _live(name: str, namespace: str, observed: Observed) -> int:
-    """The replicas of the engines' workload now."""
+    """Return the replicas of the engines' workload now."""
     keys = (Key(kind, namespace, endpoints.workload_name(name)) for kind in endpoints.WORKLOADS)
     workloads = (observed.children.get(k) for k in keys)
     return max((w.get("spec", {}).get("replicas", 1) for w in workloads if w), default=0)
 
 
 def _without_replaced(pool: Context, observed: Observed) -> tuple[Observed, list[PodFacts]]:
-    """The observed facts without the engines of an earlier spec, and these engines (of an endpoint that spans
-    nodes only the leader). An engine belongs to an earlier spec if its endpoint spanned nodes and now does
-    not, or the reverse, or if its role label has another value than today's."""
+    """Return the observed facts without the engines of an earlier spec, and these engines (of an endpoint
+    that spans nodes only the leader). An engine belongs to an earlier spec if its endpoint spanned nodes and
+    now does not, or the reverse, or if its role label has another value than today's."""
     spans = endpoints.nodes_per_endpoint(pool) > 1
     present, before = [], []
     for pod in observed.pods:
@@ -305,9 +307,10 @@ def _without_replaced(pool: Context, observed: Observed) -> tuple[Observed, list
 def _replaced(
     pool: Context, pods: Sequence[PodFacts], wanted: Collection[Key], observed: Observed, now: float
 ) -> Replaced:
-    """What happens to the engines of an earlier spec (`pods`). They stay until another endpoint serves, since
-    otherwise none would serve while the model loads. Then they drain as in a scale-down. With maxSurge 0,
-    for clusters without GPUs to spare, they make room at once. `wanted`: the objects of the plan."""
+    """Return what happens to the engines of an earlier spec (`pods`). They stay until another endpoint
+    serves, since otherwise none would serve while the model loads. Then they drain as in a scale-down. With
+    maxSurge 0, for clusters without GPUs to spare, they make room at once. `wanted`: the objects of the
+    plan."""
     if str(pool.spec.rollout.max_surge) in ("0", "0%"):
         return Replaced(pods)
     workloads = frozenset(
@@ -330,8 +333,8 @@ def _replaced(
 
 
 def _surroundings(pool: Context, observed: Observed) -> tuple[frozenset[str], frozenset[str], float]:
-    """The nodes that are being emptied, the gateways that answer marks, and the seconds to wait for sessions,
-    which are 0 for a pool without a gateway: it has no sessions."""
+    """Return the nodes that are being emptied, the gateways that answer marks, and the seconds to wait for
+    sessions, which are 0 for a pool without a gateway: it has no sessions."""
     leaving = frozenset(node.name for node in observed.nodes if node.leaving)
     gateways = frozenset(p.name for p in observed.pods if p.component == "gateway" and p.serves)
     asked = pool.spec.gateway.replicas or pool.spec.gateway.min_replicas
@@ -360,8 +363,8 @@ def _switch(pool: Context, observed: Observed, leave: Drain, now: float) -> Swit
 
 
 def _with_workers(leader: PodFacts, observed: Observed, leaving: frozenset[str]) -> PodFacts:
-    """The leader of an endpoint, placed on the first of the endpoint's nodes that is being emptied, since the
-    whole endpoint has to leave with that node."""
+    """Return the leader of an endpoint, placed on the first of the endpoint's nodes that is being emptied,
+    since the whole endpoint has to leave with that node."""
     if leader.group < 0 or not leaving:
         return leader
     for pod in observed.pods:

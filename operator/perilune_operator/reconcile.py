@@ -154,7 +154,7 @@ class Reconciler:
     ) -> None:
         """`pools_at_once`: pools that may follow a new version of the operator at a time. `clock`: monotonic
         seconds. `wall_clock`: seconds since the epoch."""
-        self.cluster = Cluster(client, namespace, self.wake, self.pool_gone, self._is_own_write)
+        self.cluster = Cluster(client, namespace, self.wake, self._is_own_write)
         self._writer = Writer(client, fence, metrics.wrote)
         self._fence = fence
         self._defaults = defaults
@@ -170,18 +170,19 @@ class Reconciler:
 
     def pool_seen(self, body: Object) -> None:
         """Take in a pool that is new or has changed. Older versions are ignored."""
-        meta = body["metadata"]
-        name = meta["namespace"], meta["name"]
+        name = body["metadata"]["namespace"], body["metadata"]["name"]
         known = self._pools.get(name)
+        if known is not None and version(body) < version(known.body):
+            return
+        if known is not None and known.uid != body["metadata"]["uid"]:
+            self.pool_gone(name, known.uid)
+            known = None
+        self.cluster.take_pool(name, body)
         if known is None:
             self._begin(name, body)
         elif version(body) > version(known.body):
-            if known.uid != meta["uid"]:
-                self.pool_gone(name, known.uid)
-                self._begin(name, body)
-            else:
-                known.body = body
-                known.wake(self._clock())
+            known.body = body
+            known.wake(self._clock())
 
     def pool_gone(self, name: PoolName, uid: str) -> None:
         """Forget the pool with this uid, which does not exist any more; garbage collection removes its
@@ -192,6 +193,7 @@ class Reconciler:
         for task in pool.tasks:
             task.cancel()
         del self._pools[name]
+        self.cluster.take_pool(name, None)
         self._metrics.pools.set(len(self._pools))
 
     def wake(self, name: PoolName | None) -> None:
@@ -269,6 +271,9 @@ class Reconciler:
         """Return the seconds until the next round is due. Raises NotLeaderError, ApiError and OSError."""
         if "deletionTimestamp" in pool.body["metadata"]:
             return LOOK_S  # garbage collection removes the pool's objects
+        if not await self.cluster.has(pool.name, pool.uid):
+            self.pool_gone(pool.name, pool.uid)  # while kopf's watch was interrupted
+            return LOOK_S
         body, now = pool.body, self._wall_clock()
         spec = _spec(body)
         parent = None if isinstance(spec, SpecError) else spec.gateway.parent
@@ -312,8 +317,8 @@ class Reconciler:
         return _due_in_s(pool, planned, applied)
 
     def _is_turn(self, pool: _Pool) -> bool:
-        """Whether this pool may follow a new version of the operator now. A new leader first looks at every
-        pool, because some may be under way."""
+        """Return whether this pool may follow a new version of the operator now. A new leader first looks at
+        every pool, because some may be under way."""
         others = [other for other in self._pools.values() if other is not pool]
         seen = all(other.looked_at for other in others)
         return pool.upgrades or (seen and sum(other.upgrades for other in others) < self._pools_at_once)
@@ -336,7 +341,7 @@ class Reconciler:
             pool.pages_due.clear()
 
     async def _read_stats(self, pool: _Pool) -> None:
-        """Read the pages once. A reading of which a page is missing says nothing about the load."""
+        """Read the pages once. A reading that lacks a page says nothing about the load."""
         pods = self.cluster.pods(pool.name)
         stats = await self._pages.read(pods)
         if stats is not None and pool.follows_load and stats.whole:
@@ -351,20 +356,20 @@ class Reconciler:
 
 
 def _read_in_s(pool: _Pool) -> float:
-    """Seconds until the gateways' pages are read again."""
+    """Return the seconds until the gateways' pages are read again."""
     if pool.drains:
         return DRAIN_READ_S
     return FIRST_READ_S if pool.stats is None or pool.follows_load else READ_S
 
 
 def _follows_load(spec: InferencePoolSpec) -> bool:
-    """Whether the operator itself sets the number of endpoints, or their roles."""
+    """Return whether the operator itself sets the number of endpoints, or their roles."""
     scales = spec.scaling is not None and spec.scaling.signal is not Signal.METRIC
     return scales or spec.prefill_scaling is not None or spec.role_switching is not None
 
 
 def _ttft_seconds(spec: InferencePoolSpec) -> Mapping[names.Duty, float]:
-    """Seconds within which a first token comes in time for each duty's scaling."""
+    """Return the seconds within which a first token comes in time for each duty's scaling."""
     made: dict[names.Duty, float] = {}
     if spec.scaling is not None:
         made["serve"] = spec.scaling.ttft_seconds
@@ -376,7 +381,7 @@ def _ttft_seconds(spec: InferencePoolSpec) -> Mapping[names.Duty, float]:
 def _demand(
     duty: names.Duty, pool: _Pool, stats: GatewayStats, pods: Sequence[PodFacts], at: float
 ) -> Demand:
-    """What the pages say of the endpoints of one duty."""
+    """Return what the pages say of the endpoints of one duty."""
     own = [pod for pod in pods if pod.duty == duty]
     within_s = pool.ttft_seconds.get(duty, inf)
     first_tokens, in_time = first_tokens_between(pool.first_tokens, stats.first_tokens, within_s)
@@ -402,7 +407,7 @@ def _spec(body: Object) -> InferencePoolSpec | SpecError:
 
 
 def _status(planned: Plan, applied: Applied, observed: Observed, now: float) -> InferencePoolStatus:
-    """The status of an accepted spec after its plan was applied."""
+    """Return the status of an accepted spec after its plan was applied."""
     lasting = [error.message for error in applied.errors if error.lasts]
     passing = [error.message for error in applied.errors if not error.lasts]
     if lasting:
@@ -457,7 +462,7 @@ def _tell_scaled(name: PoolName, body: Object, planned: Plan, observed: Observed
 
 
 def _scaled(change: str, pool: Object, duty: names.Duty, observed: Observed) -> str:
-    """What an event says of a number of endpoints that the load has changed."""
+    """Return what an event says of a number of endpoints that the load has changed."""
     demands = observed.demands[duty]
     if not demands:
         return change
@@ -473,7 +478,7 @@ def _scaled(change: str, pool: Object, duty: names.Duty, observed: Observed) -> 
 
 
 def _switched(switch: Switch, demands: Demands) -> str:
-    """What an event says of a role that the load has changed."""
+    """Return what an event says of a role that the load has changed."""
     change = f"{switch.switched} " + ("only prefills now" if switch.to == "prefill" else "serves now")
     if not (demands["prefill"] and demands["serve"]):
         return change

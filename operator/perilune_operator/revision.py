@@ -69,7 +69,7 @@ class Revised:
 
 
 def remembered(name: str, namespace: str, observed: Observed) -> Remembered:
-    """Reads the pool's last rendering. Parts that cannot be read count as unknown."""
+    """Read the pool's last rendering. Parts that cannot be read count as unknown."""
     kept = observed.children.get(Key("ConfigMap", namespace, names.rendered_name(name)), {})
     data, renderings = dict(kept.get("data") or {}), {}
     spec = _decoded(data.pop(_SPEC, ""), dict)
@@ -80,7 +80,8 @@ def remembered(name: str, namespace: str, observed: Observed) -> Remembered:
 
 
 def accepted(memory: Remembered) -> InferencePoolSpec | None:
-    """The spec that was carried out last, with one replica; None when it is unknown or no longer valid."""
+    """Return the spec that was carried out last, with one replica; None when it is unknown or no longer
+    valid."""
     try:
         return convert(memory.spec) if memory.spec is not None else None
     except SpecError:
@@ -144,7 +145,7 @@ def _component(obj: Object) -> str:
 
 
 def _template(obj: Object) -> Any:
-    """As it is read back."""
+    """Return a template as it is read back."""
     return msgspec.json.decode(_encoded(obj["spec"][TEMPLATES[obj["kind"]]]))
 
 

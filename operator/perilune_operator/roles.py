@@ -101,7 +101,7 @@ def _leaving(now: float) -> dict[str, str | None]:
 
 
 def _go_on(pod: PodFacts, gateways: frozenset[str], session_s: float, now: float) -> Switch:
-    """A pod on its way from serving to prefilling."""
+    """Move on a pod that is on its way from serving to prefilling."""
     since_s = seconds(pod.draining)
     if since_s is None:  # the mark was taken away, for example by a scale-down between
         return Switch((Mark(pod.name, pod.uid, _leaving(now)),), (pod.name,), again_in=session_s + 1.0)
@@ -130,8 +130,8 @@ def _mark(pod: PodFacts, duty: names.Duty) -> Mark:
 def _wanted(
     spec: RoleSwitching, prefilling: int, serving: int, demands: Demands, start: float
 ) -> names.Duty | None:
-    """The duty that needs one more endpoint and can have it, by the readings since `start`; None if both keep
-    theirs."""
+    """Return the duty that needs one more endpoint and can have it, by the readings since `start`; None if
+    both keep theirs."""
     if not prefilling:
         return "prefill"
     queues = [reading.queue_s for reading in since(demands.get("prefill", ()), start)]

@@ -119,14 +119,14 @@ def _removal_order(pods: Sequence[PodFacts], leaving_nodes: frozenset[str]) -> l
 
 
 def _is_rolling(workload: Object | None) -> bool:
-    """Whether pods of an older template exist."""
+    """Return whether pods of an older template exist."""
     status = (workload or {}).get("status") or {}
     return bool(status.get("updatedReplicas", 0) < status.get("replicas", 0))
 
 
 def _wait_s(pod: PodFacts, gateways: frozenset[str], session_s: float, now: float) -> float:
-    """Seconds until a chosen pod may be removed at the latest. It has to carry its mark first, or the
-    workload could remove another pod instead."""
+    """Return the seconds until a chosen pod may be removed at the latest. It has to carry its mark first, or
+    the workload could remove another pod instead."""
     since = seconds(pod.draining)
     if not pod.chosen or since is None:
         return session_s + 1.0
@@ -136,8 +136,8 @@ def _wait_s(pod: PodFacts, gateways: frozenset[str], session_s: float, now: floa
 
 
 def _mark(pod: PodFacts, draining: str | None, cost: str | None) -> Mark:
-    """The annotations that have to change. A draining mark that a user wrote, which is not a time, stays
-    unless the pod is to be removed."""
+    """Return the annotations that have to change. A draining mark that a user wrote, which is not a time,
+    stays unless the pod is to be removed."""
     carried = {names.DRAINING: pod.draining or None, names.DELETION_COST: CHOSEN_COST if pod.chosen else None}
     wanted = {names.DRAINING: draining, names.DELETION_COST: cost}
     if cost is None and pod.draining and not _own_mark(pod):
@@ -146,5 +146,6 @@ def _mark(pod: PodFacts, draining: str | None, cost: str | None) -> Mark:
 
 
 def _own_mark(pod: PodFacts) -> str:
-    """The pod's draining mark if the operator wrote it, which shows in its being a time; otherwise empty."""
+    """Return the pod's draining mark if the operator wrote it, which shows in its being a time; otherwise
+    empty."""
     return pod.draining if seconds(pod.draining) is not None else ""

@@ -27,8 +27,8 @@ def marks(name: str, spec: InferencePoolSpec, observed: Observed) -> tuple[Mark,
 
 
 def _server(name: str, spec: InferencePoolSpec, observed: Observed) -> str:
-    """The pool whose Service selects this pool's engines; empty if none does. A pool that does not name this
-    one in `serves` wants none of its engines."""
+    """Return the pool whose Service selects this pool's engines; empty if none does. A pool that does not
+    name this one in `serves` wants none of its engines."""
     if spec.gateway.serves:
         return name
     other = observed.others.get(spec.gateway.served_by)
@@ -36,8 +36,8 @@ def _server(name: str, spec: InferencePoolSpec, observed: Observed) -> str:
 
 
 def is_reachable(name: str, namespace: str, observed: Observed) -> bool:
-    """Whether the Service reaches every engine that serves, so that a route may lead to it alone. One that
-    leads there already stays, and a new one begins with it."""
+    """Return whether the Service reaches every engine that serves, so that a route may lead to it alone. One
+    that leads there already stays, and a new one begins with it."""
     route = observed.children.get(Key("HTTPRoute", namespace, name))
     if route is None or names.models_name(name) in _backends(route):
         return True

@@ -170,5 +170,5 @@ SHOWN = frozenset({PolicyChoice})
 """Groups deep in `spec` whose defaults stored objects show: `kubectl get` prints the policy's name."""
 
 GROWING: frozenset[type] = frozenset({Condition})
-"""Enums of which the schema takes other values too, so that a newer operator can write them under this
+"""Enums for which the schema takes other values too, so that a newer operator can write them under this
 CRD."""

@@ -32,7 +32,7 @@ Schema = dict[str, Any]
 
 
 def custom_resource_definition() -> Schema:
-    """The whole object."""
+    """Return the whole object."""
     spec = _struct(InferencePoolSpec, top=True)
     status = _struct(InferencePoolStatus, top=False)
     return {
@@ -90,14 +90,14 @@ def custom_resource_definition() -> Schema:
 
 
 def generate() -> bytes:
-    """The YAML file."""
+    """Return the YAML file."""
     head = "# Generated from protos/perilune_api/crd.py by `make generate`. Do not edit.\n"
     body = yaml.dump(custom_resource_definition(), Dumper=_Dumper, sort_keys=False, width=110)
     return (head + body).encode()
 
 
 def schema(of: type[msgspec.Struct]) -> Schema:
-    """The schema of one struct by itself, such as the gateway's pool document."""
+    """Return the schema of one struct by itself, such as the gateway's pool document."""
     return _struct(of, top=False)
 
 
@@ -109,7 +109,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _column(name: str, kind: str, path: str, *, wide: bool = False) -> Schema:
-    """`wide`: shown by `kubectl get -o wide` only."""
+    """Return a column. `wide`: shown by `kubectl get -o wide` only."""
     return {"name": name, "type": kind, "jsonPath": path, **({"priority": 1} if wide else {})}
 
 
@@ -147,7 +147,8 @@ def _struct(of: type[msgspec.Struct], *, top: bool) -> Schema:
 
 
 def _with_default(text: str, default: Any) -> str:
-    """`kubectl explain` shows no defaults, so the text says them; those of a group stand at its fields."""
+    """Return the text with the default, because `kubectl explain` shows none; those of a group stand at its
+    fields."""
     if isinstance(default, dict):
         return text
     said = yaml.safe_dump(default, default_flow_style=True).removesuffix("...\n").strip()
@@ -162,7 +163,7 @@ def _rule(rule: crd.Rule) -> Schema:
 
 
 def _default(field: mi.Field, top: bool) -> Any:
-    """What the API server fills in, or NODEFAULT."""
+    """Return what the API server fills in, or NODEFAULT."""
     if field.default is not msgspec.NODEFAULT:
         value = field.default
     elif field.default_factory is not msgspec.NODEFAULT:
@@ -181,7 +182,8 @@ def _default(field: mi.Field, top: bool) -> Any:
 
 
 def _filled(of: type[msgspec.Struct]) -> Schema:
-    """The struct with its defaults written out: a default must pass the rules before it is filled up."""
+    """Return the struct with its defaults written out: a default must pass the rules before it is filled
+    up."""
     info = mi.type_info(of)
     assert isinstance(info, mi.StructType)
     hidden = crd.DERIVED.get(of, frozenset())
@@ -205,7 +207,7 @@ def _type(of: mi.Type) -> Schema:
 
 
 def _union(of: mi.UnionType) -> Schema:
-    """`T | None` is an optional T; `int | str` is Kubernetes' int-or-string."""
+    """Return the schema of a union: `T | None` is an optional T; `int | str` is Kubernetes' int-or-string."""
     rest = [kind for kind in of.types if not isinstance(kind, mi.NoneType)]
     if len(rest) == 1:
         return _type(rest[0])
@@ -272,7 +274,7 @@ _MAKERS: dict[type, Callable[[Any], Schema]] = {
 
 @cache
 def attribute_docs(of: type) -> dict[str, str]:
-    """Field → the string that stands under it in the class's source, or in that of a base."""
+    """Return for each field the string that stands under it in the class's source, or in that of a base."""
     docs: dict[str, str] = {}
     for base in reversed(of.__mro__):
         if not base.__module__.startswith("perilune_api"):
@@ -290,7 +292,7 @@ def attribute_docs(of: type) -> dict[str, str]:
 
 
 def _text(doc: str) -> str:
-    """Lines joined, source markup dropped, our own names replaced by what they stand for."""
+    """Join the lines, drop source markup, and replace our own names by what they stand for."""
     return _NAME.sub(_value_of, " ".join(doc.replace("`", "").split()))
 
 
@@ -308,7 +310,7 @@ def _enum(of: mi.Type) -> type[Enum] | None:
 
 
 def _members(of: type[Enum]) -> str:
-    """What the values mean, of those that say so; else what the enum is."""
+    """Return what the values mean, if they say so; else what the enum is."""
     docs = attribute_docs(of)
     said = [f"{member.value}: {_text(docs[member.name])}" for member in of if member.name in docs]
     return " ".join(said) or _text(of.__doc__ or "")

@@ -237,7 +237,8 @@ async def follow(
 
 
 def slim(item: Object) -> Object:
-    """A node or pod without who wrote its fields and which images it has, by far the most of a node."""
+    """Return a node or pod without the record of who wrote its fields and without its images, by far the most
+    of a node."""
     meta, status = item["metadata"], item.get("status") or {}
     return {
         **item,
@@ -249,7 +250,7 @@ def slim(item: Object) -> Object:
 async def _list(
     client: Client, path: str, params: Mapping[str, str], kept: Callable[[Object], Object]
 ) -> tuple[dict[str, Object], str]:
-    """The collection and its version, read in pages, so that only one page is in memory as a whole."""
+    """Return the collection and its version, read in pages, so that only one page is in memory as a whole."""
     objects: dict[str, Object] = {}
     asked = {**params, "limit": str(PAGE)}
     while True:

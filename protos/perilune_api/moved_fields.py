@@ -40,7 +40,8 @@ GONE = frozenset(
 
 
 def explain(spec: object) -> str:
-    """Says which fields of a `spec` have moved, and where to; empty when it has no former field."""
+    """Say which fields of a `spec` have moved, and where to; return an empty text if it has no former
+    field."""
     routing = spec.get("routing") if isinstance(spec, Mapping) else None
     if not isinstance(routing, Mapping):
         return ""

@@ -157,25 +157,27 @@ MASTER_PORT = 9003
 
 
 def models_name(pool: str) -> str:
-    """Name of the Service of all engines that a pool's gateway serves, if it serves other pools, too."""
+    """Return the name of the Service of all engines that a pool's gateway serves, if it serves other pools,
+    too."""
     return f"{pool}-models"
 
 
 def master_name(pool: str) -> str:
-    """Name of the Mooncake master of a pool: its Deployment and its Service."""
+    """Return the name of the Mooncake master of a pool: its Deployment and its Service."""
     return f"{pool}-master"
 
 
 def state_name(pool: str) -> str:
-    """Name of the Valkey of a pool's gateways: its Deployment and its Service."""
+    """Return the name of the Valkey of a pool's gateways: its Deployment and its Service."""
     return f"{pool}-state"
 
 
 def gateway_name(pool: str) -> str:
-    """Name of a pool's gateway: its Deployment, its Service, and the ConfigMap with the pool document."""
+    """Return the name of a pool's gateway: its Deployment, its Service, and the ConfigMap with the pool
+    document."""
     return f"{pool}-gateway"
 
 
 def rendered_name(pool: str) -> str:
-    """Name of the ConfigMap in which the operator remembers how it rendered a pool's pods."""
+    """Return the name of the ConfigMap in which the operator remembers how it rendered a pool's pods."""
     return f"{pool}-rendered"

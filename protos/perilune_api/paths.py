@@ -1,5 +1,5 @@
 """The paths that clients may ask a pool for. All others are refused, because an engine may generate there
-uncounted, unsalted and with a priority of the client's choice, or tell of itself alone.
+uncounted, unsalted and with a priority of the client's choice, or describe itself alone.
 
 Routes (the operator's, `perilune envoy`) and the gateway use the same lists, so the list also holds while no
 gateway runs.
@@ -33,7 +33,7 @@ COUNTING: Sequence[str] = (
     "/tokenize",
     "/detokenize",
 )
-"""What tells of a prompt without the model's work; any endpoint of the model can answer."""
+"""What describes a prompt without the model's work; any endpoint of the model can answer."""
 MODELS, RESPONSES = "/v1/models", "/v1/responses"
 """The list of models, and stored responses; both also with the name of one."""
 PAGES: Sequence[str] = ("/health", "/ping", "/version")

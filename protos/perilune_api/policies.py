@@ -105,7 +105,7 @@ class DynamoCredits(Struct, frozen=True):
     """Parameters that Dynamo's policies share: credits for cached blocks, and the sampling temperature."""
 
     temperature: Weight = 0.0
-    """0: the lowest cost is chosen. Above 0: the choice is random, weighted by softmax over the normalised
+    """With 0 the lowest cost is chosen. Above 0 the choice is random, weighted by softmax over the normalised
     costs; higher values are more even. Dynamo's router_temperature."""
     device_credit: Factor = 1.0
     """Prefill blocks saved by each block that the GPU caches. Dynamo's overlap_score_credit."""

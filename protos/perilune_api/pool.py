@@ -88,7 +88,7 @@ class Model(Struct, frozen=True):
     """LoRA adapters that the engines serve in addition to the model."""
     tokenizer: str = ""
     """Folder in the gateway's file system with tokenizer.json and the chat template; on Kubernetes,
-    gateway.podTemplate mounts it. Empty: the gateway has no local tokenizer (see `tokenize`)."""
+    gateway.podTemplate mounts it. If empty, the gateway has no local tokenizer (see `tokenize`)."""
     tokenize: Literal["auto", "local", "engine", "estimate"] = "auto"
     """How the gateway tokenizes prompts. local: with `tokenizer`. engine: through the engine's /tokenize.
     estimate: by `bytesPerToken`. auto: local if `tokenizer` is set, else engine, and estimate where that
@@ -98,8 +98,8 @@ class Model(Struct, frozen=True):
     engine reported for that session."""
     context_tokens: Annotated[int, Meta(ge=0)] = 0
     """Maximum number of tokens of a prompt and its answer together. On Kubernetes the engines get it as
-    `--max-model-len`. 0: the engines decide, which allow what the model does, or less if their memory does
-    not suffice; the gateway then refuses no prompt as too long."""
+    `--max-model-len`. With 0 the engines decide: they allow what the model does, or less if their memory does
+    not suffice, and the gateway refuses no prompt as too long."""
     kv_bytes_per_token: Positive = 98_304
     """Bytes that one token takes in the KV cache, summed over all layers."""
 
@@ -115,7 +115,8 @@ class Hashing(Struct, frozen=True):
     algorithm: HashAlgorithm = HashAlgorithm.SHA256
     """Must equal the engines' `--prefix-caching-hash-algo`."""
     seed: str = ""
-    """PYTHONHASHSEED of the engines. Empty: the variable is not set, and vLLM >= 0.29 uses a fixed seed."""
+    """PYTHONHASHSEED of the engines. If empty, the variable is not set, and vLLM >= 0.29 uses a fixed
+    seed."""
     extra_keys: ExtraKeys = ExtraKeys.TAGGED
     """How vLLM adds LoRA, cache salt and multimodal keys to a block hash. tagged: as tagged tuples, which
     vLLM does since 0.31. bare: as bare values, which earlier versions do."""
@@ -136,8 +137,8 @@ class Engine(Struct, frozen=True):
     """Whether the engines share a KV store, from which an endpoint can load a moved session's KV."""
     store_master: str = ""
     """Address (`host:port`) of the HTTP server of the store's Mooncake master, which the gateway asks whether
-    the memory is still there into which engines have put blocks. Empty: blocks in the store count until they
-    expire."""
+    the memory is still there into which engines have put blocks. If empty, blocks in the store count until
+    they expire."""
 
 
 class SessionKeys(Struct, frozen=True):
@@ -148,7 +149,7 @@ class SessionKeys(Struct, frozen=True):
     """Request headers that hold the session id. They take precedence over the well-known headers
     names.SESSION_HEADERS, which always count."""
     cookie: str = ""
-    """Name of a cookie that holds the session id. Empty: cookies are not read."""
+    """Name of a cookie that holds the session id. If empty, cookies are not read."""
     body_user: bool = False
     """Whether the body's `user` is taken as the session id."""
     infer: bool = True
@@ -156,7 +157,7 @@ class SessionKeys(Struct, frozen=True):
     one."""
     tenant_header: str = ""
     """Request header that names the tenant, which your platform sets on every request. A session is found by
-    tenant and session id. Empty: a hash of the request's credential names the tenant: the first of the
+    tenant and session id. If empty, a hash of the request's credential names the tenant: the first of the
     headers Authorization, x-api-key and api-key that it has. A client is then as many tenants as it can send
     first credentials that are accepted."""
     idle_seconds: Seconds = 1800.0
@@ -166,7 +167,7 @@ class SessionKeys(Struct, frozen=True):
     been idle longest."""
     several_models: bool = False
     """Whether a session asks for the models of several pools behind one gateway, as coding agents do that
-    have a small model beside a large one. The gateway then reads every body to find its model. Otherwise a
+    have a small and a large model. The gateway then reads every body to find its model. Otherwise a
     session's requests may go by their headers to the pool that it is bound to. No effect on a gateway with
     one pool."""
 
@@ -177,14 +178,14 @@ class Limits(Struct, frozen=True):
     max_body_bytes: Positive = 32 * 1024 * 1024
     """Maximum size of a request body in bytes. A larger one is refused with 413."""
     max_pending_seconds: Annotated[float, Meta(ge=0)] = 0.0
-    """Refuses a request with 429 when every endpoint has more seconds of queued prefill than this. 0: no
+    """Refuses a request with 429 when every endpoint has more seconds of queued prefill than this. 0 is no
     limit."""
     ttft_slo_seconds: Annotated[float, Meta(ge=0)] = 0.0
     """Refuses a request with 429 when every endpoint's predicted time to the first token is longer than this,
-    in seconds. 0: no limit. A request may set its own limit with names.SLO_TTFT_HEADER."""
+    in seconds. 0 is no limit. A request may set its own limit with names.SLO_TTFT_HEADER."""
     tpot_slo_seconds: Annotated[float, Meta(ge=0)] = 0.0
     """Refuses a request with 429 when every endpoint's predicted mean time per output token is longer than
-    this, in seconds. 0: no limit. A request may set its own limit with names.SLO_TPOT_HEADER."""
+    this, in seconds. 0 is no limit. A request may set its own limit with names.SLO_TPOT_HEADER."""
     objectives: dict[str, Annotated[int, Meta(ge=-8, le=8)]] = msgspec.field(default_factory=dict)
     """Priority level of each objective; a request names its objective with names.OBJECTIVE_HEADERS. Each
     level above 0 doubles the queue at which the gateway refuses the request, each level below 0 halves it."""
@@ -227,7 +228,7 @@ class Migration(Struct, frozen=True):
     prefix. The next request of that session, or with that prefix, carries the proposal out."""
 
     triggers: tuple[MoveTrigger, ...] = (MoveTrigger.DRAIN,)
-    """Situations in which the planner acts. Empty: it proposes nothing, and the sessions of a draining
+    """Situations in which the planner acts. If empty, it proposes nothing, and the sessions of a draining
     endpoint stay there until their policy moves them or the endpoint ends."""
     interval_seconds: Seconds = 1.0
     """Seconds between two runs of the planner."""
@@ -236,7 +237,7 @@ class Migration(Struct, frozen=True):
     cooldown_seconds: Weight = 30.0
     """Minimum seconds between two moves of one session."""
     moves_per_minute: Annotated[int, Meta(ge=0)] = 50
-    """Maximum number of moves per minute in the whole pool. 0: no moves."""
+    """Maximum number of moves per minute in the whole pool. With 0 there are none."""
     token_memory_bytes: Annotated[int, Meta(ge=0)] = 256 * 1024 * 1024
     """Memory in bytes for the token ids of announced blocks, which a gateway needs to let one endpoint hand a
     session's KV over to another. A block of 16 tokens takes about 210 bytes. Endpoints without a bootstrap
@@ -263,7 +264,7 @@ class EnginePriority(Struct, frozen=True):
 
     ageing_weight: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     """Ranks a request as if it had arrived this many seconds later for each second of uncached prefill that
-    it needs, so that short prompts overtake long ones. 0: not by length."""
+    it needs, so that short prompts overtake long ones. With 0 its length does not count."""
     fair_share: bool = False
     """Ranks a request as if it had arrived later by the time that its tenant's queued prefill takes at the
     tenant's share of the pool, so that tenants with little in the queues overtake those with much. Tenants
@@ -303,7 +304,8 @@ class Disaggregation(Struct, frozen=True):
     endpoints have the role `prefill`."""
 
     local_tokens: Annotated[int, Meta(ge=0)] = 1000
-    """A prompt of which the decoding endpoint does not cache at most this many tokens is prefilled there."""
+    """A prompt is prefilled at its decoding endpoint if at most this many of its tokens are not cached
+    there."""
     queue: Positive = 2
     """Number of prompts at a prefill endpoint that wait or are being prefilled, from which on it gets no
     more. While all prefill endpoints have so many, prompts are prefilled where they are decoded."""
@@ -356,8 +358,8 @@ class Routing(Struct, frozen=True):
     ejection: Ejection = Ejection()
     session_admission: SessionAdmission = SessionAdmission()
     weight: Annotated[int, Meta(ge=0, le=1_000_000)] = 100
-    """Where several pools behind one gateway serve a model of the same name: this pool's share of that
-    name's new sessions, relative to the weights of the others. A session stays with its pool. 0: no new
+    """Where several pools behind one gateway serve a model of the same name: this pool's share of that name's
+    new sessions, relative to the weights of the others. A session stays with its pool. With 0 it gets no new
     sessions, unless all have 0."""
     fallbacks: Annotated[int, Meta(ge=0, le=8)] = 2
     """Number of further endpoints that the gateway gives to Envoy, which passes over those that it does not
@@ -375,16 +377,17 @@ class NodePlace(Struct, frozen=True):
     """Where a node stands in the fabric, and its hardware."""
 
     rack: str = ""
-    """Name of the rack, or of its top-of-rack switch. Empty: unknown."""
+    """Name of the rack, or of its top-of-rack switch. Empty if unknown."""
     spine: str = ""
-    """Name of the spine, a group of racks. Empty: unknown."""
+    """Name of the spine, a group of racks. Empty if unknown."""
     gpu: str = ""
-    """GPU product as GPU feature discovery names it, such as NVIDIA-H20. Empty: unknown."""
+    """GPU product as GPU feature discovery names it, such as NVIDIA-H20. Empty if unknown."""
     nics: Annotated[int, Meta(ge=0)] = 0
-    """Number of network cards that carry KV transfers; shown only, never used in a prediction. 0: unknown."""
+    """Number of network cards that carry KV transfers; shown only, never used in a prediction. 0 if
+    unknown."""
     nic_gbits: Weight = 0.0
     """Speed of each of these network cards in Gbit/s. The predicted time of a KV transfer between two nodes
-    follows the slower node's cards. 0: unknown, predictions assume 200."""
+    follows the slower node's cards. 0 if unknown; predictions then assume 200."""
 
 
 class Topology(Struct, frozen=True):
@@ -428,13 +431,13 @@ class EndpointSpec(Struct, frozen=True):
     address: Address
     """Address of its HTTP server: `ip:port`, with IPv6 in brackets."""
     node: str = ""
-    """Name of the node that it runs on, one of topology.nodes. Empty: unknown, so every transfer to or from
-    it is predicted at the speed of the widest level."""
+    """Name of the node that it runs on, one of topology.nodes. Empty if unknown; every transfer to or from it
+    is then predicted at the speed of the widest level."""
     events: tuple[ZmqAddress, ...] = ()
-    """ZMQ addresses of its KV events, one per data-parallel rank (`tcp://ip:port`). Empty: the gateway
+    """ZMQ addresses of its KV events, one per data-parallel rank (`tcp://ip:port`). If empty, the gateway
     estimates what the endpoint caches from the requests that it routed there."""
     replay: tuple[ZmqAddress, ...] = ()
-    """ZMQ addresses that replay missed events, in the order of `events`. Empty: missed events are not
+    """ZMQ addresses that replay missed events, in the order of `events`. If empty, missed events are not
     replayed."""
     draining: bool = False
     """Whether the endpoint drains: it keeps its sessions' requests and gets no new sessions."""
@@ -443,17 +446,18 @@ class EndpointSpec(Struct, frozen=True):
     caches."""
     bootstrap: Annotated[str, Meta(pattern=r"^$|" + _IP_PORT)] = ""
     """Address of the bootstrap page of its KV connector (vLLM's MooncakeConnector), `ip:port`. The gateway
-    moves a session's KV between endpoints whose pages answer. Empty: it hands no KV over."""
+    moves a session's KV between endpoints whose pages answer. If empty, it hands no KV over."""
     role: Role = Role.BOTH
     """prefill: it prefills long prompts for the other endpoints. decode and both: it gets clients' requests.
     An endpoint with the role `prefill` needs a bootstrap page."""
     peer: Annotated[str, Meta(pattern=r"^$|" + _IP_PORT)] = ""
     """Address at which other engines read its host memory, `ip:port`: the tier `p2p` of vLLM's
     OffloadingConnector, of vLLM >= 0.27. With several data-parallel ranks it is that of the first; the others
-    have the next ports. Empty: others cannot read it. No endpoint of a pool has both this and `bootstrap`."""
+    have the next ports. If empty, others cannot read it. No endpoint of a pool has both this and
+    `bootstrap`."""
     instance: str = ""
     """Names what is at the address, such as the uid of a pod. An endpoint with another name at the same
-    address is another one, and inherits nothing from the one before. Empty: the address alone names it."""
+    address is another one, and inherits nothing from the one before. If empty, the address alone names it."""
 
 
 class Spec(Struct, frozen=True):

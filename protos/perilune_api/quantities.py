@@ -27,7 +27,7 @@ _CONTAINERS = ("initContainers", "containers")
 
 
 def quantity(given: int | str) -> Decimal:
-    """`80Gi` → 85899345920. Raises ValueError for text that is not a quantity."""
+    """Parse a quantity: `80Gi` is 85899345920. Raises ValueError for text that is not a quantity."""
     match = _QUANTITY.fullmatch(str(given))
     if match is None:
         raise ValueError(f"{given!r} is not a quantity, such as 500m, 2 or 80Gi")

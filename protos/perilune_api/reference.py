@@ -78,7 +78,7 @@ replaces these lists.
 
 
 def page() -> bytes:
-    """The Markdown file."""
+    """Return the Markdown file."""
     version = crdgen.custom_resource_definition()["spec"]["versions"][0]
     parts = version["schema"]["openAPIV3Schema"]["properties"]
     known = dict(_objects("spec", parts["spec"]))
@@ -101,7 +101,7 @@ def page() -> bytes:
 
 
 def _objects(path: str, schema: Schema) -> Iterator[tuple[str, Schema]]:
-    """Yields every object that has fields, outermost first: `path[]` of a list, `path.NAME` of a map."""
+    """Yield every object that has fields, outermost first: `path[]` of a list, `path.NAME` of a map."""
     if "properties" in schema:
         yield path, schema
         for name, field in schema["properties"].items():
@@ -113,7 +113,8 @@ def _objects(path: str, schema: Schema) -> Iterator[tuple[str, Schema]]:
 
 
 def _shared(path: str, schema: Schema, known: dict[str, Schema]) -> str:
-    """One sentence where an InferencePool has the same fields here and in all objects below; else empty."""
+    """Return one sentence where an InferencePool has the same fields here and in all objects below; else
+    empty."""
     for at, part in _objects(path, schema):
         theirs = known.get(at, {}).get("properties", {})
         fields = part["properties"]
@@ -182,7 +183,7 @@ _DEFAULT = re.compile(r" ?Default: \S.*\.$")
 
 
 def _type(field: Schema) -> str:
-    """The type in words: `integer, 1 to 64`, `list of string`, `one of a, b`."""
+    """Return the type in words: `integer, 1 to 64`, `list of string`, `one of a, b`."""
     if "enum" in field:
         return "one of " + ", ".join(f"`{value}`" for value in field["enum"])
     if "anyOf" in field:
@@ -215,5 +216,5 @@ def _cell(text: str) -> str:
 
 
 def _anchor(path: str) -> str:
-    """The anchor of a section's title, as GitHub and MkDocs (its `toc` with the same rule) make it."""
+    """Return the anchor of a section's title, as GitHub and MkDocs (its `toc` with the same rule) make it."""
     return re.sub(r"[^a-z0-9 _-]", "", path.lower()).replace(" ", "-")

@@ -56,7 +56,7 @@ NIC_GBITS = 200.0
 
 
 def distance(a: Place, b: Place) -> Level:
-    """Levels are compared from the nearest on; racks with one name under two spines are two racks."""
+    """Return the nearest level that both places share; racks with one name under two spines are two racks."""
     same_spine = bool(a.spine) and a.spine == b.spine
     same_rack = bool(a.rack) and a.rack == b.rack and a.spine == b.spine
     if a.node and a.node == b.node:

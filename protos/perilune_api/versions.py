@@ -1,4 +1,4 @@
-"""Documents between versions of operator, gateway and CRD, of which any may be one release ahead.
+"""Documents between versions of operator, gateway and CRD; any of these may be one release ahead.
 
 - A writer leaves out every field that has its default (`stated`). An older reader then finds a field that it
   does not know only if it is in use.
@@ -16,7 +16,7 @@ from msgspec import inspect as mi
 
 
 def stated(value: Any) -> Any:
-    """A struct as plain data, without the fields that have their default."""
+    """Return a struct as plain data, without the fields that have their default."""
     if isinstance(value, msgspec.Struct):
         return {name: stated(given) for name, given in _given(value)}
     if isinstance(value, dict):
@@ -36,8 +36,9 @@ def _given(value: msgspec.Struct) -> Iterator[tuple[str, Any]]:
 
 
 def known(document: Any, of: type) -> tuple[Any, tuple[str, ...]]:
-    """Plain data without the fields that the struct `of` and its parts do not have, and the paths of these
-    fields, such as `$.spec.engine.newField`. Values of a wrong type stay, for the conversion to refuse."""
+    """Return plain data without the fields that the struct `of` and its parts do not have, and the paths of
+    these fields, such as `$.spec.engine.newField`. Values of a wrong type stay, for the conversion to
+    refuse."""
     unknown: list[str] = []
     return _known(document, mi.type_info(of), "$", unknown), tuple(unknown)
 

@@ -47,7 +47,7 @@ PROGRAM = Program(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Run the command and return the exit status."""
     return run(PROGRAM, sys.argv[1:] if argv is None else argv)
 
 

@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 @contextmanager
 def ctrl_c_noticed() -> Iterator[Callable[[], None]]:
-    """Yields a function that raises KeyboardInterrupt if Ctrl-C was pressed within this context. It is for
+    """Yield a function that raises KeyboardInterrupt if Ctrl-C was pressed within this context. It is for
     loops that call libraries written in C, some of which print and drop the exception of a signal."""
     seen: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
@@ -43,7 +43,7 @@ def ctrl_c_noticed() -> Iterator[Callable[[], None]]:
 def mapped(
     function: Callable[[T], R], items: Sequence[T], jobs: int, *, ordered: bool = True
 ) -> Iterator[Iterable[R]]:
-    """Yields an iterable of the results, which come in the order of the items (`ordered`) or of completion.
+    """Yield an iterable of the results, which come in the order of the items (`ordered`) or of completion.
     Uses at most `jobs` processes, and no more than there are items. `function` must be picklable."""
     jobs = min(jobs, len(items))
     if jobs <= 1:

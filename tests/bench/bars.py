@@ -17,7 +17,7 @@ MISSED = "MISSED"
 
 
 def verdict(met: bool) -> str:
-    """The cell of a row."""
+    """Return the verdict's cell in a row of the table."""
     return "met" if met else MISSED
 
 

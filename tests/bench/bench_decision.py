@@ -38,7 +38,7 @@ def quantile(values: list[float], q: float) -> float:
 
 
 def nothing() -> None:
-    """Between two decisions."""
+    """Do nothing between two decisions."""
 
 
 def turn(rig: Rig, between: Callable[[], None] = nothing) -> float:
@@ -86,7 +86,7 @@ def turns_by_headers(rig: Rig, count: int) -> list[float]:
 
 
 def batch(rig: Rig) -> bytes:
-    """An engine's announcement of 100 blocks that begin a prompt."""
+    """Return an engine's announcement of 100 blocks that begin a prompt."""
     hashes, tokens = [rig.dice.getrandbits(64) for _ in range(100)], rig.tokens(100 * BLOCK)
     event = {"type": "BlockStored", "block_hashes": hashes, "token_ids": tokens, "block_size": BLOCK}
     return msgspec.msgpack.encode([0.0, [event], 0])

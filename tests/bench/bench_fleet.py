@@ -1,4 +1,4 @@
-"""KV events of a fleet, live, beside decisions: publishers over ZMQ on loopback, the gateway's own feeds.
+"""KV events of a fleet, live, during decisions: publishers over ZMQ on loopback, the gateway's own feeds.
 
 Processes of `fleet_publishers.py` publish as engines with full caches do: each stores and removes as many
 blocks per second. The gateway's feeds, index and router run in this process, without servers. Every 20 ms a
@@ -194,7 +194,7 @@ class Took:
 
 
 async def watch(fleet: Fleet, turns: Turns, decide: bool) -> Took:
-    """Requests, or only what else happens, beside the events, for SECONDS."""
+    """Measure requests during the events for SECONDS, or only what else happens."""
     loop, decisions_ms = asyncio.get_running_loop(), []
     before, cpu_s, began_s = fleet.gateway.events.ingest().blocks, time.thread_time(), loop.time()
     await asyncio.sleep(0)

@@ -72,7 +72,7 @@ def around(size: int) -> list[int]:
 
 
 async def one_round(subjects: dict[str, Subject], rng: Random, found: Found) -> None:
-    """The subjects take turns: one after the other plays a turn of its conversations, then the next turn."""
+    """Let the subjects take turns: each plays one turn of its conversations, then all play the next turn."""
     for _ in range(TURNS):
         for name, subject in subjects.items():
             new = [Conversation(rng) for _ in range(CONVERSATIONS)]
@@ -92,7 +92,7 @@ async def one_round(subjects: dict[str, Subject], rng: Random, found: Found) -> 
 
 
 async def measure(folder: Path, rounds: int, transport: str, other: str) -> Found:
-    """`other`: the interpreter of another checkout; empty: none."""
+    """`other`: the interpreter of another checkout; empty for none."""
     found: Found = defaultdict(list)
     async with Processes(folder, ENDPOINTS, CONNECTIONS) as processes:
         alone = await processes.envoy_alone()
@@ -107,7 +107,7 @@ async def measure(folder: Path, rounds: int, transport: str, other: str) -> Foun
 
 
 def ratio(found: Found, key: Key, to: Key) -> float:
-    """The median of the ratios of every turn."""
+    """Return the median of the ratios of every turn."""
     return median(one / other for one, other in zip(found[key], found[to], strict=True))
 
 

@@ -83,8 +83,8 @@ def batches(dice: random.Random, count: int) -> list[bytes]:
 
 
 def per_s(payloads: list[bytes]) -> tuple[float, float]:
-    """(stored, removed) blocks per second of one core: the best of rounds enough to meet a moment in which
-    nobody else needs the CPU's caches and memory."""
+    """Return the blocks per second of one core: (stored, removed). It is the best of enough rounds to meet a
+    moment in which nobody else needs the CPU's caches and memory."""
     stores, removals = [], []
     for _ in range(20):
         names = EngineBlocks(PrefixIndex(1_000_000, 10.0), BLOCK_SIZE, store=False)

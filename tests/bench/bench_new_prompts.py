@@ -63,7 +63,7 @@ async def batch(behind: Behind, rng: Random, size: int, count: int = CONVERSATIO
 
 
 async def measure(folder: Path, rounds: int, transport: str, other: str) -> Found:
-    """`other`: the interpreter of another checkout; empty: none."""
+    """`other`: the interpreter of another checkout; empty for none."""
     found: Found = defaultdict(list)
     async with Processes(folder, ENDPOINTS, CONNECTIONS) as processes:
         gateways = {OURS: await processes.gateway(sys.executable, transport)}

@@ -1,7 +1,7 @@
 """The operator with 50 pools of 20 pods: how long rounds take, what is written, how much memory it needs.
 
 Real etcd, API server, controller manager and scheduler; kwok plays nodes and kubelets. Times depend on the
-machine, which all of these share; so the time of one small write of a bystander is printed beside. Writes and
+machine, which all of these share; so the time of one small write of a bystander is printed, too. Writes and
 memory do not. Where the CRDs of Envoy Gateway are in the cache, every pool has its route and policies too.
 `python tests/bench/bench_operator.py` too.
 """
@@ -66,7 +66,7 @@ def pool(name: str, routed: bool) -> Object:
 
 
 async def until(client: Client, true: Callable[[list[Object]], bool], patience_s: float = 300.0) -> None:
-    """Of all pools."""
+    """Wait until it is true of all pools."""
     end = time.monotonic() + patience_s
     while True:
         items = (await client.request("GET", WHERE))["items"]
@@ -154,7 +154,7 @@ async def measure(server: ApiServer, routed: bool) -> None:
 
 
 async def write_now_and_then(client: Client, took_s: list[float]) -> None:
-    """Like the operator's, one at a time."""
+    """Write one object at a time, as the operator does."""
     where = f"/api/v1/namespaces/{NAMESPACE}/configmaps"
     await client.request("POST", where, {"metadata": {"name": "bystander"}})
     for number in itertools.count():

@@ -1,5 +1,5 @@
 """How fast the simulator is: simulated seconds per second of one core, what a decision costs in a large
-fleet, and requests per second beside Dynamo's own offline replay.
+fleet, and requests per second and of Dynamo's own offline replay.
 
 Dynamo is an optional peer: PERILUNE_DYNAMO=install makes an environment for it under the user's cache folder
 (PyPI `ai-dynamo-runtime`, some 230 MB), which later runs use; without one its benchmark is skipped.

@@ -99,7 +99,7 @@ class Client:
             await writer.wait_closed()
 
     async def play(self, conversations: Sequence[Conversation], size: int) -> None:
-        """Every conversation grows to that size and is sent. A connection has its share of them, whose turns
+        """Grow every conversation to that size and send it. A connection has its share of them, whose turns
         it takes one after the other."""
 
         async def part(at: int) -> None:

@@ -67,7 +67,7 @@ class Rig:
         return [self.dice.randrange(150_000) for _ in range(count)]
 
     def ask(self, name: str) -> tuple[Encode, Tokens]:
-        """The session's next turn, tokenized."""
+        """Ask the session's next turn, tokenized."""
         prompt = self.prompts[name]
         if len(prompt) > PROMPT_TOKENS + 10 * TURN_TOKENS:
             del prompt[PROMPT_TOKENS - 10 * TURN_TOKENS :]
@@ -77,7 +77,7 @@ class Rig:
         return Encode(head, request, 4 * len(prompt)), Tokens(len(prompt), TokenSource.LOCAL, prompt)
 
     def end(self, name: str, routed: Routed) -> None:
-        """The engine announces the whole prompt, in the pieces of its steps; the answer ends."""
+        """Announce the whole prompt as the engine does, in the pieces of its steps, and end the answer."""
         target = routed.destinations[0]
         chain = blocks.chain(self.prompts[name], BLOCK, 0)
         for at in range(0, len(chain), 512):

@@ -42,7 +42,7 @@ class Publisher:
         self.sent = 0
 
     def publish(self, store: int, remove: int) -> None:
-        """One message."""
+        """Publish one message."""
         names = range(self._next, self._next + store)
         self._next += store
         parent = None if self.sent % PROMPT == 0 else self._parent

@@ -55,11 +55,11 @@ class Processes:
         await self._stack.aclose()
 
     async def envoy_alone(self) -> Behind:
-        """An Envoy that asks nobody."""
+        """Start an Envoy that asks nobody."""
         return await self._fronted(_without_gateway(envoy.config(self._endpoints, ["127.0.0.1:1"])))
 
     async def gateway(self, python: str, transport: str) -> Behind:
-        """An Envoy that asks the gateway of this interpreter."""
+        """Start an Envoy that asks the gateway of this interpreter."""
         gateway, facts = await self._child(
             "gateway",
             *(python, "-P", "-m", "perilune_gateway.main", "--pool", str(self._write_pool())),

@@ -22,7 +22,7 @@ def test_every_section_ends():
 
 
 def figure(row: str) -> str:
-    """The number in the second column of a row of the tables."""
+    """Return the number in the second column of a row of the tables."""
     (found,) = re.findall(rf"^\| {re.escape(row)} \| ([\d.]+) ", DOCUMENT, re.MULTILINE)
     return str(found)
 

@@ -95,7 +95,7 @@ def program(word: str) -> str:
 
 
 def problem(words: list[str]) -> str:
-    """What is wrong with a command; empty: nothing that can be told without running it."""
+    """Return what is wrong with a command; empty if nothing can be found without running it."""
     name, rest = program(words[0]), words[1:]
     if missing := [w for w in rest if re.match(r"(examples|charts|docs|e2e|tests)/", w) and not exists(w)]:
         return f"no such file: {missing}"
@@ -143,7 +143,7 @@ def unknown_options(words: list[str], text: str) -> str:
 
 @cache
 def help_of(module: str) -> str:
-    """What `--help` prints, of sub-commands too."""
+    """Return what `--help` prints, also for sub-commands."""
     main = importlib.import_module(module).main
     text = printed(main, ["--help"])
     listed = re.search(r"^  \{([a-z,-]+)\}", text, re.MULTILINE)
@@ -160,7 +160,7 @@ def printed(main, argv: list[str]) -> str:
 
 
 def vllm(words: list[str]) -> str:
-    """The options that the operator gives its engines; the events' configuration is JSON."""
+    """Return the options that the operator gives its engines; the events' configuration is JSON."""
     if "--kv-events-config" in words:
         events = json.loads(words[words.index("--kv-events-config") + 1])
         assert set(events) <= {"enable_kv_cache_events", "publisher", "endpoint", "replay_endpoint", "topic"}
@@ -199,7 +199,8 @@ def test_examples_are_valid(path):
 
 
 def check_pool(document: object) -> None:
-    """A pool document lists endpoints, an InferencePool never does; anything else is not ours."""
+    """Check a document: a pool document lists endpoints, an InferencePool never does; anything else is not
+    ours."""
     if not isinstance(document, dict) or document.get("kind") != "InferencePool":
         return
     if "endpoints" in document["spec"]:

@@ -61,7 +61,7 @@ def labels(family: Metric) -> frozenset[str]:
 
 @pytest.fixture
 def folder(tmp_path):
-    """A tokenizer, so that the metrics of a local one are there too."""
+    """Return a folder with a tokenizer, so that the metrics of a local one are there too."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.save(str(tmp_path / "tokenizer.json"))

@@ -17,7 +17,7 @@ DOCUMENT = page("policies.md")
 
 
 def block(policy: str) -> str:
-    """The name of a policy's block of parameters."""
+    """Return the name of a policy's block of parameters."""
     first, *others = policy.split("_")
     return first + "".join(map(str.capitalize, others))
 

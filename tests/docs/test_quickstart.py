@@ -29,7 +29,7 @@ READY = {"perilune engine": "perilune-engine ready", "perilune-gateway": "perilu
 
 @pytest.fixture
 def ports() -> dict[str, str]:
-    """The quickstart's → free ones."""
+    """Return a free port for each port of the quickstart."""
     with ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in PORTS]
         for taken in sockets:

@@ -15,7 +15,7 @@ Right = tuple[str, str, str]
 
 
 def given(name: str) -> set[Right]:
-    """(API group, resource, verb) of each rule in a file of the chart."""
+    """Return each rule in a file of the chart as (API group, resource, verb)."""
     rules = yaml.safe_load((ROOT / "charts" / "perilune" / "files" / name).read_text())
     return {
         (group or "core", resource, verb)

@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def search(kind: str, corpus: Path, minutes: float, seed: int) -> NoReturn:
-    """New inputs, until one fails or the time is over."""
+    """Try new inputs until one fails or the time is over."""
     options = {
         "max_total_time": round(minutes * 60),
         "seed": seed,
@@ -105,7 +105,7 @@ def search(kind: str, corpus: Path, minutes: float, seed: int) -> NoReturn:
 
 
 def in_time(target: Callable[[bytes], None]) -> Callable[[bytes], None]:
-    """The target, as one that fails where it takes too much of the processor; other load does not count."""
+    """Return the target wrapped so that it fails if it takes too much CPU time; other load does not count."""
 
     def run(data: bytes) -> None:
         began = time.process_time()
@@ -117,7 +117,7 @@ def in_time(target: Callable[[bytes], None]) -> Callable[[bytes], None]:
 
 
 def again(kind: str, corpus: Path) -> NoReturn:
-    """The inputs that were kept, in rounds; exits with an error if memory grows after the first round."""
+    """Play the inputs that were kept, in rounds. Exit with an error if memory grows after the first round."""
     inputs = [path.read_bytes() for path in sorted(corpus.iterdir())]
     sizes_mb, rounds, slowest_s = [], 0, 0.0
     end = time.monotonic() + ROUNDS_S

@@ -95,7 +95,7 @@ ROUTING = Routing(allow_policy_header=True, session=SessionKeys(cookie="c", body
 
 
 def bodies(data: bytes) -> None:
-    """The first byte chooses the API."""
+    """Parse a body; the first byte chooses the API."""
     request = parse(APIS[data[0] % len(APIS)] if data else APIS[0], data[1:])
     if isinstance(request, ParsedRequest):
         request.prefix_text()
@@ -103,7 +103,7 @@ def bodies(data: bytes) -> None:
 
 
 def grown(data: bytes) -> None:
-    """Bodies that begin alike, their parts between zeros: remembered or not, they are read the same."""
+    """Read bodies that begin alike, their parts between zeros: remembered or not, they are read the same."""
     known, parts = KnownBodies(chunk_bytes=8), data.split(b"\0")
     bodies = [parts[0] + part for part in parts[1:]]
     for path in APIS:
@@ -118,7 +118,7 @@ def grown(data: bytes) -> None:
 
 
 def messages(data: bytes) -> None:
-    """What is read without protobuf is what protobuf reads."""
+    """Compare what is read without protobuf with what protobuf reads."""
     try:
         told = wire.decode(data, BodyMode.BUFFERED)
     except ProtocolError:
@@ -129,7 +129,7 @@ def messages(data: bytes) -> None:
 
 
 def streams(data: bytes) -> None:
-    """Messages of one stream, each after two bytes of its length, through exchange and service."""
+    """Play messages of one stream, each after two bytes of its length, through exchange and service."""
     service = Service(ScriptedRouter(), Deaf(), limits=Limits(max_body_bytes=1000))
     stream = service.open()
     for message in parts(data):
@@ -140,7 +140,7 @@ def streams(data: bytes) -> None:
 
 
 def frames(data: bytes) -> None:
-    """In pieces, as the first byte says, after a greeting."""
+    """Feed the frames in pieces, as the first byte says, after a greeting."""
     connection = Connection()
     connection.receive(PREFACE + settings({}))
     step = 1 + (data[0] if data else 0)
@@ -177,7 +177,7 @@ def metrics(data: bytes) -> None:
 
 
 def requests(data: bytes) -> None:
-    """Through the router and to the end: lines of `name: value`, an empty line, then the body."""
+    """Play a request through the router to its end: lines of `name: value`, an empty line, then the body."""
     written, _, body = data.partition(b"\n\n")
     lines = [line.partition(b":") for line in written.split(b"\n")]
     headers = {n.decode("latin-1").lower(): v.strip().decode("utf-8", "replace") for n, _, v in lines}
@@ -193,7 +193,7 @@ def requests(data: bytes) -> None:
 
 
 def documents(data: bytes) -> None:
-    """A pool that is read is written and read again without a change."""
+    """Write and read again every pool that can be read; nothing may change."""
     for read in (parse_document, lambda text: parse_known(text)[0]):
         try:
             document = read(data)
@@ -203,7 +203,7 @@ def documents(data: bytes) -> None:
 
 
 def shared(data: bytes) -> None:
-    """Batches of another replica, each after two bytes of its length; then this replica goes on, with session
+    """Merge batches of another replica, each after two bytes of its length, and go on with session
     admission."""
     sharing = Sharing("here", Names(b"key"), lambda: rig.now, lambda: 1_700_000_000.0 + rig.now)
     rig = Rig(pool(routing=Routing(session_admission=SessionAdmission(enabled=True))), sharing=sharing)
@@ -245,7 +245,7 @@ def bootstrap(data: bytes) -> None:
 
 
 def parts(data: bytes) -> list[bytes]:
-    """The messages in `data`, each after two bytes of its length."""
+    """Return the messages in `data`, each of which follows two bytes of its length."""
     found, at = [], 0
     while at + 2 <= len(data):
         size = int.from_bytes(data[at : at + 2], "big")

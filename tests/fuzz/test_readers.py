@@ -9,7 +9,7 @@ MUTATIONS = 300
 
 
 def mutated(data: bytes, dice: Random) -> bytes:
-    """A few bytes of it changed, left out, repeated, or put elsewhere."""
+    """Change, leave out, repeat or move a few of the bytes."""
     out = bytearray(data)
     for _ in range(dice.randint(1, 4)):
         at, to = sorted((dice.randrange(len(out) + 1), dice.randrange(len(out) + 1)))

@@ -58,7 +58,7 @@ def captures() -> dict[str, Capture]:
 
 @pytest.fixture(scope="session")
 def replay_frames() -> list[list[bytes]]:
-    """The answer of the main capture's replay address from seq 240 on, its end included."""
+    """Return the answer of the main capture's replay address from seq 240 on, its end included."""
     return _frames(FIXTURES / "vllm-kv-events" / "kv_events_replay_capture.bin")
 
 
@@ -69,5 +69,5 @@ def fixtures() -> Path:
 
 @pytest.fixture
 def rig() -> Rig:
-    """A router of two endpoints, with real state."""
+    """Return a router of two endpoints, with real state."""
     return Rig(pool())

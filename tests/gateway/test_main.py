@@ -74,7 +74,7 @@ async def gateway(tmp_path, clock):
 
 
 def is_known(gateway: ServedPool, session: str) -> bool:
-    """Whether a turn of the session is decided by its headers."""
+    """Return whether a turn of the session is decided by its headers."""
     headers = {"x-session-id": session, "content-length": "100"}
     return isinstance(gateway.router.on_headers(RequestHead("POST", COMPLETIONS, headers)), Routed)
 

@@ -134,7 +134,7 @@ async def rigs(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture
 def rig(rigs: dict[Transport, Rig], request: pytest.FixtureRequest) -> Rig:
-    """The rig of the default transport, or of the one that a test names (`indirect=["rig"]`)."""
+    """Return the rig of the default transport, or of the one that a test names (`indirect=["rig"]`)."""
     return rigs[getattr(request, "param", Transport.H2)]
 
 

@@ -100,7 +100,7 @@ class Victim:
         return not busy and (await self.metrics())["perilune_streams_open"] == 0
 
     async def unharmed(self) -> None:
-        """Everything has been given back, and the next request is served."""
+        """Assert that everything has been given back, and that the next request is served."""
         await until_true(self.at_rest)
         assert await self.send() == (200, "")
         self.stack.check()
@@ -449,7 +449,7 @@ async def test_a_storm_of_10_000(victim: Victim) -> None:
 
 @asynccontextmanager
 async def hostile_publisher(victim: Victim) -> AsyncIterator[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]]:
-    """An endpoint of the pool whose events and replay come from here; nobody serves its address."""
+    """Yield the sockets that serve events and replay of an endpoint whose address nobody else serves."""
     context = zmq.asyncio.Context()
     events, replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
     try:
@@ -512,7 +512,8 @@ async def test_events_of_a_mad_engine_end_nothing(victim: Victim) -> None:
     async with hostile_publisher(victim) as (events, replay):
 
         async def answer_replays() -> None:
-            """With garbage: a sequence number that is none, a payload that is none, then the end."""
+            """Answer replays with garbage: a sequence number that is none, a payload that is none, then the
+            end."""
             while True:
                 asker, *_ = await replay.recv_multipart()
                 for frames in (

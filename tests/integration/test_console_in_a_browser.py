@@ -90,7 +90,7 @@ async def stack() -> AsyncIterator[Stack]:
 
 @asynccontextmanager
 async def opened(browser: Browser, url: str, colours: str = "light") -> AsyncIterator[Console]:
-    """A page without errors in the end."""
+    """Yield an open page, and check in the end that it showed no errors."""
     page = await browser.new_page(viewport={"width": 1400, "height": 900}, color_scheme=colours)  # type: ignore[arg-type]
     console = Console(page)
     page.on("pageerror", lambda error: console.errors.append(str(error)))
@@ -105,7 +105,7 @@ async def opened(browser: Browser, url: str, colours: str = "light") -> AsyncIte
 
 
 async def talk(stack: Stack, sessions: int, turns: int, name: str = "agent") -> None:
-    """Conversations through Envoy, all at once, each turn extending the one before."""
+    """Play conversations through Envoy, all at once, each turn extending the one before."""
 
     async def converse(http: aiohttp.ClientSession, who: str) -> None:
         messages = [{"role": "user", "content": f"{who} asks. " * 120}]
@@ -122,7 +122,7 @@ async def talk(stack: Stack, sessions: int, turns: int, name: str = "agent") -> 
 
 
 async def go_on_talking(stack: Stack) -> None:
-    """One crowd of sessions after the other."""
+    """Play one crowd of sessions after the other."""
     for crowd in count():
         await talk(stack, sessions=40, turns=6, name=f"agent-{crowd}")
 

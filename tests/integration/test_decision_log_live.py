@@ -24,7 +24,8 @@ SECONDS, SCALE = 2.5, 40.0
 
 
 async def recorded(folder: Path, policy: str, *, kill: bool = False) -> Path:
-    """The log of a gateway under a few seconds of agentic load. `kill`: it gets no time to end it."""
+    """Return the log of a gateway under a few seconds of agentic load. With `kill` the gateway has no time to
+    end it."""
     load = demo_load(3, 1, SECONDS, SCALE)
     log = folder / f"{policy}.jsonl"
     stack = Stack(

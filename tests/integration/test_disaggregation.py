@@ -62,7 +62,7 @@ class User:
         return sum(float(one.rpartition(" ")[2]) for one in lines if one.startswith(name))
 
     def served(self, engine: int) -> list[dict[str, Any]]:
-        """Requests that ended on an engine, by its own log."""
+        """Return the requests that ended on an engine, by its own log."""
         path = self.stack.folder / f"engine-{engine}.requests.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

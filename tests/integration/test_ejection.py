@@ -51,7 +51,7 @@ class Clients:
             return answer.headers["x-perilune-decision"].partition(";")[0], answer.status
 
     async def some(self, requests: int) -> list[tuple[str, int]]:
-        """The next answers, while AT_ONCE requests are under way; one that hangs does not hold up others."""
+        """Return the next answers, while AT_ONCE requests run; one that hangs does not hold up others."""
         answers: list[tuple[str, int]] = []
         while len(answers) < requests:
             fresh = {task for task in self.asking if not getattr(task, "hangs", False)}
@@ -142,7 +142,7 @@ async def decisions(clients: Clients, address: str) -> list[dict[str, Any]]:
 
 
 async def excluded(clients: Clients, address: str) -> set[str]:
-    """The checks by which recent decisions left the endpoint out."""
+    """Return the checks by which recent decisions left the endpoint out."""
     async with clients.http.get(clients.stack.admin_url + "/api/decisions?n=20") as answer:
         ids = [d["request_id"] for d in (await answer.json())["decisions"]]
     found = set()

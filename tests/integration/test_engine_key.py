@@ -43,7 +43,7 @@ class Pool:
             return answer.status
 
     async def decisions(self) -> list[dict[str, Any]]:
-        """The latest first."""
+        """Return the decisions, the latest first."""
         async with self.http.get(self.stack.admin_url + "/api/decisions?n=100") as answer:
             found: list[dict[str, Any]] = (await answer.json())["decisions"]
             return found

@@ -55,7 +55,7 @@ async def fail(call: Call) -> None:
 
 
 async def late(call: Call) -> None:
-    """Right, but three message timeouts late."""
+    """Answer right, but three message timeouts late."""
     await asyncio.sleep(3 * TIMEOUT_S)
     if not call.duplex:
         await call.write(Pick(Kind.REQUEST_HEADERS, (call.route,), Override(BodyMode.NONE)))
@@ -71,7 +71,7 @@ async def late(call: Call) -> None:
 
 
 async def at_the_end(call: Call) -> None:
-    """STREAMED without waiting: nothing is answered before the last part, then everything."""
+    """Take a STREAMED body without waiting: answer nothing before the last part, then everything."""
     parts = 0
     while message := await call.read():
         parts += 1
@@ -83,7 +83,7 @@ async def at_the_end(call: Call) -> None:
 
 
 async def pick(call: Call) -> None:
-    """Answers the headers with the pick, all else with nothing."""
+    """Answer the headers with the pick, all else with nothing."""
     await call.write(Pick(Kind.REQUEST_HEADERS, (call.route,)))
     if (message := await call.read()) and message.HasField("request_body"):
         await call.write(Continue(Kind.REQUEST_BODY))

@@ -91,7 +91,7 @@ class User:
         return sum(float(one.rpartition(" ")[2]) for one in lines if one.startswith(line))
 
     def drain(self, *addresses: str) -> None:
-        """Says so in the pool document."""
+        """Mark these endpoints as draining in the pool document."""
         pool = self.stack.pool
         endpoints = tuple(structs.replace(e, draining=e.address in addresses) for e in pool.spec.endpoints)
         changed = structs.replace(pool, spec=structs.replace(pool.spec, endpoints=endpoints))
@@ -100,7 +100,7 @@ class User:
 
 @asynccontextmanager
 async def served(*arguments: str, engines: int = 3, routing: spec.Routing = ROUTING) -> AsyncIterator[User]:
-    """A stack whose engines have all said that they hand KV over."""
+    """Yield a stack whose engines have all said that they hand KV over."""
     stack = Stack(engines=engines, options=replace(OPTIONS, arguments=arguments), routing=routing)
     async with stack, aiohttp.ClientSession() as http:
         user = User(stack, http)
@@ -153,7 +153,7 @@ SLOW = ("--send-bytes-per-s", "30e6", "--abort-timeout", "20")
 
 
 async def copying(user: User) -> dict[str, Any]:
-    """A hand-off whose KV is on its way."""
+    """Wait for a hand-off whose KV is on its way."""
     found: list[dict[str, Any]] = []
 
     async def is_copying() -> bool:
@@ -173,7 +173,8 @@ async def with_sessions(user: User, count: int) -> tuple[list[Session], str]:
 
 
 async def session_on(user: User, address: str) -> Session:
-    """A new session whose first turn went to that endpoint. The gateway may learn late that it is back."""
+    """Return a new session whose first turn went to that endpoint. The gateway may learn late that the
+    endpoint is back."""
     for i in range(100):
         session = Session(f"fresh-{i}")
         await user.turn(session, 1000)

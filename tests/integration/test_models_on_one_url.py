@@ -85,7 +85,7 @@ async def user(request: pytest.FixtureRequest) -> AsyncIterator[User]:
 
 
 def _stack(pool: str, **options: Any) -> Stack:
-    """The one engine of a pool."""
+    """Return the stack of a pool, which has one engine."""
     routing = structs.replace(ROUTING, weight=WEIGHTS[pool])
     return Stack(1, EngineOptions(model=MODELS[pool], time_scale=100.0), routing, **options)
 

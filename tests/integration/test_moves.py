@@ -59,7 +59,7 @@ class User:
         return sum(float(one.rpartition(" ")[2]) for one in lines if one.startswith(line))
 
     def drain(self, *addresses: str) -> None:
-        """Says so in the pool document."""
+        """Mark these endpoints as draining in the pool document."""
         pool = self.stack.pool
         endpoints = tuple(structs.replace(e, draining=e.address in addresses) for e in pool.spec.endpoints)
         changed = structs.replace(pool, spec=structs.replace(pool.spec, endpoints=endpoints))

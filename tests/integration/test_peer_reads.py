@@ -34,7 +34,7 @@ async def served(engines: int = 3) -> AsyncIterator[User]:
 
 
 async def held_in_host_memory(user: User, address: str, prompts: int) -> None:
-    """Waits until the gateway knows that an endpoint has so many prompts there."""
+    """Wait until the gateway knows that an endpoint has so many prompts there."""
     name = f'perilune_index_blocks{{endpoint="{address}",tier="host"}}'
 
     async def held() -> bool:

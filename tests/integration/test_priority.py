@@ -28,7 +28,7 @@ class Queue:
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def add(self, name: str, words: int, *, tenant: str = "") -> None:
-        """Returns when the gateway has sent the request on."""
+        """Add a request, and wait until the gateway has sent it on."""
         prompt = " ".join(f"{name}and{i}" for i in range(words))
         self.tasks.append(asyncio.create_task(self._ask(name, prompt, tenant)))
         async with asyncio.timeout(60.0):
@@ -36,7 +36,7 @@ class Queue:
                 await asyncio.sleep(0.02)
 
     async def served(self) -> list[str]:
-        """Lets the engine begin, and returns the names in the order in which they ended."""
+        """Let the engine begin, and return the names in the order in which they ended."""
         await self.fault()
         await asyncio.gather(*self.tasks)
         return self.ended

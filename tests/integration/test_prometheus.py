@@ -62,7 +62,7 @@ class Prometheus:
             return page["data"]
 
     async def series(self, expression: str) -> list[Any]:
-        """Waits until the expression has some; the asking paces itself."""
+        """Wait until the expression has some series; the asking paces itself."""
         async with asyncio.timeout(30.0):
             while not (found := (await self.ask("query", query=expression))["result"]):  # noqa: ASYNC110
                 await asyncio.sleep(0.2)
@@ -78,7 +78,7 @@ def free_port() -> int:
 
 
 def operator_page() -> int:
-    """Serves the operator's metrics after a round; returns the port."""
+    """Serve the operator's metrics after a round; return the port."""
     registry, port = CollectorRegistry(), free_port()
     metrics = OperatorMetrics(registry, lambda: 1.0)
     metrics.round(Outcome.DONE, 0.1, 0.1, changed=True)
@@ -88,7 +88,7 @@ def operator_page() -> int:
 
 
 def configuration(stack: Stack, operator: int) -> dict[str, Any]:
-    """Scrapes as the operator's monitors ask for, with the labels that these set."""
+    """Return the configuration that the operator's monitors ask for, with the labels that these set."""
 
     def job(name: str, addresses: list[str], honor: bool = False, **labels: str) -> dict[str, Any]:
         targets = [{"targets": [address], "labels": labels} for address in addresses]
@@ -108,7 +108,7 @@ def configuration(stack: Stack, operator: int) -> dict[str, Any]:
 
 
 async def talk(stack: Stack, http: aiohttp.ClientSession, turns: int) -> None:
-    """One session, of which each turn continues the one before, and a request for an unknown model."""
+    """Play one session, of which each turn continues the one before, and a request for an unknown model."""
     for turn in range(1, turns + 1):
         prompt = " ".join(f"word{i}" for i in range(200 * turn))
         for model, status in ((OPTIONS.model, 200), ("another", 404)):
@@ -119,7 +119,7 @@ async def talk(stack: Stack, http: aiohttp.ClientSession, turns: int) -> None:
 
 
 async def drain_host(stack: Stack, http: aiohttp.ClientSession) -> None:
-    """Returns when the planner has offered to move the session."""
+    """Drain the session's host, and wait until the planner has offered to move the session."""
     async with http.get(stack.admin_url + "/api/sessions/one") as answer:
         host = (await answer.json())["tenants"][0]["host"]
     pool = stack.pool

@@ -104,7 +104,7 @@ class Rig:
         return started
 
     async def start_gateway(self, name: str, *state: str) -> None:
-        """`state`: the arguments about the server; none stand for the server without TLS."""
+        """Start a gateway. `state`: the arguments about the server; none stand for the server without TLS."""
         command = [
             *self.stack.programs.gateway,
             *("--pool", str(self.stack.pool_file), "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"),
@@ -138,7 +138,7 @@ class Rig:
         return bound + await self.metric(gateway, "perilune_shared_state_sessions")
 
     async def turn(self, session: str, turn: int) -> Turn:
-        """A session's turn; its prompt grows with its turns."""
+        """Play a session's turn; its prompt grows with its turns."""
         messages = [
             {"role": "user", "content": f"{session} turn {n} says something " * 40} for n in range(turn + 1)
         ]
@@ -186,8 +186,8 @@ async def rig(tmp_path_factory: pytest.TempPathFactory):
 
 
 def lost(turns: list[Turn]) -> list[Turn]:
-    """Turns on another endpoint than their session's turn before, without a decision to move the session. The
-    policy may decide so on a machine that is busy with other things, and then says so."""
+    """Return the turns on another endpoint than their session's turn before, without a decision to move the
+    session. The policy may decide so on a machine that is busy with other things, and then says so."""
     found: list[Turn] = []
     bound: dict[str, str] = {}
     for turn in turns:
@@ -481,7 +481,7 @@ async def test_an_absence_of_the_server_fails_no_request_and_leaves_no_differenc
             return not any([("shared_state" in await here.problems(g)) for g in here.gateways])
 
         async def agree() -> bool:
-            """Whether a session that both gateways have routed has one host."""
+            """Return whether a session that both gateways have routed has one host."""
             for session in {turn.session for turn in played}:
                 pages = [await here.page(g, f"/api/sessions/{session}") for g in ("gateway-1", "gateway-2")]
                 if len({row["host"] for page in pages for row in page.get("tenants", ())}) > 1:

@@ -47,7 +47,7 @@ class Soak:
                 said += "eight nine ten " * 20
 
     async def turn(self, session: str, said: str) -> str:
-        """How it ended."""
+        """Play a turn, and return how it ended."""
         body = {"model": OPTIONS.model, "prompt": f"{session} {said}", "max_tokens": 100, "stream": True}
         began, at, read = time.monotonic(), "", b""
         try:
@@ -69,7 +69,7 @@ class Soak:
         return f"other: {cause}"
 
     async def kill(self, number: int) -> None:
-        """Kills an engine and starts it again at the same addresses."""
+        """Kill an engine and start it again at the same addresses."""
         name, address = f"engine-{number}", self.stack.endpoints[number]
         listed = self.stack.pool.spec.endpoints[number]
         self.killed[address].append(time.monotonic())
@@ -130,7 +130,7 @@ async def test_only_streams_on_killed_and_bad_engines_fail_and_memory_stays() ->
 
 
 def grown(sizes_mb: Sequence[float]) -> float:
-    """The share by which the last size exceeds that after the first quarter."""
+    """Return the share by which the last size exceeds that after the first quarter."""
     return sizes_mb[-1] / sizes_mb[len(sizes_mb) // 4] - 1.0
 
 

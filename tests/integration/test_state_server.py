@@ -36,7 +36,7 @@ def free_port() -> int:
 
 @asynccontextmanager
 async def server(folder: Path, *more: str, port: int = 0) -> AsyncIterator[int]:
-    """A server that keeps nothing; gives its port."""
+    """Start a server that keeps nothing, and yield its port."""
     assert SERVER is not None
     port = port or free_port()
     place = folder / f"server-{port}-{time.monotonic_ns()}"
@@ -155,7 +155,7 @@ async def test_a_stored_turn_is_replaced_by_later_ones_only(tmp_path: Path) -> N
         taken: list[Outbox] = []
 
         def take(**_: bool) -> Outbox:
-            """A write is over when the next one is taken."""
+            """Take the next write, which shows that the one before is over."""
             taken.append(Outbox((), [(b"n" * 16, writes.pop(0))] if writes else ()))
             replica.changed.set()
             return taken[-1]
@@ -163,7 +163,7 @@ async def test_a_stored_turn_is_replaced_by_later_ones_only(tmp_path: Path) -> N
         replica.shared.take = take  # type: ignore[method-assign]
 
         async def after(*values: bytes) -> bytes | None:
-            """What is kept when these have been written, and one that is older than all."""
+            """Return what is kept after these writes, and one that is older than all of them."""
             writes.extend((*values, kept(1)))
             sent = len(taken)
             replica.changed.set()

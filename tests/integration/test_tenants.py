@@ -36,7 +36,7 @@ class Pool:
             return said
 
     async def decision(self) -> dict[str, Any]:
-        """The latest one, with its ending."""
+        """Return the latest decision, with its ending."""
         async with asyncio.timeout(10.0):
             while True:
                 async with self.http.get(self.stack.admin_url + "/api/decisions?n=1") as answer:
@@ -47,7 +47,7 @@ class Pool:
                 await asyncio.sleep(0.02)
 
     async def knows(self, blocks: int) -> None:
-        """The gateway has heard of so many blocks."""
+        """Wait until the gateway has heard of so many blocks."""
         async with asyncio.timeout(10.0):
             while True:
                 async with self.http.get(self.stack.admin_url + "/api/nodes/stats") as answer:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 def presenting(bootstrap, cert, key):
-    """The same Envoy with a client certificate towards gateways."""
+    """Return the same Envoy with a client certificate towards gateways."""
     clusters = bootstrap["static_resources"]["clusters"]
     processors = next(cluster for cluster in clusters if cluster["name"] == "processors")
     files = {"certificate_chain": {"filename": str(cert)}, "private_key": {"filename": str(key)}}

@@ -85,7 +85,7 @@ class Scene:
     http: aiohttp.ClientSession
 
     async def ask(self, **headers: str) -> dict[str, str]:
-        """A request; the headers that the engine got."""
+        """Send a request, and return the headers that the engine got."""
         body = {"model": "m", "prompt": "secret-prompt"}
         async with self.http.post(f"{self.url}/v1/completions", json=body, headers=headers) as answer:
             assert answer.status == 200, await answer.text()
@@ -98,7 +98,7 @@ class Scene:
 
 
 def attributes(of: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of a span or a resource, by name. OTLP's JSON writes integers as strings."""
+    """Return the attributes of a span or a resource, by name. OTLP's JSON writes integers as strings."""
     said = {}
     for attribute in of["attributes"]:
         ((kind, value),) = attribute["value"].items()
@@ -108,7 +108,7 @@ def attributes(of: dict[str, Any]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def collecting(folder: Path) -> AsyncIterator[Collector]:
-    """Skips the test where no collector has been built."""
+    """Skip the test where no collector has been built."""
     program = programs.path("otel-collector")
     if programs.missing(("otel-collector",)):
         pytest.skip("no OpenTelemetry collector: `make collector` builds one (Go)")

@@ -138,7 +138,7 @@ async def test_predicted_equals_served_from_cache(user: User) -> None:
 
 
 async def ended(user: User, request_id: str) -> str:
-    """Who served it, once its stream has ended."""
+    """Return who served it, once its stream has ended."""
     found: list[str] = []
 
     async def known() -> bool:

@@ -15,7 +15,7 @@ from perilune_research import __main__ as research
 
 @pytest.fixture
 def mains(monkeypatch):
-    """Replaces the modules of the named commands: mains(demo=function)."""
+    """Replace the modules of the named commands: mains(demo=function)."""
 
     def put(**functions) -> None:
         known = cli.PROGRAM.commands
@@ -146,7 +146,7 @@ def test_closed_streams_are_written_to_in_vain(how: str, closed: str):
 
 
 def printing(expression: str) -> list[str]:
-    """A process of ours whose command is `expression`."""
+    """Start a process of ours whose command is `expression`."""
     code = (
         "import sys, types; from perilune_lab import cli, commands; from perilune_lab.console import Console;"
         f" commands.import_module = lambda _: types.SimpleNamespace(main=lambda argv: {expression});"

@@ -21,7 +21,7 @@ def words_for(key: str, tokens: int) -> str:
 
 
 def session(name: str = "a", *, turns: int = 1, output_tokens: int = 3, gap_s: float = 0.0) -> Session:
-    """A chat: system and task, then per turn answer and tool result."""
+    """Return a chat: system and task, then for each turn an answer and a tool result."""
     prompt: tuple[Segment, ...] = (SYSTEM, TASK)
     made = []
     for number in range(turns):

@@ -128,7 +128,7 @@ def started(command: tuple[str, ...], run: str, tmp: Path) -> "subprocess.Popen[
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a simulated engine that is too slow to finish the work."""
+    """Yield the URL of a simulated engine that is too slow to finish the work."""
     slow = (*PERILUNE, "engine", "--listen", "127.0.0.1:0", "--slowdown", "1000")
     with started(slow, "engine", tmp_path_factory.mktemp("engine")) as process:
         assert process.stdout
@@ -139,7 +139,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def pipe(tmp_path: Path) -> Iterator[str]:
-    """A file that never ends, and never begins."""
+    """Yield a file that never ends, and never begins."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
     writer = os.open(path, os.O_RDWR)

@@ -21,7 +21,7 @@ NOBODY = "http://127.0.0.1:9"
 
 
 def ended(main, argv: list[str]) -> int | None:
-    """The exit status; a document's error is reported by the program (tests/lab/test_cli.py)."""
+    """Return the exit status; a document's error is reported by the program (tests/lab/test_cli.py)."""
     try:
         status: int | None = main(argv)
     except SystemExit as end:

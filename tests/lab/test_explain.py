@@ -74,7 +74,7 @@ async def gateway(*records: DecisionRecord):
 
 
 async def explain(*argv: str) -> int:
-    """Run the command beside the server."""
+    """Run the command while the server runs."""
     return await asyncio.to_thread(main, argv)
 
 

@@ -44,7 +44,7 @@ RUN = "PERILUNE_RUN"
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """A marker of this test's processes; afterwards none is left."""
+    """Yield a marker of this test's processes; afterwards none is left."""
     marker = f"test-{os.getpid()}-{tmp_path.name}"
     monkeypatch.setenv(RUN, marker)
     yield marker

@@ -23,7 +23,7 @@ KINDS = ("api_server", "own_server", "scheduled_server", "routed_server")
 
 
 def kind_of(item: pytest.Item | None) -> str:
-    """Which API server a test needs; empty if none."""
+    """Return the API server that a test needs; empty if it needs none."""
     names = getattr(item, "fixturenames", ())
     return next((kind for kind in KINDS if kind in names), "")
 
@@ -57,7 +57,7 @@ servers = Servers()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests that need a real API server, and puts those of one kind together."""
+    """Mark the tests that need a real API server, and put those of one kind together."""
     for item in items:
         if kind := kind_of(item):
             item.add_marker("api_server")
@@ -101,7 +101,7 @@ def routed_server() -> ApiServer:
 
 @pytest.fixture
 async def routed(routed_server: ApiServer) -> AsyncIterator[tuple[kube.Client, str]]:
-    """A client of it and a new namespace."""
+    """Yield a client of the API server with routes, and a new namespace."""
     made = kube.Client(routed_server.access)
     yield made, await new_namespace(made)
     await made.close()
@@ -121,7 +121,7 @@ async def client(api_server: ApiServer) -> AsyncIterator[kube.Client]:
 
 @pytest.fixture
 async def namespace(client: kube.Client) -> str:
-    """A new one for this test, in which the operator may have its Lease."""
+    """Return a new namespace for this test, in which the operator may have its Lease."""
     return await new_namespace(client)
 
 
@@ -135,7 +135,7 @@ async def operator(api_server: ApiServer, namespace: str) -> AsyncIterator[Opera
 
 @pytest.fixture
 async def router(routed_server: ApiServer, routed: tuple[kube.Client, str]) -> AsyncIterator[Operator]:
-    """The same, of the namespace in `routed`."""
+    """Yield an operator of the namespace in `routed`."""
     made = Operator(routed_server, routed[1])
     yield made
     made.stop(signal.SIGKILL)

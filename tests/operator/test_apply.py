@@ -43,7 +43,7 @@ async def test_what_several_pools_own_goes_with_the_last(client: kube.Client, na
     where = f"/api/v1/namespaces/{namespace}/configmaps"
 
     async def pool(name: str) -> tuple[Owner, Object]:
-        """A pool (a ConfigMap stands for it), and what it wants to share."""
+        """Return a pool (a ConfigMap stands for it), and what it wants to share."""
         made = await client.request("POST", where, {"metadata": {"name": name}})
         uid = made["metadata"]["uid"]
         reference = {"apiVersion": "v1", "kind": "ConfigMap", "name": name, "uid": uid}

@@ -84,7 +84,7 @@ dashboard: {enabled: true, labels: {grafana_dashboard: "1"}}
 
 @pytest.fixture
 def template(helm: Path) -> Callable[..., dict[str, dict[str, Any]]]:
-    """Rendered objects by kind/name, for some --set."""
+    """Return rendered objects by kind/name, for some --set."""
 
     def render(*values: str, apis: str = "v1") -> dict[str, dict[str, Any]]:
         sets = [part for value in values for part in ("--set", value)]

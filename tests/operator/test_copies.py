@@ -16,7 +16,7 @@ class Watched:
         self.lists: dict[str, dict[str, Object]] = {}
 
     def sees(self, kind: str, *objects: Object) -> list[PoolName] | None:
-        """The pools that the change concerns; None: all of them."""
+        """Return the pools that the change concerns; None means all of them."""
         before = self.lists.get(kind, {})
         now = self.lists[kind] = {f"ns/{made['metadata']['name']}": made for made in objects}
         changed = {name for name in before | now if before.get(name) is not now.get(name)}
@@ -118,18 +118,6 @@ def test_only_a_fact_about_a_node_is_a_change() -> None:
     assert not copies.take_nodes(seen | some_nodes(a="r1"), ["/a"]), "a heartbeat"
     assert copies.take_nodes(some_nodes(b="r2"), ["/a", "/b"])
     assert nodes() == [("b", "r2")]
-
-
-def test_a_pool_is_gone_by_its_uid() -> None:
-    copies = Copies()
-
-    def sees(**uids: str) -> dict[PoolName, str]:
-        metas = ({"namespace": "ns", "name": name, "uid": uid} for name, uid in uids.items())
-        return copies.take_pools({f"ns/{meta['name']}": {"metadata": meta} for meta in metas})
-
-    assert sees(p="1", q="2") == {}
-    assert sees(p="1", q="3") == {("ns", "q"): "2"}, "another one of that name exists"
-    assert sees(q="3") == {("ns", "p"): "1"}
 
 
 def test_everything_has_to_be_listed_once() -> None:

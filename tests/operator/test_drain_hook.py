@@ -23,7 +23,8 @@ SILENT = ""
 
 @contextmanager
 def engine(pages: list[str]) -> Iterator[str]:
-    """Serves each page once, in order, and the last one for ever; its URL. `pages` keeps those not read."""
+    """Serve each page once, in order, and the last one for ever; yield the URL. `pages` keeps those not
+    read."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -55,7 +56,7 @@ def drain(url: str, seconds: float = 30.0) -> None:
 
 
 def drain_worker(leader: str, seconds: float) -> None:
-    """`leader`: its address, where port and path would follow."""
+    """Drain a worker. `leader`: its address, where port and path would follow."""
     folder = str(Path(sys.executable).parent)
     environment = (
         os.environ | ELSEWHERE | {"LWS_LEADER_ADDRESS": leader, "PATH": f"{folder}:{os.environ['PATH']}"}

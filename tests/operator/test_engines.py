@@ -97,7 +97,7 @@ def test_another_client_configuration_takes_other_engines(mooncake: Object, roll
 
 
 SEVERAL_TIMES = {"--middleware"}
-"""Arguments of which vLLM takes the user's beside ours."""
+"""Arguments of which vLLM takes the user's together with ours."""
 
 
 def test_every_argument_that_is_rendered_for_an_engine_is_refused_from_users() -> None:

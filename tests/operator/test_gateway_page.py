@@ -34,7 +34,7 @@ def page(
     drained: Mapping[str, str] = {},
     ingest: IngestStats | None = None,
 ) -> str:
-    """A gateway's."""
+    """Return a gateway's page."""
     metrics = Metrics(CollectorRegistry(), lambda: 0.0)
     stats = EndpointStats(Endpoint("a"), events=EventStats(connected=True))
     metrics.mirror(
@@ -49,7 +49,7 @@ def page(
 
 
 def sharing(*, routed: int, others: int) -> str:
-    """The page of a gateway that shares its state with another one."""
+    """Return the page of a gateway that shares its state with another one."""
     metrics = Metrics(CollectorRegistry(), lambda: 0.0)
     shared = SharedStats("redis://state", connected=True, peers=1, sessions=others)
     metrics.mirror(lambda: Snapshot((), sessions_bound=routed, shared=shared))
@@ -235,7 +235,7 @@ async def test_a_page_that_is_none_is_missing_with_a_reason(
 
 
 def answered(*seconds: float) -> str:
-    """The page of a gateway whose requests had their first tokens after so many seconds."""
+    """Return the page of a gateway whose requests had their first tokens after so many seconds."""
     metrics = Metrics(CollectorRegistry(), lambda: 0.0)
     for s in seconds:
         metrics.first_token(s)

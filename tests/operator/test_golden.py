@@ -1,7 +1,7 @@
 """Whole plans as files: golden/NAME.in.yaml (the pool, nodes, pods, other pools, which optional APIs there
-are) beside golden/NAME.out.yaml (objects and status).
+are) next to golden/NAME.out.yaml (objects and status).
 
-`GOLDEN=write make test ARGS=tests/operator/test_golden.py` writes them anew; read the diff. To keep them
+`GOLDEN=write make test ARGS=tests/operator/test_golden.py` writes them again; read the diff. To keep them
 short, what every object of a pool shares (labels, owner, namespace) is checked once and left out, and so are
 the ConfigMap that repeats the pod templates (test_revision.py) and the preStop hook's program
 (test_drain_hook.py).

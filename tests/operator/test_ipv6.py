@@ -37,7 +37,7 @@ def containers(spec: Object) -> dict[str, Object]:
 
 @contextmanager
 def running(program: str, args: list[str]) -> Iterator[dict[str, str]]:
-    """A program until the end of the block, and what its line `ready` says."""
+    """Run a program until the end of the block, and yield what its line `ready` says."""
     command = [str(Path(sys.executable).parent / program), *args]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

@@ -67,7 +67,7 @@ def matches(peer: Object, namespace: str, labels: Mapping[str, str]) -> bool:
 
 
 def callers(gateway: Object, kinds: list[str], component: str, port: int) -> set[str]:
-    """The pods of PODS that may connect to a port of a component."""
+    """Return the pods of PODS that may connect to a port of a component."""
     spec = convert({"model": {"name": "m"}, "gateway": gateway})
     made = plan("p", "ns", spec, Observed("u", 1, kinds=frozenset(kinds)), 0.0, Defaults())
     (policy,) = (

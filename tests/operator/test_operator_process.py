@@ -1,4 +1,4 @@
-"""The operator as a process: beside another one, killed, asleep, asked for its health, stopped."""
+"""The operator as a process: next to another one, killed, asleep, asked for its health, stopped."""
 
 import asyncio
 import signal
@@ -68,7 +68,7 @@ async def test_an_operator_killed_at_any_point_leaves_work_that_the_next_ends(
 
 
 async def test_a_pool_deleted_behind_the_operators_back_stays_deleted(own_server: ApiServer) -> None:
-    """It forgets the pool, and a node that went meanwhile. It sleeps while the API server starts anew, twice:
+    """It forgets the pool, and a node that went meanwhile. It sleeps while the API server restarts, twice:
     what is deleted in between is too old for its watches to hear of."""
     client = Client(own_server.access)
     namespace = await new_namespace(client)

@@ -33,7 +33,7 @@ async def accept(client: Client, where: str, holder: str) -> None:
 
 
 async def accept_routing(client: Client, namespace: str, name: str) -> None:
-    """All that it says of one pool."""
+    """Accept all that it says of one pool."""
     for where, holder in (
         (f"{ROUTES.format(namespace)}/{name}", "parents"),
         (f"{POLICIES.format(namespace)}backendtrafficpolicies/{name}", "ancestors"),
@@ -66,7 +66,7 @@ async def program(client: Client, where: str, status: str) -> None:
 
 
 async def route_is(client: Client, namespace: str, name: str, status: str, reason: str) -> Object:
-    """The pool, once it says so of its route."""
+    """Wait until the pool says so of its route, and return the pool."""
 
     def says_so(body: Object) -> bool:
         said = condition(body, "RouteProgrammed")

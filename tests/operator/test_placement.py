@@ -134,7 +134,7 @@ class Racks:
         self.nodes = list(nodes)
 
     async def end(self) -> None:
-        """The next test's nodes have the same names, so nothing may be left on these."""
+        """Leave nothing on these nodes, because the next test's nodes have the same names."""
         here, now = (
             f"namespaces/{self.namespace}",
             {"gracePeriodSeconds": 0, "propagationPolicy": "Background"},

@@ -267,7 +267,7 @@ def test_engines_of_an_earlier_spec_serve_until_there_are_others(
 
 
 def former(*, since: float | None = None, answered: bool = False, leaving: bool = False) -> PodFacts:
-    """An engine of one node that has been draining for so many seconds."""
+    """Return an engine of one node that has been draining for so many seconds."""
     stamp = (
         datetime.fromtimestamp(NOW - since, UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if since is not None else ""
     )

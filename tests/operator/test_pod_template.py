@@ -55,7 +55,7 @@ def test_tolerations_are_added_to_ours() -> None:
 
 
 def test_mounts_are_told_by_their_paths() -> None:
-    """Two of one volume, one of a volume of ours beside our own, one in the place of ours."""
+    """Two of one volume, one of a volume of ours next to our own, one in the place of ours."""
     ours = [{"name": "home", "mountPath": "/home"}, {"name": "tmp", "mountPath": "/tmp"}]
     over = [
         {"name": "data", "mountPath": "/a", "subPath": "a"},

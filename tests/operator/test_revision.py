@@ -24,7 +24,7 @@ def planned(defaults: Defaults, children: dict[Key, Object], *, is_turn: bool = 
 
 
 def stored(made: Plan) -> dict[Key, Object]:
-    """The cluster after the plan."""
+    """Return the cluster after the plan."""
     return {key(obj): obj for obj in made.objects or ()}
 
 

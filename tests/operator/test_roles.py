@@ -36,7 +36,7 @@ def pod(name: str, duty: str, sessions: int = 0) -> PodFacts:
 
 
 def over(seconds: int, queue_s: float = 0.0, kv: float = 0.0) -> Demands:
-    """A reading every 5 s, up to now, of the prefill endpoints' queues and the KV in use where others
+    """Return a reading every 5 s, up to now, of the prefill endpoints' queues and the KV in use where others
     serve."""
     times = [NOW - ago for ago in range(seconds, -1, -5)]
     return {
@@ -46,7 +46,7 @@ def over(seconds: int, queue_s: float = 0.0, kv: float = 0.0) -> Demands:
 
 
 def ending(demands: Demands) -> Demands:
-    """The same readings, and an idle one in the place of the last."""
+    """Return the same readings, and an idle one in the place of the last."""
     return {duty: [*read[:-1], Demand(NOW, 0.0, 0.0)] for duty, read in demands.items()}
 
 

@@ -107,7 +107,7 @@ def test_chosen_engines_are_removed_together() -> None:
 
 
 def test_a_leader_worker_set_keeps_its_lowest_indices() -> None:
-    """Group 0 is being made anew: with 3 replicas, group 3 would go at once, and 2 is to go as well."""
+    """Group 0 is being made again: with 3 replicas, group 3 would go at once, and 2 is to go as well."""
     groups = [pod(f"p-{i}", group=i, terminating=i == 0) for i in range(4)]
     made = of(*groups, wanted=2)
     assert (made.replicas, made.leaving) == (4, ("p-2", "p-3"))

@@ -18,7 +18,7 @@ def gateway(**hosts: str) -> dict[str, dict[str, Listener]]:
 
 
 def route(*hosts: str, of: str = "g", section: str = "", namespace: str = "ns", refused: int = 0) -> Object:
-    """`refused`: generation of which a controller said no; 0: none did."""
+    """`refused`: generation of which a controller said no; 0 if none did."""
     parent = {"name": of, "namespace": "ns"} | ({"sectionName": section} if section else {})
     said = {"type": "Accepted", "status": "False", "observedGeneration": refused}
     return {

@@ -39,14 +39,14 @@ HOUR = 720
 
 
 def over(seconds: int, queue_s: float = 0.0, kv: float = 0.0) -> list[Demand]:
-    """A reading every 5 s, up to now."""
+    """Return a reading every 5 s, up to now."""
     return [Demand(NOW - ago, queue_s, kv) for ago in range(seconds, -1, -5)]
 
 
 def answering(
     seconds: int, late: int, of: int = 20, prefilling: int = 0, queue_s: float = 0.0, kv: float = 0.0
 ) -> list[Demand]:
-    """A reading every 5 s, each of some requests, some of them late."""
+    """Return a reading every 5 s, each of some requests, some of them late."""
     return [
         Demand(NOW - ago, queue_s, kv, first_tokens=of, in_time=of - late, prefilling=prefilling)
         for ago in range(seconds, -1, -5)
@@ -54,12 +54,12 @@ def answering(
 
 
 def of_a_pool_of(now: int, demands: Sequence[Demand]) -> list[Demand]:
-    """The same readings, of a pool that should have this number of endpoints."""
+    """Return the same readings, of a pool that should have this number of endpoints."""
     return [replace(demand, wanted=now) for demand in demands]
 
 
 def starting(demands: Sequence[Demand]) -> list[Demand]:
-    """The same readings while one endpoint is not ready."""
+    """Return the same readings while one endpoint is not ready."""
     return [replace(demand, starting=1) for demand in demands]
 
 
@@ -193,7 +193,7 @@ class SimulatedPool:
                 self.look()
 
     def work(self, requests_per_s: float) -> None:
-        """One second, in tenths."""
+        """Work for one second, in tenths."""
         for _ in range(10):
             if self.rng.random() < requests_per_s / 10:
                 shortest = self.queues_s.index(min(self.queues_s))
@@ -445,7 +445,7 @@ def test_each_role_follows_its_own_load(seed: int) -> None:
 
 
 def planned(change: dict[str, Any], live: int | None, queue_s: float) -> Plan:
-    """The plan of a pool whose Deployment of prefill endpoints has `live` replicas."""
+    """Return the plan of a pool whose Deployment of prefill endpoints has `live` replicas."""
     spec = convert({**SPLIT, "replicas": 2, "engine": {"kind": "simulated"}, **change})
     name = Key("Deployment", "n", "p-prefill")
     made = {

@@ -25,7 +25,7 @@ PRESENT, NEWER = Defaults(), Defaults(version="9.9.9")
 
 
 def with_literals(value: Any) -> Any:
-    """The same value with LITERAL for each reference to a Secret, also in texts that are JSON."""
+    """Return the same value with LITERAL for each reference to a Secret, also in texts that are JSON."""
     if isinstance(value, str) and value.startswith("{"):
         return json.dumps(with_literals(json.loads(value)))
     if isinstance(value, list):
@@ -45,7 +45,7 @@ class Pool:
         self.made: Plan | None = None
 
     def plan(self, *, rolled: bool = True, defaults: Defaults = PRESENT, **change: Any) -> "Pool":
-        """`rolled`: whether the pods of the plan before are there."""
+        """Plan the pool once more. `rolled`: whether the pods of the plan before are there."""
         for child in self.children.values():
             if child["kind"] == "Deployment":
                 replicas = child["spec"].get("replicas", 1)
@@ -64,11 +64,12 @@ class Pool:
         return self
 
     def sees(self, name: str) -> tuple[str, str]:
-        """The secret, and the one before, of the pods of a Deployment: by their Secret, or as they are."""
+        """Return the secret, and the one before, that the pods of a Deployment see: by their Secret, or as
+        they are."""
         return self._source(name, SECRET), self._source(name, PREVIOUS)
 
     def password(self, name: str) -> str:
-        """The password of the server of shared state that the pods of a Deployment have."""
+        """Return the password of the server of shared state that the pods of a Deployment have."""
         return self._source(name, PASSWORD)
 
     def _source(self, name: str, variable: str) -> str:

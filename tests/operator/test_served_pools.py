@@ -117,23 +117,22 @@ def test_a_spec_that_is_none_names_no_pool(spec: object) -> None:
 
 
 def test_a_change_wakes_the_pools_that_name_it_or_that_it_names() -> None:
-    def key(pool: Object) -> str:
-        return f"ns/{pool['metadata']['name']}"
-
     copies = Copies()
-    coder, chat, alone = other("coder", {"serves": ["chat"]}), other("chat", {}), other("alone", {})
-    pools = {key(pool): pool for pool in (coder, chat, alone)}
-    copies.take_other_pools(pools, pools)
+
+    def take(name: str, gateway: Object | None, **conditions: Any) -> set[tuple[str, str]]:
+        body = None if gateway is None else other(name, gateway, **conditions)
+        return copies.take_pool(("ns", name), body)
+
+    assert take("coder", {"serves": ["chat"]}) == set()
+    assert take("chat", {}) == {("ns", "coder")}
+    assert take("alone", {}) == set()
     assert copies.others(("ns", "chat")).keys() == {"coder"}
     assert copies.others(("ns", "coder")).keys() == {"chat"}
     assert copies.others(("ns", "alone")) == {}
-    pools["ns/chat"] = other("chat", {"servedBy": "coder"}, **TRUE)
-    assert copies.take_other_pools(pools, ["ns/chat"]) == {("ns", "coder")}
-    assert copies.take_other_pools(pools, ["ns/chat"]) == set(), "nothing has changed"
-    pools["ns/coder"] = other("coder", {})
-    assert copies.take_other_pools(pools, ["ns/coder"]) == {("ns", "chat")}
-    del pools["ns/chat"]
-    assert copies.take_other_pools(pools, ["ns/chat"]) == {("ns", "coder")}
+    assert take("chat", {"servedBy": "coder"}, **TRUE) == {("ns", "coder")}
+    assert take("chat", {"servedBy": "coder"}, **TRUE) == set(), "nothing has changed"
+    assert take("coder", {}) == {("ns", "chat")}
+    assert take("chat", None) == {("ns", "coder")}
 
 
 def engine(name: str, server: str = "", duty: str = "serve", *, ready: bool = True) -> PodFacts:
@@ -146,7 +145,7 @@ CHAT = {"chat": readers.other_pool(other("chat", {"servedBy": "p"}, **TRUE))}
 
 
 def backends(*backends: str, service: bool = True, **facts: Any) -> list[str]:
-    """The backends of the next route, from a route with these; without any there is none yet."""
+    """Return the backends of the next route, made from a route with these; without any there is none yet."""
     spec = {"rules": [{"backendRefs": [{"name": name} for name in backends]}]}
     route = {"kind": "HTTPRoute", "metadata": {"name": "p", "namespace": "ns"}, "spec": spec}
     there = {"kind": "Service", "metadata": {"name": "p-models", "namespace": "ns"}}
@@ -227,11 +226,8 @@ def test_running_engines_are_labelled_and_none_is_restarted(
 
 def test_an_engine_of_a_served_pool_wakes_the_pool_with_the_gateway() -> None:
     copies = Copies()
-    pools = {
-        "ns/coder": other("coder", {"serves": ["chat"]}),
-        "ns/chat": other("chat", {"servedBy": "coder"}),
-    }
-    copies.take_other_pools(pools, pools)
+    copies.take_pool(("ns", "coder"), other("coder", {"serves": ["chat"]}))
+    copies.take_pool(("ns", "chat"), other("chat", {"servedBy": "coder"}))
     labels = {"perilune.dev/pool": "chat"}
     copies.take("Pod", {}, [])
     pod = {"metadata": {"name": "a", "namespace": "ns", "labels": labels, "resourceVersion": "1"}}

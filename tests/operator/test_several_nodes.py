@@ -38,7 +38,7 @@ INDEX = "leaderworkerset.sigs.k8s.io/group-index"
 
 @contextmanager
 def controller(server: ApiServer, port: int) -> Iterator[str]:
-    """Yields the certificate of its webhooks, in base64; they listen on loopback."""
+    """Yield the certificate of its webhooks, in base64; they listen on loopback."""
     folder = server.folder / "lws"
     folder.mkdir()
     certificate, key = folder / "tls.crt", folder / "tls.key"
@@ -67,7 +67,7 @@ def controller(server: ApiServer, port: int) -> Iterator[str]:
 
 
 async def install(client: Client, port: int, certificate: str) -> None:
-    """Its CRD, and its webhooks as the chart has them, at an address instead of a Service."""
+    """Install its CRD, and its webhooks as the chart has them, at an address instead of a Service."""
     (crd,) = (programs.LWS_FOLDER / "charts/lws/crds").iterdir()
     crds = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
     await client.request("POST", crds, yaml.safe_load(crd.read_text()))
@@ -104,7 +104,7 @@ def server() -> Iterator[tuple[ApiServer, int, str]]:
 
 @pytest.fixture
 async def groups_api(server: tuple[ApiServer, int, str]) -> AsyncIterator[tuple[Client, str]]:
-    """A client, and a namespace with an operator."""
+    """Yield a client, and a namespace with an operator."""
     api_server, port, certificate = server
     client = Client(api_server.access)
     await add_nodes(client)
@@ -176,7 +176,7 @@ async def test_endpoints_become_groups_of_pods_that_shrink_and_roll(
     assert condition(body, "Reconciling")["reason"] == "RollingOut"
 
     async def rolled() -> bool:
-        """The new leader may be there before the old worker is gone."""
+        """Return whether the leader is new; it may be there before the old worker is gone."""
         found = await groups(client, namespace)
         pods = found.get(0, {})
         return sorted(pods) == parts and not uids(pods) & uids(left[0])

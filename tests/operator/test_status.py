@@ -61,7 +61,7 @@ def verdict(
 def gateway(
     programmed: str = "True", of: int = 1, listeners: tuple[tuple[str, str], ...] = ()
 ) -> ParentFacts:
-    """A Gateway of generation 1."""
+    """Return a Gateway of generation 1."""
 
     def said(status: str) -> list[Object]:
         words = {"reason": "AddressNotAssigned", "message": "No addresses."}
@@ -323,7 +323,7 @@ GIE = frozenset({"gateway.networking.k8s.io/HTTPRoute", "inference.networking.k8
 
 
 def pool_verdict(accepted: str, of: str = "g", type_: str = "Accepted", namespace: str = "ns") -> Object:
-    """What the controller of one Gateway says of an InferencePool."""
+    """Return what the controller of one Gateway says of an InferencePool."""
     said = {"type": type_, "status": accepted, "reason": "Because", "message": "words"}
     said |= {"observedGeneration": 1}
     gateway = {"name": of} | ({"namespace": namespace} if namespace else {})

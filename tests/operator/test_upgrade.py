@@ -21,7 +21,7 @@ CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/inferencepools.pe
 
 
 def upgraded(server: ApiServer, namespace: str, name: str, *flags: str) -> Operator:
-    """An operator of another version: it has other default images."""
+    """Return an operator of another version, which has other default images."""
     return Operator(server, namespace, name, flags=("--simulated-image=sim:2", "--image=perilune:2", *flags))
 
 

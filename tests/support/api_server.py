@@ -54,7 +54,7 @@ async def until(what: Callable[[], Awaitable[Any]], true: Callable[[Any], bool])
 
 
 def program(name: str) -> Path:
-    """A program that `make api-server` builds; without it the test is skipped."""
+    """Return a program that `make api-server` builds; skip the test if it is missing."""
     found = programs.path(name)
     if not found.exists():
         pytest.skip(f"NO API SERVER: {found} is missing; `make api-server` builds it")
@@ -102,8 +102,8 @@ class ApiServer:
 
 @contextmanager
 def started(*, scheduler: bool = False, kwok: bool = False) -> Iterator[ApiServer]:
-    """A new one, with our CRD and the operator's ClusterRole; if asked for, with kube-scheduler, and with
-    kwok, which says of every node and pod that it runs."""
+    """Start an API server with our CRD and the operator's ClusterRole; if asked for, with kube-scheduler, and
+    with kwok, which says of every node and pod that it runs."""
     needed = ["etcd", "kube-apiserver", "kube-controller-manager", *(["kube-scheduler"] if scheduler else [])]
     needed += ["kwok"] if kwok else []
     found = {name: program(name) for name in needed}
@@ -201,13 +201,13 @@ def started(*, scheduler: bool = False, kwok: bool = False) -> Iterator[ApiServe
 
 
 def _die_with_parent() -> None:
-    """So that a test run that is killed leaves nothing behind; Linux only."""
+    """Die with the parent, so that a test run that is killed leaves nothing behind; Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 async def _healthy(server: ApiServer, running: Collection[subprocess.Popen[bytes]]) -> None:
-    """Until it says so, which takes about 5 s."""
+    """Wait until it says that it is healthy, which takes about 5 s."""
     until = time.monotonic() + 90
     headers = {"Authorization": f"Bearer {TOKEN}"}
     async with aiohttp.ClientSession(headers=headers) as http:
@@ -225,7 +225,7 @@ async def _healthy(server: ApiServer, running: Collection[subprocess.Popen[bytes
 
 
 async def _install_ours(server: ApiServer) -> None:
-    """Our CRD, until it is served, and the operator's ClusterRole."""
+    """Install our CRD, until it is served, and the operator's ClusterRole."""
     client = kube.Client(server.access)
     until = time.monotonic() + 60
     crd = yaml.safe_load((ROOT / "crds/inferencepools.perilune.dev.yaml").read_text())

@@ -22,5 +22,5 @@ def applier(client: Any, owner: Owner) -> Applier:
 
 
 def plan_of(objects: Iterable[Object]) -> Plan:
-    """A plan of these objects and nothing else."""
+    """Return a plan of these objects and nothing else."""
     return Plan(tuple(objects), InferencePoolStatus(), again_in=30.0)

@@ -11,7 +11,8 @@ def page(name: str) -> str:
 
 
 def section(markdown: str, heading: str) -> str:
-    """What follows the heading, up to the next one of its level or above. Raises ValueError without it."""
+    """Return what follows the heading, up to the next one of its level or above. Raises ValueError without
+    it."""
     lines = markdown.splitlines()
     at = lines.index(heading)
     level = heading.index(" ")
@@ -20,7 +21,7 @@ def section(markdown: str, heading: str) -> str:
 
 
 def rows(markdown: str, first: str) -> list[list[str]]:
-    """The cells of every table whose first column is called `first`, without code marks."""
+    """Return the cells of every table whose first column is called `first`, without code marks."""
     found: list[list[str]] = []
     inside = False
     for line in markdown.splitlines():

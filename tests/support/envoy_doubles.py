@@ -72,7 +72,7 @@ class ScriptedRouter:
         self._ordinal = 0
 
     async def outcome(self, test_id: str, timeout_s: float = 10.0) -> Outcome:
-        """How the request ended; waits for it."""
+        """Wait for the end of the request, and return how it ended."""
         await asyncio.wait_for(self._finished[test_id].wait(), timeout_s)
         return self.outcomes[test_id][0]
 
@@ -101,7 +101,7 @@ class ScriptedRouter:
         self.resets[self.tickets[ticket]] = served
 
     def on_usage(self, ticket: int, cached_tokens: int) -> None:
-        """Nobody asks."""
+        """Do nothing, because nobody asks."""
 
     def finished(self, ticket: int, outcome: Outcome) -> None:
         test_id = self.tickets.pop(ticket, f"ticket {ticket}, which is not held")
@@ -109,7 +109,7 @@ class ScriptedRouter:
         self._finished[test_id].set()
 
     def refused(self, head: RequestHead, refusal: Refusal) -> None:
-        """Nobody asks."""
+        """Do nothing, because nobody asks."""
 
     def _decide(self, head: RequestHead) -> Routed | Refusal:
         if reason := head.headers.get(REFUSE):
@@ -235,7 +235,7 @@ class Call:
         self.test_id, self.do, self.route = (headers.get(name, "") for name in (ID, DO, ROUTE))
 
     async def read(self) -> pb.ProcessingRequest | None:
-        """The next message; None at the end."""
+        """Read the next message; None at the end."""
         raw = await self.context.read()
         return pb.ProcessingRequest.FromString(raw) if isinstance(raw, bytes) else None
 

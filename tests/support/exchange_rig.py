@@ -114,7 +114,7 @@ def part(text: bytes, end: bool = False) -> Body:
 
 
 def readable(said: list) -> list:
-    """An Immediate as `status reason`."""
+    """Return the effects with each Immediate as `status reason`."""
     return [
         [f"{m.status} {m.reason}" if isinstance(m, Immediate) else m for m in messages] for messages in said
     ]

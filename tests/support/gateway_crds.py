@@ -22,7 +22,7 @@ def missing() -> list[str]:
 
 
 async def install(server: ApiServer) -> None:
-    """Returns when all of them are served."""
+    """Install them, and wait until all of them are served."""
     texts = [file.read_text() for folder in FOLDERS for file in sorted(folder.glob("*.yaml"))]
     made = [crd for text in texts for crd in yaml.load_all(text, yaml.CSafeLoader) if crd]
     crds = [crd for crd in made if crd["kind"] == "CustomResourceDefinition"]

@@ -49,8 +49,8 @@ class Handing(Rig):
         return pool(endpoints=listed, routing=self.routing, engine=USUAL)
 
     def announce(self, address: str, ids: Sequence[int], after: int = 0, block: int = BLOCK) -> None:
-        """The engine, whose blocks have so many tokens, has stored the prompt's whole blocks; the first
-        `after` tokens were there."""
+        """Announce that the engine, whose blocks have so many tokens, has stored the prompt's whole blocks;
+        it had the first `after` tokens before."""
         whole = list(ids[: len(ids) // block * block])
         chain, known = block_hashes.chain(whole, block, 0), after // block
         event = BlockStored(chain[known:], chain[known - 1] if known else None, whole[after:], block)
@@ -61,14 +61,14 @@ class Handing(Rig):
         return self.route(ids, head("/v1/completions", x_session_id=session, content_length=length), **body)
 
     def turn(self, session: str, ids: Sequence[int]) -> DecisionRecord:
-        """A whole one, announced."""
+        """Play a whole turn, and announce it."""
         routed = self.send(session, ids)
         self.announce(routed.destinations[0], ids)
         self.finish(routed)
         return self.record(routed)
 
     def drain(self, address: str) -> list[Legs]:
-        """Returns the rounds that begin."""
+        """Drain the endpoint, and return the rounds that begin."""
         self.router.configure(self.pool(draining=address))
         self.router.plan_moves()
         return self.handing_over.due()

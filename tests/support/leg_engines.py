@@ -12,7 +12,7 @@ Handler = Callable[["Engine", web.Request, dict[str, Any]], Awaitable[web.Stream
 
 
 async def whole(engine: "Engine", request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    """What an engine does: a stream if it is asked for one, else an answer with everything found."""
+    """Answer as an engine does: with a stream if it is asked for one, else with everything found."""
     if not body["stream"]:
         details = {"cached_tokens": len(body["prompt"])}
         return web.json_response({"usage": {"prompt_tokens_details": details}})

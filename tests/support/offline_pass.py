@@ -74,7 +74,7 @@ def replay(visits: Iterable[Visit], block_size: int, pool_tokens: int) -> dict[s
 
 
 def _events(visits: list[Visit]) -> list[tuple[int, Visit, bool]]:
-    """(number, visit, whether it is its admission), by time; at one time, ends come before admissions,
+    """Return (number, visit, whether it is its admission) by time. At one time, ends come before admissions,
     except a visit's own."""
     order = [(visit.admitted_s, 1, i) for i, visit in enumerate(visits)]
     order += [

@@ -20,12 +20,12 @@ Answer = tuple[int, Mapping[str, str], list[bytes]]
 
 
 def delta(text: str) -> dict[str, Any]:
-    """A chat's event with text."""
+    """Return a chat's event with text."""
     return {"choices": [{"index": 0, "delta": {"content": text}}]}
 
 
 def usage(prompt: int, output: int, cached: int | None = None) -> dict[str, Any]:
-    """The event before the last."""
+    """Return the event before the last, with the usage."""
     found: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": output}
     if cached is not None:
         found["prompt_tokens_details"] = {"cached_tokens": cached}

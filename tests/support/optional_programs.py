@@ -66,7 +66,7 @@ NEEDED = (
 
 
 def skipped() -> list[str]:
-    """A sentence for each program that is missing."""
+    """Return a sentence for each program that is missing."""
     return [
         f"skipped: {each.tests}, which need {each.what}; `make {each.target}` gets it ({each.takes})"
         for each in NEEDED

@@ -48,13 +48,13 @@ def condition(body: Object, name: str) -> Object:
 
 
 async def becomes(client: Client, where: str, true: Callable[[Object], bool] = bool) -> Object:
-    """What is there, once it holds of it."""
+    """Wait until `true` holds of the object, and return it."""
     found: Object = await until(lambda: client.request("GET", where), true)
     return found
 
 
 async def merge(client: Client, where: str, body: Object) -> Object:
-    """A merge patch: what is given, and null away."""
+    """Merge a patch into the object: what is given, and null removes a field."""
     return await client.request("PATCH", where, body, content_type=MERGE)
 
 
@@ -118,7 +118,8 @@ async def gateway_page(client: Client, namespace: str) -> AsyncIterator[GatewayP
 
 
 async def quiet(operator: Operator) -> dict[str, float]:
-    """Writes by kind, once no pool can be resting between two rounds any more and none was made."""
+    """Return the writes by kind, once no pool can be resting between two rounds any more and no write was
+    made."""
     end = time.monotonic() + PATIENCE_S
     seen: dict[str, float] = {}
     while True:

@@ -21,8 +21,8 @@ class User:
     failed: list[str] = field(default_factory=list)
 
     async def ask(self, prompt: int, end: int = 0, **more: object) -> tuple[str, int]:
-        """A request whose prompt has a long beginning, and another end for each `end`. Returns the endpoint
-        that served it, and the tokens that it did not have to compute."""
+        """Send a request whose prompt has a long beginning, and another end for each `end`. Return the
+        endpoint that served it, and the tokens that it did not have to compute."""
         ids = WORDS.ids_for(prompt, LONG) + (WORDS.ids_for(100_000 + end, 100) if end else [])
         body = {"model": self.stack.options.model, "prompt": ids, "max_tokens": 4, **more}
         async with self.http.post(self.url + "/v1/completions", json=body) as answer:

@@ -86,7 +86,7 @@ def link(level: Level = Level.RACK, bytes_per_s: float = 9.7e9, slowdown: float 
 
 
 def chosen(policy: str = "ear", **blocks: Any) -> PolicyChoice:
-    """A pool's `routing.policy`, with the blocks of parameters that it sets."""
+    """Return a pool's `routing.policy`, with the blocks of parameters that it sets."""
     return PolicyChoice(name=PolicyName(policy), **blocks)
 
 
@@ -115,7 +115,8 @@ def candidate(
     links: Mapping[str, Link] | None = None,
     engine: EngineModel = H20_30B,
 ) -> Candidate:
-    """`cached`, `host`, `stored`: tokens that the device, then also the host, then also the store holds."""
+    """Return a candidate. `cached`, `host`, `stored`: tokens that the device, then also the host, then also
+    the store holds."""
     load = Load(
         pending,
         pending_s,

@@ -22,7 +22,7 @@ MOST_AGAIN = 6
 
 
 def run_alone(config: pytest.Config, nodeid: str) -> bool:
-    """Returns whether the test passes in a process of its own, with nothing beside it."""
+    """Run the test in a process of its own, while nothing else runs. Return whether it passes."""
     alone = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", nodeid]
     return subprocess.run(alone, cwd=config.rootpath, check=False).returncode == 0
 
@@ -36,7 +36,7 @@ class SecondChance:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Runs failed tests again, and decides whether the run has passed all the same."""
+        """Run failed tests again, and decides whether the run has passed all the same."""
         config = session.config
         terminal = config.pluginmanager.get_plugin("terminalreporter")
         if session.exitstatus != pytest.ExitCode.TESTS_FAILED or not isinstance(terminal, TerminalReporter):

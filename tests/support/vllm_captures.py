@@ -69,7 +69,7 @@ def namespace_of(recorded: dict[str, Any]) -> Namespace:
 
 
 def replay(engine: SteppedEngine, recorded: dict[str, Any]) -> tuple[Request, list[EngineStep]]:
-    """The recorded request, alone on the engine."""
+    """Return the recorded request, alone on the engine."""
     request = engine.add(
         recorded["prompt_token_ids"],
         recorded["output_token_ids"],

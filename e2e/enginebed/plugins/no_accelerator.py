@@ -25,7 +25,7 @@ class Event:
 
 
 def register() -> None:
-    """Called by every process of vLLM at its start."""
+    """Prepare a process of vLLM; every one calls this at its start."""
     import torch
 
     if not torch.accelerator.is_available():

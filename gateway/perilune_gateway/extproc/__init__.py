@@ -21,7 +21,7 @@ class Server(Protocol):
     """Serves ext_proc and gRPC health on one port."""
 
     async def start(self, listen: str) -> int:
-        """Serves on `listen` (`ip:port`; port 0 takes a free one) and returns the port. Health then answers
+        """Serve on `listen` (`ip:port`; port 0 takes a free one) and return the port. Health then answers
         SERVING for `liveness`, and for the other services after `set_ready`.
 
         Raises OSError when the port is taken or not an address of this machine.
@@ -29,12 +29,12 @@ class Server(Protocol):
         ...
 
     async def set_ready(self, ready: bool) -> None:
-        """Sets what health answers for every service except `liveness`, which is SERVING from `start` to
+        """Set what health answers for every service except `liveness`, which is SERVING from `start` to
         `stop`."""
         ...
 
     async def stop(self, grace_s: float) -> None:
-        """Makes health answer NOT_SERVING, refuses new streams, and gives open ones `grace_s` to end."""
+        """Make health answer NOT_SERVING, refuse new streams, and give open ones `grace_s` to end."""
         ...
 
 
@@ -46,7 +46,7 @@ class Transport(StrEnum):
 
 
 def new_server(transport: Transport, service: Service, tls: Tls | None = None) -> Server:
-    """The server of that kind. Without `tls` it serves in plain text."""
+    """Return a server of that kind. Without `tls` it serves in plain text."""
     match transport:
         case Transport.GRPC:
             from perilune_gateway.extproc.grpc_server import GrpcServer  # here, since few gateways need gRPC

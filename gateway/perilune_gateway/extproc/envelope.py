@@ -66,7 +66,7 @@ class _OtherFormError(Exception):
 
 
 def read(raw: bytes) -> Envelope | None:
-    """The headers or the body; None when the bytes are not in the form that Envoy writes."""
+    """Return the headers or the body; None when the bytes are not in the form that Envoy writes."""
     try:
         kind = _KINDS.get(raw[0])
         if kind is None:
@@ -108,7 +108,7 @@ def _headers(raw: bytes, at: int, end: int) -> dict[str, str]:
 
 
 def _header(raw: bytes) -> tuple[str, str]:
-    """Name in lower case and value of the header in these bytes."""
+    """Return the name (in lower case) and the value of the header in these bytes."""
     size, start = (raw[1], 2) if raw[1] <= _LAST_SHORT else _size(raw, 1)
     at = start + size
     name = raw[start:at].decode().lower()
@@ -129,7 +129,8 @@ _memo: dict[bytes, tuple[str, str]] = {}
 
 
 def _new_header(raw: bytes, at: int) -> tuple[tuple[str, str], int]:
-    """The header that starts at `at`, and the position after it. It is cached if it is short and in USUAL."""
+    """Return the header that starts at `at`, and the position after it. It is cached if it is short and in
+    USUAL."""
     if raw[at] != _FIRST:
         raise _OtherFormError
     size, start = _size(raw, at + 1)
@@ -143,7 +144,7 @@ def _new_header(raw: bytes, at: int) -> tuple[tuple[str, str], int]:
 
 
 def _size(raw: bytes, at: int) -> tuple[int, int]:
-    """The size that is written at `at`, and the position after it."""
+    """Return the size that is written at `at`, and the position after it."""
     low = raw[at]
     if low <= _LAST_SHORT:
         return low, at + 1

@@ -271,7 +271,7 @@ class Exchange:
         trace: Callable[[str], Trace | None] | None = None,
         authorization: str = "",
     ) -> None:
-        """`trace` begins the span of a request with this `traceparent`; None: there are no spans.
+        """`trace` begins the span of a request with this `traceparent`; None if there are no spans.
         `authorization` replaces the client's header of that name; empty keeps it."""
         self.state = State.START
         # Until Pools have chosen a router, no other method than an entrance's is called.
@@ -302,7 +302,7 @@ class Exchange:
     # Called by the stream.
 
     def receive(self, inbound: Inbound | Tokenized | Begun | Accepted) -> list[Effect]:
-        """Handles a message from Envoy. Raises ProtocolError for one that the state does not allow."""
+        """Handle a message from Envoy. Raises ProtocolError for one that the state does not allow."""
         row = _HANDLERS.get((self.state, inbound.kind))
         if row is None:
             raise ProtocolError(f"{inbound.kind} is not allowed in state {self.state}")
@@ -313,19 +313,19 @@ class Exchange:
         return effects
 
     def tokens(self, tokens: Tokens | Refusal, waited_s: float = 0.0) -> list[Effect]:
-        """Handles the tokens that a Wait asked for, or a Refusal when the prompt is invalid."""
+        """Handle the tokens that a Wait asked for, or a Refusal when the prompt is invalid."""
         return self.receive(Tokenized(tokens, waited_s))
 
     def begun(self, refusal: Refusal | None) -> list[Effect]:
-        """Handles the end of a Wait for the session to begin; a Refusal when it may not."""
+        """Handle the end of a Wait for the session to begin; a Refusal when it may not."""
         return self.receive(Begun(refusal))
 
     def attach(self, attachment: Attachment | Fetched | None) -> list[Effect]:
-        """Handles what a Hold asked for; None if the target prefills the prompt itself."""
+        """Handle what a Hold asked for; None if the target prefills the prompt itself."""
         return self.receive(Accepted(attachment))
 
     def fail(self) -> list[Effect]:
-        """Ends the request after a bug of ours, or when Envoy violated the protocol."""
+        """End the request after a bug of ours, or when Envoy violated the protocol."""
         if self.state is State.CLOSED:
             return []
         waiting = (State.TOKENS, State.QUEUED, State.HELD)
@@ -336,7 +336,7 @@ class Exchange:
         return [Abort("the gateway failed")]
 
     def closed(self) -> None:
-        """Reports the end of the request to the router. Safe to call twice."""
+        """Report the end of the request to the router. A second call does nothing."""
         self.state = State.CLOSED
         self._leave_queue()
         routed, self._routed = self._routed, None
@@ -452,7 +452,8 @@ class Exchange:
         return State.ANSWER, [Send(Continue(Kind.RESPONSE_HEADERS, headers, override))]
 
     def _unrouted(self, event: ResponseHeaders) -> _Next:
-        """Envoy or another filter answers the client, or Envoy did not send the body that we asked for."""
+        """Give up routing, because Envoy or another filter answers the client, or Envoy did not send the body
+        that we asked for."""
         self._response_mode = event.response_mode or self._response_mode
         self._leave_queue()
         self._parts, self._bodies = [], (b"", None)  # an answer may last long
@@ -504,7 +505,7 @@ class Exchange:
     def _pick(
         self, routed: Routed, body: bytes, changed: bytes | None, headers: tuple[tuple[str, str], ...] = ()
     ) -> list[Effect]:
-        """Answers the headers or the buffered body; in full duplex, everything that was kept. `changed`
+        """Answer the headers or the buffered body; in full duplex, everything that was kept. `changed`
         replaces the body, `headers` are added to the request."""
         if trace := self._head.trace:
             headers = (*headers, (TRACEPARENT_HEADER, trace.traceparent))
@@ -540,7 +541,7 @@ class Exchange:
         return [Send(Immediate(refusal.status, refusal.reason, body, refusal.retry_after_s))]
 
     def _own(self, refusal: Refusal) -> Refusal:
-        """Reports a refusal that is not the router's to the router, which records it."""
+        """Report a refusal that is not the router's to the router, which records it."""
         self.router.refused(self._head, refusal)
         return refusal
 
@@ -565,7 +566,7 @@ _HANDLERS: Mapping[tuple[State, Event], tuple[_Handler, tuple[State, ...]]] = {
 
 
 def _echo(to: Kind, body: bytes, end_of_stream: bool) -> list[Effect]:
-    """The body in parts. An empty body is one empty part, because its end must be sent."""
+    """Return the body in parts. An empty body is one empty part, because its end must be sent."""
     starts = range(0, len(body), ECHO_BYTES) or (0,)
     last = starts[-1]
     return [
@@ -574,7 +575,7 @@ def _echo(to: Kind, body: bytes, end_of_stream: bool) -> list[Effect]:
 
 
 def diagram() -> str:
-    """The table as a Mermaid state diagram."""
+    """Return the table as a Mermaid state diagram."""
     edges: dict[tuple[State, State], list[str]] = {}
     for (state, event), (handler, following) in TABLE.items():
         for target in following:

@@ -105,7 +105,7 @@ class GrpcServer:
         await stopping
 
     async def process(self, _requests: Any, context: Context) -> None:
-        """Serves one stream; gRPC calls this."""
+        """Serve one stream; gRPC calls this."""
         stream = self._service.open()
         try:
             while await _take(stream, context):
@@ -115,7 +115,7 @@ class GrpcServer:
 
 
 async def _take(stream: Stream, context: Context) -> bool:
-    """Handles one message. Returns False at the end of the stream.
+    """Handle one message. Return False at the end of the stream.
 
     This is a function of its own, so that no body stays in memory while the next message is awaited, which
     may take as long as the answer. The read is shielded because Envoy ends every stream by a reset, gRPC then
@@ -139,12 +139,12 @@ async def _carry_out(stream: Stream, context: Context, reply: Reply) -> None:
 
 
 def _reachable(host: str) -> str:
-    """The address at which a server that listens on `host` can connect to itself."""
+    """Return the address at which this process can connect to its server that listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "[::]": "::1"}.get(host, host.strip("[]"))
 
 
 async def _connection(host: str, port: int, tls: ssl.SSLContext | None) -> asyncio.StreamWriter | None:
-    """Opens a connection without a call. Returns None when that fails."""
+    """Open a connection without a call. Return None when that fails."""
     try:
         async with asyncio.timeout(1.0):
             reader, writer = await asyncio.open_connection(host, port, ssl=tls)
@@ -156,7 +156,7 @@ async def _connection(host: str, port: int, tls: ssl.SSLContext | None) -> async
 
 
 def _unverified() -> ssl.SSLContext:
-    """A client context without verification, because the server that it reaches is this process."""
+    """Return a client context without verification, because the server that it reaches is this process."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])

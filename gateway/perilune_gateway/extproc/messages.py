@@ -98,7 +98,7 @@ class Pick(Struct, frozen=True, gc=False):
     body: bytes | None = None
     """Replaces the buffered body; None keeps it."""
     rank: int | None = None
-    """The data-parallel rank of which the engine is told."""
+    """The data-parallel rank that the engine is told."""
     authorization: str = ""
     """Replaces the client's Authorization header; empty keeps it."""
     headers: tuple[tuple[str, str], ...] = ()
@@ -120,7 +120,7 @@ class Immediate(Struct, frozen=True, gc=False):
 
     status: int
     reason: RefuseReason | None
-    """None: it is no refusal."""
+    """None if it is no refusal."""
     body: bytes
     """JSON; of a refusal that of `refusal_body.error_body`."""
     retry_after_s: float = 0.0

@@ -111,10 +111,10 @@ class Service:
         pools: Mapping[object, Service] | None = None,
     ) -> None:
         """`pools`: the services of several pools, by their routers, which `entrance` chooses. `giver` has
-        prompts prefilled on other endpoints, `fetcher` has KV fetched for requests; None: targets always do
-        it themselves. `bytes_per_token` is for
-        the estimate when tokens come too late. `default_mode` is the body mode of an Envoy that does not send
-        its mode, see `wire`. `trace` and `authorization` are for `Exchange`."""
+        prompts prefilled on other endpoints, `fetcher` has KV fetched for requests; None if targets always do
+        it themselves. `bytes_per_token` is for the estimate when tokens come too late. `default_mode` is the
+        body mode of an Envoy that does not send its mode, see `wire`. `trace` and `authorization` are for
+        `Exchange`."""
         self.limits = limits
         self.streams_open = 0
         self.streams_total = 0
@@ -148,7 +148,7 @@ class Service:
         return max(service.limits.max_body_bytes for service in self.pools.values())
 
     async def begin_sessions(self, router: Router) -> None:
-        """Lets the waiting sessions begin when the router says so, until cancelled."""
+        """Let the waiting sessions begin when the router says so, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             for ticket, refusal in router.due():
@@ -156,13 +156,13 @@ class Service:
                     waiting.set_result(refusal)
 
     def begin_all(self) -> None:
-        """Lets all waiting sessions begin, because the gateway stops."""
+        """Let all waiting sessions begin, because the gateway stops."""
         for waiting in self._beginning.values():
             if not waiting.done():
                 waiting.set_result(None)
 
     async def begun(self, queued: Queued) -> Refusal | None:
-        """Waits until the session begins, or is refused. Raises only CancelledError."""
+        """Wait until the session begins, or is refused. Raises only CancelledError."""
         waiting: asyncio.Future[Refusal | None] = asyncio.get_running_loop().create_future()
         self._beginning[queued.ticket] = waiting
         try:
@@ -171,7 +171,7 @@ class Service:
             del self._beginning[queued.ticket]
 
     def open(self) -> Stream:
-        """Begins a stream. The caller must call its `closed`."""
+        """Begin a stream. The caller must call its `closed`."""
         self.streams_total += 1
         self.streams_open += 1
         return Stream(self)
@@ -194,7 +194,7 @@ class Stream:
         )
 
     def receive(self, raw: bytes) -> Reply:
-        """Handles a message from Envoy. Raises nothing."""
+        """Handle a message from Envoy. Raises nothing."""
         service = self._service
         try:
             inbound = wire.decode(raw, service.default_mode)
@@ -205,7 +205,7 @@ class Stream:
             return self._failed(error)
 
     async def waited(self, wait: Wait | Hold) -> Reply:
-        """Gets what the last reply waits for. Raises only CancelledError."""
+        """Get what the last reply waits for. Raises only CancelledError."""
         started = time.perf_counter()
         pool = self._service.pools.get(self._exchange.router, self._service)
         try:
@@ -219,7 +219,7 @@ class Stream:
             return self._failed(error)
 
     def closed(self) -> None:
-        """Ends the stream and its request. Call it exactly once, however the stream ended."""
+        """End the stream and its request. Call it exactly once, however the stream ended."""
         self._service.streams_open -= 1
         self._exchange.closed()
 
@@ -235,7 +235,7 @@ class Stream:
             return Tokens(count, TokenSource.ESTIMATE)
 
     def _failed(self, error: Exception) -> Reply:
-        """Ends the stream because Envoy violated the protocol or because of a bug of this gateway."""
+        """End the stream because Envoy violated the protocol or because of a bug of this gateway."""
         if isinstance(error, ProtocolError):
             self._service.protocol_errors += 1
             log.warning("protocol_error state=%s error=%s", self._exchange.state, error)

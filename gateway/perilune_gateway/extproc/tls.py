@@ -47,7 +47,8 @@ class Tls:
     """A server's certificate chain and private key, and optionally the CA of its clients, as PEM files."""
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None = None) -> None:
-        """Raises SpecError if a file cannot be read, or if certificate and key do not belong together."""
+        """Read the files. Raises SpecError if a file cannot be read, or if certificate and key do not belong
+        together."""
         self._cert, self._key, self._client_ca = cert, key, client_ca
         self._seen = self._file_stats()
         self._loaded = self._load()
@@ -57,12 +58,12 @@ class Tls:
         return self._client_ca is not None
 
     def context(self) -> ssl.SSLContext:
-        """The context for a new connection, made from the current files."""
+        """Return the context for a new connection, made from the current files."""
         self._refresh()
         return self._loaded.context
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Credentials with which gRPC gets the current files for each new connection."""
+        """Return the credentials with which gRPC gets the current files for each new connection."""
         import grpc
 
         changed: Any = self._changed_for_grpc  # types-grpcio does not know that it may return None
@@ -71,11 +72,12 @@ class Tls:
         )
 
     def _changed_for_grpc(self) -> grpc.ServerCertificateConfiguration | None:
-        """The new files, or None when they have not changed. gRPC calls this in a thread of its own."""
+        """Return the new files, or None when they have not changed. gRPC calls this in a thread of its
+        own."""
         return self._loaded.for_grpc if self._refresh() else None
 
     def _refresh(self) -> bool:
-        """Reads the files if they have changed. Returns whether new ones are in use; raises nothing."""
+        """Read the files if they have changed. Return whether new ones are in use; raise nothing."""
         try:
             stats = self._file_stats()
             if stats == self._seen:
@@ -89,7 +91,7 @@ class Tls:
         return True
 
     def _file_stats(self) -> _FileStats:
-        """Inode, modification time in nanoseconds and size of each file. Raises SpecError."""
+        """Return inode, modification time in nanoseconds and size of each file. Raises SpecError."""
         files = [_stat(self._cert, "--tls-cert"), _stat(self._key, "--tls-key")]
         if self._client_ca is not None:
             files.append(_stat(self._client_ca, "--tls-client-ca"))
@@ -132,7 +134,7 @@ def _stat(file: Path, option: str) -> os.stat_result:
 
 
 def _no_password() -> str:
-    """Called for an encrypted key. Without it, OpenSSL would ask for the password on the terminal."""
+    """Refuse an encrypted key, for which OpenSSL would otherwise ask for the password on the terminal."""
     raise ValueError("the key is encrypted")
 
 

@@ -87,7 +87,7 @@ class _Context(NamedTuple):
 
 
 def decode(raw: bytes, default_mode: BodyMode = BodyMode.BUFFERED) -> Inbound:
-    """Reads one ProcessingRequest. Raises ProtocolError."""
+    """Read one ProcessingRequest. Raises ProtocolError."""
     found = envelope.read(raw)
     if found is None:
         return by_protobuf(raw, default_mode)
@@ -104,7 +104,7 @@ def decode(raw: bytes, default_mode: BodyMode = BodyMode.BUFFERED) -> Inbound:
 
 
 def by_protobuf(raw: bytes, default_mode: BodyMode = BodyMode.BUFFERED) -> Inbound:
-    """As `decode`, by protobuf alone, which is slower. Raises ProtocolError."""
+    """Decode as `decode` does, by protobuf alone, which is slower. Raises ProtocolError."""
     try:
         message = pb.ProcessingRequest.FromString(raw)
     except DecodeError as error:
@@ -160,8 +160,8 @@ def _modes(numbers: tuple[int, int] | None) -> tuple[BodyMode, BodyMode] | None:
 
 @lru_cache(maxsize=256)
 def _context_of_bytes(rest: bytes) -> _Context | None:
-    """The context in the bytes after the headers or the body; None when they are not protobuf, or contain
-    another such message."""
+    """Return the context in the bytes after the headers or the body; None when they are not protobuf, or
+    contain another such message."""
     try:
         message = pb.ProcessingRequest.FromString(rest)
     except DecodeError:
@@ -178,7 +178,7 @@ def _context_of(message: pb.ProcessingRequest) -> _Context:
 
 
 def _headers(found: pb.HeaderMap) -> dict[str, str]:
-    """Headers by lower-case name. The values of repeated names are joined as HTTP prescribes."""
+    """Return the headers by lower-case name. The values of repeated names are joined as HTTP prescribes."""
     headers: dict[str, str] = {}
     for header in found.headers:
         name = header.key.lower()
@@ -221,8 +221,7 @@ def _reset(message: pb.ProcessingRequest) -> bool:
 
 
 def encode(outbound: Outbound) -> bytes:
-    """Writes one ProcessingResponse. Answers without a body are cached, since there are few different
-    ones."""
+    """Write one ProcessingResponse. Answers without a body are cached, since there are few different ones."""
     match outbound:
         case Continue() | Pick(body=None, headers=()):
             return _encode_again(outbound)
@@ -272,7 +271,7 @@ def _encode(outbound: Outbound) -> bytes:
 def _answer(
     message: pb.ProcessingResponse, to: Kind, headers: Iterable[tuple[str, str]] = ()
 ) -> pb.CommonResponse:
-    """Makes `message` an answer to a message of kind `to`, and returns the part that all answers have in
+    """Make `message` an answer to a message of kind `to`, and return the part that all answers have in
     common. Answers to trailers have none, so what is written into theirs is dropped."""
     answer = getattr(message, to)
     answer.SetInParent()
@@ -291,7 +290,7 @@ def _set_headers(mutation: pb.HeaderMutation, headers: Iterable[tuple[str, str]]
 
 
 def _override(message: pb.ProcessingResponse, override: Override | None) -> None:
-    """Asks Envoy for the response's headers, which have the status and the endpoint that served it, and for
+    """Ask Envoy for the response's headers, which have the status and the endpoint that served it, and for
     its trailers, without which Envoy ends the stream at once when no body is sent."""
     if override is None:
         return

@@ -1,4 +1,4 @@
-"""What the gateway observes beside requests.
+"""What the gateway observes apart from requests.
 
 the pool document     pool_file (a file), kubernetes (the API server and the pool's pods)
 engines' KV caches    kv_feed follows one publisher (zmq_sockets reads its messages, kv_events decodes them,

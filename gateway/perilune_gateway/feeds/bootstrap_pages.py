@@ -3,9 +3,9 @@
     GET http://ADDRESS/query ─▶ {rank: {engine_id, worker_addr: {tp rank: …}}} ─▶ state/connectors.py
 
 Every ASK_S, and for each pair of legs, because an engine has another id after every start, and whoever takes
-from its old one waits in vain. An endpoint whose page does not answer hands nothing over until it does, nor
-does one of which some workers have not registered yet. The page is vLLM's
-(`mooncake_utils.py`, `MooncakeBootstrapServer`).
+from the old id waits until a timeout. An endpoint whose page does not answer hands nothing over until it
+does, nor does one whose workers have not all registered yet. The page is vLLM's (`mooncake_utils.py`,
+`MooncakeBootstrapServer`).
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def parse(page: bytes, rank: int | None = None) -> Connector:
 
 
 async def ask(http: aiohttp.ClientSession, bootstrap: str, rank: int | None = None) -> Connector | None:
-    """What the page at `bootstrap` (`ip:port`) says of a data-parallel rank; None if it does not answer in
-    PAGE_S, or with nothing of use. `rank` None: the endpoint is the whole server."""
+    """Return what the page at `bootstrap` (`ip:port`) says of a data-parallel rank; None if it does not
+    answer in PAGE_S, or with nothing of use. Without `rank` the endpoint is the whole server."""
     try:
         async with (
             asyncio.timeout(PAGE_S),
@@ -71,7 +71,7 @@ async def ask(http: aiohttp.ClientSession, bootstrap: str, rank: int | None = No
 async def run(
     endpoints: Callable[[], Iterable[Endpoint]], connectors: Connectors, http: aiohttp.ClientSession
 ) -> None:
-    """Asks all pages until cancelled. The log has a line for each page that begins or ceases to answer."""
+    """Ask all pages until cancelled, and log each page that begins or ceases to answer."""
     silent: Counter[str] = Counter()
     """Address → number of times in a row that the page did not answer."""
     while True:

@@ -33,7 +33,7 @@ def is_idle(
     began_at: float = -inf,
     transfers: Callable[[str], int] = lambda address: 0,
 ) -> bool:
-    """Whether nothing runs at the server and no gateway had a turn there lately. `began_at`: when this
+    """Return whether nothing runs at the server and no gateway had a turn there lately. `began_at`: when this
     gateway began to know of turns. `transfers`: the number of transfers that begin or end at an endpoint."""
     loads = [v.load for v in fleet.view(now) if v.endpoint.server == server]
     ranks = [e.address for e in fleet.endpoints() if e.server == server]
@@ -45,8 +45,8 @@ def is_idle(
 
 
 def drained(pods: Iterable[Object], is_idle: Callable[[str], bool]) -> Mapping[str, str]:
-    """The draining pods that are idle, with their marks, by name. `is_idle` takes an endpoint's address. A
-    pod without an address is idle."""
+    """Return the draining pods that are idle, with their marks, by name. `is_idle` takes an endpoint's
+    address. A pod without an address is idle."""
     return {
         pod["metadata"]["name"]: mark
         for pod in pods

@@ -51,7 +51,7 @@ Sink = Callable[[str, EngineMetrics | None, float], None]
 
 
 def parse(text: bytes, rank: int | None = None) -> EngineMetrics:
-    """Reads a text exposition: one rank's series, or all. Missing or unreadable series count as 0 and are no
+    """Read a text exposition: one rank's series, or all. Missing or unreadable series count as 0 and are no
     error."""
     text = b"\n" + text  # so that every series starts after a line end
     started_s = max(_values(text, b"process_start_time_seconds"), default=0.0)
@@ -88,7 +88,7 @@ def _is_number(text: bytes) -> bool:
 
 
 def _values(text: bytes, name: bytes) -> list[float]:
-    """Values of every series called `name`, without those that are negative or not finite."""
+    """Return the values of every series called `name`, without those that are negative or not finite."""
     values = []
     for _, number in _series(text, name):
         if _is_number(number) and 0.0 <= (value := float(number)) < 1e300:
@@ -97,7 +97,7 @@ def _values(text: bytes, name: bytes) -> list[float]:
 
 
 def _series(text: bytes, name: bytes) -> list[tuple[bytes, bytes]]:
-    """(labels without braces, number) of every line of `name`; truncated lines are left out."""
+    """Return (labels without braces, number) of every line of `name`, without truncated lines."""
     found: list[tuple[bytes, bytes]] = []
     needle = b"\n" + name
     at = text.find(needle)
@@ -124,7 +124,7 @@ _LABEL = re.compile(rb"[\s,]*+([A-Za-z_][A-Za-z0-9_]*+)\s*+=\s*+" + _QUOTED)
 
 
 def _int_label(labels: bytes, name: bytes) -> int:
-    """A label's value as a number; 0 where it is missing or something else (vLLM writes `None`)."""
+    """Return a label's value as a number; 0 if it is missing or no number (vLLM writes `None`)."""
     at = 0
     while match := _LABEL.match(labels, at):
         if match[1] == name:
@@ -134,8 +134,8 @@ def _int_label(labels: bytes, name: bytes) -> int:
 
 
 def interval_s(endpoints: int) -> float:
-    """Seconds between two scrapes of one endpoint: 1 s up to 50 endpoints, then as many as keep the total at
-    50 scrapes per second, but never above 10 s."""
+    """Return the seconds between two scrapes of one endpoint: 1 s up to 50 endpoints, then as many as keep
+    the total at 50 scrapes per second, but never above 10 s."""
     return min(max(MIN_INTERVAL_S, endpoints / SCRAPES_PER_S), MAX_INTERVAL_S)
 
 
@@ -151,7 +151,7 @@ async def run(
 ) -> None:
     """Scrape `http://<server>/metrics` of every endpoint until cancelled; the ranks of one server together.
 
-    `addresses` and `block_size` (the pool's; 0: do not compare) are called again each time, so both may
+    `addresses` and `block_size` (the pool's, or 0 for no comparison) are called again each time, so both may
     change. Every endpoint has a task of its own, so a slow one delays only itself. An exception of the sink
     is a bug and ends the feed.
     """
@@ -205,7 +205,7 @@ class _Watch:
     async def run(
         self, session: aiohttp.ClientSession, rng: Random, period: Callable[[], float], timeout_s: float
     ) -> None:
-        """Scrapes until cancelled. The first scrapes of a large fleet are spread too; those of a small one
+        """Scrape until cancelled. The first scrapes of a large fleet are spread too; those of a small one
         come at once."""
         await asyncio.sleep(rng.uniform(0.0, max(0.0, period() - MIN_INTERVAL_S)))
         while True:
@@ -245,8 +245,8 @@ class _Watch:
 
 
 async def _fetch(session: aiohttp.ClientSession, address: str, timeout_s: float) -> bytes:
-    """Raises TimeoutError, or aiohttp.ClientError, also for another status than 200 and for a body that is
-    too long. Redirections are not followed, since an engine must not choose which server the gateway
+    """Fetch one page. Raises TimeoutError, or aiohttp.ClientError, also for another status than 200 and for a
+    body that is too long. Follow no redirection, since an engine must not choose which server the gateway
     calls."""
     url = f"http://{address}/metrics"
     async with asyncio.timeout(timeout_s), session.get(url, allow_redirects=False) as response:

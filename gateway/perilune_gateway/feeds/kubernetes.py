@@ -44,7 +44,8 @@ LOOK_S = 0.5
 
 
 def _read(text: str) -> Pool:
-    """The operator's document, without what a newer operator wrote for newer gateways. Raises SpecError."""
+    """Return the operator's document, without what a newer operator wrote for newer gateways. Raises
+    SpecError."""
     pool, unknown = parse_known(text)
     if unknown:
         log.warning("pool document of a newer version, fields ignored fields=%s", ",".join(unknown))
@@ -52,7 +53,7 @@ def _read(text: str) -> Pool:
 
 
 def endpoint(pod: Object) -> EndpointSpec | None:
-    """The endpoint of a pod; None for a pod that has no address or has not started."""
+    """Return the endpoint of a pod; None for a pod that has no address or has not started."""
     meta, status = pod["metadata"], pod.get("status", {})
     ip = status.get("podIP", "")
     ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ())
@@ -86,15 +87,15 @@ def _prefills(meta: Object) -> bool:
 
 
 def _port(text: str) -> int:
-    """The port in an annotation; 0 for anything that is no port."""
+    """Return the port in an annotation; 0 if there is none."""
     known = text.isascii() and text.isdigit() and len(text) < 6 and int(text) < 65_535
     return int(text) if known else 0
 
 
 def with_pods(document: Pool, pods: Sequence[Object], giving: Collection[str] = ()) -> Pool:
-    """The document with these pods as its endpoints. Nodes that its topology does not list are far from
-    everything. Of two pods with the same address (that of their node, or of one that is gone) one that does
-    not drain is preferred, and then a ready one. `giving`: the uids of terminating pods that still serve
+    """Return the document with these pods as its endpoints. Nodes that its topology does not list are far
+    from everything. Of two pods with the same address (that of their node, or of one that is gone) one that
+    does not drain is preferred, and then a ready one. `giving`: the uids of terminating pods that still serve
     their sessions."""
     preferred = sorted(_usable(pods, giving), key=lambda e: (not e.draining, e.ready))
     by_address = {e.address: e for e in preferred}
@@ -110,7 +111,7 @@ def with_pods(document: Pool, pods: Sequence[Object], giving: Collection[str] = 
 
 
 def _usable(pods: Sequence[Object], giving: Collection[str]) -> list[EndpointSpec]:
-    """Endpoints of started pods, by the two rules of the module's header."""
+    """Return the endpoints of started pods, by the two rules of the module's header."""
     staying = [e for pod in pods if not _is_leaving(pod) and (e := endpoint(pod))]
     if not staying:
         return [e for pod in pods if _is_leaving(pod) and (e := endpoint(pod)) and e.ready]
@@ -121,7 +122,7 @@ def _usable(pods: Sequence[Object], giving: Collection[str]) -> list[EndpointSpe
 
 
 def _givers(pods: Sequence[Object]) -> list[tuple[Object, EndpointSpec]]:
-    """The terminating pods that serve sessions and hand KV over, with their endpoints."""
+    """Return the terminating pods that serve sessions and hand KV over, with their endpoints."""
     leaving = ((pod, endpoint(pod)) for pod in pods if _is_leaving(pod))
     return [(p, e) for p, e in leaving if e and e.ready and e.bootstrap and e.role is not Role.PREFILL]
 
@@ -157,7 +158,7 @@ class KubernetesPool:
         """All engine pods of the pool, as the API server reported them last."""
 
     async def first(self) -> Pool:
-        """Waits for the ConfigMap and returns the pool. Raises SpecError for an invalid document."""
+        """Wait for the ConfigMap and return the pool. Raises SpecError for an invalid document."""
         while True:
             try:
                 found = await self.client.request("GET", self._config_maps, params=self._named)
@@ -174,9 +175,9 @@ class KubernetesPool:
             await asyncio.sleep(FIRST_S)
 
     async def run(self, on_pool: Callable[[Pool], None], use: Callable[[str], Use]) -> None:
-        """Passes every new pool to `on_pool` until cancelled. `on_pool` raises SpecError to refuse one.
-        `use`: how this gateway uses the endpoint with that address, which tells when a terminating engine can
-        be left."""
+        """Pass every new pool to `on_pool` until cancelled. `on_pool` raises SpecError to refuse one. `use`:
+        how this gateway uses the endpoint with that address, which tells when a terminating engine can be
+        left."""
         leaving = Leaving(use)
 
         def documents(found: dict[str, Object], _: Collection[str]) -> None:
@@ -194,15 +195,15 @@ class KubernetesPool:
             tasks.create_task(self._look(on_pool, leaving))
 
     async def _look(self, on_pool: Callable[[Pool], None], leaving: Leaving) -> None:
-        """Leaves terminating engines when their time has come, of which no watch tells."""
+        """Leave terminating engines when their time has come, which no watch reports."""
         while True:
             await asyncio.sleep(LOOK_S)
             if any(map(_is_leaving, self.pods)):
                 self._offer(on_pool, leaving)
 
     def document(self, text: str) -> None:
-        """Reads a new text of the ConfigMap. When it is empty, because there is no ConfigMap, the old
-        document stays."""
+        """Read a new text of the ConfigMap. When it is empty, because there is no ConfigMap, the old document
+        stays."""
         if not text or text == self._text:
             return
         self._text = text
@@ -212,7 +213,7 @@ class KubernetesPool:
             self._refuse(str(error))
 
     def _offer(self, on_pool: Callable[[Pool], None], leaving: Leaving) -> None:
-        """Applies the newest document with the current pods; if it is refused, the old document with them."""
+        """Apply the newest document with the current pods; if it is refused, the old document with them."""
         if self._document is not None and self._document != self._accepted:
             if self._take(on_pool, leaving, self._document):
                 self._accepted, self.last_error = self._document, ""

@@ -90,8 +90,8 @@ _TYPES = {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
 
 
 def decode(payload: bytes) -> Batch:
-    """Decodes one message's payload, in either encoding. Events of unknown types are counted and left out,
-    and so are damaged ones; unknown fields are ignored. Raises ProtocolError for anything else."""
+    """Decode one message's payload, in either encoding. Events of unknown types are counted and left out, and
+    so are damaged ones; unknown fields are ignored. Raises ProtocolError for anything else."""
     unknown = malformed = 0
     events: list[Event] = []
     try:
@@ -119,7 +119,8 @@ def decode(payload: bytes) -> Batch:
 
 
 def _stores(raw: msgspec.Raw) -> bool:
-    """Whether a damaged event surely removes nothing: as far as it can be read, it is a BlockStored."""
+    """Return whether a damaged event surely removes nothing: as far as it can be read, it is a
+    BlockStored."""
     try:
         return _name(raw) == "BlockStored"
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -127,7 +128,7 @@ def _stores(raw: msgspec.Raw) -> bool:
 
 
 def _name(raw: msgspec.Raw) -> object:
-    """The name of an event's type, if it has one. Raises what msgspec does."""
+    """Return the name of an event's type, if it has one. Raises what msgspec does."""
     return _map_type.decode(raw).type if _is_map(raw) else next(iter(_array_type.decode(raw)), None)
 
 
@@ -137,7 +138,7 @@ def _is_map(raw: msgspec.Raw) -> bool:
 
 
 def _is_deep(value: Any, levels: int = MAX_NESTING) -> bool:
-    """Whether a value is nested too deep; hashing the keys is recursive."""
+    """Return whether a value is nested too deep; hashing the keys is recursive."""
     if isinstance(value, dict):
         value = (*value, *value.values())
     if not isinstance(value, list | tuple):
@@ -146,7 +147,7 @@ def _is_deep(value: Any, levels: int = MAX_NESTING) -> bool:
 
 
 def _event(raw: msgspec.Raw) -> Event | None:
-    """None for an event of an unknown type."""
+    """Return the event; None for one of an unknown type."""
     try:
         return _map_event.decode(raw) if _is_map(raw) else _from_array(_array_event.decode(raw))
     except msgspec.ValidationError:
@@ -177,9 +178,9 @@ def _from_array(old: _StoredArray | _RemovedArray | _ClearedArray) -> Event:
 
 
 def pieces(batch: Batch, blocks: int) -> Iterator[Batch]:
-    """The batch in parts of at most so many blocks, in order, for readers that must not take long. A long
-    BlockStored becomes several, which name the last block before them as their parent. A row of BlockRemoved,
-    as engines send them, becomes one, which costs its reader half the time."""
+    """Yield the batch in parts of at most so many blocks, in order, for readers that must not take long. A
+    long BlockStored becomes several, which name the last block before them as their parent. A row of
+    BlockRemoved, as engines send them, becomes one, which costs its reader half the time."""
     events = _joined(batch.events)
     if sum(len(e.block_hashes) for e in events if not isinstance(e, AllBlocksCleared)) <= blocks:
         yield replace(batch, events=events) if len(events) < len(batch.events) else batch
@@ -190,7 +191,7 @@ def pieces(batch: Batch, blocks: int) -> Iterator[Batch]:
 
 
 def _joined(events: tuple[Event, ...]) -> tuple[Event, ...]:
-    """The events, with each row of removals from the same place as one."""
+    """Return the events, with each row of removals from the same place as one."""
     joined: list[Event] = []
     row: list[BlockRemoved] = []
     for event in events:
@@ -241,15 +242,15 @@ def _parts(event: Event, blocks: int) -> Iterator[Event]:
 
 
 def live_frames(frames: list[bytes]) -> tuple[int, bytes]:
-    """(sequence number, payload) of a published message. Raises ProtocolError."""
+    """Return (sequence number, payload) of a published message. Raises ProtocolError."""
     if len(frames) != 3 or len(frames[1]) != 8:
         raise ProtocolError(f"not a KV event message: frames of {[*map(len, frames[:5])]} bytes")
     return int.from_bytes(frames[1], "big"), frames[2]
 
 
 def replay_frames(frames: list[bytes]) -> tuple[int, bytes | None]:
-    """(sequence number, payload) of one answer, with or without a topic. The payload is None at the end of
-    the replay. Raises ProtocolError."""
+    """Return (sequence number, payload) of one answer, with or without a topic. The payload is None at the
+    end of the replay. Raises ProtocolError."""
     if not 3 <= len(frames) <= 4 or frames[0] != b"" or len(frames[-2]) != 8:
         raise ProtocolError("not a replayed KV event message")
     if frames[-2] == END:

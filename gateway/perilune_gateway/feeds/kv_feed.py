@@ -92,7 +92,7 @@ class Publisher(NamedTuple):
     replay: str = ""
     """ZMQ address of the replay socket; empty when there is none."""
     instance: str = ""
-    """What is at the endpoint's address; with another one the feed begins anew."""
+    """What is at the endpoint's address; with another one the feed starts over."""
 
 
 class ResetCause(StrEnum):
@@ -104,7 +104,7 @@ class ResetCause(StrEnum):
     MALFORMED = "malformed"
     """A message could not be read."""
     FAILED = "failed"
-    """The feed has failed and begins anew."""
+    """The feed has failed and starts over."""
     UNFOLLOWED = "unfollowed"
     """The pool no longer lists the publisher."""
 
@@ -113,11 +113,11 @@ class Sink(Protocol):
     """Receives what a feed reads."""
 
     def batch(self, endpoint: str, rank: int, batch: Batch, lag_s: float) -> None:
-        """Applies a batch. A long one comes in several parts. `lag_s` is the seconds from its publication to
+        """Apply a batch. A long one comes in several parts. `lag_s` is the seconds from its publication to
         its receipt; NaN for a replayed one."""
 
     def reset(self, endpoint: str, rank: int, cause: ResetCause) -> None:
-        """Forgets all blocks of this rank."""
+        """Forget all blocks of this rank."""
 
 
 @dataclass(slots=True)
@@ -173,8 +173,8 @@ class Shared:
 
 
 async def run(publisher: Publisher, sink: Sink, shared: Shared, counters: Counters) -> None:
-    """Feeds `sink` until cancelled. Raises SpecError for an invalid address, zmq.ZMQError when no more
-    sockets can be opened, and ProtocolError when the engine sends a message that is too long."""
+    """Feed `sink` until cancelled. Raises SpecError for an invalid address, zmq.ZMQError when no more sockets
+    can be opened, and ProtocolError when the engine sends a message that is too long."""
     socket = zmq_sockets.new_socket(shared.context, zmq.SUB, RECEIVE_QUEUE)
     socket.set(zmq.RECONNECT_IVL, 100)
     socket.set(zmq.RECONNECT_IVL_MAX, 5_000)
@@ -240,7 +240,7 @@ class _Feed:
         """Whether the log already says that messages cannot be read. Cleared by the next readable one."""
 
     async def follow(self, socket: Socket, monitor: Socket) -> None:
-        """Applies live messages until cancelled. Raises ProtocolError when the connection ended for good."""
+        """Apply live messages until cancelled. Raises ProtocolError when the connection ended for good."""
         while True:
             while frames := take(monitor):
                 self._connection(parse_monitor_message(frames)["event"])
@@ -279,7 +279,7 @@ class _Feed:
     # -- live messages -----------------------------------------------------------------------------
 
     def _arrived(self, socket: Socket) -> Work[_Held | None]:
-        """Applies the messages that have arrived, until one shows a gap. Returns None when none is left."""
+        """Apply the messages that have arrived, until one shows a gap. Return None when none is left."""
         held = None
         for _ in range(_MESSAGES):
             frames = take(socket)
@@ -293,8 +293,8 @@ class _Feed:
         return held
 
     def _live(self, frames: list[bytes], received_s: float, *, asked: bool = False) -> Work[int]:
-        """Applies one message. When messages before it are missing and were not asked for yet, it applies
-        nothing and returns its number; else 0."""
+        """Apply one message. If messages before it are missing and were not asked for yet, apply nothing and
+        return its number; else return 0."""
         seq = None
         try:
             seq, payload = live_frames(frames)
@@ -319,8 +319,8 @@ class _Feed:
         return 0
 
     async def _gap(self, seq: int) -> None:
-        """Requests the messages missing before `seq`. When they are lost the rank is reset, unless nothing
-        was applied yet."""
+        """Request the messages missing before `seq`. When they are lost the rank is reset, unless nothing was
+        applied yet."""
         first, fresh = self._tracker.expected, self._tracker.fresh
         if not fresh:
             self._counters.gaps += 1
@@ -338,8 +338,8 @@ class _Feed:
     # -- replays -----------------------------------------------------------------------------------
 
     async def catch_up(self) -> Lost | None:
-        """Requests a replay of what was missed and applies it, in as many requests as it takes. Returns why
-        it fails, with a part of it applied."""
+        """Request a replay of what was missed and apply it, in as many requests as it takes. If that fails,
+        part of it may be applied; return why."""
         if not self._publisher.replay:
             return Lost.NO_REPLAY
         shared, counters, tries, before = self._shared, self._counters, 0, self._counters.replayed
@@ -368,8 +368,8 @@ class _Feed:
             counters.catching_up = 0
 
     async def _replay(self, most: int) -> bool:
-        """Makes one request and applies the answers up to the first hole. Returns whether the replay ended;
-        if not, the next number is to be asked for. Raises ProtocolError, also when more than `most` messages
+        """Make one request and apply the answers up to the first hole. Return whether the replay ended; if
+        not, the next number is to be asked for. Raises ProtocolError, also when more than `most` messages
         have been replayed."""
         shared, answer, first = self._shared, _Answer.GOES_ON, True
         waiting: deque[list[bytes]] = deque()
@@ -404,7 +404,7 @@ class _Feed:
         return answer is _Answer.ENDED
 
     def _replayed(self, frames: list[bytes], first: bool, most: int) -> Work[_Answer]:
-        """Applies one answer, by rules 4 and 5 of kv_sequence.py."""
+        """Apply one answer, by rules 4 and 5 of kv_sequence.py."""
         seq, payload = replay_frames(frames)
         batch = decode(payload) if payload is not None else None
         tracker = self._tracker
@@ -446,7 +446,7 @@ class _Feed:
             self._sink.batch(self._endpoint, self._rank, part, lag_s)
 
     def _damaged(self, events: int) -> None:
-        """Logs the first of several batches in a row in which events could not be read."""
+        """Log the first of several batches in a row in which events could not be read."""
         self._counters.malformed += events
         if not self._logged_unreadable:
             log.warning(
@@ -466,9 +466,8 @@ class _Feed:
         self._reset(ResetCause.LOST)
 
     def _unreadable(self, seq: int | None, error: ProtocolError) -> None:
-        """Resets the rank, because the events of an unreadable message are lost; a replay would bring the
-        same bytes. Logs only the first of several in a row. When `seq` is None, the next message shows a
-        gap."""
+        """Reset the rank, because the events of an unreadable message are lost; a replay would bring the same
+        bytes. Log only the first of several in a row. When `seq` is None, the next message shows a gap."""
         self._counters.malformed += 1
         if not self._logged_unreadable:
             log.warning(

@@ -39,7 +39,7 @@ class SequenceTracker:
         self.forget()
 
     def forget(self) -> None:
-        """Returns to the state before the first message."""
+        """Go back to the state before the first message."""
         self.expected = 0
         """Sequence number of the next message."""
         self.published_s = nan
@@ -51,7 +51,7 @@ class SequenceTracker:
         return self.expected == 0
 
     def order(self, seq: int, published_s: float) -> Order:
-        """Compares a message with the last applied one, by rules 1 to 3 of the module's header."""
+        """Compare a message with the last applied one, by rules 1 to 3 of the module's header."""
         if seq == self.expected:
             return Order.NEXT
         if seq > self.expected:
@@ -59,7 +59,7 @@ class SequenceTracker:
         return Order.RESTART if published_s > self.published_s else Order.OLD
 
     def applied(self, seq: int, published_s: float) -> None:
-        """Records that this message was applied."""
+        """Record that this message was applied."""
         self.expected = seq + 1
         self.published_s = published_s
 
@@ -75,8 +75,8 @@ class Replayed(StrEnum):
 
 
 def judge(tracker: SequenceTracker, seq: int | None, published_s: float = nan) -> Replayed:
-    """Applies rule 4 to the first message of a replay that was requested from `max(tracker.expected - 1, 0)`
-    on; None: the replay has no message."""
+    """Apply rule 4 to the first message of a replay that was requested from `max(tracker.expected - 1, 0)`
+    on; None if the replay has no message."""
     if tracker.fresh:
         return Replayed.CONTINUES
     if seq is None or seq < tracker.expected - 1:

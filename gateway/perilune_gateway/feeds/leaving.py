@@ -46,7 +46,7 @@ class Leaving:
         """Pods (uid) that are not used again."""
 
     def look(self, pods: Iterable[tuple[Object, str]], now: float, wall: float) -> Collection[str]:
-        """Returns the uids of the pods that still serve their sessions. `pods`: terminating ones that hand KV
+        """Return the uids of the pods that still serve their sessions. `pods`: terminating ones that hand KV
         over, with their addresses. `now`: monotonic seconds. `wall`: seconds since the epoch."""
         serve, terminating = set(), set()
         for pod, address in pods:
@@ -67,8 +67,8 @@ class Leaving:
 
 
 def serves_until(pod: Object) -> float:
-    """When a terminating pod has to be left at the latest, in seconds since the epoch: after half of the time
-    for which its preStop hook waits at most."""
+    """Return when a terminating pod has to be left at the latest, in seconds since the epoch: after half of
+    the time for which its preStop hook waits at most."""
     meta = pod["metadata"]
     killed = datetime.fromisoformat(meta["deletionTimestamp"]).timestamp()
     grace = float(meta.get("deletionGracePeriodSeconds") or 0)

@@ -13,5 +13,5 @@ LEG_BYTES = 1024 * 1024
 
 
 async def begin(answer: aiohttp.ClientResponse, most: int = 200) -> bytes:
-    """Returns the first bytes of the body, for a message."""
+    """Return the first bytes of the body, for a message."""
     return (await answer.content.read(most))[:most]

@@ -31,7 +31,7 @@ GREETING = b"\xff"
 
 
 async def greets(address: str) -> bool:
-    """Whether a ZeroMQ socket listens at `ip:port`."""
+    """Return whether a ZeroMQ socket listens at `ip:port`."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(GREETING_S):
@@ -45,8 +45,7 @@ async def greets(address: str) -> bool:
 
 
 async def run(endpoints: Callable[[], Iterable[Endpoint]], tiers: HostTiers) -> None:
-    """Looks at all ports until cancelled. The log has a line for each port that begins or ceases to
-    answer."""
+    """Look at all ports until cancelled, and log each port that begins or ceases to answer."""
     silent: Counter[str] = Counter()
     """Address → number of times in a row that the port did not greet."""
     while True:

@@ -5,7 +5,7 @@
 
 `EventFeeds.follow(endpoints)` starts and stops feeds so that they match the pool; `EventSink` applies the
 batches of all. A feed that fails does not end the others: the rank's announced blocks are forgotten, and it
-begins anew after a pause that grows from FIRST_PAUSE_S to LAST_PAUSE_S. Meanwhile, and once the pool no
+starts over after a pause that grows from FIRST_PAUSE_S to LAST_PAUSE_S. Meanwhile, and once the pool no
 longer lists its publisher, a rank's blocks are inferred from the requests routed there.
 
 A feed takes FILES open files. Feeds for which the process's limit leaves no room are not started, and say so:
@@ -36,7 +36,7 @@ from perilune_gateway.state.parity import Parity, ParityCheck, Report
 log = logging.getLogger(__name__)
 
 FILES = 4
-"""Open files of one feed: three sockets, of which two are the ends of its monitor, and a connection."""
+"""Open files of one feed: a socket, the two ends of its monitor, and a connection."""
 FIRST_PAUSE_S = 1.0
 LAST_PAUSE_S = 60.0
 MANY_BATCHES = 1_000
@@ -93,7 +93,7 @@ class EventSink:
 
 
 def _log_parity(endpoint: str, news: Report | None) -> None:
-    """Logs a change of an endpoint's parity; None means no change."""
+    """Log a change of an endpoint's parity; None means no change."""
     if news is None:
         return
     if news.parity is Parity.OK:
@@ -130,7 +130,7 @@ class EventFeeds:
         """Number of blocks of feeds that have ended."""
 
     def follow(self, endpoints: Iterable[Endpoint]) -> None:
-        """Starts and stops feeds so that there is one for each publisher of these endpoints, as far as the
+        """Start and stop feeds so that there is one for each publisher of these endpoints, as far as the
         process may open files."""
         pool = {e.address: e for e in endpoints}
         wanted = {
@@ -167,7 +167,7 @@ class EventFeeds:
             task.cancel()
 
     async def _run(self, publisher: Publisher, counters: Counters) -> None:
-        """Runs one feed, and again after each failure with growing pauses."""
+        """Run one feed, and again after each failure with growing pauses."""
         endpoint, rank, pause_s = publisher.endpoint, publisher.rank, FIRST_PAUSE_S
         while True:
             batches = counters.batches
@@ -192,7 +192,7 @@ class EventFeeds:
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
     def stats(self, endpoint: str) -> EventStats | None:
-        """All ranks of one endpoint together; None when the endpoint publishes no events."""
+        """Return all ranks of one endpoint together; None when the endpoint publishes no events."""
         ranks = self._ranks.get(endpoint)
         if not ranks:
             return None
@@ -211,11 +211,11 @@ class EventFeeds:
         )
 
     def caught_up(self) -> bool:
-        """Whether every feed that runs has once read what its publisher had announced before."""
+        """Return whether every feed that runs has once read what its publisher had announced before."""
         return all(counters.caught_up for task, counters in self._feeds.values() if task)
 
     def ingest(self) -> IngestStats:
-        """How much of the event loop all feeds take, and how far they are behind."""
+        """Return how much of the event loop all feeds take, and how far they are behind."""
         feeds = [counters for _, counters in self._feeds.values()]
         return IngestStats(
             self._shared.turns.busy(),

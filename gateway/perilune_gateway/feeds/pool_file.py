@@ -33,7 +33,7 @@ class PoolFile:
     """The pool in one file; `poll` reads it once, `run` until cancelled."""
 
     def __init__(self, path: Path, current: Pool | None = None) -> None:
-        """`current` is the pool in force, which `poll` does not return again."""
+        """Take `current` as the pool in force, which `poll` does not return again."""
         self.path = path
         self.current = current
         self.last_error = ""
@@ -42,7 +42,7 @@ class PoolFile:
         self._settled: bytes | None = None
 
     def poll(self) -> Pool | None:
-        """Reads the file once. Returns a valid pool that differs from the one in force, else None."""
+        """Read the file once. Return a valid pool that differs from the one in force, else None."""
         return self._read(_content(self.path))
 
     def _read(self, text: bytes | OSError) -> Pool | None:
@@ -67,12 +67,12 @@ class PoolFile:
         return pool
 
     def accept(self, pool: Pool) -> None:
-        """Records that `pool` is in force now."""
+        """Record that `pool` is in force now."""
         self.current = pool
         self._accept("pool file taken")
 
     def refuse(self, error: str) -> None:
-        """Records that the newest edit cannot be used, and logs it unless the last error was the same."""
+        """Record that the newest edit cannot be used, and log it unless the last error was the same."""
         if error != self.last_error:
             log.error("pool file refused, the old pool stays path=%s error=%s", self.path, error)
         self.last_error = error
@@ -84,7 +84,7 @@ class PoolFile:
         poll_s: float = POLL_S,
         stalled_s: float = STALLED_S,
     ) -> None:
-        """Passes every new pool to `on_pool` until cancelled.
+        """Pass every new pool to `on_pool` until cancelled.
 
         `on_pool` raises SpecError to refuse a change that a running gateway cannot make. `use` does not
         matter here: an endpoint leaves when the file says so.
@@ -101,7 +101,7 @@ class PoolFile:
             await asyncio.sleep(poll_s)
 
     async def _content(self, stalled_s: float) -> bytes | OSError:
-        """What the file contains, read by a thread."""
+        """Return what the file contains, read by a thread."""
         loop = asyncio.get_running_loop()
         read: asyncio.Future[bytes | OSError] = loop.create_future()
 

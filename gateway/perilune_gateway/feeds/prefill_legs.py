@@ -10,7 +10,7 @@ head and the page together, its `give_s` for the end. A leg that fails, however,
 of a request that has ended is cancelled, by which its engine frees what it can.
 An attached request carries the pool's secret, by which the target obeys the parameters, and the target's
 address, by which every other engine drops them: a proxy may send the request elsewhere, and an engine would
-wait in vain for a transfer that is spent.
+wait for a transfer that is already spent.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PrefillLegs:
         self._legs: set[asyncio.Task[None]] = set()
 
     async def run(self, http: aiohttp.ClientSession) -> None:
-        """Gives until cancelled, and then cancels all legs."""
+        """Give until cancelled, and then cancel all legs."""
         self._http = http
         try:
             await asyncio.Event().wait()
@@ -61,7 +61,7 @@ class PrefillLegs:
     async def give(
         self, ticket: int, remote: RemotePrefill, head: RequestHead, body: bytes
     ) -> Attachment | None:
-        """Returns what to attach to the request once the source has accepted its prompt; None if it does not
+        """Return what to attach to the request once the source has accepted its prompt; None if it does not
         accept it in time."""
         http = self._http
         if http is None or remote.source not in self._connectors.known:
@@ -110,7 +110,7 @@ class PrefillLegs:
         accepted: asyncio.Future[bool],
         http: aiohttp.ClientSession,
     ) -> None:
-        """Sends one leg and reads it to its end. `accepted` is set by its head."""
+        """Send one leg and read it to its end. `accepted` is set by its head."""
         try:
             content = prefill_body(body, remote.transfer_id)
         except UNREADABLE as error:  # the source has no part in it

@@ -31,7 +31,7 @@ class PullLegs:
         self._http: aiohttp.ClientSession | None = None
 
     async def run(self, http: aiohttp.ClientSession) -> None:
-        """Fetches until cancelled."""
+        """Fetch until cancelled."""
         self._http = http
         try:
             await asyncio.Event().wait()
@@ -39,7 +39,7 @@ class PullLegs:
             self._http = None
 
     async def fetch(self, ticket: int, pull: KvPull) -> bool:
-        """Returns whether the target has the KV now, fetched or computed."""
+        """Return whether the target has the KV now, fetched or computed."""
         if self._http is None or pull.source not in self._connectors.known:
             return self._failed(ticket, pull, Leg.GIVE, GivenUp.PAGE)
         try:

@@ -65,7 +65,7 @@ READ_BATCHES = 500
 """Most batches of one read; what they change takes a few milliseconds."""
 READ_KEYS = 1_000
 MAX_NUMBERS = 1_000
-"""Replicas of which the number of the latest batch is remembered."""
+"""Number of replicas whose latest batch number is remembered."""
 KEEP = """
 local function stamp(message)
   local at, replica, us
@@ -99,7 +99,7 @@ class Server(Struct, frozen=True):
     """redis://HOST:PORT or rediss://HOST:PORT, which is TLS."""
     password: str = ""
     ca_file: str = ""
-    """CA certificates, PEM, for TLS; empty: those of the system."""
+    """CA certificates, PEM, for TLS; empty for those of the system."""
 
     def client(self, node: str = "") -> Redis:
         """Return a client with one connection, not connected yet. `node`: the `host:port` of a cluster's node
@@ -152,7 +152,7 @@ class SharedState:
         self._sent_at: dict[bytes, float] = {}
         """Id of each own batch in the stream that was not read back → when it was sent."""
         self._node = ""
-        """The cluster's node that keeps the pool's state; empty: that of the URL."""
+        """The cluster's node that keeps the pool's state; empty if it is that of the URL."""
         self._numbers: OrderedDict[str, int] = OrderedDict()
         """Replica → number of its latest batch."""
         self._number = 0
@@ -181,7 +181,7 @@ class SharedState:
             log.warning("shared state not read in time seconds=%g", WARM_S)
 
     async def run(self) -> None:
-        """Share until cancelled; then say goodbye, so that the others drop our load at once."""
+        """Go on sharing until cancelled; then say goodbye, so that the others drop our load at once."""
         from redis.exceptions import MovedError, RedisError
 
         retry_s, hops = RETRY_S, 0
@@ -212,7 +212,7 @@ class SharedState:
             retry_s = min(2 * retry_s, RETRY_MAX_S)
 
     def _named(self, moved: MovedError) -> str:
-        """The node that a cluster names; it leaves out the host if that is the one that was asked."""
+        """Return the node that a cluster names; it leaves out the host if that is the one that was asked."""
         url = urlsplit(self._server.url)
         host = moved.host or url.hostname or ""
         return f"[{host}]:{moved.port}" if ":" in host else f"{host}:{moved.port}"
@@ -355,7 +355,7 @@ class SharedState:
 
 
 def _cause(error: Exception) -> str:
-    """What health says of an error."""
+    """Return what health says of an error."""
     from redis.exceptions import AskError, NoPermissionError, ReadOnlyError
 
     text = f"{error}" or type(error).__name__

@@ -55,7 +55,7 @@ Sink = Callable[[Collection[int], float, float], Iterator[None]]
 
 
 def counts(page: bytes) -> Counts:
-    """Reads what shows, in the master's /metrics, that its list may have changed. Raises ValueError."""
+    """Read what shows, in the master's /metrics, that its list may have changed. Raises ValueError."""
     return {name.decode(): float(value) for name, value in _COUNT.findall(page)}
 
 
@@ -114,7 +114,7 @@ async def run(
     max_keys: int = MAX_KEYS,
     key_s: float = KEY_S,
 ) -> None:
-    """Passes the names of all blocks in the store of `http://<master>` to `sink`, until cancelled. `key_s`:
+    """Pass the names of all blocks in the store of `http://<master>` to `sink`, until cancelled. `key_s`:
     seconds that one key is reckoned to take."""
     failing, seen, read_at, next_at = "", Counts(), -inf, -inf
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
@@ -151,7 +151,7 @@ async def _get(session: aiohttp.ClientSession, path: str) -> bytes:
 
 
 async def _read(session: aiohttp.ClientSession, max_keys: int) -> Keys:
-    """The whole list. Raises ValueError when it is longer than expected."""
+    """Return the whole list. Raises ValueError when it is longer than expected."""
     keys, left, rest = Keys(), 2 * max_keys, b""
     async with session.get("get_all_keys", allow_redirects=False) as answer:
         answer.raise_for_status()

@@ -40,12 +40,12 @@ _decoder = msgspec.json.Decoder(_Segments)
 
 
 def parse(body: bytes) -> dict[str, int]:
-    """Reads the answer of /get_segments_detail. Raises msgspec.DecodeError."""
+    """Read the answer of /get_segments_detail. Raises msgspec.DecodeError."""
     return {each.segment_name: each.allocator_used_bytes for each in _decoder.decode(body).segments}
 
 
 async def run(master: str, sink: Sink, *, interval_s: float = INTERVAL_S) -> None:
-    """Asks `http://<master>/get_segments_detail` until cancelled."""
+    """Ask `http://<master>/get_segments_detail` until cancelled."""
     failing, url = False, f"http://{master}/get_segments_detail"
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:

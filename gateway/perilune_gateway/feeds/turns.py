@@ -1,4 +1,4 @@
-"""Runs work beside requests in slices of bounded time, so that the event loop stays free for decisions.
+"""Runs other work than requests in slices of bounded time, so that the event loop stays free for decisions.
 
 A piece of work is a generator that does a little with each `next`. In each turn of the loop, `Turns` advances
 the pieces in their order, one step each, until the turn's budget is spent; the rest waits for the next turn.
@@ -39,7 +39,7 @@ class Turns:
         """(time, seconds spent until then) of the beginning of this window and of the one before."""
 
     def run(self, work: Work[T]) -> asyncio.Future[T]:
-        """Queues a piece of work. The future gets what the work returns, or the exception that it raised; a
+        """Queue a piece of work. The future gets what the work returns, or the exception that it raised; a
         cancelled future ends the work."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
@@ -49,7 +49,7 @@ class Turns:
         return done
 
     def busy(self) -> float:
-        """The share of the last 10 to 20 seconds that was spent on work, 0 to 1."""
+        """Return the share (0 to 1) of the last 10 to 20 seconds that was spent on work."""
         now = self._clock()
         if now - self._began[0] >= WINDOW_S:
             self._before, self._began = self._began, (now, self._spent_s)
@@ -70,7 +70,7 @@ class Turns:
 
 
 def _step(work: Work[Any], done: asyncio.Future[Any]) -> bool:
-    """Advances the work. Returns False when it has ended."""
+    """Advance the work. Return False when it has ended."""
     try:
         next(work)
     except StopIteration as end:

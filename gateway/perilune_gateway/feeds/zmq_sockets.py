@@ -17,7 +17,7 @@ import zmq
 from perilune_api.pool import SpecError
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-"""Most bytes of one part of a message. An engine that tells of a prompt of a million tokens sends 6 MB."""
+"""Most bytes of one part of a message. An engine that announces a prompt of a million tokens sends 6 MB."""
 RESERVED_FILES = 512
 """Files that are left for everything but feeds: Envoy's streams, pages, logs."""
 
@@ -25,27 +25,28 @@ Socket = zmq.Socket[bytes]
 
 
 def new_context() -> zmq.Context[Socket]:
-    """A context of as many sockets as ZMQ can have; its default is 1,023."""
+    """Return a context of as many sockets as ZMQ can have; its default is 1,023."""
     context: zmq.Context[Socket] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
     return context
 
 
 def allow_files() -> None:
-    """Raises the process's limit of open files as far as it may."""
+    """Raise the process's limit of open files as far as possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def files_allowed() -> int:
-    """The number of files that the process may open."""
+    """Return the number of files that the process may open."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 2**31 if soft == resource.RLIM_INFINITY else soft
 
 
 def new_socket(context: zmq.Context[Socket], kind: int, queued: int) -> Socket:
-    """A socket that queues at most so many messages. Raises zmq.ZMQError when no more can be opened."""
+    """Return a socket that queues at most so many messages. Raises zmq.ZMQError when no more can be
+    opened."""
     socket = context.socket(kind)
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.RCVHWM, queued)
@@ -55,7 +56,7 @@ def new_socket(context: zmq.Context[Socket], kind: int, queued: int) -> Socket:
 
 
 def connect(socket: Socket, url: str) -> None:
-    """Raises SpecError for an address that is none."""
+    """Connect the socket. Raises SpecError for a wrong address."""
     try:
         socket.connect(url)
     except zmq.ZMQError as error:
@@ -63,7 +64,7 @@ def connect(socket: Socket, url: str) -> None:
 
 
 def take(socket: Socket) -> list[bytes] | None:
-    """The next message that has arrived; None when there is none."""
+    """Return the next message that has arrived; None when there is none."""
     try:
         return socket.recv_multipart(zmq.NOBLOCK)
     except zmq.Again:
@@ -71,7 +72,7 @@ def take(socket: Socket) -> list[bytes] | None:
 
 
 async def readable(*sockets: Socket) -> None:
-    """Waits until one of the sockets may have a message, after `take` found none in each of them: ZMQ signals
+    """Wait until one of the sockets may have a message, after `take` found none in each of them: ZMQ signals
     a message that arrives, not one that has been there."""
     loop = asyncio.get_running_loop()
     arrived = asyncio.Event()

@@ -155,7 +155,7 @@ class Decision(Struct, frozen=True, gc=False):
     """Whether the prefill goes into the pool's prefill queue, from which the next free endpoint takes it."""
     replicate_from: str = ""
     """Address that the prefilling endpoint pulls the prefix from; if that fails, it recomputes the prefix.
-    Empty: it uses its own caches and the shared store."""
+    Empty if it uses its own caches and the shared store."""
     cached_tokens: int = 0
     """Number of prompt tokens that the policy expects to be cached; 0 if it does not predict that."""
     estimated_ttft_s: float = 0.0
@@ -231,7 +231,7 @@ class Routed(Struct, frozen=True, gc=False):
     fields: EngineFields = NO_FIELDS
     """What to write into the body."""
     rank: int | None = None
-    """The chosen data-parallel rank, which the engine is told; None: the server has no ranks."""
+    """The chosen data-parallel rank, which the engine is told; None if the server has no ranks."""
     remote: RemotePrefill | None = None
     """The prompt's KV, which another endpoint must have accepted to compute before the request goes on."""
     pull: KvPull | None = None

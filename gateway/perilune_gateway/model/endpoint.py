@@ -38,10 +38,10 @@ class Endpoint:
     ready: bool = True
     draining: bool = False
     bootstrap: str = ""
-    """Address of its KV connector's bootstrap page, `ip:port`; empty: it hands no KV over."""
+    """Address of its KV connector's bootstrap page, `ip:port`; empty if it hands no KV over."""
     role: Role = Role.BOTH
     peer: str = ""
-    """Address at which other engines read its host memory, `ip:port`; empty: they cannot."""
+    """Address at which other engines read its host memory, `ip:port`; empty if they cannot."""
     instance: str = ""
     """What is at the address, as in the pool document."""
 
@@ -51,12 +51,12 @@ class Endpoint:
 
 
 def server_of(address: str) -> str:
-    """The `ip:port` of an endpoint's address."""
+    """Return the `ip:port` of an endpoint's address."""
     return address.partition("#")[0]
 
 
 def rank_of(address: str) -> int | None:
-    """The data-parallel rank in an endpoint's address; None: its server has no ranks."""
+    """Return the data-parallel rank in an endpoint's address; None if its server has no ranks."""
     rank = address.partition("#")[2]
     return int(rank) if rank else None
 
@@ -81,13 +81,13 @@ class Load(NamedTuple):
     sessions: int = 0
     """Number of sessions bound to the endpoint."""
     metrics_age_s: float = inf
-    """Seconds since the engine's metrics were read; inf: never."""
+    """Seconds since the engine's metrics were read; inf if they never were."""
     prefilling: int = 0
     """Number of requests in flight whose prefill has not ended."""
     active_kv_tokens: int = 0
     """Number of context tokens of the requests in flight."""
     kv_pool_tokens: int = 0
-    """Number of tokens that fit into the device's KV pool; 0: unknown."""
+    """Number of tokens that fit into the device's KV pool; 0 if unknown."""
 
     @property
     def decoding(self) -> int:
@@ -111,22 +111,23 @@ class EngineMetrics:
     prefix_hits_tokens: float = 0.0
     """Number of those tokens that were cached."""
     block_size: int = 0
-    """Tokens per KV block; 0: not reported."""
+    """Tokens per KV block; 0 if not reported."""
     gpu_blocks: int = 0
-    """Number of KV blocks on the device; 0: not reported."""
+    """Number of KV blocks on the device; 0 if not reported."""
     started_s: float = 0.0
-    """When the process started, in Unix seconds; 0: not reported."""
+    """When the process started, in Unix seconds; 0 if not reported."""
     asleep: bool = False
     """Whether it sleeps (`/sleep`): it serves nothing, and has no KV any more."""
 
     def restarted_since(self, before: EngineMetrics) -> bool:
-        """Whether the process that reports this is another one than before, so that its cache was empty."""
+        """Return whether the process that reports this is another one than before, so that its cache was
+        empty."""
         later = before.started_s and self.started_s > before.started_s
         return bool(later) or self.prefix_queries_tokens < before.prefix_queries_tokens
 
     @property
     def kv_tokens(self) -> int:
-        """Number of tokens that fit into the device's KV pool; 0: not reported."""
+        """Number of tokens that fit into the device's KV pool; 0 if not reported."""
         return self.block_size * self.gpu_blocks
 
 
@@ -154,7 +155,7 @@ class Candidate(NamedTuple):
     engine: EngineModel = H20_30B
     """Speed of the engine, corrected by measurement."""
     decode_s: float = 0.0
-    """Mean measured seconds that a request decodes on the endpoint; 0: unknown."""
+    """Mean measured seconds that a request decodes on the endpoint; 0 if unknown."""
     ttft_ratio: float = 1.0
     """Measured divided by predicted seconds to the first token."""
 

@@ -18,7 +18,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStore
 
     block_hashes: tuple[BlockHash, ...]
     parent_block_hash: BlockHash | None = None
-    """Hash of the block before the first one; None: the first block begins the prompt."""
+    """Hash of the block before the first one; None if the first block begins the prompt."""
     token_ids: tuple[int, ...] = ()
     """Token ids of all blocks, `block_size` for each; some connectors leave them out."""
     block_size: int = 0
@@ -33,7 +33,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStore
     group_idx: int | None = None
     """Number of the KV cache group; models with one kind of layers have only group 0."""
     kv_cache_spec_kind: str | None = None
-    """Kind of the group's layers: `full_attention`, `sliding_window`, `mamba`, …; None: an old engine."""
+    """Kind of the group's layers: `full_attention`, `sliding_window`, `mamba`, …; None for an old engine."""
     kv_cache_spec_sliding_window: int | None = None
     """Tokens of the group's sliding window."""
     session_id: str | None = None
@@ -97,7 +97,7 @@ class EventStats:
     heard_s: float | None = None
     """Seconds since the last batch that was not replayed; None before the first."""
     lost_s: float | None = None
-    """Seconds since blocks were last dropped because a gap could not be filled; None: they never were."""
+    """Seconds since blocks were last dropped because a gap could not be filled; None if they never were."""
     lost: Lost | None = None
     """Why the last gap could not be filled."""
     catching_up: int = 0

@@ -22,13 +22,14 @@ class Ending(Struct, frozen=True, gc=False):
     served: str = ""
     """Address of the endpoint that answered, as Envoy reports it; a fallback if it is not the target."""
     status: int = 0
-    """HTTP status of the answer; 0: there was no answer."""
+    """HTTP status of the answer; 0 if there was no answer."""
     cached_tokens: int | None = None
-    """Number of prompt tokens served from the prefix cache, as the engine reports it; None: not reported."""
+    """Number of prompt tokens served from the prefix cache, as the engine reports it; None if not
+    reported."""
     answered_s: float | None = None
-    """Seconds from the decision to the head of the answer; None: there was no answer."""
+    """Seconds from the decision to the head of the answer; None if there was no answer."""
     prefilled_s: float | None = None
-    """Seconds from the decision to the end of the prefill, as the engine's KV events tell; None: they did
+    """Seconds from the decision to the end of the prefill, as the engine's KV events tell; None if they did
     not."""
 
 

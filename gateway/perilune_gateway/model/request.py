@@ -50,7 +50,7 @@ class RequestHead(Struct, gc=False):
     path: str
     headers: Mapping[str, str]
     subset: frozenset[str] | None = None
-    """Addresses to choose from; None: all endpoints; empty: no endpoint is allowed."""
+    """Addresses to choose from; None for all endpoints, empty if no endpoint is allowed."""
     has_body: bool = True
     identity: Identity | None = None
     """Tenant and session by the headers; the router fills it in from the pool's session keys."""
@@ -59,7 +59,7 @@ class RequestHead(Struct, gc=False):
     trace: Trace | None = None
     """Our span; None without tracing, or if the client's trace is not recorded."""
     name: int = 0
-    """What the request is called if it breaks engines (state/resets.py); 0: it is not followed."""
+    """What the request is called if it breaks engines (state/resets.py); 0 if it is not followed."""
 
     @property
     def encoded(self) -> bool:
@@ -93,8 +93,8 @@ class Tokens(Struct, frozen=True, gc=False):
     ids: Sequence[int] | None = None
     """Token ids of the first prompt; None with TokenSource.ESTIMATE."""
     longest: int = 0
-    """Number of tokens of the longest prompt whose tokens are known, where a request has several, since an
-    engine serves each for itself; 0: it has one."""
+    """If a request has several prompts, the number of tokens of the longest one whose tokens are known, since
+    an engine serves each for itself; 0 if it has one prompt."""
 
 
 class Phase(StrEnum):
@@ -120,7 +120,7 @@ class Unsplit(StrEnum):
     ANSWERS = "answers"
     """The request asks for several answers, or searches among them."""
     PROMPT_LOGPROBS = "prompt_logprobs"
-    """The answer tells of the prompt itself (`prompt_logprobs`, `echo`), so one engine has to compute all of
+    """The answer describes the prompt itself (`prompt_logprobs`, `echo`), so one engine has to compute all of
     it."""
     PICTURES = "pictures"
     """The prompt has pictures, sound or video."""
@@ -177,7 +177,7 @@ class SessionView(Struct, frozen=True, gc=False):
     """Host of the parent session, or else of the last request with the same `prompt_cache_key`. It probably
     caches this session's prefix."""
     came_from: str = ""
-    """The endpoint that handed the session's KV over to the host; empty: it did not come so."""
+    """The endpoint that handed the session's KV over to the host; empty if it did not come that way."""
     awaits_kv: bool = False
     """Whether the host hands its KV over to another endpoint, or is about to: until that has the KV, the
     session stays."""
@@ -207,7 +207,7 @@ class Prefix(Struct, frozen=True, gc=False):
     pullable: bool = False
     """Whether endpoints can fetch it from those of `locations` whose link carries KV."""
     fetch_within_s: float = 0.0
-    """Seconds within which a fetch must be over, because the request is held for it; 0: no bound."""
+    """Seconds within which a fetch must be over, because the request is held for it; 0 for no bound."""
     legs_first: bool = False
     """Whether engines serve the two requests of a fetch before others that wait in their queues."""
     from_host: bool = False
@@ -233,16 +233,16 @@ class RequestView(Struct, frozen=True, gc=False):
     session: SessionView | None = None
     model: str = ""
     output_tokens: int = 0
-    """Maximum number of output tokens that the request allows; 0: unknown."""
+    """Maximum number of output tokens that the request allows; 0 if unknown."""
     token_source: TokenSource = TokenSource.LOCAL
     priority: int = 0
     """The body's `priority` for the engine; lower is served first."""
     level: int = 0
     """Priority level for admission: below 0 the request is refused earlier, above 0 later."""
     slo_ttft_s: float = 0.0
-    """Maximum seconds to the first token that the request, or else the pool, asks for; 0: no limit."""
+    """Maximum seconds to the first token that the request, or else the pool, asks for; 0 for no limit."""
     slo_tpot_s: float = 0.0
-    """Maximum seconds per output token that the request, or else the pool, asks for; 0: no limit."""
+    """Maximum seconds per output token that the request, or else the pool, asks for; 0 for no limit."""
     prefix: Prefix = NO_PREFIX
     block_size: int = 16
     """Tokens per KV block."""

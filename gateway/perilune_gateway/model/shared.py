@@ -66,21 +66,21 @@ class Bound(Struct, frozen=True, gc=False, array_like=True, tag="bound"):
     session: Name
     """See `Names`."""
     host: Text
-    """Empty: the session has ended."""
+    """Empty if the session has ended."""
     turns: Count = 0
     context_tokens: Count = 0
     body_bytes: Count = 0
     bytes_per_token: Amount = 0.0
     blocks: Count = 0
-    """Number of blocks of its chain; 0: unknown."""
+    """Number of blocks of its chain; 0 if unknown."""
     tail: Block = 0
     """Hash of the last of them."""
     prompt_blocks: Count = 0
-    """Number of full blocks of its last prompt that was read; 0: none was."""
+    """Number of full blocks of its last prompt that was read; 0 if none was read."""
     prompt_tail: Block = 0
     prompt_tokens: Count = 0
     inferred: Text = ""
-    """Id of an inferred session, which is random; empty: clients name the session."""
+    """Id of an inferred session, which is random; empty if clients name the session."""
     tenant: Name = b""
     """Name of the tenant of an inferred session."""
     chained: bool = False
@@ -88,12 +88,12 @@ class Bound(Struct, frozen=True, gc=False, array_like=True, tag="bound"):
     """Whether the turn still runs at the sender. Its end is told only while a move of the session is
     offered."""
     moved_from: Text = ""
-    """The host from which the planner has moved the session, without a turn; empty: this is a turn. The
-    replica that decided the latest turn then tells of the session anew."""
+    """The host from which the planner has moved the session, without a turn; empty if this is a turn. The
+    replica that decided the latest turn then announces the session again."""
 
 
 class BoundElsewhere(Struct, frozen=True, gc=False):
-    """A session of which only other replicas have had a request."""
+    """A session whose requests have all gone to other replicas."""
 
     bound: Bound
     stamp: Stamp
@@ -145,7 +145,7 @@ class PlaceInLine(Struct, frozen=True, gc=False, array_like=True):
     number: Count
     """Settles ties of ranks."""
     back_s: Annotated[float, Meta(ge=-1e9, le=1e9)] | None = None
-    """Seconds until its client is expected back; None: it waits."""
+    """Seconds until its client is expected back; None if it waits."""
 
 
 class TenantInLine(Struct, frozen=True, gc=False, array_like=True):
@@ -193,7 +193,7 @@ class Offered(Struct, frozen=True, gc=False, array_like=True, tag="offered"):
     seconds: Seconds
     """Time for which it stands unless it is told again."""
     begun_s: Amount | None = None
-    """Seconds since it began; None: it has not."""
+    """Seconds since it began; None if it has not begun."""
     transfer_bytes: Count = 0
     """Bytes that the target pulls from the source."""
     tokens: Count = 0
@@ -240,9 +240,10 @@ class Claimed(Struct, frozen=True, gc=False, array_like=True, tag="claimed"):
     blocks: Annotated[bytes, Meta(max_length=8 * MAX_CLAIMED_BLOCKS)]
     """Hashes as little-endian unsigned 64-bit numbers, in the prompt's order."""
     seconds: Seconds | None
-    """Time for which they count as cached if the endpoint does not announce them; None: as the pool says."""
+    """Time for which they count as cached if the endpoint does not announce them; None for the time that the
+    pool says."""
     parent: int | None = None
-    """The block before them, which the endpoint has announced; 0: there is none. None: unknown."""
+    """The block before them, which the endpoint has announced; 0 if there is none, None if unknown."""
 
 
 class Alive(Struct, frozen=True, gc=False, array_like=True, tag="alive"):
@@ -272,7 +273,7 @@ class Batch(Struct, frozen=True, gc=False):
     replica: str
     changes: Sequence[Change]
     number: int = 0
-    """Number of the batch among those that its replica has written to the stream, from 1; 0: it is kept."""
+    """Number of the batch among those that its replica has written to the stream, from 1; 0 if it is kept."""
     unknown: int = 0
     """Number of further changes: of types that this version does not know, or damaged."""
     damage: Sequence[str] = ()
@@ -351,7 +352,7 @@ def packed(blocks: Sequence[int]) -> bytes:
 
 
 def unpacked(blocks: bytes) -> Sequence[int]:
-    """Raises ValueError if these bytes are not whole hashes."""
+    """Return the hashes in these bytes. Raises ValueError if they are not whole hashes."""
     return array("Q", blocks)
 
 

@@ -22,7 +22,7 @@ class Trace(Struct, frozen=True, gc=False):
     trace_id: int
     span_id: int
     parent_id: int
-    """The client's span; 0: the trace begins here."""
+    """The client's span; 0 if the trace begins here."""
     flags: int
     started_at: float
     """When the request's headers came, in Unix seconds."""
@@ -39,11 +39,9 @@ class Trace(Struct, frozen=True, gc=False):
 
 
 def begin(traceparent: str, share: float, dice: Random, now: float) -> Trace | None:
-    """Our span of a request with this header. The client's flag says whether it is recorded. Without a valid
-    header a new trace begins, which is recorded with probability `share`.
-
-    None: the client's trace is not recorded, and its header stays as it is.
-    """
+    """Begin our span of a request with this header. The client's flag says whether it is recorded. Without a
+    valid header a new trace begins, which is recorded with probability `share`. Return None if the client's
+    trace is not recorded; its header stays as it is."""
     found = _FORM.fullmatch(traceparent.strip())
     if found is None or (found[1] == "00" and found[5]):
         flags = RANDOM | (SAMPLED if dice.random() < share else 0)
@@ -55,5 +53,5 @@ def begin(traceparent: str, share: float, dice: Random, now: float) -> Trace | N
 
 
 def _identifier(dice: Random, bits: int) -> int:
-    """0 is no identifier."""
+    """Return a random identifier other than 0, which is none."""
     return dice.getrandbits(bits) or 1

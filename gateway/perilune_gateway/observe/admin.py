@@ -144,8 +144,7 @@ class Admin:
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
-        """Listens and returns the port; port 0 takes a free one. Raises OSError with the address on
-        failure."""
+        """Listen and return the port; port 0 takes a free one. Raises OSError with the address on failure."""
         data, to_anyone = self._data, self._to_anyone
         if isinstance(data, PoolsData):
             app = pools_application(data, to_anyone=to_anyone)
@@ -167,21 +166,21 @@ class Admin:
         return bound
 
     async def restart(self) -> None:
-        """Serves the pages of what there is now, at the same address. Does nothing when not started."""
+        """Serve the pages of what there is now, at the same address. Do nothing when not started."""
         if self._runner is not None:
             host, port, *_ = self._runner.addresses[0]
             await self.stop()
             await self.start(host, port)
 
     async def stop(self) -> None:
-        """Closes all connections. Does nothing when not started."""
+        """Close all connections. Do nothing when not started."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
 
 
 def application(data: AdminData, *, to_anyone: bool = False) -> web.Application:
-    """The pages as an aiohttp application. `to_anyone`: as in Admin."""
+    """Return the pages as an aiohttp application. `to_anyone`: as in Admin."""
     pages = _Pages(data)
     stream = Stream(data.endpoints, data.new_sessions, data.handoffs, data.decisions, data.about, data.wall)
     app = web.Application(middlewares=[_errors_as_json, *([] if to_anyone else [_only_here])])
@@ -210,7 +209,7 @@ def application(data: AdminData, *, to_anyone: bool = False) -> web.Application:
 
 
 def pools_application(data: PoolsData, *, to_anyone: bool = False) -> web.Application:
-    """The pages of several pools."""
+    """Return the pages of several pools."""
     pages = _PoolsPages(data)
     app = web.Application(middlewares=[_errors_as_json, *([] if to_anyone else [_only_here])])
     app.add_routes(
@@ -228,7 +227,7 @@ def pools_application(data: PoolsData, *, to_anyone: bool = False) -> web.Applic
 
 
 async def _running(stream: Stream, app: web.Application) -> AsyncIterator[None]:
-    """Runs the console's stream while the pages are served."""
+    """Run the console's stream while the pages are served."""
     task = asyncio.create_task(stream.run())
     yield
     task.cancel()
@@ -239,8 +238,8 @@ async def _closed(stream: Stream) -> None:
 
 
 def _alive(request: web.Request) -> web.Response:
-    """With `?service=readiness` the answer is that of the gRPC health service of this name, for kubelets,
-    which cannot ask it over TLS."""
+    """Answer that the process is alive. With `?service=readiness` answer as the gRPC health service of this
+    name does, for kubelets, which cannot ask it over TLS."""
     serving = request.app.get(_SERVING)
     if request.query.get("service") == "readiness" and serving is not None and not serving():
         return web.Response(status=503, text="not serving\n")
@@ -248,7 +247,7 @@ def _alive(request: web.Request) -> web.Response:
 
 
 def _file(name: str, content_type: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """A page that answers one of the console's files."""
+    """Return a page that answers one of the console's files."""
     body = (files(console) / "page" / name).read_bytes()
 
     async def answer(request: web.Request) -> web.Response:
@@ -266,7 +265,7 @@ class _PoolsPages:
         return _index({**POOLS_PAGES, **pools})
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """One family at a time, because each pool's takes milliseconds."""
+        """Answer one family at a time, because each pool's takes milliseconds."""
         merged = MergedMetrics()
         registries = {"": self._data.registry, **{n: pool.registry for n, pool in self._data.pools.items()}}
         for name, registry in registries.items():
@@ -282,7 +281,8 @@ class _PoolsPages:
         return _ready(any(pool.ready() for pool in self._data.pools.values()))
 
     async def health(self, request: web.Request) -> web.Response:
-        """Status 503 only when no pool of those that it serves has an endpoint that may be chosen."""
+        """Answer with status 503 only when no pool of those that it serves has an endpoint that may be
+        chosen."""
         pools = tuple(pool.health() for pool in self._data.pools.values())
         waiting = self._data.waiting()
         found = {pool.status for pool in pools} | ({Status.DEGRADED} if waiting else set())
@@ -333,7 +333,7 @@ class _Pages:
         return _json(explain.to_json(record, alternatives))
 
     async def endpoints(self, request: web.Request) -> web.Response:
-        """The rows are called "nodes" in the JSON, which is part of the API."""
+        """Answer with the endpoints. The JSON, which is part of the API, calls the rows "nodes"."""
         return _json({"nodes": [endpoint_json(stats) for stats in self._data.endpoints()]})
 
     async def session(self, request: web.Request) -> web.Response:
@@ -351,13 +351,13 @@ class _Pages:
         return _json(self._data.index_stats())
 
     async def health(self, request: web.Request) -> web.Response:
-        """Status 503 only when no endpoint may be chosen; 200 when degraded."""
+        """Answer with status 503 only when no endpoint may be chosen; 200 when degraded."""
         health = self._data.health()
         return _json(health, 503 if health.status is Status.UNREADY else 200)
 
 
 def endpoint_json(stats: EndpointStats) -> dict[str, Any]:
-    """One endpoint as plain values; unknown values are null."""
+    """Return one endpoint as plain values; unknown values are null."""
     endpoint, load = stats.endpoint, stats.load
     return {
         "address": endpoint.address,
@@ -410,7 +410,7 @@ def _index(pages: Mapping[str, str]) -> web.Response:
 
 
 def _link(path: str) -> str:
-    """Relative, because the pages of one pool may lie below another path."""
+    """Return a relative link, because the pages of one pool may lie below another path."""
     return f"<code>{path}</code>" if "{" in path else f"<a href='{path[1:]}'><code>{path}</code></a>"
 
 
@@ -444,7 +444,7 @@ async def _only_here(request: web.Request, handler: Any) -> web.StreamResponse:
 
 
 def _is_here(peer: str) -> bool:
-    """Whether a client is on this machine, or in this pod."""
+    """Return whether a client is on this machine, or in this pod."""
     try:
         address = ip_address(peer)
     except ValueError:

@@ -59,7 +59,7 @@ class Decisions:
         return Totals(self._next, self._refusals, self._prompt_tokens, self._cached_tokens, self._moves)
 
     def add(self, record: DecisionRecord) -> int:
-        """Keeps a record and returns its number, for `finish`."""
+        """Keep a record and return its number, for `finish`."""
         number = self._next
         self._next += 1
         self._records[number] = record
@@ -76,21 +76,21 @@ class Decisions:
         return number
 
     def finish(self, number: int, ending: Ending) -> None:
-        """Adds how the request ended, if its record is still kept."""
+        """Add how the request ended, if its record is still kept."""
         if (record := self._records.get(number)) is not None:
             self._records[number] = replace(record, ending=ending)
 
     def get(self, request_id: str) -> DecisionRecord | None:
-        """The request's record; None if it is not kept."""
+        """Return the request's record; None if it is not kept."""
         return next((r for r in self._newest_first() if r.request_id == request_id), None)
 
     def query(self, session: str = "", n: int = 50) -> list[DecisionRecord]:
-        """The newest `n` records, newest first; those of one session if it is given."""
+        """Return the newest `n` records, newest first; only those of one session if it is given."""
         found = (r for r in self._newest_first() if not session or r.session_id == session)
         return list(islice(found, max(0, n)))
 
     def since(self, number: int, most: int) -> list[DecisionRecord]:
-        """The records from this number on, the newest first, at most `most`."""
+        """Return the records from this number on, the newest first, at most `most`."""
         return list(islice(self._newest_first(), min(most, self._next - number)))
 
     def _newest_first(self) -> Iterator[DecisionRecord]:

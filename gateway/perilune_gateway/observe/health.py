@@ -84,7 +84,7 @@ class CostModel:
     source: str
     error: float | None = None
     """Seconds of prefill observed / predicted − 1, the median over endpoints; the calibration corrects it.
-    None: no prefill was observed."""
+    None if no prefill was observed."""
     observations: int = 0
     """Number of prefills that were observed."""
 
@@ -106,7 +106,7 @@ class Health:
     token_memory_bytes: int = 0
     """Memory in use for the token ids of blocks, which hand-offs of KV need."""
     token_memory_max_bytes: int = 0
-    """Its limit; 0: no endpoint hands KV over."""
+    """Its limit; 0 if no endpoint hands KV over."""
 
 
 def report(
@@ -126,8 +126,8 @@ def report(
     new_sessions: SessionAdmissionStats | None = None,
     peers: Collection[str] = (),
 ) -> Health:
-    """`block_size` and `prefill_scale` are the pool's; `pool_error` says why the newest pool document is not
-    in force, if it is not. `peers`: the endpoints whose host memory others can read."""
+    """Return the health. `block_size` and `prefill_scale` are the pool's; `pool_error` says why the newest
+    pool document is not in force, if it is not. `peers`: the endpoints whose host memory others can read."""
     own = (
         _decision_log(decision_log)
         + _ingest(ingest or IngestStats())
@@ -157,7 +157,7 @@ def cost_model(endpoints: Sequence[EndpointStats], prefill_scale: float) -> Cost
 def diagnose(
     endpoints: Sequence[EndpointStats], block_size: int, pool_error: str = ""
 ) -> tuple[Problem, ...]:
-    """All problems, those of the gateway itself first."""
+    """Return all problems, those of the gateway itself first."""
     found: list[Problem] = []
     if pool_error:
         found.append(

@@ -27,7 +27,7 @@ Format = Literal["text", "json"]
 
 
 def levels(text: str) -> dict[str, int]:
-    """Parses a list of levels; the key "" is the root logger. Raises SpecError."""
+    """Parse a list of levels; the key "" is the root logger. Raises SpecError."""
     found = {"": logging.INFO}
     for item in filter(None, (part.strip() for part in text.split(","))):
         module, _, level = item.rpartition("=")
@@ -104,7 +104,7 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def configure(wanted: str = "info", form: Format = "text") -> None:
-    """Logs to standard error. For an unknown level it raises SpecError and changes nothing."""
+    """Log to standard error. For an unknown level it raises SpecError and changes nothing."""
     by_module = levels(wanted)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(TextFormatter() if form == "text" else JsonFormatter())

@@ -21,7 +21,7 @@ class MergedMetrics:
         self._families: dict[str, Metric] = {}
 
     def add(self, family: Metric, pool: str = "") -> None:
-        """Adds a pool's family, or without `pool` one of the whole process."""
+        """Add a pool's family, or without `pool` one of the whole process."""
         whole = self._families.setdefault(
             family.name, Metric(family.name, family.documentation, family.type, family.unit)
         )
@@ -29,5 +29,5 @@ class MergedMetrics:
         whole.samples += [sample._replace(labels={**sample.labels, **label}) for sample in family.samples]
 
     def families(self) -> Iterable[Metric]:
-        """All families."""
+        """Return all families."""
         return self._families.values()

@@ -71,7 +71,7 @@ class Affinity(StrEnum):
 class Window:
     """The ratio of two sums over about the last `seconds`.
 
-    A ring of slots, the oldest of which is overwritten. Reading changes nothing.
+    A ring of slots; the oldest one is overwritten. Reading changes nothing.
     """
 
     def __init__(self, seconds: float = 60.0, slots: int = 12) -> None:
@@ -109,17 +109,17 @@ class Tally:
         registry.register(self)
 
     def add(self, *labels: str, by: float = 1) -> None:
-        """Adds `by` to the count of these labels."""
+        """Add `by` to the count of these labels."""
         self._counts[labels] += by
 
     def start(self, values: Iterable[str]) -> None:
-        """Shows a series of 0 for each value of the only label, because rate() is wrong for a series that
+        """Show a series of 0 for each value of the only label, because rate() is wrong for a series that
         appears later."""
         for value in values:
             self._counts[value,] += 0
 
     def remove(self, *labels: str) -> None:
-        """Removes the series of these labels."""
+        """Remove the series of these labels."""
         self._counts.pop(labels, None)
 
     def describe(self) -> Iterator[Metric]:
@@ -144,7 +144,7 @@ class Scheduling:
         registry.register(self)
 
     def observe(self, microseconds: Mapping[str, float]) -> None:
-        """Counts the steps of one decision, given in microseconds."""
+        """Count the steps of one decision, given in microseconds."""
         for step, value_us in microseconds.items():
             seconds = value_us * 1e-6
             self._counts[step][bisect_left(SCHEDULING_BUCKETS_S, seconds)] += 1
@@ -163,8 +163,8 @@ class Scheduling:
 
 
 def refusals(registry: CollectorRegistry) -> Tally:
-    """The counter of refusals: a pool's, or those of a gateway with several pools that are of none of
-    them."""
+    """Return the counter of refusals: a pool's, or that of refusals by a gateway with several pools that
+    belong to no pool."""
     text = "Requests answered with an error instead of an endpoint."
     counter = Tally(registry, "refusals", text, ("reason",))
     counter.start(RefuseReason)
@@ -257,7 +257,7 @@ class Metrics:
     # Events
 
     def decided(self, record: DecisionRecord) -> None:
-        """Counts one decision or refusal."""
+        """Count one decision or refusal."""
         self._scheduling.observe(record.timings_us)
         verdict, view = record.verdict, record.view
         if record.queued_s:
@@ -284,15 +284,15 @@ class Metrics:
         self._window.add(record.cached_tokens, view.prompt_tokens, self._clock())
 
     def refused(self, reason: RefuseReason) -> None:
-        """Counts one refusal."""
+        """Count one refusal."""
         self._refusals.add(reason)
 
     def ended(self, endpoint: str, outcome: Outcome) -> None:
-        """Counts the end of a request, under the endpoint that served it."""
+        """Count the end of a request, under the endpoint that served it."""
         self._requests.add(LEFT if endpoint in self._left else endpoint, outcome)
 
     def first_token(self, seconds: float) -> None:
-        """Counts the time to a request's first token."""
+        """Count the time to a request's first token."""
         self._first_tokens.observe(seconds)
 
     def scrape_failed(self, endpoint: str) -> None:
@@ -304,11 +304,11 @@ class Metrics:
         self._info.info({"version": version, "policy": policy})
 
     def mirror(self, snapshot: Callable[[], Snapshot]) -> None:
-        """Sets the function that returns the state for each scrape."""
+        """Set the function that returns the state for each scrape."""
         self._snapshot = snapshot
 
     def count_spans(self) -> Callable[[Sent, int], None]:
-        """Adds the counter of spans, and returns what counts, on any thread."""
+        """Add the counter of spans, and return what counts, on any thread."""
         spans = Tally(
             self.registry, "spans", "Spans of requests, by whether the collector took them.", ("outcome",)
         )
@@ -316,11 +316,11 @@ class Metrics:
         return lambda outcome, count: spans.add(outcome, by=count)
 
     def hit_ratio(self) -> float | None:
-        """Predicted cached / prompt tokens over about the last minute; None without prompts."""
+        """Return the predicted cached / prompt tokens over about the last minute; None without prompts."""
         return self._window.ratio(self._clock())
 
     def forget(self, endpoint: str) -> None:
-        """Drops the series of an endpoint that has left the pool. Requests that end there afterwards count
+        """Drop the series of an endpoint that has left the pool. Request that end there afterwards count
         under LEFT, so that the number of series does not grow with every replaced pod."""
         self._left.add(endpoint)
         for counter in (self._prompt, self._cached, self._scrape_errors):
@@ -333,7 +333,7 @@ class Metrics:
 
 
 def affinity_of(host: str, decision: Decision) -> Affinity:
-    """The affinity of `decision` for a session bound to `host`; empty when to none."""
+    """Return the affinity of `decision` for a session bound to `host`; empty if it is bound to none."""
     if not host:
         return Affinity.NEW
     if decision.target == host:
@@ -381,7 +381,7 @@ class _Mirror:
         self._metrics = metrics
 
     def describe(self) -> Iterator[Metric]:
-        """Empty, so that registering does not take a snapshot."""
+        """Return no metric, so that registering does not take a snapshot."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:

@@ -29,9 +29,10 @@ def page(
     now: float,
     peers: Sequence[str] = (),
 ) -> Mapping[str, Any]:
-    """Offered moves, rejected moves with their reasons, hand-offs on their way, ended moves, prompts that
-    other endpoints prefill, KV that endpoints fetch for requests, the budget, what the endpoints' connectors
-    can, and the measured slowdown of links. `peers`: the endpoints whose host memory others can read."""
+    """Return offered moves, rejected moves with their reasons, hand-offs on their way, ended moves, prompts
+    that other endpoints prefill, KV that endpoints fetch for requests, the budget, what the endpoints'
+    connectors can, and the measured slowdown of links. `peers`: the endpoints whose host memory others can
+    read."""
     stats = planner.stats(now)
     return {
         "triggers": list(stats.triggers),
@@ -84,7 +85,7 @@ def _row(move: Move) -> dict[str, Any]:
 
 
 def subject_fields(subject: Subject) -> dict[str, str]:
-    """By which fields pages and the decision log name what a move is about."""
+    """Return the fields by which pages and the decision log name what a move is about."""
     if isinstance(subject, SessionKey):
         return {"session_id": subject.session_id, "tenant": tenant_hash(subject.tenant)}
     if isinstance(subject, int):
@@ -95,8 +96,8 @@ def subject_fields(subject: Subject) -> dict[str, str]:
 
 
 def on_its_way(handoff: Handoff, missing_tokens: int) -> dict[str, Any]:
-    """What the console shows of an open hand-off. `missing_tokens`: of its content, those that the target has
-    not announced yet."""
+    """Return what the console shows of an open hand-off. `missing_tokens`: how much of its content the target
+    has not announced yet."""
     tokens = handoff.content.tokens if handoff.content else 0
     return {
         **subject_fields(handoff.move.subject),
@@ -145,7 +146,7 @@ def _ended(one: Ended, now: float) -> dict[str, Any]:
 
 
 def families(stats: PlannerStats) -> Iterator[Metric]:
-    """Metric families of the planner. The series of all labels exist from the start."""
+    """Yield the metric families of the planner. The series of all labels exist from the start."""
     moves = CounterMetricFamily(
         "perilune_moves", "Planned moves, by their state.", labels=("reason", "state")
     )
@@ -180,7 +181,7 @@ def families(stats: PlannerStats) -> Iterator[Metric]:
 def handoff_families(
     stats: HandoffStats, remote_prefills: TransferStats, pulls: TransferStats
 ) -> Iterator[Metric]:
-    """Metric families of hand-offs. The series of all labels exist from the start."""
+    """Yield the metric families of hand-offs. The series of all labels exist from the start."""
     ended = CounterMetricFamily(
         "perilune_handoffs", "Ended hand-offs of KV between endpoints.", labels=("reason", "outcome")
     )
@@ -241,7 +242,7 @@ _Family = TypeVar("_Family", CounterMetricFamily, GaugeMetricFamily)
 
 
 def _by(family: _Family, labels: Iterable[str], values: Mapping[Any, float]) -> _Family:
-    """The family with one series for each label."""
+    """Return the family with one series for each label."""
     for label in labels:
         family.add_metric((label,), values.get(label, 0))
     return family

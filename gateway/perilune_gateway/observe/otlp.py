@@ -63,7 +63,7 @@ class Collector:
         self._tracer = self._provider.get_tracer("perilune_gateway")
 
     def send(self, span: Span) -> None:
-        """Hands a span to the SDK's thread."""
+        """Hand a span to the SDK's thread."""
         if self._sent - self._counting.settled >= QUEUE:
             self._count(Sent.DROPPED, 1)
             return
@@ -84,7 +84,7 @@ class Collector:
         made.end(_nanoseconds(span.ended_at))
 
     def close(self) -> None:
-        """Sends the last spans, for at most CLOSE_S."""
+        """Send the last spans, for at most CLOSE_S."""
         closing = Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(CLOSE_S)

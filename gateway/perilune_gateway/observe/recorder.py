@@ -35,7 +35,7 @@ class Recorder:
         self._spans = spans
 
     def decided(self, record: DecisionRecord) -> int:
-        """Records a decision or a refusal and returns its number, for `ended`."""
+        """Record a decision or a refusal and return its number, for `ended`."""
         self._metrics.decided(record)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("decision request_id=%s %s", record.request_id, sentence(record))
@@ -47,7 +47,7 @@ class Recorder:
         return number
 
     def ended(self, number: int, target: str, ending: Ending) -> None:
-        """Records the end of the request with that number."""
+        """Record the end of the request with that number."""
         self._metrics.ended(target, ending.outcome)
         self._decisions.finish(number, ending)
         if self._decision_log:
@@ -56,11 +56,11 @@ class Recorder:
             self._spans.ended(number, ending)
 
     def first_token(self, seconds: float) -> None:
-        """Counts the time to a request's first token."""
+        """Count the time to a request's first token."""
         self._metrics.first_token(seconds)
 
     def handed_over(self, record: HandoffRecord) -> None:
-        """Records the end of a hand-off."""
+        """Record the end of a hand-off."""
         move = record.move
         log.info(
             "hand-off outcome=%s%s reason=%s %s source=%s target=%s tokens=%d bytes=%d rounds=%d s=%.3f",

@@ -76,12 +76,13 @@ class Snapshots:
         return self._router.new_sessions.stats(self._clock())
 
     def serves(self) -> bool:
-        """Whether some endpoint may be chosen, so that `health` is not UNREADY. Cheap enough for probes."""
+        """Return whether some endpoint may be chosen, so that `health` is not UNREADY. This is cheap enough
+        for probes."""
         now, fleet = self._clock(), self._state.fleet
         return any(view.endpoint.ready for view in fleet.as_last_resort(fleet.view(now), now))
 
     def about(self) -> Mapping[str, str]:
-        """What the console calls this gateway's pool."""
+        """Return what the console calls this gateway's pool."""
         pool = self._router.pool
         return {
             "pool": f"{pool.metadata.namespace}/{pool.metadata.name}",
@@ -91,7 +92,7 @@ class Snapshots:
         }
 
     def moves(self) -> Mapping[str, Any]:
-        """The values of /api/moves."""
+        """Return the values of /api/moves."""
         router, calibration = self._router, self._state.calibration
         return moves.page(
             router.planner,
@@ -104,7 +105,7 @@ class Snapshots:
         )
 
     def handoffs(self) -> Sequence[Mapping[str, Any]]:
-        """The open hand-offs of KV, for the console."""
+        """Return the open hand-offs of KV, for the console."""
         handing_over, now = self._router.handing_over, self._clock()
         rows = []
         for handoff in handing_over.stats().open:
@@ -150,7 +151,7 @@ class Snapshots:
         return tuple(rows)
 
     def sessions(self, session_id: str) -> list[SessionStats]:
-        """Sessions with this id, of all tenants."""
+        """Return the sessions with this id, of all tenants."""
         now = self._clock()
         return [
             SessionStats(
@@ -170,7 +171,8 @@ class Snapshots:
         return self._decision_log.stats() if self._decision_log else None
 
     def health(self, pool_error: str) -> health.Health:
-        """The values of /api/health. `pool_error` says why the newest pool document is not in force."""
+        """Return the values of /api/health. `pool_error` says why the newest pool document is not in
+        force."""
         pool = self._router.pool
         return health.report(
             self.endpoints(),

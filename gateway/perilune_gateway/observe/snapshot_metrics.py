@@ -55,7 +55,7 @@ EVENT_COUNTERS: tuple[tuple[str, str], ...] = (
 
 
 def families(snapshot: Snapshot) -> Iterator[Metric]:
-    """All metric families of the snapshot."""
+    """Yield all metric families of the snapshot."""
     yield from _endpoints(snapshot.endpoints)
     waiting_s = sum(e.load.pending_prefill_s for e in snapshot.endpoints)
     gateways = 1 + (snapshot.shared.peers if snapshot.shared else 0)
@@ -152,7 +152,7 @@ def _endpoints(endpoints: tuple[EndpointStats, ...]) -> Iterator[Metric]:
 
 
 def _recent(index: IndexStats) -> GaugeMetricFamily:
-    """Recent prompts by how much of them matched; Conductor has the same statistics."""
+    """Return recent prompts by how much of them matched; Conductor has the same statistics."""
     recent = GaugeMetricFamily(
         "perilune_index_recent_prompts",
         "About the last 1,000 prompts, by how much of them matched.",

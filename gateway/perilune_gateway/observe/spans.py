@@ -50,7 +50,7 @@ class Spans:
         self._open: dict[int, DecisionRecord] = {}
 
     def decided(self, number: int, record: DecisionRecord) -> None:
-        """A request has been given an endpoint, or has been refused, which is its end."""
+        """Hear that a request got an endpoint, or was refused, which is its end."""
         if record.trace is None or not record.trace.sampled:
             return
         if isinstance(record.verdict, Decision):
@@ -59,14 +59,14 @@ class Spans:
             self._send(span_of(record, record.trace, None))
 
     def ended(self, number: int, ending: Ending) -> None:
-        """The request with that number has ended."""
+        """Hear that the request with that number has ended."""
         record = self._open.pop(number, None)
         if record is not None and record.trace is not None:
             self._send(span_of(record, record.trace, ending))
 
 
 def span_of(record: DecisionRecord, trace: Trace, ending: Ending | None) -> Span:
-    """The span of a request. `ending`: None for one that was refused."""
+    """Return the span of a request. `ending` is None for a refused one."""
     attributes: dict[str, Attribute | None] = {
         "perilune.request_id": record.request_id,
         "perilune.policy": record.policy,

@@ -101,7 +101,7 @@ class Snapshot:
     sessions_bound: int = 0
     sessions_evicted: int = 0
     bodies_parsed_in_part: int = 0
-    """Number of bodies of which only the new part was parsed; see `request.known_bodies`."""
+    """Number of bodies whose new part alone was parsed; see `request.known_bodies`."""
     unused_blocks: Mapping[str, int] = field(default_factory=dict)
     """Number of blocks in KV events that changed nothing, by `engine_blocks.Unused`."""
     decision_log: LogStats | None = None

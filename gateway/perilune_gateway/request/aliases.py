@@ -2,7 +2,7 @@
 
 Gateways with the same secret have the same aliases. Each costs about 2 µs.
 
-The id of a response names, beside itself, where it is stored, because only the process that gave an answer
+The id of a response also says where it is stored, because only the process that gave an answer
 can continue it (`previous_response_id`). So any gateway of the pool finds that endpoint, also after a
 restart, and no answer has to be read.
 
@@ -35,32 +35,33 @@ class Aliases:
     """The aliases of one secret."""
 
     def __init__(self, secret: bytes, previous: bytes = b"") -> None:
-        """`previous`: the secret before, whose ids of responses are still read; empty: none."""
+        """`previous`: the secret before, whose ids of responses are still read; empty if there is none."""
         self._key = blake2b(secret).digest()
         self._keys = (self._key, *([blake2b(previous).digest()] if previous else []))
 
     def cache_salt(self, tenant: str, own: str) -> str:
-        """A `cache_salt` of 64 characters for a tenant's request whose own salt is `own`, or empty. No
+        """Return a `cache_salt` of 64 characters for a tenant's request whose own salt is `own`, or empty. No
         `own` of one tenant gives the salt of another. vLLM allows 128 characters, without `@` and `/`."""
         return self._hash(b"cache_salt", f"{len(tenant)}:{tenant}{own}", 32)
 
     def endpoint(self, address: str) -> str:
-        """An endpoint's name for clients that may not know its address."""
+        """Return an endpoint's name for clients that may not know its address."""
         return _ENDPOINT + self._hash(b"endpoint", address, 6)
 
     def endpoints(self, address: str) -> tuple[str, ...]:
-        """The names of an endpoint that ids of responses may have, that of the previous secret among them."""
+        """Return the names of an endpoint that ids of responses may have, that of the previous secret among
+        them."""
         return tuple(_ENDPOINT + self._hash(b"endpoint", address, 6, key) for key in self._keys)
 
     def response(self, tenant: str, session_id: str, address: str, number: int) -> str:
-        """The id of a response that the endpoint at `address` gives. `number`, of at most 56 random bits,
-        makes it unique. Sessions that clients name are told by their requests, not by the id."""
+        """Return the id of a response that the endpoint at `address` gives. `number`, of at most 56 random
+        bits, makes it unique. Sessions that clients name are known by their requests, not by the id."""
         session = (session_id if session_id.startswith(INFERRED) else inferred_id()).removeprefix(INFERRED)
         told = f"{session}{self.endpoint(address).removeprefix(_ENDPOINT)}{number:014x}"
         return f"resp_{told}{self._signature(tenant, told)}"
 
     def stored(self, tenant: str, response_id: str) -> Stored | None:
-        """Reads the id of a response; None for an id that no gateway of this pool gave to this tenant."""
+        """Read the id of a response; None for an id that no gateway of this pool gave to this tenant."""
         found = _RESPONSE.fullmatch(response_id)
         if not found:
             return None
@@ -69,7 +70,7 @@ class Aliases:
         return Stored(INFERRED + found[2], _ENDPOINT + found[3])
 
     def is_ours(self, response_id: str) -> bool:
-        """Whether the id has the form of ours, whoever made it."""
+        """Return whether the id has the form of ours, whoever made it."""
         return _RESPONSE.fullmatch(response_id) is not None
 
     def _signature(self, tenant: str, told: str, key: bytes = b"") -> str:

@@ -44,7 +44,8 @@ _UNPACKED = 16
 
 
 def prefix_root(lora: str, salt: str) -> int:
-    """The start of a chain, which keeps prefixes of different LoRAs or cache salts apart. 0 for neither."""
+    """Return the start of a chain, which keeps prefixes of different LoRAs or cache salts apart; 0 with
+    neither."""
     if not lora and not salt:
         return 0
     name = lora.encode()
@@ -54,7 +55,7 @@ def prefix_root(lora: str, salt: str) -> int:
 def chain(
     token_ids: Sequence[int], block_size: int, root: int, extra: Sequence[bytes | None] | None = None
 ) -> list[int]:
-    """Our chained hashes (60 bits), one per full block.
+    """Return our chained hashes (60 bits), one per full block.
 
     `extra` has for each block further bytes that its hash covers (multimodal content), or None.
     Raises ValueError for an id outside 0 … 2³²−1.
@@ -74,8 +75,8 @@ def chain(
 
 
 def text_chain(text: bytes, block_bytes: int, root: int) -> list[int]:
-    """Chained hashes of blocks of `block_bytes` bytes, for prompts without known tokens. They never equal
-    those of `chain`."""
+    """Return chained hashes of blocks of `block_bytes` bytes, for prompts without known tokens. They never
+    equal those of `chain`."""
     previous = _text_root(root)
     cut = _cut(text, block_bytes)
     return [previous := _xxh3(block, previous) & _60_BITS for row in cut for block in row]
@@ -104,11 +105,11 @@ class Chains:
         """(hash of the tail's bytes, its hashes) by the name of the row before it."""
 
     def tokens(self, token_ids: Sequence[int], block_size: int, root: int) -> array[int]:
-        """The hashes of `chain`. An array of unsigned ints is fastest."""
+        """Return the hashes of `chain`. An array of unsigned ints is fastest."""
         return self._chain(_little_endian(token_ids), 4 * block_size, root)
 
     def text(self, text: bytes | memoryview, block_bytes: int, root: int) -> array[int]:
-        """The hashes of `text_chain`."""
+        """Return the hashes of `text_chain`."""
         return self._chain(text, block_bytes, _text_root(root))
 
     def _chain(self, prompt: bytes | memoryview, size: int, root: int) -> array[int]:
@@ -137,8 +138,8 @@ class Chains:
         return hashes
 
     def _compute(self, part: memoryview, size: int, name: int, previous: int) -> array[int]:
-        """The hashes of `part`, which follows the row called `name`, whose last hash is `previous`. The first
-        ones may be in the cache, as short rows and as the tail of a shorter prompt."""
+        """Return the hashes of `part`, which follows the row called `name`, whose last hash is `previous`.
+        The first ones may be in the cache, as short rows and as the tail of a shorter prompt."""
         row = array("Q")
         at, end = 0, self.ROWS[-1] * size
         while end < len(part) and (known := self._recall(after := _xxh3(part[at:end], name ^ size))):
@@ -170,8 +171,8 @@ class Chains:
 
 
 def _cut(data: bytes | memoryview, size: int) -> Iterator[tuple[bytes, ...]]:
-    """Full blocks of `size` bytes, in tuples of 16, and one by one at the end. With the hash, that takes a
-    quarter less time than tuples of one, which take a third less than slicing."""
+    """Return full blocks of `size` bytes, in tuples of 16, and one by one at the end. With the hash, that
+    takes a quarter less time than tuples of one, which take a third less than slicing."""
     view, most = memoryview(data), len(data) // size * size
     long = most // (_UNPACKED * size) * _UNPACKED * size
     rest = iter_unpack(f"{size}s", view[long:most])
@@ -179,7 +180,7 @@ def _cut(data: bytes | memoryview, size: int) -> Iterator[tuple[bytes, ...]]:
 
 
 def _little_endian(token_ids: Sequence[int]) -> memoryview:
-    """The ids as little-endian uint32. An array of unsigned ints is not copied."""
+    """Return the ids as little-endian uint32. An array of unsigned ints is not copied."""
     if sys.byteorder == "little" and isinstance(token_ids, array) and token_ids.typecode == "I":
         return memoryview(token_ids).cast("B")
     try:
@@ -219,12 +220,12 @@ DIGESTS: dict[HashAlgorithm, Callable[[object], bytes]] = {
 
 
 def low64(digest: bytes) -> int:
-    """The part of a digest that KV events contain: its last eight bytes, big-endian."""
+    """Return the part of a digest that KV events contain: its last eight bytes, big-endian."""
     return int.from_bytes(digest[-8:], "big")
 
 
 def none_hash(hashing: Hashing) -> bytes:
-    """vLLM's NONE_HASH, the parent of a first block.
+    """Return vLLM's NONE_HASH, the parent of a first block.
 
     With PYTHONHASHSEED it is the digest of that string. Without it, it is fixed for the sha256 algorithms
     (vLLM >= 0.29; random before) and random for the xxhash algorithms, for which this raises SpecError.
@@ -247,8 +248,8 @@ def vllm_chain(
     extra: Sequence[MmKeys] = (),
     parent: bytes | None = None,
 ) -> Iterator[bytes]:
-    """vLLM's full block digests, one per full block (32 bytes, 16 for the xxhash algorithms), each computed
-    when it is asked for.
+    """Yield vLLM's full block digests, one per full block (32 bytes, 16 for the xxhash algorithms), each
+    computed when it is asked for.
 
     `extra[i]` are the multimodal keys of block i; it may be shorter than the list of blocks. `parent` is the
     digest before the first block, when the tokens continue a chain; the salt then has no effect. Raises

@@ -48,7 +48,7 @@ def _gzip(body: bytes, size: int) -> bytes:
 
 
 def _deflate(body: bytes, size: int) -> bytes:
-    """As the standard has it, within zlib's frame, or as some clients do, without."""
+    """Decompress: within zlib's frame, as the standard has it, or without, as some clients send it."""
     for window in (zlib.MAX_WBITS, -zlib.MAX_WBITS):
         unpacker = zlib.decompressobj(window)
         try:

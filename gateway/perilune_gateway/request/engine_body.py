@@ -13,7 +13,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def for_engine(body: bytes, added: EngineFields) -> bytes | None:
-    """Adds fields for the engine to a body that `openai.parse` has accepted; None if there are none to add.
+    """Add fields for the engine to a body that `openai.parse` has accepted; None if there are none to add.
 
     The client's own `vllm_xargs` are kept. Fields are written at the end, because engines take the last of
     two equal names. Costs one copy of the body.
@@ -43,7 +43,7 @@ _UNWANTED = (
 
 
 def prefill_body(body: bytes, transfer_id: str) -> bytes:
-    """Returns the body that has a request's prompt prefilled for another engine: the client's own, but for an
+    """Return the body that has a request's prompt prefilled for another engine: the client's own, but for an
     answer of one token that ends by its length, because the engine drops the KV of one that ends otherwise.
     Raises one of UNREADABLE, since only a part of the body was read before."""
     fields = msgspec.json.decode(body.removeprefix(BYTE_ORDER_MARK), type=dict[str, Any])
@@ -55,7 +55,7 @@ def prefill_body(body: bytes, transfer_id: str) -> bytes:
 
 
 def with_transfer(body: bytes, params: bytes) -> bytes:
-    """Adds transfer parameters (JSON) to a body that `openai.parse` has accepted, see `for_engine`."""
+    """Add transfer parameters (JSON) to a body that `openai.parse` has accepted, see `for_engine`."""
     end = body.rindex(b"}")
     return b'%b,"kv_transfer_params":%b%b' % (body[:end], params, body[end:])
 
@@ -65,7 +65,7 @@ class _OwnXargs(Struct, frozen=True):
 
 
 def _own_xargs(body: bytes) -> dict[str, Any] | None:
-    """The client's `vllm_xargs`; None if the engine will refuse them."""
+    """Return the client's `vllm_xargs`; None if the engine will refuse them."""
     try:
         return msgspec.json.decode(body.removeprefix(BYTE_ORDER_MARK), type=_OwnXargs).vllm_xargs or {}
     except UNREADABLE:

@@ -36,7 +36,7 @@ _SPECIAL = frozenset({names.SUB_AGENT_HEADER, *names.PARENT_SESSION_HEADERS, *na
 
 
 def from_headers(headers: Mapping[str, str], keys: SessionKeys) -> Identity:
-    """The identity by the headers, which are given by lower-case name."""
+    """Return the identity by the headers, which are given by lower-case name."""
     session_id = _first(headers, _session_headers(keys.headers))
     if keys.cookie and not session_id:
         session_id = _cookie(headers, keys.cookie)
@@ -52,7 +52,7 @@ def from_headers(headers: Mapping[str, str], keys: SessionKeys) -> Identity:
 
 
 def with_body(identity: Identity, session_id: str, user: str, keys: SessionKeys) -> Identity:
-    """Adds the body's session id, or its user, to an identity without a session."""
+    """Add the body's session id, or its user, to an identity without a session."""
     found = session_id or (user if keys.body_user else "")
     if identity.session_id or not found:
         return identity
@@ -60,23 +60,23 @@ def with_body(identity: Identity, session_id: str, user: str, keys: SessionKeys)
 
 
 def inferred(identity: Identity, session_id: str) -> Identity:
-    """The identity with a session that the gateway inferred: this one, or a new one if it is empty."""
+    """Return the identity with a session that the gateway inferred: this one, or a new one if it is empty."""
     return named(identity, session_id or inferred_id(), inferred=True)
 
 
 def inferred_id() -> str:
-    """A new id of an inferred session: random, so that no client can guess it."""
+    """Return a new id of an inferred session: random, so that no client can guess it."""
     return INFERRED + token_hex(16)
 
 
 def named(identity: Identity, session_id: str, inferred: bool = False) -> Identity:
-    """The identity with this session."""
+    """Return the identity with this session."""
     return identity._replace(session_id=session_id, inferred=inferred)
 
 
 @lru_cache(maxsize=16)
 def _session_headers(own: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of all session headers, in lower case."""
+    """Return the names of all session headers, in lower case."""
     return tuple(name.lower() for name in (*own, *names.SESSION_HEADERS))
 
 
@@ -85,7 +85,7 @@ def _first(headers: Mapping[str, str], wanted: tuple[str, ...]) -> str:
 
 
 def _cookie(headers: Mapping[str, str], wanted: str) -> str:
-    """The value of the first cookie of that name, without its quotes."""
+    """Return the value of the first cookie of that name, without its quotes."""
     for pair in headers.get("cookie", "").split(";"):
         name, _, value = pair.partition("=")
         if name.strip() == wanted:
@@ -101,7 +101,7 @@ def _tenant(headers: Mapping[str, str], tenant_header: str) -> str:
 
 
 def bounded(value: str) -> str:
-    """The value, or a hash of it if it is long or looks like the id of an inferred session."""
+    """Return the value, or a hash of it if it is long or looks like the id of an inferred session."""
     return _digest(value) if len(value) > MAX_ID or value.startswith(INFERRED) else value
 
 

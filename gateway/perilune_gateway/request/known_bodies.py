@@ -58,7 +58,7 @@ class KnownBodies:
 
     def __init__(self, max_known: int = 4_096, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.parsed_in_part = 0
-        """Number of bodies of which only a part was parsed."""
+        """Number of bodies that were parsed only in part."""
         self._max_known = max_known
         self._chunk_bytes = chunk_bytes
         self._known: dict[int, _Known] = {}
@@ -67,7 +67,7 @@ class KnownBodies:
         self._mark = b'"%032x"' % secrets.randbits(128)
 
     def parse(self, path: str, body: bytes) -> ParsedRequest | Refusal:
-        """The result of `openai.parse`."""
+        """Return the result of `openai.parse`."""
         api = paths.api_of(path)
         if api not in _APIS or len(body) < 2 * self._chunk_bytes:
             return openai.parse(path, body)
@@ -90,12 +90,12 @@ class KnownBodies:
         return whole
 
     def _name(self, view: memoryview, names: list[int], end: int) -> int:
-        """Hash of all bytes before `end`. For a shorter body it is a hash that is not known."""
+        """Return the hash of all bytes before `end`. For a shorter body it is a hash that is not known."""
         chunks = min(end // self._chunk_bytes, len(names) - 1)
         return xxh3_64_intdigest(view[chunks * self._chunk_bytes : end], names[chunks])
 
     def _parse_rest(self, path: str, view: memoryview, known: _Known, name: int) -> ParsedRequest | None:
-        """The request, parsed from `known` on; None when the body has to be parsed whole."""
+        """Return the request, parsed from `known` on; None when the body has to be parsed whole."""
         begins, ends, known_name = known
         if ends >= len(view) or name != known_name:
             return None
@@ -121,7 +121,8 @@ class KnownBodies:
 
 
 def _begins(body: bytes, messages: bytes) -> int:
-    """Position in the body where the first message begins; 0 when it is not found, or there is none."""
+    """Return the position in the body where the first message begins; 0 when it is not found, or there is
+    none."""
     head = messages[:_SEARCHED_BYTES]
     if not head[1:-1].strip():
         return 0

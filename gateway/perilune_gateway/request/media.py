@@ -17,15 +17,15 @@ _KINDS = (b'_url"', b'"input_audio"', b'"input_image"', b'"image_pil"', b'_embed
 
 
 def may_have_media(conversation: bytes | memoryview) -> bool:
-    """Whether parts of a conversation may be pictures, sound or video, also by their addresses. Costs a few
-    searches; text that quotes such a part counts, too."""
+    """Return whether parts of a conversation may be pictures, sound or video, also by their addresses. This
+    costs a few searches; text that quotes such a part counts, too."""
     text = bytes(conversation)
     return any(kind in text for kind in _KINDS)
 
 
 def digested(conversation: bytes | memoryview, medium_bytes: int) -> bytes | memoryview:
-    """The conversation with `medium_bytes` bytes in place of each file. Where there is none, it costs 0.1 ns
-    per byte if the words are separated by spaces, else a search for two words."""
+    """Return the conversation with `medium_bytes` bytes in place of each file. Where there is none, it costs
+    0.1 ns per byte if the words are separated by spaces, else a search for two words."""
     text = bytes(conversation)
     if not _may_have_run(text) or not any(sign in text for sign in _SIGNS):
         return conversation
@@ -33,7 +33,7 @@ def digested(conversation: bytes | memoryview, medium_bytes: int) -> bytes | mem
 
 
 def _may_have_run(text: bytes) -> bool:
-    """Whether somewhere no byte of so many is a space."""
+    """Return whether there may be a run of so many bytes without a space."""
     at = 0
     while at <= len(text) - _RUN_BYTES:
         at = text.rfind(b" ", at, at + _RUN_BYTES) + 1

@@ -32,7 +32,7 @@ _PIECE = 4_096
 
 
 BILLING_MARK = "x-anthropic-billing-header"
-"""The beginning of a system block that one client writes anew for every request. vLLM drops that block,
+"""The beginning of a system block that one client changes with every request. vLLM drops that block,
 because it would defeat every prefix cache."""
 
 
@@ -104,7 +104,7 @@ class ParsedRequest(Struct, frozen=True, gc=False):
     """Why its prompt can only be prefilled where it is decoded; None if another endpoint can."""
 
     def prefix_text(self) -> bytes | memoryview:
-        """The bytes that are hashed when the prompt's tokens are only estimated.
+        """Return the bytes that are hashed when the prompt's tokens are only estimated.
 
         Two prompts with the same leading tokens have the same leading bytes here: system (unless it has a
         BILLING_MARK), tools, then messages, as the body writes them, so a conversation that grew by a turn
@@ -133,7 +133,7 @@ class _Named(Struct, frozen=True):
 
 
 def model_in(body: bytes) -> str:
-    """The body's `model`, on any path; empty if it has none, or if the body is no JSON object."""
+    """Return the body's `model`, on any path; empty if it has none, or if the body is no JSON object."""
     try:
         return msgspec.json.decode(body.removeprefix(BYTE_ORDER_MARK), type=_Named).model or ""
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -145,8 +145,8 @@ class _Message(Struct, frozen=True):
 
 
 def opening(request: ParsedRequest) -> bytes:
-    """How the request's conversation begins, which its later turns have too: everything up to the first
-    message of a user. Of other prompts their first few thousand characters or tokens."""
+    """Return how the request's conversation begins, which its later turns have too: everything up to the
+    first message of a user; of other prompts, their first few thousand characters or tokens."""
     match request.prompt:
         case ChatPrompt(messages=messages) if _first(messages) == b"[":
             pieces = []
@@ -284,7 +284,7 @@ class _RefusedError(Exception):
 
 
 def parse(path: str, body: bytes) -> ParsedRequest | Refusal:
-    """The fields that routing needs, or a Refusal (status 400). Never raises, whatever the bytes are.
+    """Return the fields that routing needs, or a Refusal (status 400). Never raises, whatever the bytes are.
 
     A path that is no model path (see `is_model_path`) is refused as BAD_REQUEST.
     """
@@ -374,7 +374,7 @@ def _messages(body: bytes) -> ParsedRequest:
 
 
 def _pooling(body: bytes) -> ParsedRequest:
-    """Texts count as the body writes them. Of which form they are is for the engine to judge."""
+    """Parse a pooling request. Texts count as the body writes them; the engine judges their form."""
     fields = _POOLING.decode(body)
     values = (getattr(fields, name) for name in _Pooling.__struct_fields__)
     given = [value for value in values if isinstance(value, Raw) and value]
@@ -396,7 +396,7 @@ _PARSERS = {
 
 
 def _ends_unfinished(items: Raw) -> bool:
-    """Whether a Responses input ends with a message or a reasoning that the engine is to continue."""
+    """Return whether a Responses input ends with a message or a reasoning that the engine is to continue."""
     if _first(items) != b"[" or not any(status.encode() in bytes(items) for status in _UNFINISHED):
         return False
     try:
@@ -443,8 +443,8 @@ def _request(
 
 
 def _unsplit(api: Api, fields: _Body, prompt: Prompt) -> Unsplit | None:
-    """Why the prompt can only be prefilled where it is decoded. vLLM 0.32 takes transfer parameters in two of
-    the APIs."""
+    """Return why the prompt can only be prefilled where it is decoded. vLLM 0.32 takes transfer parameters in
+    two of the APIs."""
     if api not in (Api.CHAT, Api.COMPLETIONS):
         return Unsplit.API
     if fields.use_beam_search or any(count not in (None, 1) for count in (fields.n, fields.best_of)):
@@ -458,7 +458,7 @@ def _unsplit(api: Api, fields: _Body, prompt: Prompt) -> Unsplit | None:
 
 
 def _completion_prompt(raw: Raw, special: bool) -> TextPrompt | TokenPrompt:
-    """Reads `"…"`, `["…"]`, `[1, 2]` or `[[1], [2]]`; the first two characters tell which it is."""
+    """Read `"…"`, `["…"]`, `[1, 2]` or `[[1], [2]]`; the first two characters tell which it is."""
     try:
         match bytes(memoryview(raw)[:64]).translate(None, b" \t\r\n")[:2]:
             case b'["':
@@ -475,7 +475,7 @@ def _completion_prompt(raw: Raw, special: bool) -> TextPrompt | TokenPrompt:
 
 
 def _given(raw: Raw) -> Raw:
-    """The value, or an empty Raw for `null`."""
+    """Return the value, or an empty Raw for `null`."""
     return Raw() if raw == _NULL else raw
 
 
@@ -512,8 +512,8 @@ class _ClaudeCodeUser(Struct, frozen=True):
 
 
 def _claude_code_session(user_id: str) -> str:
-    """The session in a `user_id` of Claude Code, in the form of either its older or its newer versions;
-    empty in all others."""
+    """Return the session in a `user_id` of Claude Code, in the form of either its older or its newer
+    versions; empty in all others."""
     if user_id.startswith("{"):
         try:
             return msgspec.json.decode(user_id, type=_ClaudeCodeUser).session_id
@@ -528,5 +528,5 @@ def _text(value: object) -> str:
 
 
 def _name(value: object) -> str:
-    """A text, or the digits of a number; else an empty string."""
+    """Return a text, or the digits of a number; else an empty string."""
     return str(value) if type(value) is int and abs(value) < 2**64 else _text(value)

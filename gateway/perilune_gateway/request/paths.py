@@ -36,12 +36,12 @@ ENGINE_PAGES = frozenset({"/metrics", "/load", "/kv_event_sources", "/server_inf
 
 
 def is_model_path(path: str) -> bool:
-    """Whether a POST to this path is a request for the model."""
+    """Return whether a POST to this path is a request for the model."""
     return api_of(path) is not None
 
 
 def response_of(path: str) -> str:
-    """The id of the stored response that a path names, such as /v1/responses/ID/cancel; else empty."""
+    """Return the id of the stored response that a path names, such as /v1/responses/ID/cancel; else empty."""
     bare = _bare(path)
     if bare in _EXACT or not bare.startswith(f"{RESPONSES}/"):
         return ""
@@ -49,23 +49,23 @@ def response_of(path: str) -> str:
 
 
 def is_supported(path: str) -> bool:
-    """Whether clients may ask for the path."""
+    """Return whether clients may ask for the path."""
     bare = _bare(path)
     return bare in _EXACT or any(bare == known or bare.startswith(f"{known}/") for known in PREFIXES)
 
 
 def answers_with_id(path: str) -> bool:
-    """Whether the answer is a response with an id that the request may choose."""
+    """Return whether the answer is a response with an id that the request may choose."""
     return _bare(path) == RESPONSES
 
 
 def is_engine_page(path: str) -> bool:
-    """Whether the page describes one engine."""
+    """Return whether the page describes one engine."""
     return _bare(path) in ENGINE_PAGES
 
 
 def api_of(path: str) -> Api | None:
-    """The API of a path, or None when it is no model path."""
+    """Return the API of a path, or None when it is no model path."""
     return PATHS.get(_bare(path))
 
 
@@ -75,7 +75,8 @@ def _bare(path: str) -> str:
 
 
 def listed(path: str) -> str | None:
-    """The model whose entry a GET of this path asks for; empty for the list of all; None: another page."""
+    """Return the model whose entry a GET of this path asks for; empty for the list of all models, None for
+    any other page."""
     bare = _bare(path)
     if bare == MODELS:
         return ""

@@ -18,14 +18,14 @@ _ABOUT_MODEL = (RefuseReason.NO_MODEL, RefuseReason.UNKNOWN_MODEL)
 
 
 def too_large(limit_bytes: int) -> Refusal:
-    """The refusal of a body of more bytes, whoever finds that."""
+    """Return the refusal of a body with more bytes, whoever finds that."""
     message = f"The request's body has more than {limit_bytes} bytes, the limit (routing.limits.maxBodyBytes)"
     return Refusal(RefuseReason.BODY_TOO_LARGE, message)
 
 
 def error_body(status: int, reason: RefuseReason, message: str, path: str = "") -> bytes:
-    """The JSON body of a refusal: in Anthropic's form for /v1/messages, else in OpenAI's, whose `code` is the
-    RefuseReason."""
+    """Return the JSON body of a refusal: in Anthropic's form for /v1/messages, else in OpenAI's, whose `code`
+    is the RefuseReason."""
     error: dict[str, str | None]
     if api_of(path) is Api.MESSAGES:
         error = {"type": _ANTHROPIC_TYPES.get(status, "invalid_request_error"), "message": message}

@@ -26,7 +26,7 @@ class CachedTokens:
         self._carry = b""
 
     def read(self, part: bytes) -> None:
-        """The next part of the body."""
+        """Read the next part of the body."""
         text = self._carry + part
         if b"cache" in text:
             for found in _CACHED.finditer(text):

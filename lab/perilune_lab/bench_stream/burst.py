@@ -42,7 +42,7 @@ class Burst:
     """Prompts are generated from this name: another name gives other prompts."""
 
     def expected_s(self) -> float:
-        """Seconds that one H20 takes when nothing is cached before."""
+        """Return the seconds that one H20 takes when nothing is cached before."""
         computed = 1 if self.same else self.requests
         prefill_s = H20_30B.prefill_s(self.prompt_tokens) * computed
         overhead_s = H20_30B.request_overhead_s(self.prompt_tokens) * self.requests
@@ -112,9 +112,9 @@ class Measured(msgspec.Struct, frozen=True):
 async def measure(
     name: str, target: str, engines: Sequence[str], burst: Burst, *, model: str = "", time_scale: float = 1.0
 ) -> tuple[Measured, Counter[str]]:
-    """Sends a burst; returns what was measured, and how often each error occurred. The engine side is read
-    from `engines` (URLs), or from the target if there are none; the target then has to have counted every
-    request. Raises TargetError if the target does not answer."""
+    """Send a burst; return what was measured, and how often each error occurred. The engine side is read from
+    `engines` (URLs), or from the target if there are none; the target then has to have counted every request.
+    Raises TargetError if the target does not answer."""
     pages = engines or [target]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10.0)) as http:
         before = await scrape(http, pages)
@@ -134,7 +134,7 @@ async def measure(
 def summarize(
     name: str, results: Sequence[Result], grown: Scrape, time_scale: float, *, counts_all: bool = True
 ) -> Measured:
-    """Computes both sides. `grown` is what the burst added to the engines' histograms; `counts_all` says
+    """Compute both sides. `grown` is what the burst added to the engines' histograms; `counts_all` says
     whether they must contain every request of the burst."""
     good = [r for r in results if r.succeeded]
     cached = [r.cached_tokens for r in good if r.cached_tokens is not None]
@@ -175,8 +175,8 @@ ENGINE_NAMES = (
 
 
 def _engine_side(grown: Scrape, at_least: int) -> tuple[Side, NoEngine | UnsetType]:
-    """The engine side, or why there is none. If one histogram shows that the pages do not belong to this
-    burst, none of them is used. `at_least` is the number of requests that must have been counted."""
+    """Return the engine side, or why there is none. If one histogram shows that the pages do not belong to
+    this burst, none of them is used. `at_least` is the number of requests that must have been counted."""
     found = [_histogram(grown, names) for names in ENGINE_NAMES]
     if any(histogram and histogram.falls for histogram in found):
         return NOTHING, NoEngine.FALLEN

@@ -55,7 +55,7 @@ async def on_target(args: argparse.Namespace, burst: Burst) -> tuple[list[Measur
 
 
 async def on_simulated(burst: Burst, time_scale: float) -> tuple[list[Measured], Counter[str]]:
-    """Measures a simulated engine at H20 speed, with serial and then with batched misses."""
+    """Measure a simulated engine at H20 speed, with serial and then with batched misses."""
     found, errors = [], Counter[str]()
     step = ("--tokens-per-step", str(TOKENS_PER_STEP))
     for name, arguments in (("serial", (*step, "--serial-misses")), ("batched", step)):
@@ -104,8 +104,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def why(no_engine: NoEngine, args: argparse.Namespace, name: str) -> str:
-    """Explains in one line why there is no engine side, and what to do. `name`: the burst's, on a simulated
-    engine."""
+    """Explain in one line why there is no engine side, and what to do. `name`: the name of the burst on a
+    simulated engine."""
     where = ", ".join(args.engine or [args.target or name])
     if no_engine is NoEngine.NO_HISTOGRAMS:
         return f"{where} has no histograms of vLLM on /metrics"

@@ -24,7 +24,7 @@ class Histogram:
     count: float = 0.0
 
     def quantile(self, q: float) -> float:
-        """The q-quantile. Raises ValueError for an empty histogram."""
+        """Return the q-quantile. Raises ValueError for an empty histogram."""
         if not self.count:
             raise ValueError("no observations")
         rank, below, low = q * self.count, 0.0, 0.0
@@ -70,7 +70,7 @@ class Scrape:
 
 
 async def scrape(http: aiohttp.ClientSession, engines: Sequence[str]) -> Scrape:
-    """Reads the pages of all `engines` (URLs) and sums their histograms."""
+    """Read the pages of all `engines` (URLs) and sum their histograms."""
     total = Scrape()
     for url in engines:
         try:
@@ -83,7 +83,7 @@ async def scrape(http: aiohttp.ClientSession, engines: Sequence[str]) -> Scrape:
 
 
 def parse(text: str) -> Scrape:
-    """Parses a page in Prometheus' text format; series of one name are summed. Raises ValueError."""
+    """Parse a page in Prometheus' text format; series of one name are summed. Raises ValueError."""
     found: dict[str, Histogram] = {}
     for family in text_string_to_metric_families(text):
         if family.type != "histogram":

@@ -11,8 +11,8 @@ from perilune_lab.bench_stream.burst import Measured
 
 
 def table(bursts: Sequence[Measured], title: str, published: bool) -> Table:
-    """A row per quantity, two columns per burst; the ratio of the first to the second where there are two,
-    and, if requested, the published one."""
+    """Return a table with a row per quantity and two columns per burst; for two bursts, the ratio of the
+    first to the second and, if requested, the published one."""
     grid = Table(title=title, title_justify="left")
     grid.add_column("")
     for burst in bursts:
@@ -51,7 +51,8 @@ def rows(bursts: Sequence[Measured], published: bool) -> list[tuple[str, list[st
 
 
 def _count(burst: Measured, name: str) -> str:
-    """Tokens as the engine counted them. `~` stands before sums that have counts of our own in them."""
+    """Return the tokens as the engine counted them. `~` stands before sums that have counts of our own in
+    them."""
     tokens = getattr(burst, name)
     if tokens is UNSET:
         return "not reported"
@@ -79,8 +80,8 @@ is not known."""
 
 
 def _ratios(values: Sequence[float | None], name: str) -> list[str]:
-    """Ratios of the first burst to the second, for each side, then the published ratio of that quantity if
-    there is one."""
+    """Return the ratios of the first burst to the second, for each side, then the published ratio of that
+    quantity if there is one."""
     if len(values) != 4:
         return []
     pairs = zip(values[:2], values[2:], strict=True)

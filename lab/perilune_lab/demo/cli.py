@@ -85,7 +85,7 @@ class Demo:
         self.concluded = False
 
     async def run(self) -> None:
-        """Runs all policies and prints the comparison; with --keep, then waits until cancelled. Raises
+        """Run all policies and print the comparison; with --keep, then wait until cancelled. Raises
         StackError when Envoy or the gateway ends."""
         self.console.print(text.parameters(self.options, self.load, self.sessions), highlight=False)
         order = self.options.order
@@ -127,7 +127,7 @@ class Demo:
         )
 
     async def _play(self, stack: Stack, name: str) -> None:
-        """Plays the load on one run's stack and shows the view meanwhile."""
+        """Play the load on one run's stack and show the view meanwhile."""
         o = self.options
         load = Load(
             target=stack.url,
@@ -157,7 +157,7 @@ class Demo:
         self._print_result(self.ran[name])
 
     async def _show(self, watch: Watch, http: aiohttp.ClientSession) -> None:
-        """Shows the live view, or prints a line now and then, until cancelled."""
+        """Show the live view, or print a line now and then, until cancelled."""
         if not (self.console.is_terminal and self.options.live):
             every_s = max(1.0, min(5.0, self.options.seconds / 4))
             printed_s = 1.0 - every_s  # the first line soon
@@ -178,7 +178,7 @@ class Demo:
                 view.update(live.render(watch.frame()), refresh=True)
 
     def _print_result(self, ran: Ran) -> None:
-        """Prints one line at the end of a run, and what went wrong in it."""
+        """Print one line at the end of a run, and what went wrong in it."""
         for note in ran.notes:
             self.console.print(note, style="yellow", highlight=False, soft_wrap=True)
         run = ran.run
@@ -202,7 +202,7 @@ class Demo:
         )
 
     def report(self) -> report.Report:
-        """The report of the runs, in the order of the command line."""
+        """Return the report of the runs, in the order of the command line."""
         o = self.options
         return report.Report(
             simulated=True,
@@ -220,14 +220,14 @@ class Demo:
         )
 
     def interrupted(self) -> None:
-        """Concludes with the runs that were complete, if that was not done yet."""
+        """Conclude with the runs that were complete, if that was not done yet."""
         if self.ran and not self.concluded:
             self._conclude()
         complete = f"{len(self.ran)} of {len(self.options.arms)} runs were complete"
         self.console.print(f"interrupted: {complete}, everything has ended", highlight=False, soft_wrap=True)
 
     def _conclude(self) -> None:
-        """Writes the files; prints the table and the gains."""
+        """Write the files; print the table and the gains."""
         self.concluded = True
         document = self.report()
         try:
@@ -260,12 +260,12 @@ class Demo:
 
 
 def _cpu_s(stack: Stack) -> float:
-    """CPU seconds of the stack and of this process."""
+    """Return the CPU seconds of the stack and of this process."""
     return sum(stack.cpu_s().values()) + time.process_time()
 
 
 def main(argv: Sequence[str], programs: Programs = PROGRAMS) -> int:
-    """Entry point of `perilune demo`. Returns the exit status; 128 + signal when interrupted."""
+    """Run `perilune demo`, and return the exit status; 128 + signal when interrupted."""
     options = parse(argv)
     console = Console()
     logging.basicConfig(format="%(message)s", level=logging.WARNING)

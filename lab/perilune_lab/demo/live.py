@@ -96,7 +96,7 @@ def _seconds(value: float | None) -> str:
 
 
 def line(frame: Frame) -> str:
-    """Renders the frame as one line."""
+    """Render the frame as one line."""
     dead = sum(1 for row in frame.endpoints if row.dead)
     return (
         f"{frame.policy:<12} {frame.elapsed_s:5.1f} s  requests {frame.finished:>4}"
@@ -108,7 +108,7 @@ def line(frame: Frame) -> str:
 
 
 def render(frame: Frame) -> RenderableType:
-    """Renders the frame in 80 to 96 columns and endpoints + 14 lines."""
+    """Render the frame in 80 to 96 columns and endpoints + 14 lines."""
     return Constrain(Group(_title(frame), _endpoints(frame), _decisions(frame)), _COLUMNS)
 
 

@@ -20,7 +20,8 @@ class DemoLoad:
     context_tokens: int
 
     def sessions(self) -> Iterator[Session]:
-        """Sessions without end. Every call begins anew, so policies are compared on equal sessions."""
+        """Return sessions without end. Every call begins again from the first, so policies are compared on
+        equal sessions."""
         return sessions(self.parameters, self.seed)
 
     def describe(self) -> dict[str, float | int | str]:
@@ -28,8 +29,8 @@ class DemoLoad:
 
 
 def usual_time_scale(endpoints: int) -> float:
-    """Engine seconds per wall second at which some 12 requests a wall second come together: what a small
-    machine can push through gateway, Envoy and engines."""
+    """Return the engine seconds per wall second at which some 12 requests a wall second come together: what a
+    small machine can push through gateway, Envoy and engines."""
     return 20.0 / endpoints
 
 

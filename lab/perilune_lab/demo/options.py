@@ -63,7 +63,7 @@ class Options:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Raises SystemExit(2) with a message for a wrong call."""
+    """Parse the command line. Raises SystemExit(2) with a message for a wrong call."""
     parser = argparse.ArgumentParser(
         prog="perilune demo",
         description="Real Envoy, the gateway and simulated engines under agentic load: watch requests go"

@@ -42,7 +42,7 @@ class Outcome:
 def outcome(
     results: Sequence[Result], sessions: Sequence[Session], seconds: float, time_scale: float
 ) -> Outcome:
-    """`results` of `sessions` that were played for `seconds` wall seconds, at all attempts."""
+    """Sum up the `results` of `sessions` that were played for `seconds` wall seconds, at all attempts."""
     good = [r for r in results if r.succeeded]
     in_time = [r for r in good if r.finished_at_s <= seconds]
     turns = {session.session_id: len(session.turns) for session in sessions}
@@ -84,7 +84,7 @@ ROWS: tuple[tuple[str, Callable[[Outcome], str]], ...] = (
 
 
 def table(outcomes: Mapping[str, Outcome]) -> Group:
-    """A column for each run."""
+    """Return a table with a column for each run."""
     shown = Table(box=box.SIMPLE_HEAD, header_style="dim", padding=(0, 2, 0, 0))
     shown.add_column("beyond saturation", no_wrap=True)
     for name in outcomes:

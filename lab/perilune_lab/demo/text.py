@@ -19,7 +19,7 @@ from perilune_lab.traces.model import Session
 
 
 def parameters(options: Options, load: DemoLoad, sessions: Sequence[Session]) -> Table:
-    """Describes the run that is about to begin."""
+    """Describe the run that is about to begin."""
     grid = Table.grid(padding=(0, 2))
     names = ", ".join(arm.name for arm in options.order)
     grid.add_row("runs", f"{names}; {options.seconds:g} s each, fresh engines each")
@@ -51,7 +51,7 @@ GAINS: tuple[tuple[str, Callable[[report.Run], float | UnsetType]], ...] = (
 
 
 def gains(runs: Sequence[report.Run]) -> Table:
-    """A row for each other run: the first run's numbers in relation to its numbers."""
+    """Return a table with a row for each other run: the first run's numbers in relation to its numbers."""
     first, *others = runs
     table = Table(box=box.SIMPLE_HEAD, header_style="dim", padding=0)
     table.add_column("", no_wrap=True)
@@ -66,7 +66,7 @@ def gains(runs: Sequence[report.Run]) -> Table:
 
 
 def urls(stack: Stack) -> str:
-    """Commands that send a request and explain its decision, ready to be pasted."""
+    """Return the commands that send a request and explain its decision, ready to be pasted."""
     body = (
         f'{{"model": "{stack.options.model}", "max_tokens": 16,'
         ' "messages": [{"role": "user", "content": "hello"}]}'
@@ -90,5 +90,5 @@ and ask the gateway why (the request id is in the answer's header {names.DECISIO
 
 
 def _command() -> str:
-    """How this program was called, for commands that can be pasted."""
+    """Return how this program was called, for commands that can be pasted."""
     return sys.argv[0] if Path(sys.argv[0]).name == "perilune" else "perilune"

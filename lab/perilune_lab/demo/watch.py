@@ -42,7 +42,7 @@ class Watch:
         self.results.append(result)
 
     async def poll(self, http: aiohttp.ClientSession) -> None:
-        """Reads the admin pages. If the gateway does not answer, the last values stay."""
+        """Read the admin pages. If the gateway does not answer, the last values stay."""
         try:
             nodes = (await page(http, "/api/nodes/stats"))["nodes"]
             self._decisions = (await page(http, "/api/decisions?n=5"))["decisions"]
@@ -52,8 +52,7 @@ class Watch:
         self.queues.append(queues(nodes))
 
     async def ask_scheduling(self, http: aiohttp.ClientSession) -> None:
-        """Reads the scheduling times of the gateway's last decisions; they stay None if it does not
-        answer."""
+        """Read the scheduling times of the gateway's last decisions; they stay None if it does not answer."""
         seen = Seen()
         await conclude(http, "", seen)  # `http` knows the address
         self.scheduling = seen.scheduling
@@ -80,12 +79,12 @@ class Watch:
         )
 
     def ttft_s(self) -> list[float]:
-        """Engine seconds to the first token of every request that succeeded."""
+        """Return the engine seconds to the first token of every request that succeeded."""
         scale = self.stack.options.time_scale
         return [r.ttft_s * scale for r in self.results if r.succeeded and r.ttft_s is not None]
 
     def notes(self) -> tuple[str, ...]:
-        """Further notes about the run, a line each."""
+        """Return the further notes about the run, a line each."""
         failed = Counter(result.error for result in self.results if not result.succeeded)
         return (
             *(

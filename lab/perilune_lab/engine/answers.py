@@ -37,16 +37,16 @@ class Form(Protocol):
     """Renders one answer: `begin`, then `tokens` any number of times, then `end`; or only `whole`."""
 
     def begin(self) -> bytes:
-        """Events before the first token."""
+        """Return the events before the first token."""
 
     def tokens(self, pieces: Sequence[str], ids: Sequence[int], finish: str | None) -> bytes:
-        """One event per token; `finish` marks the last one of the answer."""
+        """Return one event per token; `finish` marks the last one of the answer."""
 
     def end(self, text: str, usage: Usage, finish: str) -> bytes:
-        """Events after the last token."""
+        """Return the events after the last token."""
 
     def whole(self, text: str, ids: Sequence[int], usage: Usage, finish: str) -> bytes:
-        """The answer to a request that is not streamed."""
+        """Return the answer to a request that is not streamed."""
 
 
 def form_for(inbound: Inbound, answer_id: str) -> Form:
@@ -64,7 +64,7 @@ def error_body(message: str, status: int, kind: str, param: str | None) -> bytes
 
 
 def error_event(api: Api, message: str, status: int, kind: str) -> bytes:
-    """Ends a stream that has begun, since its status cannot change any more."""
+    """Return the event that ends a stream that has begun, since its status cannot change any more."""
     if api is Api.MESSAGES:
         return _sse({"type": "error", "error": {"type": kind, "message": message}}, "error")
     error = b"data: " + error_body(message, status, kind, None) + b"\n\n"
@@ -77,7 +77,7 @@ def _sse(data: object, event: str = "") -> bytes:
 
 
 def _around(event: bytes) -> tuple[bytes, bytes]:
-    """Splits a prepared event at the mark, where the token's text goes. JSON writes the mark as an escape."""
+    """Split a prepared event at the mark, where the token's text goes. JSON writes the mark as an escape."""
     before, after = event.split(_json("\x00"))
     return before, after
 

@@ -62,10 +62,10 @@ class Engine(Protocol):
     """The part of `service.Service` that transfers need."""
 
     def fetched(self, request: Request, *, arrived: bool) -> None:
-        """The blocks of a take leg have come, or they will not come."""
+        """Hear that the blocks of a take leg have come, or will not come."""
 
     def release(self, request: Request) -> None:
-        """The blocks of an ended leg are no longer needed."""
+        """Free the blocks of an ended leg, which are no longer needed."""
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class Connector:
         self._http = aiohttp.ClientSession()
 
     def serve(self, engine: Engine) -> None:
-        """Begins to answer takers."""
+        """Begin to answer takers."""
         self._engine = engine
         self._run(self._serve())
 
@@ -129,7 +129,7 @@ class Connector:
     # -- what the scheduler asks ---------------------------------------------------------------------
 
     def takes(self, request: Request) -> bool:
-        """Whether the request's prompt is fetched. If so, the transfer begins, and ends with
+        """Return whether the request's prompt is fetched. If so, the transfer begins, and ends with
         `Engine.fetched`, or with `Engine.release` if the request has ended meanwhile."""
         if not isinstance(request.leg, Take):
             return False
@@ -138,7 +138,7 @@ class Connector:
         return True
 
     def keeps(self, request: Request) -> bool:
-        """Whether the blocks of this ended request stay; if so, they stay until `Engine.release`."""
+        """Return whether the blocks of this ended request stay; if so, they stay until `Engine.release`."""
         match request.leg:
             case Take():
                 return request in self._taking
@@ -180,7 +180,7 @@ class Connector:
         await self._worker.send_multipart((taker, _encode(_Answer(not error, error))))
 
     async def _send(self, request: Request, ask: _Ask) -> str:
-        """Returns why the blocks cannot be sent; empty when they were."""
+        """Return why the blocks cannot be sent; empty when they were."""
         if request.prompt_tokens // self._block_size < ask.prompt_blocks:
             return "P num blocks less than D"
         async with self._sending:
@@ -216,7 +216,8 @@ class Connector:
                 self._engine.release(request)
 
     async def _look_up(self, leg: Take) -> str:
-        """The worker of the engine that the leg names; empty if its bootstrap page does not know it."""
+        """Return the worker of the engine that the leg names; empty if its bootstrap page does not know
+        it."""
         for attempt in range(TRIES):
             if attempt:
                 await asyncio.sleep(BETWEEN_TRIES_S / self._time_scale)
@@ -262,7 +263,7 @@ class BootstrapPage:
 
     @classmethod
     async def of(cls, connectors: Sequence[Connector], listen: str) -> "BootstrapPage":
-        """The page, listening on `ip:port`. Raises OSError where it cannot."""
+        """Start the page on `ip:port` and return it. Raises OSError if the port cannot be had."""
         page = cls(connectors)
         host, _, port = listen.rpartition(":")
         await page._runner.setup()

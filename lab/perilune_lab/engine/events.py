@@ -96,7 +96,7 @@ def _kind(change: Stored) -> str:
 
 
 def encode_batch(changes: Sequence[Change], block_size: int, ts: float, rank: int = 0) -> bytes:
-    """Encodes one payload. `ts`: Unix seconds."""
+    """Encode one payload. `ts`: Unix seconds."""
     return _encode((ts, [to_event(change, block_size) for change in changes], rank))
 
 
@@ -114,7 +114,7 @@ class ReplayBuffer:
         return seq
 
     def since(self, first: int) -> list[tuple[int, bytes]]:
-        """Batches from number `first` on that the buffer still has."""
+        """Return the batches from number `first` on that the buffer still has."""
         return [batch for batch in self._batches if batch[0] >= first]
 
 
@@ -155,13 +155,13 @@ class Publisher:
         self.high_water_mark = _HIGH_WATER_MARK
 
     def publish(self, changes: Sequence[Change]) -> None:
-        """Numbers and sends one batch; without a subscriber it is only kept for replay."""
+        """Send one batch with the next number; without a subscriber it is only kept for replay."""
         payload = encode_batch(changes, self._block_size, self._clock(), self.rank)
         seq = self._buffer.append(payload)
         self._pub.send_multipart((self.topic.encode(), seq.to_bytes(8, "big"), payload), zmq.NOBLOCK)
 
     async def serve_replay(self) -> None:
-        """Answers replay requests until cancelled; ignores other messages."""
+        """Answer replay requests until cancelled; ignore other messages."""
         while True:
             frames = await self._router.recv_multipart()
             if len(frames) != 3 or frames[1] != b"" or len(frames[2]) != 8:
@@ -174,7 +174,7 @@ class Publisher:
             await self._router.send_multipart((peer, *END_OF_REPLAY))
 
     def close(self) -> None:
-        """Closes the sockets; a second call does nothing."""
+        """Close the sockets; a second call does nothing."""
         self._router.close(linger=0)
         self._pub.close(linger=0)
         self._context.term()
@@ -186,7 +186,8 @@ _TRIES = 20
 def publishers(
     events: str, replay: str, topic: str, block_size: int, buffer_steps: int, ranks: int
 ) -> list[Publisher]:
-    """One publisher for each data-parallel rank, at consecutive ports as vLLM's: rank r at P+r.
+    """Return one publisher for each data-parallel rank, at consecutive ports as vLLM's: rank r at P+r. Raises
+    zmq.ZMQError where a socket cannot be bound, and ValueError for several ranks at addresses without a port.
 
     Raises zmq.ZMQError where a socket cannot be bound, and ValueError for several ranks at addresses without
     a port."""
@@ -207,7 +208,8 @@ def publishers(
 
 
 def offset(address: str, rank: int) -> str:
-    """The address at which vLLM's data-parallel rank publishes. Raises ValueError for other than TCP."""
+    """Return the address at which vLLM's data-parallel rank publishes. Raises ValueError for other than
+    TCP."""
     place, colon, port = address.rpartition(":")
     if not address.startswith("tcp://") or not colon or not port.isdigit():
         raise ValueError(f"several data-parallel ranks need addresses tcp://IP:PORT, got {address}")

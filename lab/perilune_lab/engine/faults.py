@@ -41,7 +41,7 @@ class Faults:
         self._changed = asyncio.Event()
 
     async def put(self, request: web.Request) -> web.Response:
-        """Handles `POST /fault`."""
+        """Handle `POST /fault`."""
         try:
             self._fault = msgspec.json.decode(await request.read(), type=Fault)
         except msgspec.DecodeError as error:
@@ -53,7 +53,7 @@ class Faults:
         return web.json_response(msgspec.to_builtins(self._fault))
 
     def middleware(self) -> Middleware:
-        """Applies the fault to every POST below /v1."""
+        """Apply the fault to every POST below /v1."""
 
         @web.middleware
         async def middleware(

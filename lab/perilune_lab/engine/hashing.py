@@ -66,10 +66,10 @@ class Namespace:
     lora_name: str = ""
     lora_path: str = ""
     lora_id: int = 0
-    """vLLM counts adapters from 1; 0: the base model."""
+    """vLLM counts adapters from 1; 0 is the base model."""
 
     def keys(self, block: int) -> ExtraKeys:
-        """Keys that enter the hash of the block with this index."""
+        """Return the keys that enter the hash of the block with this index."""
         keys: list[tuple[str, ...]] = []
         if self.lora_name:
             keys.append(("lora", self.lora_name, self.lora_path))
@@ -78,7 +78,7 @@ class Namespace:
         return tuple(keys)
 
     def announced(self, block: int) -> list[str] | None:
-        """The same keys as an event shows them: bare; None for none."""
+        """Return the same keys as an event shows them: bare; None for no keys."""
         keys = [self.lora_name] if self.lora_name else []
         if self.salt and block == 0:
             keys.append(self.salt)
@@ -104,7 +104,7 @@ class BlockHasher:
         self._old: dict[bytes, bytes] = {}
 
     def chain(self, tokens: Sequence[int], namespace: Namespace = BASE) -> list[bytes]:
-        """Digests of every full block of `tokens`; the incomplete tail is dropped."""
+        """Return the digests of every full block of `tokens`; the incomplete tail is dropped."""
         size = self.block_size
         raw = array("I", tokens[: len(tokens) // size * size]).tobytes()
         width = size * 4
@@ -123,7 +123,7 @@ class BlockHasher:
         return digests
 
     def block(self, parent: bytes, tokens: Sequence[int], keys: ExtraKeys) -> bytes:
-        """Digest of one block of `block_size` tokens after `parent`."""
+        """Return the digest of one block of `block_size` tokens after `parent`."""
         return self._digest(self._serialize((parent, tuple(tokens), keys or None)))
 
     def _remember(self, memo: bytes, parent: bytes, tokens: Sequence[int], keys: ExtraKeys) -> bytes:
@@ -135,5 +135,5 @@ class BlockHasher:
 
 
 def low64(digest: bytes) -> int:
-    """The number by which an event names a block."""
+    """Return the number by which an event names a block."""
     return int.from_bytes(digest[-8:], "big")

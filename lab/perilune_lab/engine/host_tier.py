@@ -6,7 +6,7 @@ once the device has dropped it, as with vLLM's OffloadingConnector and `offload_
 
 One block is one of vLLM's chunks, and each is announced by an event of its own that describes itself
 (`self_describing_kv_events`). The least recently used block goes first. Copying takes no time, because vLLM
-does it beside the steps. Cost: 0.3 µs per block. Not modelled: blocks that are in use by a transfer, which
+does it while steps run. Cost: 0.3 µs per block. Not modelled: blocks that are in use by a transfer, which
 vLLM does not evict, and groups with a sliding window.
 """
 

@@ -78,7 +78,7 @@ class Served:
     strict_openai: bool = False
     """See `inbound.Manners`."""
     api_keys: Sequence[str] = ()
-    """One of them is demanded of all requests but those for PUBLIC; none: nothing is."""
+    """One of them is demanded of all requests but those for PUBLIC; without keys nothing is demanded."""
     store_responses: bool = False
     """Keep responses, so that others can name them as `previous_response_id`."""
 
@@ -199,7 +199,7 @@ class Server:
         return response
 
     def _choose(self, wanted: str) -> Service:
-        """The service that takes a request; `wanted` is the header's value. Raises BadRequestError."""
+        """Return the service that takes a request; `wanted` is the header's value. Raises BadRequestError."""
         count = len(self._ranks)
         if wanted.lstrip("+-").isdecimal():  # vLLM ignores other texts
             if 0 <= int(wanted) < count:
@@ -210,7 +210,7 @@ class Server:
         return min(in_turn, key=lambda service: service.open_requests)
 
     async def _answered(self, service: Service, answer: Answer, arrived_s: float) -> bytes:
-        """Waits until the answer is complete (see `Answer.done`); aborts the request if the handler is
+        """Wait until the answer is complete (see `Answer.done`); abort the request if the handler is
         cancelled because the client has left. Raises CoreDeadError."""
         service.submit(answer, arrived_s)
         try:
@@ -219,7 +219,7 @@ class Server:
             service.abort(answer.request)
 
     def _keep(self, inbound: Inbound, answer_id: str, text: str) -> None:
-        """Stores a response for those that continue it."""
+        """Store a response for those that continue it."""
         if not (inbound.store and self._served.store_responses):
             return
         self._responses[answer_id] = [*inbound.conversation, {"role": "assistant", "content": text}]
@@ -238,7 +238,8 @@ class Server:
         return Namespace(inbound.cache_salt, base.lora_name, base.lora_path, base.lora_id)
 
     def _output_tokens(self, inbound: Inbound) -> tuple[int, bool]:
-        """Length of the answer in tokens, and whether the model ends it by itself. Raises BadRequestError."""
+        """Return the length of the answer in tokens, and whether the model ends it by itself. Raises
+        BadRequestError."""
         room, prompt = self._served.max_model_len, len(inbound.prompt)
         if prompt >= room:
             self._ranks[0].metrics.rejections += 1
@@ -360,7 +361,7 @@ class Server:
 
 
 def _demand_key(keys: Sequence[str]) -> Middleware:
-    """Answers requests without one of the keys as vLLM does."""
+    """Answer requests without one of the keys as vLLM does."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -416,5 +417,5 @@ def _answer(value: object) -> web.Response:
 
 
 def _header_safe(name: str) -> str:
-    """A name from a client, made fit for headers and events: bytes that are not UTF-8 become `?`."""
+    """Return a name from a client, made fit for headers and events: bytes that are not UTF-8 become `?`."""
     return name.encode("ascii", "replace").decode()

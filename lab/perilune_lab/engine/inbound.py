@@ -152,7 +152,7 @@ COMPLETION_TOKENS = 16
 
 
 def parse(api: Api, body: bytes, text: Text, manners: Manners = Manners()) -> Inbound:
-    """Decodes a body. Raises BadRequestError."""
+    """Decode a body. Raises BadRequestError."""
     try:
         fields = _DECODERS[api].decode(body)
     except msgspec.ValidationError as error:
@@ -191,7 +191,7 @@ def parse(api: Api, body: bytes, text: Text, manners: Manners = Manners()) -> In
 
 
 def _obey(api: Api, fields: Any, manners: Manners) -> None:
-    """Raises BadRequestError for a body that breaks a rule of its API."""
+    """Check the rules of the body's API. Raises BadRequestError if the body breaks one."""
     rules = _RULES[api]
     if api is Api.CHAT and manners.strict_openai:
         rules += strict.OPENAI_CHAT
@@ -202,7 +202,7 @@ def _obey(api: Api, fields: Any, manners: Manners) -> None:
 
 
 def not_the_form(error: Exception) -> str:
-    """Describes what is wrong with a conversation."""
+    """Describe what is wrong with a conversation."""
     match error:
         case KeyError():
             what = f"`{error.args[0]}` is missing"
@@ -232,7 +232,7 @@ def _prompt(
 
 
 def completion_prompt(prompt: Any, text: Text, special: bool = True) -> list[int]:
-    """Parses a text, token ids, or a list with one of them. Raises BadRequestError, ValueError."""
+    """Parse a text, token ids, or a list with one of them. Raises BadRequestError, ValueError."""
     match prompt:
         case str():
             return text.encode(prompt, special)
@@ -258,7 +258,7 @@ def _required(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
 
 
 def _joined(content: object) -> str:
-    """The text of a content, which is a string or a list of parts."""
+    """Return the text of a content, which is a string or a list of parts."""
     if isinstance(content, list):
         return "\n".join(part["text"] for part in content if part.get("text"))
     if isinstance(content, str | None):
@@ -295,7 +295,7 @@ def _response_messages(fields: _Responses, manners: Manners) -> list[dict[str, A
 
 
 def _earlier(response_id: str, manners: Manners) -> list[dict[str, Any]]:
-    """The conversation that ended with this response; its instructions do not carry over."""
+    """Return the conversation that ended with this response; its instructions do not carry over."""
     known = manners.responses.get(response_id)
     if known is None:
         message = f"Response with id '{response_id}' not found."
@@ -304,7 +304,7 @@ def _earlier(response_id: str, manners: Manners) -> list[dict[str, Any]]:
 
 
 def _same_turn(messages: list[dict[str, Any]], absent: str = "") -> dict[str, Any]:
-    """Returns the assistant's last message to extend, or a new one if there is none or it has the field
+    """Return the assistant's last message to extend, or a new one if there is none or it has the field
     `absent`."""
     if not messages or messages[-1]["role"] != "assistant" or absent in messages[-1]:
         messages.append({"role": "assistant"})
@@ -312,7 +312,7 @@ def _same_turn(messages: list[dict[str, Any]], absent: str = "") -> dict[str, An
 
 
 def _response_tools(fields: _Responses) -> list[Mapping[str, Any]]:
-    """Converts the Responses API's flat functions to chat tools; other kinds of tools are dropped."""
+    """Convert the Responses API's flat functions to chat tools; other kinds of tools are dropped."""
     return [
         {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
         for tool in fields.tools or ()

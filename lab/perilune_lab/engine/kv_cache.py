@@ -34,10 +34,10 @@ class Group:
     """Layers whose KV lies in the same blocks."""
 
     window: int = 0
-    """Tokens that a sliding window covers; 0: full attention."""
+    """Tokens that a sliding window covers; 0 for full attention."""
 
     def out_of_reach(self, tokens: int) -> int:
-        """How many leading tokens the token after `tokens` computed ones does not attend to."""
+        """Return how many leading tokens the token after `tokens` computed ones does not attend to."""
         return max(0, tokens - self.window + 1) if self.window else 0
 
 
@@ -170,7 +170,8 @@ class KvCache:
         return -(-tokens // self.block_size)
 
     def match(self, table: Table) -> Hits:
-        """Cached blocks that hold the table's leading tokens; the last token is never among these."""
+        """Return the cached blocks that hold the table's leading tokens; the last token is never among
+        these."""
         length = (len(table.tokens) - 1) // self.block_size
         hits: list[list[int]] = [[] for _ in self.groups]
         longest, settled = 0, False
@@ -188,7 +189,7 @@ class KvCache:
         return hits
 
     def _longest(self, chain: Sequence[bytes], alike: Sequence[int], most: int) -> list[list[int]]:
-        """The longest prefix of at most `most` blocks that these groups, all with the same window, can
+        """Return the longest prefix of at most `most` blocks that these groups, all with the same window, can
         continue from."""
         window = self.groups[alike[0]].window
         cached = [self._by_digest[group] for group in alike]
@@ -215,7 +216,7 @@ class KvCache:
         ]
 
     def fits(self, table: Table, hits: Hits, tokens: int) -> bool:
-        """Whether the free queue has room for `tokens` in all, `hits` attached."""
+        """Return whether the free queue has room for `tokens` in all, `hits` attached."""
         tables = zip(self.groups, table.blocks, hits, strict=True)
         return sum(self._missing(*group, tokens) for group in tables) <= len(self._free)
 
@@ -233,12 +234,12 @@ class KvCache:
     def open(
         self, tokens: list[int], namespace: Namespace = BASE, session_id: str = "", *, chain: bool = True
     ) -> Table:
-        """A new sequence; it holds no block yet."""
+        """Open a new sequence, which holds no block yet."""
         digests = self.hasher.chain(tokens, namespace) if chain else []
         return Table(tokens, digests, namespace, session_id, len(self.groups))
 
     def attach(self, table: Table, hits: Hits) -> None:
-        """Makes cached blocks the head of the table."""
+        """Make cached blocks the head of the table."""
         table.computed = len(hits[0]) * self.block_size
         for group, blocks, found in zip(self.groups, table.blocks, hits, strict=True):
             skipped = group.out_of_reach(table.computed) // self.block_size
@@ -251,8 +252,8 @@ class KvCache:
         table.registered = table.length
 
     def grow(self, table: Table, tokens: int, *, register: bool = True) -> bool:
-        """Gives the table blocks for its first `tokens` tokens and registers those that these fill. Returns
-        False, and changes nothing but blocks out of reach, if the free queue is too short."""
+        """Give the table blocks for its first `tokens` tokens and register those that these fill. Return
+        False, and change nothing but blocks out of reach, if the free queue is too short."""
         if len(self.groups) > 1 or self.groups[0].window:
             self._drop_out_of_reach(table)
         need = self.blocks_for(tokens) - table.length
@@ -268,20 +269,20 @@ class KvCache:
         return True
 
     def announce_again(self, table: Table, blocks: int) -> None:
-        """Announces the first `blocks` blocks again, although they are cached already."""
+        """Announce the first `blocks` blocks again, although they are cached already."""
         if blocks:
             for group in range(len(self.groups)):
                 self._announce(table, group, 0, blocks, range(blocks))
 
     def release(self, table: Table) -> None:
-        """Frees the table's blocks, tail first; blocks without reusable content are reused first."""
+        """Free the table's blocks, tail first; blocks without reusable content are reused first."""
         for blocks in table.blocks:
             self._give_back(reversed(blocks))
             blocks.clear()
         table.registered = table.computed = 0
 
     def reset(self) -> bool:
-        """Forgets every cached block; refuses (False) while a sequence uses one."""
+        """Forget every cached block; return False, and do nothing, while a sequence uses one."""
         if len(self._free) != self.blocks - 1:
             return False
         for known in self._by_digest:
@@ -311,7 +312,7 @@ class KvCache:
         return block
 
     def _give_back(self, blocks: Iterable[int]) -> None:
-        """Frees blocks in this order."""
+        """Free blocks in this order."""
         empty = []
         for block in blocks:
             if block == _NULL:
@@ -325,7 +326,7 @@ class KvCache:
             self._free.move_to_end(block, last=False)
 
     def _drop_out_of_reach(self, table: Table) -> None:
-        """Gives back the blocks that no window reaches any more."""
+        """Give back the blocks that no window reaches any more."""
         for group, blocks in zip(self.groups, table.blocks, strict=True):
             end = min(group.out_of_reach(table.computed) // self.block_size, len(blocks))
             first = end
@@ -351,8 +352,8 @@ class KvCache:
         table.registered = full
 
     def _hittable(self, table: Table, group: int, first: int, end: int) -> Sequence[int]:
-        """The blocks from `first` to `end` that a later prompt may hit: all with full attention; with a
-        window those before the end of the prompt, and before the place where another prompt left it."""
+        """Return the blocks from `first` to `end` that a later prompt may hit: all with full attention; with
+        a window those before the end of the prompt, and before the place where another prompt left it."""
         window = self.groups[group].window
         if not window:
             return range(first, end)
@@ -379,7 +380,8 @@ class KvCache:
 
 
 def _alike(groups: Sequence[Group]) -> list[list[int]]:
-    """Groups with the same window, which are looked up together; full attention comes first."""
+    """Group the groups by window: those with the same one are looked up together; full attention comes
+    first."""
     by_window: dict[int, list[int]] = {}
     for i, group in enumerate(groups):
         by_window.setdefault(group.window, []).append(i)

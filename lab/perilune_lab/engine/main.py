@@ -79,7 +79,7 @@ WATCHDOG_S = 5.0
 
 
 def _groups(text: str) -> tuple[Group, ...]:
-    """Parses `0,128`. Raises ValueError."""
+    """Parse `0,128`. Raises ValueError."""
     windows = [int(window) for window in text.split(",")]
     if min(windows) < 0:
         raise ValueError
@@ -239,7 +239,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _listen(address: str) -> socket.socket:
-    """Binds a listening socket. Raises OSError, ValueError."""
+    """Bind a listening socket. Raises OSError, ValueError."""
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
@@ -257,14 +257,15 @@ def _model(args: argparse.Namespace) -> EngineModel:
 
 
 def _noise(args: argparse.Namespace, rank: int) -> Callable[[], float] | None:
-    """How many times longer than the model says one rank's next step takes; an engine's name is its seed."""
+    """Return how many times longer than the model says one rank's next step takes; an engine's name is its
+    seed."""
     if not args.noise:
         return None
     return partial(Random(f"{args.name}/{rank}").lognormvariate, 0.0, args.noise)
 
 
 def _connector(args: argparse.Namespace, model: EngineModel, rank: int) -> Connector:
-    """One rank's connector. As in vLLM, ranks of an engine with a given id add their number to it."""
+    """Return one rank's connector. As in vLLM, ranks of an engine with a given id add their number to it."""
     given = args.engine_id
     return Connector(
         model,
@@ -278,7 +279,7 @@ def _connector(args: argparse.Namespace, model: EngineModel, rank: int) -> Conne
 
 
 def _peers(args: argparse.Namespace, model: EngineModel, rank: int) -> PeerTier:
-    """One rank's tier for peers. Raises OSError where it cannot listen."""
+    """Return one rank's tier for peers. Raises OSError where it cannot listen."""
     host, _, port = args.peer.rpartition(":")
     known = f"{args.model} {args.block_size} {args.hash_algorithm}"
     listen = f"{host}:{int(port) + rank}"
@@ -299,7 +300,7 @@ def _peers(args: argparse.Namespace, model: EngineModel, rank: int) -> PeerTier:
 
 
 def _adapters(pairs: Sequence[str]) -> dict[str, Namespace]:
-    """Parses `NAME=PATH` adapters, numbered from 1 as vLLM does. Raises ValueError."""
+    """Parse `NAME=PATH` adapters, numbered from 1 as vLLM does. Raises ValueError."""
     adapters = {}
     for i, pair in enumerate(pairs, 1):
         name, equals, path = pair.partition("=")
@@ -310,7 +311,7 @@ def _adapters(pairs: Sequence[str]) -> dict[str, Namespace]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a server. Returns the exit status; raises SystemExit(2) for a wrong call."""
+    """Run a server. Return the exit status; raise SystemExit(2) for a wrong call."""
     parser = _parser()
     args = parser.parse_args(argv)
     logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
@@ -459,13 +460,13 @@ async def _serve(args: argparse.Namespace, adapters: dict[str, Namespace], liste
 
 
 def _blocks(args: argparse.Namespace) -> int:
-    """Size of the cache in blocks; one is vLLM's null block."""
+    """Return the size of the cache in blocks; one is vLLM's null block."""
     by_tokens = args.kv_tokens // args.block_size * len(args.kv_groups) + 1
     return int(args.num_gpu_blocks or by_tokens)
 
 
 def _places(published: Sequence[Publisher | None]) -> str:
-    """What the ready line says of the publishers."""
+    """Return what the ready line says of the publishers."""
     there = [publisher for publisher in published if publisher]
     if not there:
         return ""
@@ -473,7 +474,7 @@ def _places(published: Sequence[Publisher | None]) -> str:
 
 
 async def _first_end(stop: "asyncio.Future[int]", tasks: "Sequence[asyncio.Task[None]]") -> int:
-    """Returns the exit status once there is one. A bug in a task ends the process."""
+    """Return the exit status once there is one. A bug in a task ends the process."""
     waiting: set[asyncio.Future[Any]] = {stop, *tasks}
     while not stop.done():
         ended, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -491,7 +492,8 @@ def _die_on_signal(
     *,
     stay: bool,
 ) -> None:
-    """On SIGUSR1 the engine core dies: all ranks, since vLLM's server takes one dead rank for the whole."""
+    """Let the engine core die on SIGUSR1: all ranks, since vLLM's server takes one dead rank for the
+    whole."""
     loop = asyncio.get_running_loop()
 
     def end() -> None:

@@ -41,7 +41,7 @@ class Histogram:
 
 
 def _one_two_five(limit: int) -> tuple[int, ...]:
-    """Bucket bounds 1, 2, 5, 10 … up to `limit`."""
+    """Return the bucket bounds 1, 2, 5, 10 … up to `limit`."""
     bounds: list[int] = []
     power = 1
     while True:
@@ -64,7 +64,7 @@ class Metrics:
         started: float,
         rank: int = 0,
     ) -> None:
-        """`started`: Unix seconds, for the `_created` series. `rank` is the label `engine`."""
+        """Begin empty. `started`: Unix seconds, for the `_created` series. `rank` is the label `engine`."""
         self._labels = f'engine="{rank}",model_name="{model}"'
         self._info = {**info, "engine": str(rank)}
         self._adapters = adapters
@@ -123,7 +123,7 @@ class Metrics:
             self.itl_s.observe(now - previous, times)
 
     def request_ended(self, request: Request) -> None:
-        """Counts an ended request, also an aborted one."""
+        """Count an ended request, also an aborted one."""
         self._last_token.pop(request, None)
         self.finished[request.finish or "error"] += 1
         if request.finish is Finish.ABORT or not request.produced:
@@ -140,7 +140,7 @@ class Metrics:
             self.tpot_s.observe(decode_s / (request.produced - 1))
 
     def write(self, page: "Page", scheduler: Scheduler) -> None:
-        """Adds the series of this engine to a page."""
+        """Add the series of this engine to a page."""
         page.begin(self._labels, self._started)
         waiting = scheduler.waiting_count
         page.gauge("num_requests_running", "Requests in execution batches.", len(scheduler.running))
@@ -224,7 +224,7 @@ class Page:
         self._families: dict[str, list[str]] = {}
 
     def begin(self, labels: str, started: float) -> None:
-        """What follows are the series of the engine with these labels."""
+        """Begin the series of the engine with these labels."""
         self._labels, self._started = labels, started
 
     def gauge(self, name: str, help_text: str, values: _Values) -> None:
@@ -250,7 +250,7 @@ class Page:
         self.plain(name, help_text, labels, 1.0)
 
     def plain(self, name: str, help_text: str, labels: Mapping[str, str], value: float) -> None:
-        """Writes a gauge with its own labels."""
+        """Write a gauge with its own labels."""
         inner = ",".join(f'{key}="{text}"' for key, text in sorted(labels.items()))
         self._family(name, help_text, "gauge").append(f"vllm:{name}{{{inner}}} {float(value)}")
 

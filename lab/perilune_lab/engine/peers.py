@@ -49,10 +49,10 @@ class Engine(Protocol):
     """The part of `service.Service` that the tier needs."""
 
     def holds(self, digests: Sequence[bytes]) -> list[bool]:
-        """Whether each block is in host memory."""
+        """Return whether each block is in host memory."""
 
     def read(self, request: Request, blocks: int) -> None:
-        """So many of the blocks that the request asked for have come."""
+        """Hear that so many of the blocks that the request asked for have come."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +68,7 @@ class _Session:
     dead: bool = False
 
     def die(self) -> None:
-        """No answer will come any more."""
+        """Fail everything that waits, since no answer will come any more."""
         self.dead = True
         self.ready.set()
         for answer in self.answers.values():
@@ -117,7 +117,7 @@ class PeerTier:
         self.address = f"{host}:{bound}"
 
     def serve(self, engine: Engine) -> None:
-        """Begins to answer other engines."""
+        """Begin to answer other engines."""
         self._engine = engine
         self._run(self._serve())
 
@@ -132,7 +132,7 @@ class PeerTier:
         self._context.term()
 
     def asks(self, request: Request, source: Source, digests: Sequence[bytes]) -> None:
-        """Asks the source for these blocks; `Engine.read` ends that."""
+        """Ask the source for these blocks; `Engine.read` ends that."""
         self._run(self._read(request, source, digests))
 
     # -- the source ----------------------------------------------------------------------------------
@@ -183,8 +183,8 @@ class PeerTier:
             self._engine.read(request, blocks)
 
     async def _fetch(self, source: Source, digests: Sequence[bytes]) -> int:
-        """How many leading blocks have come. Raises ConnectionError, TimeoutError, and KeyError or ValueError
-        for an answer of another form."""
+        """Return how many leading blocks have come. Raises ConnectionError, TimeoutError, and KeyError or
+        ValueError for an answer of another form."""
         session = self._session(f"{source.host}:{source.port}")
         try:
             async with asyncio.timeout(HANDSHAKE_S / self._time_scale):
@@ -215,7 +215,8 @@ class PeerTier:
     async def _ask(
         self, session: _Session, message: dict[str, Any], awaited: tuple[str, str]
     ) -> dict[str, Any]:
-        """Two requests with one id share an answer. Raises ConnectionError once the source is gone."""
+        """Ask the source; two requests with one id share an answer. Raises ConnectionError once the source is
+        gone."""
         if session.dead:
             raise ConnectionError
         answer = session.answers.get(awaited)
@@ -225,7 +226,7 @@ class PeerTier:
         return await asyncio.shield(answer)
 
     def _session(self, address: str) -> _Session:
-        """The session with this source. One whose source has gone is replaced."""
+        """Return the session with this source. Replace one whose source has gone."""
         session = self._sessions.get(address)
         if session is not None and not session.dead:
             return session
@@ -276,7 +277,7 @@ async def _say(session: _Session, message: dict[str, Any]) -> None:
 
 
 async def _watch(session: _Session) -> None:
-    """Ends with the connection."""
+    """Wait for the end of the connection, and end the session."""
     await recv_monitor_message(session.monitor)
     session.die()
 

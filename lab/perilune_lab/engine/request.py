@@ -47,7 +47,7 @@ Leg = Give | Take | Source
 
 
 def leg_of(params: Mapping[str, Any] | None) -> Leg | None:
-    """The leg that `kv_transfer_params` ask for; None for an ordinary request."""
+    """Return the leg that `kv_transfer_params` ask for; None for an ordinary request."""
     known = {name: value for name, value in (params or {}).items() if value}
     match known:
         case {
@@ -124,7 +124,7 @@ class Request:
         self.leg = leg
         self.prompt_tokens = len(table.tokens)
         self.ordinal = -1
-        """Order of admission; -1: not admitted yet."""
+        """Order of admission; -1 if it is not admitted yet."""
         self.produced = 0
         self.cached_tokens = 0
         """Prompt tokens found in a cache at first admission, store included."""

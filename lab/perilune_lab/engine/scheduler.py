@@ -83,17 +83,17 @@ class Connector(Protocol):
     """Hands KV over to other engines and fetches it there, see `connector`."""
 
     def takes(self, request: Request) -> bool:
-        """Whether the request's prompt is fetched; `Scheduler.fetched` ends that."""
+        """Return whether the request's prompt is fetched; `Scheduler.fetched` ends that."""
 
     def keeps(self, request: Request) -> bool:
-        """Whether the blocks of an ended request stay until `Scheduler.release`."""
+        """Return whether the blocks of an ended request stay until `Scheduler.release`."""
 
 
 class Peers(Protocol):
     """Reads the host memory of other engines, see `peers`."""
 
     def asks(self, request: Request, source: Source, digests: Sequence[bytes]) -> None:
-        """Asks for these blocks; `Scheduler.read` ends that."""
+        """Ask for these blocks; `Scheduler.read` ends that."""
 
 
 class Scheduler:
@@ -151,7 +151,7 @@ class Scheduler:
         return not (self.running or self.waiting_count)
 
     def next_s(self) -> float:
-        """When something happens next; inf if there is nothing to do."""
+        """Return when something happens next; inf if there is nothing to do."""
         if self.step is not None:
             return self.step.ends_s
         if self.running or (self._waiting and not self._blocked):
@@ -162,13 +162,13 @@ class Scheduler:
     # writing
 
     def add(self, request: Request, now: float) -> None:
-        """A request arrives at `now`; it can run once its overhead has passed."""
+        """Take a request that arrives at `now`; it can run once its overhead has passed."""
         request.arrived_s = now
         request.ready_s = now + self.model.request_overhead_s(request.prompt_tokens)
         heapq.heappush(self._arriving, (request.ready_s, next(self._sequence), request))
 
     def abort(self, request: Request, now: float) -> None:
-        """The client left: its blocks are free at once; a step in progress runs on without its token."""
+        """Free the blocks of a request whose client left; a step in progress runs on without its token."""
         if request.finish is not None:
             return
         if request in self.running:
@@ -183,7 +183,7 @@ class Scheduler:
         self._end(request, Finish.ABORT, now)
 
     def advance(self, now: float) -> list[EngineStep]:
-        """Advances to `now`; returns the steps that have ended, oldest first."""
+        """Advance to `now`; return the steps that have ended, oldest first."""
         ended: list[EngineStep] = []
         while (due := self.next_s()) <= now:
             if self.step is None:
@@ -213,7 +213,7 @@ class Scheduler:
         return step
 
     def _duration(self, step: EngineStep) -> float:
-        """Seconds that the step takes. Also counts its forwards."""
+        """Return the seconds that the step takes. Also counts its forwards."""
         chunks = [(new, before) for _, new, before in step.prefilled]
         misses = [chunk for chunk in chunks if self._is_miss(chunk[0])]
         context = sum([request.computed for request in step.decoded])
@@ -226,11 +226,11 @@ class Scheduler:
         return alone_s + self.model.mixed_step_s(tails, len(step.decoded), context)
 
     def _is_miss(self, new_tokens: int) -> bool:
-        """Whether there is more to compute than the tail that a hit leaves."""
+        """Return whether there is more to compute than the tail that a hit leaves."""
         return new_tokens > self.cache.block_size
 
     def _continue(self, step: EngineStep, budget: int) -> int:
-        """Schedules running requests; returns the tokens left."""
+        """Schedule running requests; return the tokens left."""
         i = 0
         running = self.running
         while i < len(running) and budget > 0:
@@ -243,8 +243,8 @@ class Scheduler:
         return budget
 
     def _schedule(self, step: EngineStep, request: Request, budget: int) -> int:
-        """Schedules the next chunk or token of a running sequence, and preempts others if there are no free
-        blocks. Returns its tokens, 0 if it was preempted itself."""
+        """Schedule the next chunk or token of a running sequence, and preempt others if there are no free
+        blocks. Return its tokens, 0 if it was preempted itself."""
         table, before = request.table, request.computed
         new = min(len(table.tokens) - before, budget)
         end = before + new
@@ -266,7 +266,7 @@ class Scheduler:
         return self.running[-1]
 
     def _preempt(self, step: EngineStep, victim: Request) -> None:
-        """Frees the victim's blocks and queues it again. What is still cached when it is admitted again is a
+        """Free the victim's blocks and queue it again. What is still cached when it is admitted again is a
         hit."""
         self.running.remove(victim)
         step.batch = [request for request in step.batch if request is not victim]
@@ -286,7 +286,7 @@ class Scheduler:
         self._blocked = False
 
     def _admit(self, step: EngineStep, now: float, budget: int) -> int:
-        """Admits waiting requests while budget, slots and blocks last; returns the tokens left."""
+        """Admit waiting requests while budget, slots and blocks last; return the tokens left."""
         cache = self.cache
         while self._waiting and budget > 0:
             if len(self.running) + len(self.loading) >= self.limits.max_sequences:
@@ -320,7 +320,7 @@ class Scheduler:
     # other engines
 
     def _fetch(self, request: Request) -> bool:
-        """Starts to fetch the prompt's KV from another engine if the request says so. The last token is
+        """Start to fetch the prompt's KV from another engine if the request says so. The last token is
         computed here."""
         if self.connector is None or not self.connector.takes(request):
             return False
@@ -330,7 +330,7 @@ class Scheduler:
         return True
 
     def fetched(self, request: Request, now: float, *, arrived: bool) -> None:
-        """The prompt's KV has come from another engine, or it will not come and is computed."""
+        """Hear that the prompt's KV has come from another engine, or will not come and is computed."""
         if arrived:
             request.pulled_tokens = request.prompt_tokens - request.cached_tokens
             request.cached_tokens = request.prompt_tokens
@@ -340,8 +340,8 @@ class Scheduler:
     # host memory
 
     def _read(self, request: Request, now: float) -> bool:
-        """Starts to load what host memory has beyond the device's hits. Where the request says so, another
-        engine's is asked first for what is missing here. Returns False if there is nothing to load."""
+        """Start to load what host memory has beyond the device's hits. If the request says so, first ask
+        another engine for what is missing here. Return False if there is nothing to load."""
         if self.host is None:
             return False
         table, size = request.table, self.cache.block_size
@@ -362,7 +362,8 @@ class Scheduler:
         return True
 
     def read(self, request: Request, blocks: int, now: float) -> None:
-        """So many of the blocks that the request asked another engine for have come to host memory."""
+        """Hear that so many of the blocks that the request asked another engine for have come to host
+        memory."""
         if request.finish is not None:
             return
         assert self.host is not None
@@ -383,7 +384,7 @@ class Scheduler:
         self._from_host(request, request.host_tokens + blocks * size, now)
 
     def _from_host(self, request: Request, tokens: int, now: float) -> None:
-        """So many tokens are loaded from host memory, one request after the other."""
+        """Load so many tokens from host memory, one request after the other."""
         request.host_tokens = tokens
         request.cached_tokens += tokens
         request.loaded_tokens = request.computed + tokens
@@ -393,14 +394,14 @@ class Scheduler:
     # the legs' blocks
 
     def release(self, request: Request) -> None:
-        """Frees the blocks that an ended request kept."""
+        """Free the blocks that an ended request kept."""
         self.cache.release(request.table)
         self._blocked = False
 
     # the shared store
 
     def _load(self, request: Request, now: float) -> bool:
-        """Starts to load what the store holds beyond the device's hits; returns False if it holds nothing
+        """Start to load what the store holds beyond the device's hits. Return False if it holds nothing
         more."""
         if self.store is None:
             return False
@@ -428,7 +429,7 @@ class Scheduler:
             self._blocked = False
 
     def _offer(self, request: Request, computed: int) -> list[Change]:
-        """Puts the prompt's new full blocks into the store; returns an announcement for each that it did not
+        """Put the prompt's new full blocks into the store. Return an announcement for each that it did not
         have."""
         table, size = request.table, self.cache.block_size
         first, end = request.shared_blocks, min(computed, request.prompt_tokens) // size

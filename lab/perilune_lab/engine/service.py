@@ -45,10 +45,10 @@ class Sink(Protocol):
     """Receives the bytes of a stream."""
 
     async def write(self, data: bytes) -> None:
-        """Does not wait for the client as long as less than MOST_UNSENT_BYTES are unsent."""
+        """Write without waiting for the client, as long as less than MOST_UNSENT_BYTES are unsent."""
 
     def unsent_bytes(self) -> int:
-        """Bytes that the client has not read yet."""
+        """Return the bytes that the client has not read yet."""
 
 
 class Answer:
@@ -70,7 +70,7 @@ class Answer:
         return Usage(request.prompt_tokens, request.cached_tokens, request.produced)
 
     def take(self, text: Text) -> bytes:
-        """Renders what has not been sent yet."""
+        """Render what has not been sent yet."""
         request = self.request
         ids = request.output[self._sent : request.produced]
         self._sent = request.produced
@@ -111,7 +111,7 @@ class Service:
         self._flushed_at = -inf
 
     def now(self) -> float:
-        """Engine seconds since the start."""
+        """Return the engine seconds since the start."""
         return (self._clock() - self._start) * self.time_scale
 
     @property
@@ -119,8 +119,8 @@ class Service:
         return len(self._answers)
 
     def submit(self, answer: Answer, arrived_s: float) -> None:
-        """`arrived_s`: engine time when the request came; reading it took part of its overhead already.
-        Raises CoreDeadError."""
+        """Take a request. `arrived_s`: engine time when the request came; reading it took part of its
+        overhead already. Raises CoreDeadError."""
         if self.dead:
             raise CoreDeadError
         self._run_steps(self.now())
@@ -129,7 +129,7 @@ class Service:
         self._wake.set()
 
     def abort(self, request: Request) -> None:
-        """Ends the request of a client that has left."""
+        """End the request of a client that has left."""
         if self._answers.pop(request, None) is None:
             return
         self._unflushed.pop(request, None)
@@ -143,33 +143,33 @@ class Service:
         self._wake.set()
 
     def fetched(self, request: Request, *, arrived: bool) -> None:
-        """A prompt's KV has come from another engine, or it will not come."""
+        """Hear that a prompt's KV has come from another engine, or will not come."""
         now = self.now()
         self._run_steps(now)
         self.scheduler.fetched(request, now, arrived=arrived)
         self._wake.set()
 
     def read(self, request: Request, blocks: int) -> None:
-        """So many blocks have come from another engine's host memory."""
+        """Hear that so many blocks have come from another engine's host memory."""
         now = self.now()
         self._run_steps(now)
         self.scheduler.read(request, blocks, now)
         self._wake.set()
 
     def holds(self, digests: Sequence[bytes]) -> list[bool]:
-        """Whether each block is in host memory."""
+        """Return whether each block is in host memory."""
         self._run_steps(self.now())
         host = self.scheduler.host
         return host.holds(digests) if host else [False] * len(digests)
 
     def release(self, request: Request) -> None:
-        """The blocks of an ended leg of a hand-off are no longer needed."""
+        """Free the blocks of an ended leg of a hand-off, which are no longer needed."""
         self._run_steps(self.now())
         self.scheduler.release(request)
         self._wake.set()
 
     def die(self) -> None:
-        """Ends the engine core as its kill -9 does: nothing is computed or published any more, and every
+        """End the engine core as its kill -9 does: nothing is computed or published any more, and every
         request that runs fails with CoreDeadError."""
         self.dead = True
         self._unflushed.clear()
@@ -182,14 +182,14 @@ class Service:
         self._wake.set()
 
     def reset_prefix_cache(self) -> bool:
-        """Raises CoreDeadError."""
+        """Reset the prefix cache. Raises CoreDeadError."""
         if self.dead:
             raise CoreDeadError
         self._run_steps(self.now())
         return self.scheduler.cache.reset()
 
     async def run(self) -> None:
-        """Drives the engine until it dies or is cancelled."""
+        """Drive the engine until it dies or is cancelled."""
         while not self.dead:
             self._run_steps(self.now())
             if self._unflushed:
@@ -210,7 +210,7 @@ class Service:
                 timer.cancel()
 
     def _due_wall_s(self) -> float:
-        """When the driver has to look next, on the wall clock."""
+        """Return when the driver has to look next, on the wall clock."""
         if self._unflushed:
             return self._clock()
         due = self.scheduler.next_s()
@@ -260,8 +260,8 @@ class Service:
 
 
 def log_entry(request: Request, rank: int = 0) -> Mapping[str, object]:
-    """One line of the request log. Times are engine seconds since the engine's start, null for what did not
-    happen; `admitted` counts admissions from 0, null if it was never admitted."""
+    """Return one line of the request log. Times are engine seconds since the engine's start, null for what
+    did not happen; `admitted` counts admissions from 0, null if it was never admitted."""
     table = request.table
     return {
         "request_id": request.request_id,

@@ -21,10 +21,10 @@ _ENTRY = 32
 
 class Store(Protocol):
     def leading(self, digests: Sequence[bytes]) -> int:
-        """How many of the digests, counted from the first, the pool holds."""
+        """Return how many of the digests, counted from the first, the pool holds."""
 
     def put(self, digests: Sequence[bytes]) -> list[bool]:
-        """Adds the digests; returns for each whether it was new."""
+        """Add the digests. Return for each whether it was new."""
 
 
 class FileStore:
@@ -57,7 +57,7 @@ class FileStore:
         return new
 
     def clear(self) -> None:
-        """Empties the pool for all engines."""
+        """Empty the pool for all engines."""
         os.ftruncate(self._fd, 0)
 
     def close(self) -> None:

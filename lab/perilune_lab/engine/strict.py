@@ -1,4 +1,4 @@
-"""What vLLM refuses with status 400 beside wrong types: one row per rule.
+"""What vLLM refuses with status 400 apart from wrong types: one row per rule.
 
 `first_broken` goes through the rules of the request's API; their words are those of vLLM 0.32. The last
 group, off by default, has what OpenAI's own API refuses and vLLM lets pass: conversations whose tool calls
@@ -122,7 +122,7 @@ CHAT = (
 
 
 def _unanswered(body: Any) -> bool:
-    """Whether a tool call is not answered by the tool messages right after it."""
+    """Return whether a tool call is not answered by the tool messages right after it."""
     waiting: set[str] = set()
     for message in body.messages or ():
         if message["role"] == "tool":
@@ -135,7 +135,7 @@ def _unanswered(body: Any) -> bool:
 
 
 def _unasked(body: Any) -> bool:
-    """Whether a tool message answers no call of the assistant message before it."""
+    """Return whether a tool message answers no call of the assistant message before it."""
     asked: set[str] = set()
     for message in body.messages or ():
         if message["role"] != "tool":
@@ -161,6 +161,6 @@ OPENAI_CHAT = (
 
 
 def first_broken(body: Any, rules: Sequence[Rule]) -> Rule | None:
-    """The first rule that the body breaks. Raises TypeError, KeyError or AttributeError for values of another
-    form than the API's."""
+    """Return the first rule that the body breaks. Raises TypeError, KeyError or AttributeError for values of
+    another form than the API's."""
     return next((rule for rule in rules if rule.broken(body)), None)

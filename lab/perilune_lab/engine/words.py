@@ -32,21 +32,21 @@ class Text(Protocol):
     have not the API's form."""
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """`special`: with the ids that the tokenizer puts around a text."""
+        """Return the ids of a text. `special`: with the ids that the tokenizer puts around it."""
 
     def chat(self, messages: Messages, tools: Messages, special: bool = False) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Each token's own text; together they are `decode(ids)`."""
+        """Return each token's own text; together they are `decode(ids)`."""
 
     def answer(self, prompt: Sequence[int], n_tokens: int) -> list[int]:
-        """What the model says to this prompt; a longer answer extends a shorter one."""
+        """Return what the model says to this prompt; a longer answer extends a shorter one."""
 
 
 def key_of(prompt: Sequence[int]) -> int:
-    """A number that identifies a prompt."""
+    """Return a number that identifies a prompt."""
     return xxhash.xxh3_64_intdigest(array("I", prompt).tobytes())
 
 
@@ -119,8 +119,8 @@ class ModelText:
         return [rng.choice(self._first), *rng.choices(list(self._following), k=n_tokens - 1)]
 
     def _find_words(self) -> tuple[list[int], dict[int, str]]:
-        """Tokens that stay themselves when their text is tokenized again: words to begin with, and other
-        words to follow (with their text, a space before it)."""
+        """Return the tokens that stay themselves when their text is tokenized again: words to begin with, and
+        other words to follow (with their text, a space before it)."""
         first: list[int] = []
         following: dict[int, str] = {}
         vocabulary = range(self._tokenizer.get_vocab_size())
@@ -147,7 +147,7 @@ def _is_word(text: str) -> bool:
 
 
 def load(folder: Path | None) -> Text:
-    """Loads the tokenizer in `folder`, or the lab's own for None. Raises OSError and ValueError."""
+    """Load the tokenizer in `folder`, or the lab's own for None. Raises OSError and ValueError."""
     vocabulary = Vocabulary()
     if folder is None or _is_lab(folder, vocabulary):
         return LabText(vocabulary)
@@ -155,7 +155,7 @@ def load(folder: Path | None) -> Text:
 
 
 def _is_lab(folder: Path, vocabulary: Vocabulary) -> bool:
-    """Whether the folder was written from this vocabulary."""
+    """Return whether the folder was written from this vocabulary."""
     model = json.loads((folder / "tokenizer.json").read_bytes()).get("model", {})
     names = {f"<0x{i:02X}>": i for i in range(BYTES)} | dict(vocabulary.ids)
     return bool(model.get("vocab") == names) and _template(folder) == CHAT_TEMPLATE
@@ -173,7 +173,7 @@ def _template(folder: Path) -> str:
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """The tokens that a template may name, such as `bos_token`."""
+    """Return the tokens that a template may name, such as `bos_token`."""
     config = json.loads((folder / "tokenizer_config.json").read_bytes())
     tokens = {
         name: config[name]
@@ -184,7 +184,7 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as vLLM passes it to a template."""
+    """Return the message as vLLM passes it to a template."""
     plain = {**message, "content": content_of(message)}
     if calls := message.get("tool_calls"):
         plain["tool_calls"] = [_call(call) for call in calls]

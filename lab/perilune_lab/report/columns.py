@@ -12,8 +12,8 @@ from perilune_lab.report.document import Report, Run
 
 
 def table(report: Report, title: str = "") -> Table:
-    """Runs side by side: a row per metric, a column per policy; three policies fit into 80 columns. Metrics
-    that no run knows are left out."""
+    """Return runs side by side: a row per metric, a column per policy; three policies fit into 80 columns.
+    Leave out metrics that no run knows."""
     title = title or f"{report.trace.get('name', 'trace')} · {report.mode}"
     if report.simulated:
         title += f" · simulated, engine seconds (time scale {report.time_scale:g})"
@@ -73,7 +73,7 @@ def _rows(runs: Sequence[Run]) -> Iterable[tuple[str, list[str]]]:
 
 
 def cell(value: float | UnsetType, form: str) -> str:
-    """A cell's text; empty if the value is unknown."""
+    """Return a cell's text; empty if the value is unknown."""
     return "" if isinstance(value, UnsetType) else form.format(value)
 
 

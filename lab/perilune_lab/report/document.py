@@ -162,7 +162,7 @@ class Run(msgspec.Struct, frozen=True):
     """TTFT p90 / its floor."""
     preemptions: int | UnsetType = UNSET
     sessions: PlayedSessions | UnsetType = UNSET
-    """Sessions of which every turn is measured; absent if turns come at recorded times."""
+    """Sessions whose turns were all measured; absent if turns come at recorded times."""
     """Sequences that an engine interrupted for want of KV room."""
 
 
@@ -184,7 +184,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def quantiles(values: Iterable[float]) -> Quantiles | UnsetType:
-    """UNSET without values."""
+    """Return the quantiles; UNSET without values."""
     ordered = sorted(values)
     if not ordered:
         return UNSET
@@ -193,7 +193,7 @@ def quantiles(values: Iterable[float]) -> Quantiles | UnsetType:
 
 
 def hotspot(ttft_s: Iterable[Sequence[float]]) -> Hotspot | UnsetType:
-    """`ttft_s`: of each endpoint's requests; UNSET without endpoints."""
+    """Return the hotspot; UNSET without endpoints. `ttft_s`: of each endpoint's requests."""
     p90s = [quantile(sorted(values), 0.9) for values in ttft_s]
     if not p90s:
         return UNSET
@@ -202,10 +202,10 @@ def hotspot(ttft_s: Iterable[Sequence[float]]) -> Hotspot | UnsetType:
 
 
 def encode(report: Report) -> bytes:
-    """Indented JSON, ending with a newline."""
+    """Return indented JSON, ending with a newline."""
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
 
 
 def decode(document: bytes) -> Report:
-    """Raises msgspec.ValidationError with the path of what is wrong."""
+    """Decode a report. Raises msgspec.ValidationError with the path of what is wrong."""
     return msgspec.json.decode(document, type=Report)

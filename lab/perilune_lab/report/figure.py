@@ -1,4 +1,4 @@
-"""Draws a report: TTFT distribution, APC beside TTFT p90, and every endpoint, one colour per policy.
+"""Draws a report: TTFT distribution, APC next to TTFT p90, and every endpoint, one colour per policy.
 
 Runs without a display. The import takes half a second, so import it only to draw a figure.
 """
@@ -61,7 +61,7 @@ def _distribution(axes: Axes, runs: Sequence[Run], ttft_s: Mapping[str, Sequence
 
 
 def _bars(axes: Axes, runs: Sequence[Run]) -> None:
-    """APC on the left axis, TTFT p90 on the right one."""
+    """Draw APC on the left axis and TTFT p90 on the right one."""
     right = axes.twinx()
     for i, run in enumerate(runs):
         if not isinstance(run.apc, UnsetType):
@@ -74,7 +74,7 @@ def _bars(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def _endpoints(axes: Axes, runs: Sequence[Run]) -> None:
-    """TTFT p90 of every endpoint, grouped by policy, slowest first."""
+    """Draw TTFT p90 of every endpoint, grouped by policy, slowest first."""
     at = 0
     ticks, names = [], []
     for i, run in enumerate(runs):
@@ -92,5 +92,5 @@ def _endpoints(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def _name(axes: Axes, ticks: Sequence[float], names: Sequence[str]) -> None:
-    """Policies below their bars, slanted so that long names do not run into each other."""
+    """Write the policies below their bars, slanted so that long names do not run into each other."""
     axes.set_xticks(ticks, names, rotation=20, ha="right", rotation_mode="anchor")

@@ -54,7 +54,7 @@ class Measured:
 
 
 def run(measured: Measured) -> Run:
-    """One policy's numbers."""
+    """Return one policy's numbers."""
     m = measured
     scale = m.time_scale
     results = m.results
@@ -98,7 +98,7 @@ Key = tuple[str, int]
 
 
 def _turns(m: Measured) -> dict[Key, Turn]:
-    """The turns that were played, in the order of their submission."""
+    """Return the turns that were played, in the order of their submission."""
     known = {(t.session, t.number): t for s in m.sessions for t in s.turns}
     played = sorted(m.results, key=lambda r: r.submitted_at_s)
     return {(r.session, r.turn): known[r.session, r.turn] for r in played if (r.session, r.turn) in known}
@@ -109,7 +109,7 @@ def _reuse(turns: Mapping[Key, Turn]) -> dict[Key, Reuse]:
 
 
 def _inside(r: Result, scale: float) -> bool:
-    """Both SLOs of goodput."""
+    """Return whether a turn is inside both SLOs of goodput."""
     in_time = r.ttft_s is not None and scale * r.ttft_s <= GOODPUT_TTFT_S
     return in_time and (r.tpot_s is None or scale * r.tpot_s <= GOODPUT_TPOT_S)
 
@@ -147,7 +147,7 @@ def _ceiling(
 
 
 def _migrations(m: Measured, good: Sequence[Result], span_s: float) -> Migrations | UnsetType:
-    """Counts moves by the reasons that the responses carry; UNSET when they carry none."""
+    """Count moves by the reasons that the responses carry; UNSET when they carry none."""
     if not span_s or not any(r.reason for r in good):
         return UNSET
     sessions = (
@@ -214,7 +214,8 @@ class _Ideals:
         return mean(ratios) if ratios else UNSET
 
     def stretches(self, good: Sequence[Result]) -> list[float]:
-        """The stretch of each session whose turns all succeeded, up to the last one that was played."""
+        """Return the stretch of each session whose turns all succeeded, up to the last one that was
+        played."""
         if self.m.mode is not Mode.THINKTIME:
             return []
         found = []
@@ -243,7 +244,7 @@ class _Ideals:
 
 
 def _by_session(results: Iterable[Result]) -> dict[str, list[Result]]:
-    """Each session's results, by turn."""
+    """Return each session's results, by turn."""
     by: dict[str, list[Result]] = defaultdict(list)
     for r in sorted(results, key=lambda r: r.turn):
         by[r.session].append(r)
@@ -251,6 +252,6 @@ def _by_session(results: Iterable[Result]) -> dict[str, list[Result]]:
 
 
 def _variance(values: Sequence[float]) -> float:
-    """Population variance."""
+    """Return the population variance."""
     middle = mean(values)
     return mean((v - middle) ** 2 for v in values)

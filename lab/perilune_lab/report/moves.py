@@ -25,7 +25,7 @@ class PlayedTurn(NamedTuple):
 
 
 def migrations(sessions: Iterable[Sequence[PlayedTurn]], span_s: float, cooldown_s: float) -> Migrations:
-    """Counts moves. `sessions` are the turns of each session in order, at least one turn in all. A session
+    """Count moves. `sessions` are the turns of each session in order, at least one turn in all. A session
     that moves twice within `cooldown_s` thrashes."""
     turns, moves, accurate, judged, thrash = 0, 0, 0, 0, 0
     for rows in sessions:

@@ -71,7 +71,7 @@ class Agentic:
     """Share of the sessions that begin with a task that a recent session began with."""
     zipf_alpha: float = 0.0
     """Skew of the sessions' weights: a session's turns are multiplied by rank^−α over the mean, its rank
-    drawn from 1 … 1000; 0: equal weights."""
+    drawn from 1 … 1000; 0 for equal weights."""
     length_scale: float = 1.0
     """Multiplies every length in tokens, the context limit included."""
     gap_scale: float = 1.0
@@ -79,7 +79,7 @@ class Agentic:
 
 
 def sessions(parameters: Agentic, seed: int) -> Iterator[Session]:
-    """Sessions without end, by start. Equal (parameters, seed) give equal sessions."""
+    """Yield the sessions without end, by start. Equal (parameters, seed) give equal sessions."""
     draw = _Draw(parameters)
     rng = Random(seed)
     start_s = 0.0
@@ -89,7 +89,7 @@ def sessions(parameters: Agentic, seed: int) -> Iterator[Session]:
 
 
 def generate(parameters: Agentic, seed: int, number: int) -> Trace:
-    """The first `number` sessions as a trace."""
+    """Return the first `number` sessions as a trace."""
     return Trace(
         name="agentic",
         style=Style.CHAT,
@@ -99,7 +99,7 @@ def generate(parameters: Agentic, seed: int, number: int) -> Trace:
 
 
 def describe(parameters: Agentic) -> dict[str, float | int | str]:
-    """Parameters as they are printed and reported."""
+    """Return the parameters as they are printed and reported."""
     return {
         name: "log-normal({}, {})".format(*value) if isinstance(value, tuple) else value
         for name, value in asdict(parameters).items()
@@ -107,7 +107,7 @@ def describe(parameters: Agentic) -> dict[str, float | int | str]:
 
 
 def gap_s(u: float) -> float:
-    """Inverse of the gaps' distribution: `u` uniform in [0, 1)."""
+    """Return the inverse of the gaps' distribution: `u` uniform in [0, 1)."""
     i = bisect_right(GAP_QUANTILES_S, (u, float("inf"))) - 1
     (p0, s0), (p1, s1) = GAP_QUANTILES_S[i], GAP_QUANTILES_S[i + 1]
     return s0 * exp((u - p0) / (p1 - p0) * log(s1 / s0))
@@ -123,7 +123,8 @@ class _Draw:
         self._mean_weight = sum(self._weight(rank) for rank in range(1, _RANKS + 1)) / _RANKS
 
     def session(self, session_id: str, start_s: float, seed: int) -> Session:
-        """Each session has its own random seed: another scale changes its lengths, not later sessions."""
+        """Draw a session by a random seed of its own: another scale changes its lengths, not later
+        sessions."""
         p, rng = self.p, Random(seed)
         self.rng = rng
         prompt = self._task(session_id)
@@ -147,7 +148,7 @@ class _Draw:
         return Session(session_id, start_s, tuple(turns))
 
     def _task(self, session_id: str) -> tuple[Segment, ...]:
-        """Draws system prompt and task, together at most three quarters of the context, so that a first turn
+        """Draw system prompt and task, together at most three quarters of the context, so that a first turn
         fits."""
         p, rng = self.p, self.rng
         system = Segment(
@@ -162,7 +163,7 @@ class _Draw:
         return task
 
     def _compacted(self, system: Segment, session_id: str, turn: int) -> tuple[Segment, ...]:
-        """The context after compaction: the system prompt and a summary."""
+        """Return the context after compaction: the system prompt and a summary."""
         tokens = int(self.p.compacted_share * self._scaled(self.p.context_tokens))
         summary = Segment(f"{session_id}/summary{turn}", max(1, tokens - system.tokens), Role.USER)
         return (system, summary)

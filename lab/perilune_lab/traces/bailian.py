@@ -50,7 +50,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 def load(path: Path, limit: int | None = None, engine: EngineModel = H20_30B) -> Trace:
-    """The trace, or its first `limit` requests. Raises SpecError naming line and field."""
+    """Return the trace, or its first `limit` requests. Raises SpecError naming line and field."""
     turns: list[Turn] = []
     last_of: dict[int, tuple[str, int]] = {}
     """Session and number of a turn that none has continued, by its chat id."""

@@ -32,7 +32,8 @@ chains of hash ids.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0, or 2 for a file that cannot be read; then line and field are printed to stderr."""
+    """Run the command. Return 0, or 2 for a file that cannot be read; then line and field are printed to
+    stderr."""
     parser = argparse.ArgumentParser(
         prog="perilune trace",
         description="What a trace is made of: lengths, sessions, reuse, best possible hit rate.",
@@ -77,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def tables(found: Stats) -> tuple[Table, Table]:
-    """Tables of distributions and of single numbers."""
+    """Return tables of distributions and of single numbers."""
     title = found.name if found.name != AGENTIC else f"{found.name}, generated"
     spreads = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     spreads.add_column("", no_wrap=True)
@@ -120,7 +121,7 @@ def _shares(found: Stats) -> Iterator[tuple[str, str]]:
 
 
 def as_short_number(value: float) -> str:
-    """At most six characters, so that a row fits 80 columns."""
+    """Return at most six characters, so that a row fits 80 columns."""
     for least, unit, letter in ((999_500, 1e6, "M"), (9_999.5, 1e3, "k")):
         if value >= least:
             return f"{value / unit:#.3g}".rstrip(".") + letter

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def read_lines(path: Path, kind: type[T]) -> Iterator[tuple[int, T]]:
-    """(line number from 1, decoded line); blank lines are skipped. Raises SpecError for a file that cannot
+    """Yield (line number from 1, decoded line), without blank lines. Raises SpecError for a file that cannot
     be read and for a line that is no `kind`: `trace.jsonl:3: Expected `int`, got `str` - at `$.turn``."""
     decoder = msgspec.json.Decoder(kind)
     try:

@@ -14,7 +14,7 @@
 | `timestamp_s` | when it was submitted, where known: modes `timestamps` and `max` need it on every line |
 | `prompt` | the whole prompt: [key, tokens] or [key, tokens, role]; equal keys are equal text |
 | `extend` | instead of `prompt`: what follows the previous turn's prompt |
-| `input_tokens` | instead of both, when only counts are known: the prompt grows from the previous one to this length; a shorter one begins anew |
+| `input_tokens` | instead of both, when only counts are known: the prompt grows from the previous one to this length; a shorter one starts over |
 | `output_tokens` | at least 1 |
 | `tenant` | optional, on a session's first line |
 
@@ -69,7 +69,7 @@ class _Growing:
 
 
 def read(path: Path, limit: int | None = None) -> Trace:
-    """Raises SpecError naming line and field."""
+    """Read a trace. Raises SpecError naming line and field."""
     growing: dict[str, _Growing] = {}
     for number, line in islice(read_lines(path, Line), limit):
         start_s = line.start_s if line.timestamp_s is None else line.timestamp_s
@@ -97,7 +97,7 @@ def read(path: Path, limit: int | None = None) -> Trace:
 
 
 def write(trace: Trace, path: Path) -> None:
-    """Writes the turns as submitted; of a prompt that extends the last one, only the new part."""
+    """Write the turns as submitted; of a prompt that extends the last one, only the new part."""
     last: dict[str, Turn] = {}
     sessions = {session.session_id: session for session in trace.sessions}
     with path.open("wb") as file:
@@ -138,7 +138,7 @@ def _prompt(line: Line, before: Turn | None) -> tuple[Segment, ...]:
 
 
 def _grown(tokens: int, session: str, before: Turn | None) -> tuple[Segment, ...]:
-    """The previous prompt, its answer, and new text up to `tokens`."""
+    """Return the previous prompt, its answer, and new text up to `tokens`."""
     number = before.number + 1 if before else 0
     old = before.prompt if before else ()
     answer = before.answer if before else None

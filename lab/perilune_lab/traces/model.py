@@ -79,7 +79,7 @@ class Turn:
 
 
 def submitted_s(turn: Turn) -> float:
-    """A turn's recorded time of submission. Raises SpecError if the trace has none."""
+    """Return a turn's recorded time of submission. Raises SpecError if the trace has none."""
     if turn.timestamp_s is None:
         raise SpecError(
             f"turn {turn.number} of session {turn.session} has no timestamp: only the mode "
@@ -111,7 +111,7 @@ class Trace:
     """Parameters of its generation; printed and reported."""
 
     def turns(self) -> list[Turn]:
-        """Every turn, in the order in which an unloaded system would see them: by timestamp where
+        """Return every turn, in the order in which an unloaded system would see them: by timestamp where
         recorded, else by the session's start plus its gaps."""
         order: list[tuple[float, int, Turn]] = []
         for session in self.sessions:
@@ -122,7 +122,7 @@ class Trace:
         return [turn for _, _, turn in sorted(order)]
 
     def limit(self, requests: int) -> Trace:
-        """The trace's first `requests` requests."""
+        """Return the trace's first `requests` requests."""
         kept = {(turn.session, turn.number) for turn in self.turns()[:requests]}
         sessions = (
             replace(s, turns=tuple(t for t in s.turns if (t.session, t.number) in kept))

@@ -39,7 +39,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 def load(path: Path, limit: int | None = None, engine: EngineModel = H20_30B) -> Trace:
-    """The trace, or its first `limit` requests. Raises SpecError naming line and field."""
+    """Return the trace, or its first `limit` requests. Raises SpecError naming line and field."""
     turns: list[Turn] = []
     sessions = _Sessions()
     earliest_ms = 0.0
@@ -74,7 +74,7 @@ class _Sessions:
         self._begun = 0
 
     def place(self, full: tuple[int, ...]) -> tuple[str, int]:
-        """(session, number of the turn) of a request with these full blocks."""
+        """Return (session, number of the turn) of a request with these full blocks."""
         for block in reversed(full):
             if block in self._ends:
                 session, last = self._ends.pop(block)

@@ -17,8 +17,8 @@ from perilune_lab.traces.reuse import ideal_turn_s, reuse
 
 
 def recorded(path: Path, turns: list[Turn], engine: EngineModel) -> Trace:
-    """The trace of `turns`, given for all sessions in the order of submission. Raises SpecError without
-    turns."""
+    """Return the trace of `turns`, given for all sessions in the order of submission. Raises SpecError
+    without turns."""
     if not turns:
         raise SpecError(f"{path}: no requests")
     name = path.name.removesuffix(".gz").removesuffix(".jsonl")
@@ -26,7 +26,7 @@ def recorded(path: Path, turns: list[Turn], engine: EngineModel) -> Trace:
 
 
 def _sessions(turns: list[Turn], engine: EngineModel) -> Iterable[Session]:
-    """Sessions ordered by start, with gaps between their turns."""
+    """Yield the sessions ordered by start, with gaps between their turns."""
     by_session: dict[str, list[Turn]] = {}
     free_at_s: dict[str, float] = {}
     for turn, found in zip(turns, reuse(turns), strict=True):

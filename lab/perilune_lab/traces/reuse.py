@@ -40,7 +40,7 @@ class Reuse:
 
 
 def reuse(turns: Sequence[Turn], many: int | None = None) -> list[Reuse]:
-    """Reuse of each turn, in the given order, which is the order of submission.
+    """Return the reuse of each turn, in the given order, which is the order of submission.
 
     `many`: sessions that must begin with a segment to make it a shared prefix; by default 1 % of the
     sessions, at least 3."""
@@ -78,22 +78,23 @@ def reuse(turns: Sequence[Turn], many: int | None = None) -> list[Reuse]:
 
 
 def ideal_turn_s(engine: EngineModel, turn: Turn, cached_tokens: int) -> float:
-    """Seconds from submission to the last token of a turn that runs alone on an endpoint with `cached_tokens`
-    of it cached."""
+    """Return the seconds from submission to the last token of a turn that runs alone on an endpoint with
+    `cached_tokens` of it cached."""
     return ideal_ttft_s(engine, turn.prompt_tokens, cached_tokens) + ideal_decode_s(
         engine, turn.prompt_tokens, turn.output_tokens
     )
 
 
 def ideal_ttft_s(engine: EngineModel, prompt_tokens: int, cached_tokens: int) -> float:
-    """Seconds to the first token of a request that runs alone. At least one token is computed, whatever is
-    cached."""
+    """Return the seconds to the first token of a request that runs alone. At least one token is computed,
+    whatever is cached."""
     new = max(1, prompt_tokens - cached_tokens)
     return engine.request_overhead_s(prompt_tokens) + engine.prefill_s(new, prompt_tokens - new)
 
 
 def ideal_decode_s(engine: EngineModel, prompt_tokens: int, output_tokens: int) -> float:
-    """Seconds from the first token to the last of a request that runs alone, computed at the mean context."""
+    """Return the seconds from the first token to the last of a request that runs alone, computed at the mean
+    context."""
     steps = max(0, output_tokens - 1)
     return steps * engine.decode_step_s(1, prompt_tokens + steps // 2)
 
@@ -116,7 +117,7 @@ class _Tree:
 
 
 def _begun(turns: Iterable[Turn], tree: _Tree) -> dict[int, int]:
-    """Per prefix, how many sessions' first prompts begin with it."""
+    """Return for each prefix how many sessions' first prompts begin with it."""
     count: dict[int, int] = defaultdict(int)
     seen: set[str] = set()
     for turn in turns:

@@ -20,8 +20,8 @@ def open_trace(
     sessions: int = 200,
     parameters: Agentic | None = None,
 ) -> Trace:
-    """Opens a file in Mooncake's, Qwen-Bailian's or Perilune's schema, recognised by its first line, or
-    generates agentic sessions. `limit`: number of requests to keep, from the first. Raises SpecError naming
+    """Open a file in Mooncake's, Qwen-Bailian's or Perilune's schema, recognised by its first line, or
+    generate agentic sessions. `limit`: number of requests to keep, from the first. Raises SpecError naming
     line and field."""
     if name == AGENTIC:
         trace = generate(parameters or Agentic(), seed, sessions)

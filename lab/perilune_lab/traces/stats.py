@@ -76,7 +76,7 @@ class Stats(msgspec.Struct, frozen=True):
 
 
 def stats(trace: Trace, engine: EngineModel = H20_30B) -> Stats:
-    """Raises ValueError for a trace without requests."""
+    """Compute the statistics of a trace. Raises ValueError for a trace without requests."""
     turns = trace.turns()
     found = reuse(turns)
     prompts = [turn.prompt_tokens for turn in turns]
@@ -128,7 +128,7 @@ def _split(found: Sequence[Reuse]) -> ReuseSplit | UnsetType:
 
 
 def _prefill_share(engine: EngineModel, turns: Sequence[Turn], cached: Sequence[int]) -> float:
-    """Share of FLOPs that is prefill. A decoded token costs as many FLOPs as a prefilled one."""
+    """Return the share of FLOPs that is prefill. A decoded token costs as many FLOPs as a prefilled one."""
     prefill = decode = 0.0
     for turn, hit in zip(turns, cached, strict=True):
         prefill += engine.prefill_flops(turn.prompt_tokens - hit, hit)

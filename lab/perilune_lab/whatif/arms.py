@@ -83,7 +83,7 @@ class Arm:
         return self.choices + self.refused
 
     def take(self, record: DecisionRecord, verdict: Verdict, params: PeriluneParams) -> None:
-        """Tallies the policy's verdict on a recorded decision. `params`: parameters of the common measure."""
+        """Tally the policy's verdict on a recorded decision. `params`: parameters of the common measure."""
         if isinstance(verdict, NeedBody):
             self.needs_body += 1
             return
@@ -118,7 +118,7 @@ class Arm:
 
 
 def measure(record: DecisionRecord, target: str, params: PeriluneParams) -> Choice:
-    """Measures one endpoint for that request by the recorded facts. Raises StopIteration if it was no
+    """Measure one endpoint for that request by the recorded facts. Raises StopIteration if it was no
     candidate."""
     chosen = next(c for c in record.candidates if c.address == target)
     cost = seconds(chosen, record.view, params)
@@ -163,7 +163,7 @@ class WhatIf:
         self.arms = {policy: Arm(policy) for policy in self.policies}
 
     def take(self, entry: Logged | Ended | Cut, file: str) -> None:
-        """Tallies one line of a log. Raises SpecError for an unknown policy."""
+        """Tally one line of a log. Raises SpecError for an unknown policy."""
         if isinstance(entry, Cut):
             self.cuts.append(f"{file}: line {entry.line} was cut when the gateway was killed, and is skipped")
         elif isinstance(entry, Ended):
@@ -194,7 +194,7 @@ class WhatIf:
             arm.take(record, decide(record.view, record.candidates, policy, routing, rng), params)
 
     def _other(self, routing: Routing) -> Routing:
-        """The routing with the changed parameters, cached because a log has few different ones."""
+        """Return the routing with the changed parameters, cached because a log has few different ones."""
         known = self._routings.get(id(routing))
         if known is None:
             other = changed(routing, self.params, "--params")

@@ -66,7 +66,7 @@ class Options:
 
 
 def replay(options: Options, err: Console) -> WhatIf:
-    """Raises SpecError with file and line."""
+    """Replay a decision log. Raises SpecError with file and line."""
     found, printed_at = WhatIf(options.policies, options.params), time.monotonic()
     total = sum(_size(path) for path in options.decisions)
     before = 0
@@ -98,8 +98,7 @@ def _plan(options: Options) -> str:
 
 @contextmanager
 def _open(path: Path) -> Iterator[tuple[IO[bytes], Iterable[bytes]]]:
-    """Opens a log, plain or gzip, also from a pipe. Yields the underlying file, for progress, and the
-    lines."""
+    """Open a log, plain or gzip, also from a pipe. Yield the underlying file, for progress, and the lines."""
     with path.open("rb") as raw:
         packed = raw.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC)
         yield raw, gzip.GzipFile(fileobj=raw) if packed else raw
@@ -135,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _write(found: WhatIf, path: Path | None, err: Console) -> int:
-    """Writes the JSON file if one is requested. Returns the exit status, so that the table is printed in any
+    """Write the JSON file if one is requested. Return the exit status, so that the table is printed in any
     case."""
     if path is None:
         return 0
@@ -148,7 +147,7 @@ def _write(found: WhatIf, path: Path | None, err: Console) -> int:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
+    """Parse the command line. Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
     parser = argparse.ArgumentParser(
         prog="perilune whatif",
         description="Replay recorded decisions of a gateway under another policy or other parameters.",

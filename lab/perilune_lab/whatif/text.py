@@ -23,7 +23,7 @@ predictions of the gateway's model.\
 
 
 def render(found: WhatIf) -> RenderableType:
-    """Summary, table of policies, reasons, caveat."""
+    """Return summary, table of policies, reasons and caveat."""
     return Group(
         *(Text(line) for line in summary(found)), Text(), _policies(found), _reasons(found), Text(CAVEAT)
     )
@@ -94,7 +94,7 @@ def _cells(arm: Arm, endpoints: int) -> list[str]:
 
 
 def busiest(arm: Arm, endpoints: int) -> float:
-    """Uncached tokens at the busiest endpoint, divided by the mean over all endpoints."""
+    """Return the uncached tokens at the busiest endpoint, divided by the mean over all endpoints."""
     if not arm.new_tokens:
         return 1.0
     return max(new for _, new in arm.by_endpoint.values()) * endpoints / arm.new_tokens
@@ -112,7 +112,7 @@ def _reasons(found: WhatIf) -> Table:
 
 
 def document(found: WhatIf) -> dict[str, object]:
-    """Everything as plain values (docs/decision-log.md)."""
+    """Return everything as plain values (docs/decision-log.md)."""
     return {
         "schema": SCHEMA,
         "caveat": " ".join(CAVEAT.split()),

@@ -95,12 +95,12 @@ class Applier:
         """Secrets that are there."""
 
     def is_own_write(self, obj: Object) -> bool:
-        """Whether this version of an object is the one that was written last."""
+        """Return whether this version of an object is the one that was written last."""
         written = self._unseen.get(key(obj))
         return written is not None and version(written[0]) == version(obj)
 
     def newest(self, children: Mapping[Key, Object]) -> Mapping[Key, Object]:
-        """The pool's objects, also as they were written last where the watches do not show that yet."""
+        """Return the pool's objects; one that the watches do not show yet as it was last written."""
         written = ((k, obj) for k, (obj, _) in self._unseen.items() if k in children)
         return {**children, **{k: obj for k, obj in written if version(children[k]) < version(obj)}}
 
@@ -147,8 +147,8 @@ class Applier:
         return foreign, tuple(refusal for refusal in refused if refusal and key(refusal.obj) not in foreign)
 
     async def _is_foreign(self, obj: Object) -> bool:
-        """Whether an object of this name exists that the operator does not watch: a user's own, or one of an
-        earlier pool that is being deleted."""
+        """Return whether an object of this name exists that the operator does not watch: a user's own, or one
+        of an earlier pool that is being deleted."""
         if is_shared(obj):
             return False
         try:
@@ -160,8 +160,8 @@ class Applier:
         return not self._owner.controls(found)
 
     def _is_new(self, obj: Object, children: Mapping[Key, Object]) -> bool:
-        """Whether an object has to be rehearsed: a user wrote a part of it, and this form of it is neither
-        stored nor accepted yet."""
+        """Return whether an object has to be rehearsed: a user wrote a part of it, and this form of it is
+        neither stored nor accepted yet."""
         live = children.get(key(obj))
         stored = self._owner.applied_digest(live) if live else ""
         is_as_stored = obj["kind"] not in REHEARSED or digest(obj) == stored
@@ -227,7 +227,7 @@ class Applier:
         return None
 
     def _newest(self, k: Key, live: Object | None) -> Object | None:
-        """The newer one of what the watch shows and what was written last."""
+        """Return the newer one of what the watch shows and what was last written."""
         if k not in self._unseen:
             return live
         written, at = self._unseen[k]
@@ -315,8 +315,8 @@ class Applier:
 
 
 def _failure(what: str, error: kube.ApiError) -> Failure:
-    """Refusals of a conflict, of a missing object and of too many requests pass, as errors of the server
-    do."""
+    """Return the failure, and whether it lasts. Refusals of a conflict, of a missing object and of too many
+    requests pass, as errors of the server do."""
     lasts = 400 <= error.status < 500 and error.status not in (404, 409, 429)
     return Failure(f"{what}: {error.message}", lasts)
 

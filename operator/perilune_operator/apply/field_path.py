@@ -45,7 +45,7 @@ def _begins(text: str, key: str) -> bool:
 
 
 def _item(at: Any, inside: str) -> PathPart:
-    """The item that the text between brackets stands for: an index, or fields with their values."""
+    """Return the item that the text between brackets stands for: an index, or fields with their values."""
     if not isinstance(at, list):
         return inside
     if inside.isdigit():
@@ -61,7 +61,7 @@ def _item(at: Any, inside: str) -> PathPart:
 
 
 def into(at: Any, part: PathPart) -> Any:
-    """The value one step further; None when there is none."""
+    """Return the value one step further; None if there is none."""
     if isinstance(part, Named):
         return at[i] if isinstance(at, list) and (i := _index(at, part)) is not None else None
     if isinstance(part, int):
@@ -75,14 +75,14 @@ def _index(items: Sequence[Any], named: Named) -> int | None:
 
 
 def at(obj: Any, path: Sequence[PathPart]) -> Any:
-    """The value at a path; None when there is none."""
+    """Return the value at a path; None if there is none."""
     for part in path:
         obj = into(obj, part)
     return obj
 
 
 def common(obj: Any, path: Path) -> Path:
-    """The part of a path that exists in `obj`."""
+    """Return the part of a path that exists in `obj`."""
     for i, part in enumerate(path):
         obj = into(obj, part)
         if obj is None:

@@ -30,28 +30,28 @@ class Owner:
         return any(reference["uid"] == self.uid and reference.get("controller") for reference in references)
 
     def manager(self, obj: Object) -> str:
-        """The field manager. Each owner of a shared object has its own, or applying it for one pool would
-        remove the other pools' owner references."""
+        """Return the field manager. Each owner of a shared object has its own, or applying it for one pool
+        would remove the other pools' owner references."""
         return f"{MANAGER}-{self.uid[:8]}" if is_shared(obj) else MANAGER
 
     def hash_annotation(self, obj: Object) -> str:
-        """The name of the annotation that holds the digest of what was applied for this pool."""
+        """Return the name of the annotation that holds the digest of what was applied for this pool."""
         return f"{HASH}-{self.uid[:8]}" if is_shared(obj) else HASH
 
     def applied_digest(self, obj: Object) -> str:
-        """The digest that an object carries; empty when nothing was applied for this pool."""
+        """Return the digest that an object carries; empty if nothing was applied for this pool."""
         return str((obj["metadata"].get("annotations") or {}).get(self.hash_annotation(obj), ""))
 
 
 def digest(obj: Object) -> str:
-    """A hash of a wanted object, whichever version of the live object it was planned from."""
+    """Return a hash of a wanted object, whichever version of the live object it was planned from."""
     if "resourceVersion" in obj.get("metadata", ()):
         obj = {**obj, "metadata": {k: v for k, v in obj["metadata"].items() if k != "resourceVersion"}}
     return hashlib.sha256(msgspec.json.encode(obj, order="deterministic")).hexdigest()[:16]
 
 
 def owned_fields(live: Object, manager: str) -> str:
-    """A hash of the names of the fields that `manager` has applied; empty when there are none."""
+    """Return a hash of the names of the fields that `manager` has applied; empty if there are none."""
     for entry in live["metadata"].get("managedFields") or ():
         if entry["manager"] == manager and entry["operation"] == "Apply" and not entry.get("subresource"):
             return digest(entry["fieldsV1"])
@@ -59,7 +59,7 @@ def owned_fields(live: Object, manager: str) -> str:
 
 
 def is_shared(obj: Object) -> bool:
-    """Whether several pools may own the object: then none of its owners controls it."""
+    """Return whether several pools may own the object: then none of its owners controls it."""
     return not any(owner.get("controller") for owner in obj["metadata"].get("ownerReferences") or ())
 
 

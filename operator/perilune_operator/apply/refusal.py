@@ -39,7 +39,8 @@ _FIELD_AND_MESSAGE = re.compile(r"(\.[^\s:\[\]]+(?:\[[^\]]*\][^\s:\[\]]*)*): (.+
 
 
 def causes(error: kube.ApiError) -> tuple[tuple[str, str], ...]:
-    """Fields and messages about the object itself; empty when it was refused for another reason."""
+    """Return the fields and messages about the object itself; empty when it was refused for another
+    reason."""
     if error.status == 422:
         return error.causes
     if error.message.startswith(_UNREADABLE):
@@ -52,7 +53,7 @@ def causes(error: kube.ApiError) -> tuple[tuple[str, str], ...]:
 
 
 def message(refusals: Sequence[Refusal], spec: Object) -> str:
-    """The message of condition Accepted, with paths as SpecError writes them."""
+    """Return the message of condition Accepted, with paths as SpecError writes them."""
     lines = [f"{text} - at `{blame(r.obj, spec, field)}`" for r in refusals for field, text in r.causes]
     once = list(dict.fromkeys(lines))
     more = [f"and {len(once) - MOST} more"] if len(once) > MOST else []
@@ -60,7 +61,7 @@ def message(refusals: Sequence[Refusal], spec: Object) -> str:
 
 
 def blame(obj: Object, spec: Object, field: str) -> str:
-    """`field` of the rendered `obj` → `$.spec.…`, or the object's name and that field."""
+    """Turn `field` of the rendered `obj` into `$.spec.…`, or into the object's name and that field."""
     path = parse(obj, field) if field else ()
     inside = _inside_template(path)
     template = _TEMPLATE_OF.get(_component(obj), ())
@@ -89,7 +90,7 @@ _RENDERED_TEMPLATES = (
 
 
 def _inside_template(path: Path) -> Path | None:
-    """The rest of a path that lies inside a pod template; None for any other path."""
+    """Return the rest of a path that lies inside a pod template; None for any other path."""
     for prefix in _RENDERED_TEMPLATES:
         if path[: len(prefix)] == prefix:
             rest = path[len(prefix) :]
@@ -145,7 +146,8 @@ def _origin_outside(kind: str, component: str, path: Path) -> Path | None:
 
 
 def _origin_in_container(spec: Object, component: str, inside: Path) -> Path | None:
-    """`inside`: the path within one of the operator's own containers."""
+    """Return the field of the spec that is the origin. `inside`: the path within one of the operator's own
+    containers."""
     owner: Path = _TEMPLATE_OF[component][:-1]
     field, rest = (inside[0] if inside else ""), inside[1:]
     if field == "env" and rest[:1] and isinstance(rest[0], Named):

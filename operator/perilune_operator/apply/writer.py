@@ -23,7 +23,7 @@ class Fence(Protocol):
     """Tells a write how long this process leads."""
 
     def remaining_s(self) -> float:
-        """Seconds for which this process certainly leads; 0 or less when it does not."""
+        """Return the seconds for which this process certainly leads; 0 or less when it does not."""
 
 
 class Writer:
@@ -80,7 +80,7 @@ class Writer:
         content_type: str,
         params: Mapping[str, str] | None = None,
     ) -> Object:
-        """`kind` is empty for a rehearsal, which does not count as a write."""
+        """Send one request. `kind` is empty for a rehearsal, which does not count as a write."""
         async with self._turns:
             left_s = self._fence.remaining_s()
             if left_s <= 0:

@@ -1,10 +1,12 @@
-"""Watches the objects of all pools, and gathers everything about one pool (`observe`).
+"""Watches all that pools depend on, and gathers everything about one pool (`observe`).
 
-It uses `perilune_api.kube.follow` beside kopf's own watch of pools, for two reasons:
+kopf watches the pools themselves (handlers.py); everything else is watched by `perilune_api.kube.follow`, for
+two reasons:
 
 - kopf does not learn of an object that was deleted while its watch was interrupted. `follow` lists the
-  collection again and so notices. Held by tests/operator/test_operator_process.py::
-  test_a_pool_deleted_behind_the_operators_back_stays_deleted, for pools and for nodes.
+  collection again and so notices. For a pool each round asks (`has`). Held by
+  tests/operator/test_operator_process.py::test_a_pool_deleted_behind_the_operators_back_stays_deleted, for
+  pools and for nodes.
 - `follow` has the API server select by the operator's labels. kopf's filters select in this process, which
   would receive every ConfigMap and pod of the cluster.
 """
@@ -23,7 +25,8 @@ from perilune_operator.observe.facts import MANAGED_BY, MANAGER, GatewayStats, O
 
 DISCOVER_S = 20.0
 SHARED_WITH_OTHERS = frozenset({"ClientTrafficPolicy", "HorizontalPodAutoscaler"})
-"""Kinds of which other owners' objects matter too: a Gateway has one policy, and a pool one autoscaler."""
+"""Kinds whose objects matter too if they are of other owners: a Gateway has one policy, and a pool one
+autoscaler."""
 
 
 class Cluster:
@@ -34,17 +37,13 @@ class Cluster:
         client: kube.Client,
         namespace: str,
         on_change: Callable[[PoolName | None], None],
-        on_gone: Callable[[PoolName, str], None],
         is_own_write: Callable[[PoolName, Object], bool],
     ) -> None:
-        """`namespace`: the only one to watch; empty: all.
-        `on_change`: called with the pool that a change concerns; None: all pools.
-        `on_gone`: called when the pool with this uid does not exist any more. `is_own_write`: as in
-        Copies."""
+        """`namespace`: the only one to watch; empty for all. `on_change`: called with the pool that a change
+        concerns; None for all pools. `is_own_write`: as in Copies."""
         self._client = client
         self._namespace = namespace
         self._on_change = on_change
-        self._on_gone = on_gone
         self._copies = Copies(is_own_write)
         self._discovery = Discovery(client)
 
@@ -59,7 +58,7 @@ class Cluster:
     def observe(
         self, name: PoolName, body: Object, parent: ParentRef | None, stats: GatewayStats | None
     ) -> Observed:
-        """Everything about one pool. `parent`: the Gateway that its spec names."""
+        """Return everything about one pool. `parent`: the Gateway that its spec names."""
         return Observed(
             uid=body["metadata"]["uid"],
             generation=body["metadata"].get("generation", 0),
@@ -82,6 +81,17 @@ class Cluster:
             ),
         )
 
+    async def has(self, name: PoolName, uid: str) -> bool:
+        """Ask the API server whether the pool exists. Raises ApiError and OSError, also while the server does
+        not serve pools yet, as after its start."""
+        where = collection(API_VERSION, name[0], PLURAL)
+        found = await self._client.request("GET", where, params={"fieldSelector": f"metadata.name={name[1]}"})
+        return any(pool["metadata"]["uid"] == uid for pool in found["items"])
+
+    def take_pool(self, name: PoolName, body: Object | None) -> None:
+        """Take in a pool as other pools see it; None if it is gone."""
+        self._report(self._copies.take_pool(name, body))
+
     def pods(self, name: PoolName) -> list[Object]:
         return self._copies.pods(name)
 
@@ -92,7 +102,6 @@ class Cluster:
         """Watch until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follow_nodes())
-            tasks.create_task(self._follow_pools())
             tasks.create_task(self._follow("v1", "Pod", "pods", names.POOL_LABEL))
             followed: set[str] = set()
             while True:
@@ -134,14 +143,6 @@ class Cluster:
                 self._on_change(None)
 
         await kube.follow(self._client, collection(api, self._namespace, "gateways"), take)
-
-    async def _follow_pools(self) -> None:
-        def take(objects: Objects, changed: Collection[str]) -> None:
-            for pool, uid in self._copies.take_pools(objects).items():
-                self._on_gone(pool, uid)
-            self._report(self._copies.take_other_pools(objects, changed))
-
-        await kube.follow(self._client, collection(API_VERSION, self._namespace, PLURAL), take)
 
     def _report(self, concerned: Concerned) -> None:
         for pool in {None} if concerned is None else concerned:

@@ -24,7 +24,7 @@ from perilune_operator.observe.routes import rivals
 Objects = Mapping[str, Object]
 """A collection by namespace/name."""
 Concerned = set[PoolName] | None
-"""The pools that a change concerns; None: all of them."""
+"""The pools that a change concerns; None for all of them."""
 
 
 class Copies:
@@ -39,8 +39,6 @@ class Copies:
         self._by_pool: dict[str, dict[PoolName, dict[str, Object]]] = {}
         """The same objects by kind, then by pool, then by namespace/name."""
         self._nodes: dict[str, NodeFacts] | None = None
-        self._pools: dict[PoolName, str] = {}
-        """The uid of each pool."""
         self._others: dict[PoolName, OtherPool] = {}
         """Every pool, as other pools see it."""
         self._parents: dict[str, ParentFacts] | None = None
@@ -50,7 +48,7 @@ class Copies:
     # -- what is there -----------------------------------------------------------------------------
 
     def has_all(self, kinds: Collection[str]) -> bool:
-        """Whether nodes, the Gateways of routes, and these kinds have each been listed once."""
+        """Return whether nodes, the Gateways of routes, and these kinds have each been listed once."""
         routed = "HTTPRoute" not in kinds or self._parents is not None
         return self._nodes is not None and routed and self._by_kind.keys() >= set(kinds)
 
@@ -60,7 +58,7 @@ class Copies:
         return tuple(facts for _, facts in sorted((self._nodes or {}).items()))
 
     def children(self, pool: PoolName) -> dict[Key, Object]:
-        """The pool's objects, and those that the pools of its namespace share; no pods."""
+        """Return the pool's objects, and those that the pools of its namespace share; no pods."""
         kinds = self._by_pool.keys() - {"Pod"}
         owners = (pool, (pool[0], ""))
         found = (self._by_pool[kind].get(name, {}) for kind in kinds for name in owners)
@@ -70,11 +68,11 @@ class Copies:
         return list(self._by_pool.get("Pod", {}).get(pool, {}).values())
 
     def parent(self, namespace: str, name: str) -> ParentFacts | None:
-        """A Gateway; None where Gateways are not watched."""
+        """Return a Gateway; None if Gateways are not watched."""
         return None if self._parents is None else self._parents.get(f"{namespace}/{name}", ParentFacts())
 
     def others(self, pool: PoolName) -> dict[str, OtherPool]:
-        """The pools of its namespace that it names, or that name it, by name."""
+        """Return the pools of its namespace that it names, or that name it, by name."""
         return {
             name: other
             for (namespace, name), other in self._others.items()
@@ -82,7 +80,7 @@ class Copies:
         }
 
     def _are_bound(self, a: PoolName, b: PoolName) -> bool:
-        """Whether one of two pools names the other."""
+        """Return whether one of two pools names the other."""
         nobody = OtherPool()
         pairs = ((self._others.get(a, nobody), b[1]), (self._others.get(b, nobody), a[1]))
         return any(name == pool.served_by or name in pool.serves for pool, name in pairs)
@@ -127,30 +125,15 @@ class Copies:
         self._nodes |= {name: readers.node(objects[name]) for name in changed if name in objects}
         return self._nodes != before
 
-    def take_pools(self, objects: Objects) -> dict[PoolName, str]:
-        """Take in the pools; return those that are gone, with their uids. Another pool may have the name
-        now."""
-        before, self._pools = self._pools, {}
-        for obj in objects.values():
-            meta = obj["metadata"]
-            self._pools[meta["namespace"], meta["name"]] = meta["uid"]
-        return {pool: uid for pool, uid in before.items() if self._pools.get(pool) != uid}
-
-    def take_other_pools(self, objects: Objects, changed: Collection[str]) -> set[PoolName]:
-        """Take in the pools as other pools see them; return those that a change concerns."""
-        concerned = set[PoolName]()
-        for changed_name in changed:
-            namespace, _, name = changed_name.partition("/")
-            pool = namespace, name
-            before = self._others.get(pool)
-            bound = self.others(pool)
-            if changed_name in objects:
-                self._others[pool] = readers.other_pool(objects[changed_name])
-            else:
-                self._others.pop(pool, None)
-            if self._others.get(pool) != before:
-                concerned |= {(namespace, other) for other in (*bound, *self.others(pool))}
-        return concerned
+    def take_pool(self, pool: PoolName, body: Object | None) -> set[PoolName]:
+        """Take in a pool as other pools see it (None if it is gone); return those that are concerned."""
+        before, bound = self._others.get(pool), self.others(pool)
+        self._others.pop(pool, None)
+        if body is not None:
+            self._others[pool] = readers.other_pool(body)
+        if self._others.get(pool) == before:
+            return set()
+        return {(pool[0], other) for other in (*bound, *self.others(pool))}
 
     def take_parents(self, objects: Objects) -> bool:
         """Take in the Gateways; return whether a fact about them has changed."""
@@ -175,7 +158,7 @@ def _pool(obj: Object) -> PoolName:
 
 
 def _has_only_other_owners(old: Object | None, new: Object) -> bool:
-    """Whether nothing of a shared object changed that matters to others than its owners."""
+    """Return whether nothing of a shared object changed that matters to others than its owners."""
     if old is None or _pool(new)[1]:
         return False
     parts = ("spec",) if new["kind"] == "HorizontalPodAutoscaler" else ("spec", "status")

@@ -32,7 +32,7 @@ def key(obj: Object) -> Key:
 
 
 def version(obj: Object) -> int:
-    """The resourceVersion; a later version of the same object is a greater number."""
+    """Return the resourceVersion; a later version of the same object is a greater number."""
     return int(obj["metadata"]["resourceVersion"])
 
 
@@ -186,9 +186,9 @@ class Listener:
     """A listener of a Gateway: the host that it serves and the namespaces whose routes it takes."""
 
     host: str = ""
-    """Empty: any host."""
+    """Empty for any host."""
     namespaces: frozenset[str] | None = None
-    """None: all namespaces. A selector by labels that the operator cannot look up yields the empty set."""
+    """None for all namespaces. A selector by labels that the operator cannot look up yields the empty set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class ParentFacts:
 
     exists: bool = False
     programmed: Verdict | None = None
-    """None: no controller has reported yet."""
+    """None if no controller has reported yet."""
     listeners: Mapping[str, Verdict] = field(default_factory=dict)
     """Whether each listener is programmed, by name, as far as a controller has reported it."""
     given: Mapping[str, Listener] = field(default_factory=dict)
@@ -210,7 +210,7 @@ class Rival:
 
     pool: PoolName
     hosts: tuple[str, ...]
-    """Empty: any host."""
+    """Empty for any host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +220,7 @@ class OtherPool:
     served_by: str = ""
     """The pool whose gateway serves it; empty when it has its own."""
     serves: frozenset[str] = frozenset()
-    """The pools that its gateway serves besides."""
+    """The pools that its gateway serves in addition."""
     said: Mapping[str, Verdict] = field(default_factory=dict)
     """What the operator wrote about it last, by the type of the condition."""
 

@@ -1,7 +1,7 @@
 """What a pool's gateways report on their metrics pages: sessions and hit ratio, for the pool's status, and
 the draining engines that they no longer use.
 
-They are read beside the rounds, so that no round waits for a gateway. A page that does not come in time, or
+They are read outside the rounds, so that no round waits for a gateway. A page that does not come in time, or
 that is not one of a gateway, is missing as a whole, and GatewayStats says why.
 """
 
@@ -44,8 +44,8 @@ _POOL = re.compile(r',?perilune_dev_pool="([^"]*)"')
 
 
 def of_pool(page: str, pool: str) -> str:
-    """The page of a gateway with several pools as that of one of them: its series without the label of the
-    pool. Other pages stay as they are."""
+    """Return the page of a gateway with several pools as that of one of them: its series without the label of
+    the pool. Other pages stay as they are."""
     if "perilune_dev_pool=" not in page:
         return page
     return "\n".join(
@@ -84,7 +84,7 @@ def _page(text: str | Missing) -> _Page | Missing:
 
 
 def _parsed(text: str) -> _Page:
-    """Raises ValueError for a page with a sample that is not a number."""
+    """Parse a page. Raises ValueError if a sample is not a number."""
     return _Page(
         sessions=int((_number(_SESSIONS, text) or 0.0) + (_number(_OTHERS_SESSIONS, text) or 0.0)),
         hit_ratio=_number(_HIT_RATIO, text),
@@ -141,8 +141,8 @@ def _missing(read: Mapping[str, _Page | Missing]) -> Mapping[str, Missing]:
 def first_tokens_between(
     before: Mapping[str, FirstTokens], after: Mapping[str, FirstTokens], within_s: float
 ) -> tuple[int, int]:
-    """(requests whose first token came between two readings, those of them within so many seconds). A gateway
-    of which there is no earlier reading does not count yet; one that has restarted began at 0."""
+    """Return (the requests whose first token came between two readings, those of them within so many
+    seconds). A gateway without an earlier reading does not count yet; one that has restarted began at 0."""
     counts, in_time = 0, 0
     for gateway, now in after.items():
         if (then := before.get(gateway)) is None:
@@ -155,15 +155,15 @@ def first_tokens_between(
 
 
 def _is_behind(page: str) -> bool:
-    """Whether the gateway's health says `ingest_behind`, and not because it still catches up after its
+    """Return whether the gateway's health says `ingest_behind`, and not because it still catches up after its
     start."""
     busy, behind_s, catching_up = (_number(sample, page) or 0.0 for sample in _INGEST)
     return not catching_up and (busy > names.BUSY_INGEST or behind_s > names.BEHIND_S)
 
 
 def _queue_s(pages: Iterable[_Page]) -> Mapping[str, float]:
-    """Host → the queued prefill of all gateways. Each gateway of those that share state reports that of all
-    of them."""
+    """Return host → the queued prefill of all gateways. Each gateway of those that share state reports that
+    of all of them."""
     queued = defaultdict[str, float](float)
     for page in pages:
         for host, seconds in page.queue_s_at.items():
@@ -172,7 +172,8 @@ def _queue_s(pages: Iterable[_Page]) -> Mapping[str, float]:
 
 
 def _largest(each: Iterable[Mapping[str, float]]) -> Mapping[str, float]:
-    """Host → the largest of the numbers, where each gateway reports the same and not at the same time."""
+    """Return host → the largest of the numbers, where each gateway reports the same and not at the same
+    time."""
     made = dict[str, float]()
     for numbers in each:
         for host, number in numbers.items():
@@ -181,7 +182,7 @@ def _largest(each: Iterable[Mapping[str, float]]) -> Mapping[str, float]:
 
 
 def _summed(page: str, name: str) -> Mapping[str, float]:
-    """Host → the sum of all of its ranks."""
+    """Return host → the sum of all of its ranks."""
     made = defaultdict[str, float](float)
     for host, number in _each(page, name):
         made[host] += number
@@ -189,7 +190,8 @@ def _summed(page: str, name: str) -> Mapping[str, float]:
 
 
 def _each(page: str, name: str) -> Iterator[tuple[str, float]]:
-    """The host and the value of each finite sample of one of the endpoints' metrics. Raises ValueError."""
+    """Yield the host and the value of each finite sample of one of the endpoints' metrics. Raises
+    ValueError."""
     for address, text in re.findall(rf'^perilune_endpoint_{name}{{endpoint="([^"]*)"}} (\S+)', page, re.M):
         number = float(text)
         if isfinite(number):
@@ -197,7 +199,7 @@ def _each(page: str, name: str) -> Iterator[tuple[str, float]]:
 
 
 def _finite(text: str) -> float:
-    """Raises ValueError."""
+    """Return a finite number. Raises ValueError."""
     number = float(text)
     if not isfinite(number):
         raise ValueError(text)
@@ -205,7 +207,7 @@ def _finite(text: str) -> float:
 
 
 def _number(sample: re.Pattern[str], page: str) -> float | None:
-    """None when the sample is missing or not a finite number."""
+    """Return the number; None if the sample is missing or not a finite number."""
     found = sample.search(page)
     try:
         number = float(found[1]) if found else inf
@@ -251,7 +253,7 @@ class GatewayPages:
             self._missing[pool] = missing
 
     async def _text(self, ip: str) -> str | Missing:
-        """The metrics page of one gateway."""
+        """Return the metrics page of one gateway."""
         if self._http is None:  # it needs a running loop
             timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
             self._http = aiohttp.ClientSession(timeout=timeout, headers=pages.PLAIN)

@@ -100,8 +100,8 @@ class _Trouble(TypedDict):
 
 
 def _trouble(status: Object) -> _Trouble:
-    """Why a pod does not run; empty when it runs. Without messages that change all the time, such as a
-    back-off that counts its seconds."""
+    """Return why a pod does not run; empty when it runs. Leave out messages that change all the time, such as
+    a back-off that counts its seconds."""
     for condition in status.get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             said = f"{condition.get('reason', '')}: {condition.get('message', '')}"[:160]
@@ -123,8 +123,8 @@ def _holds(obj: Object, condition: str) -> bool:
 
 
 def verdicts(conditions: Sequence[Object] | None, generation: int, *types: str) -> list[Verdict]:
-    """The conditions of these types. `generation` is the object's own; a condition that names no generation
-    counts as current."""
+    """Return the conditions of these types. `generation` is the object's own; a condition that names no
+    generation counts as current."""
     return [
         Verdict(
             c["status"],
@@ -184,8 +184,8 @@ def _listener(listener: Object, own_namespace: str) -> Listener:
 
 
 def _selected(selector: Object) -> frozenset[str] | None:
-    """The namespaces that a selector names; None: all. The operator cannot look up labels of namespaces other
-    than their name, so a selector by such labels yields no namespace."""
+    """Return the namespaces that a selector names; None for all. The operator cannot look up other labels of
+    namespaces than their name, so a selector by such labels yields no namespace."""
     labels, rules = selector.get("matchLabels") or {}, selector.get("matchExpressions") or ()
     named = [{value} for label, value in labels.items() if label == NAMESPACE_NAME]
     is_in = [rule for rule in rules if (rule["key"], rule["operator"]) == (NAMESPACE_NAME, "In")]

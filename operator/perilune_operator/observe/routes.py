@@ -22,8 +22,8 @@ from perilune_operator.observe.readers import verdicts
 def rivals(
     routes: Mapping[PoolName, Object], gateways: Mapping[str, Mapping[str, Listener]]
 ) -> dict[PoolName, Rival]:
-    """The oldest rival of each pool that has one. `routes`: HTTPRoutes of pools. `gateways`: namespace/name →
-    listeners by name, for the Gateways that are watched."""
+    """Return the oldest rival of each pool that has one. `routes`: HTTPRoutes of pools. `gateways`:
+    namespace/name → listeners by name, for the Gateways that are watched."""
     standing = {pool: route for pool, route in routes.items() if not _is_refused(route)}
     sections: dict[str, set[str]] = {}
     for route in standing.values():
@@ -45,8 +45,8 @@ def rivals(
 
 
 def _matches(route: Object) -> str:
-    """Which requests of a host the route takes. Routes that name other requests are no rivals; which of them
-    gets a request that both name, the more specific match decides."""
+    """Return which requests of a host the route takes. Routes that name other requests are no rivals; if two
+    name the same request, the more specific match gets it."""
     return json.dumps([rule.get("matches") for rule in route["spec"].get("rules") or ()], sort_keys=True)
 
 
@@ -68,7 +68,7 @@ def _covers(wide: str, narrow: str) -> bool:
 
 
 def _parents(route: Object) -> list[tuple[str, str]]:
-    """The route's Gateways, each with a listener; an empty listener stands for all of them."""
+    """Return the route's Gateways, each with a listener; an empty listener stands for all of them."""
     here = route["metadata"]["namespace"]
     given = route["spec"].get("parentRefs") or ()
     return [(f"{p.get('namespace') or here}/{p['name']}", p.get("sectionName", "")) for p in given]

@@ -43,7 +43,7 @@ class Fabric:
 
 
 def resolve(spec: TopologySpec, nodes: Sequence[NodeFacts], pods: Sequence[PodFacts]) -> Fabric:
-    """The fabric of the relevant nodes: those with GPUs, and those that run pods of the pool."""
+    """Return the fabric of the relevant nodes: those with GPUs, and those that run pods of the pool."""
     levels = {level.name: level for level in spec.levels or DEFAULT_LEVELS}
     used = {pod.node for pod in pods if pod.node}
     relevant = sorted((n for n in nodes if n.gpus or n.name in used), key=lambda n: n.name)
@@ -76,7 +76,7 @@ def _value(node: NodeFacts, level: LevelSpec | None) -> str:
 
 
 def _number(node: NodeFacts, key: str) -> float:
-    """0 when the label is missing or is not a positive number."""
+    """Return the label's number; 0 if the label is missing or is not a positive number."""
     try:
         number = float(node.labels.get(key, "0"))
     except ValueError:

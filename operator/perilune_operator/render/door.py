@@ -1,6 +1,6 @@
 """What engines load of ours: the middleware before vLLM that keeps clients' transfer parameters out
-(`engine_door.py`), and a connector for hand-offs beside a store (`engine_connector.py`). A ConfigMap has the
-sources of both; the rest is what an engine's pod needs to load them.
+(`engine_door.py`), and a connector for hand-offs together with a store (`engine_connector.py`). A ConfigMap
+has the sources of both; the rest is what an engine's pod needs to load them.
 """
 
 from pathlib import Path
@@ -20,12 +20,12 @@ MOUNT: Object = {"name": "door", "mountPath": FOLDER, "readOnly": True}
 
 
 def name(pool: Context) -> str:
-    """The name of the ConfigMap."""
+    """Return the name of the ConfigMap."""
     return f"{pool.name}-engine-door"
 
 
 def config(pool: Context) -> Object:
-    """The ConfigMap with the sources."""
+    """Return the ConfigMap with the sources."""
     data = {f"{MODULE}.py": Path(engine_door.__file__).read_text()}
     if hands_over_beside_store(pool):
         data[f"{CONNECTOR}.py"] = CONNECTOR_SOURCE.read_text()
@@ -33,7 +33,7 @@ def config(pool: Context) -> Object:
 
 
 def hands_over_beside_store(pool: Context) -> bool:
-    """Whether engines have both connectors."""
+    """Return whether engines have both connectors."""
     mooncake = pool.spec.mooncake
     return mooncake.transfer is Transfer.HANDOFF and mooncake.store.enabled
 
@@ -43,8 +43,8 @@ def volume(pool: Context) -> Object:
 
 
 def env(pool: Context) -> list[Object]:
-    """The environment by which the middleware is found, and the secrets that let transfer parameters pass;
-    gateways send one with the legs of hand-offs."""
+    """Return the environment by which the middleware is found, and the secrets that let transfer parameters
+    pass; gateways send one with the legs of hand-offs."""
     return [{"name": "PYTHONPATH", "value": FOLDER}, *pool.secrets.engines.env()]
 
 

@@ -42,8 +42,9 @@ requests."""
 
 
 def command(drain_seconds: int, *, serve: bool, gives: bool = False) -> list[str]:
-    """`drain_seconds`: the longest wait. `serve`: whether the pod serves, or is a worker. `gives`: whether it
-    hands KV over, so that its sessions may come until they have switched."""
+    """Return the preStop hook's command. `drain_seconds`: the longest wait. `serve`: whether the pod serves,
+    or is a worker. `gives`: whether it hands KV over, so that its sessions may come until they have
+    switched."""
     looks = names.QUIET_SECONDS * LOOKS_PER_SECOND if gives else 2
     times = [str(drain_seconds), str(NOTICE_SECONDS), str(looks)]
     if serve:

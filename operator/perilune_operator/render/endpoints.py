@@ -23,12 +23,12 @@ def workload_name(pool: str) -> str:
 
 
 def prefill_workload(namespace: str, pool: str) -> Key:
-    """The workload that runs the endpoints that only prefill."""
+    """Return the workload that runs the endpoints that only prefill."""
     return Key("Deployment", namespace, f"{pool}-prefill")
 
 
 def gpus(pool: Context) -> int:
-    """GPUs of one endpoint."""
+    """Return the GPUs of one endpoint."""
     engine = pool.spec.engine
     return (
         0
@@ -38,15 +38,15 @@ def gpus(pool: Context) -> int:
 
 
 def ranks(pool: Context) -> int:
-    """Data-parallel ranks of one endpoint. A simulated engine has one."""
+    """Return the data-parallel ranks of one endpoint. A simulated engine has one."""
     engine = pool.spec.engine
     return 1 if engine.kind is EngineKind.SIMULATED else engine.data_parallel
 
 
 def nodes_per_endpoint(pool: Context) -> int:
-    """The smallest number of nodes that get equal numbers of GPUs, which vLLM's ranks require, and whole
-    pipeline stages, so that no tensor is split between nodes. A stage that needs more GPUs than a node has
-    fills several nodes."""
+    """Return the smallest number of nodes that get equal numbers of GPUs, which vLLM's ranks require, and
+    whole pipeline stages, so that no tensor is split between nodes. A stage that needs more GPUs than a node
+    has fills several nodes."""
     engine, total = pool.spec.engine, gpus(pool)
     a_node, a_stage, stages = engine.gpus_per_node, engine.tensor_parallel, engine.pipeline_parallel
     if total <= a_node:
@@ -75,23 +75,23 @@ def engine_pods(pool: str) -> Object:
 
 
 def workload(pool: Context) -> Key:
-    """The workload that runs the endpoints."""
+    """Return the workload that runs the endpoints."""
     kind = "Deployment" if nodes_per_endpoint(pool) == 1 else "LeaderWorkerSet"
     return Key(kind, pool.namespace, workload_name(pool.name))
 
 
 def engine_labels(pool: Context, component: names.Component) -> dict[str, str]:
-    """The labels that select the pods of engines, or those of their workers."""
+    """Return the labels that select the pods of engines, or those of their workers."""
     return {**pool.labels(component), names.ROLE_LABEL: ROLE}
 
 
 def with_duty(pool: Context, duty: names.Duty) -> dict[str, str]:
-    """The labels that select the endpoints that have this duty now."""
+    """Return the labels that select the endpoints that have this duty now."""
     if pool.spec.role_switching:
         return {names.POOL_LABEL: pool.name, names.DUTY_LABEL: duty}
     return pool.labels("engine" if duty == "serve" else "prefill")
 
 
 def can_run(pool: Context) -> bool:
-    """Whether the cluster knows the kind of workload that runs an endpoint."""
+    """Return whether the cluster knows the kind of workload that runs an endpoint."""
     return nodes_per_endpoint(pool) == 1 or pool.has("LeaderWorkerSet")

@@ -8,8 +8,8 @@ The operator mounts this file into engine pods, so it needs nothing but the stan
 the wrong role ends by an assertion. The gateway refuses them where it sees the body; here they are removed
 from all other requests, also while no gateway runs, on every path and at every depth, since the next version
 may read them elsewhere. They pass only with the pool's secret in HEADER, and only to the engine that TARGET
-names, if it names one: a proxy may send a request again to another engine, which would wait in vain for a
-transfer that is spent. Bodies without a trace of them are passed on as they are.
+names, if it names one: a proxy may send a request again to another engine, which would wait for a transfer
+that is already spent. Bodies without a trace of them are passed on as they are.
 
 **Ranks.** vLLM 0.32 obeys the header RANK in all of its APIs but Responses, whose requests it sends to the
 rank with the fewest requests, whatever that caches. There the rank is given to its engine client instead.

@@ -36,21 +36,21 @@ socket.create_connection((os.environ["LWS_LEADER_ADDRESS"], {MEETING_PORT}), 2)
 
 
 def replay_port(pool: Context) -> int:
-    """The port of rank 0's replay, after the events of all ranks."""
+    """Return the port of rank 0's replay, which follows the ports of all ranks' events."""
     return EVENTS_PORT + ranks(pool)
 
 
 def peers(pool: Context) -> bool:
-    """Whether engines read each other's host memory. vLLM's tier for that (0.32) is of one node, and listens
-    at IPv4 addresses only. Which endpoint reads which one, the pool's own gateway says: engines obey no
-    other."""
+    """Return whether engines read each other's host memory. vLLM's tier for that (0.32) is of one node, and
+    listens at IPv4 addresses only. Which endpoint reads which one, the pool's own gateway says: engines obey
+    no other."""
     offloads = pool.spec.mooncake.transfer is Transfer.OFFLOAD
     own = not pool.spec.gateway.served_by and not pool.defaults.ipv6
     return offloads and own and nodes_per_endpoint(pool) == 1
 
 
 def command(pool: Context, serve: bool) -> list[str]:
-    """The container's command; the program's arguments follow."""
+    """Return the container's command; the program's arguments follow."""
     if pool.spec.engine.kind is EngineKind.SIMULATED:
         return ["perilune", "engine"]
     if serve:
@@ -61,7 +61,7 @@ def command(pool: Context, serve: bool) -> list[str]:
 
 
 def env(pool: Context, serve: bool) -> list[Object]:
-    """The operator's environment variables, overridden by the user's."""
+    """Return the operator's environment variables, overridden by the user's."""
     engine = pool.spec.engine
 
     def field(name: str, path: str) -> Object:
@@ -101,15 +101,15 @@ def env(pool: Context, serve: bool) -> list[Object]:
 
 
 def args(pool: Context, serve: bool) -> list[str]:
-    """The operator's arguments, then the user's."""
+    """Return the operator's arguments, then the user's."""
     simulated = pool.spec.engine.kind is EngineKind.SIMULATED
     own = _simulated_args(pool) if simulated else [*_vllm_args(pool), *_group_args(pool, serve)]
     return [*own, *pool.spec.engine.args]
 
 
 def _group_args(pool: Context, serve: bool) -> list[str]:
-    """The arguments by which vLLM forms one engine of several nodes. It uses its own multiprocessing, because
-    its images have not contained Ray since 0.19."""
+    """Return the arguments by which vLLM forms one engine of several nodes. It uses its own multiprocessing,
+    because its images have not contained Ray since 0.19."""
     nodes = nodes_per_endpoint(pool)
     if nodes == 1:
         return []
@@ -156,9 +156,9 @@ def _simulated_offload(pool: Context) -> list[str]:
 
 
 def abort_seconds(pool: Context) -> int:
-    """How long a giver keeps blocks that no taker fetches, and a taker waits for a giver: twice the longest
-    prefill that the pool allows, and a minute. The prefill of n tokens is predicted as on an H20 with a
-    30B-A3B model (57 s for 131,072), times the pool's `prefillScale`."""
+    """Return how long a giver keeps blocks that no taker fetches, and a taker waits for a giver: twice the
+    longest prefill that the pool allows, and a minute. The prefill of n tokens is predicted as on an H20 with
+    a 30B-A3B model (57 s for 131,072), times the pool's `prefillScale`."""
     tokens = pool.spec.model.context_tokens
     prefill_s = (4.6e-5 * tokens + 3.0e-9 * tokens**2) * pool.spec.engine.prefill_scale
     return 60 + ceil(2 * prefill_s)
@@ -201,10 +201,10 @@ def _vllm_args(pool: Context) -> list[str]:
 
 
 def _transfer(pool: Context) -> Object:
-    """vLLM's --kv-transfer-config; empty without a transfer. Blocks that cannot be loaded are recomputed, so
-    that no request fails. vLLM chooses an engine id for each process: an engine that came back under its old
-    id would let the others wait for blocks of the process before. The processes of one endpoint need the same
-    id, so where it spans nodes they are given one."""
+    """Return vLLM's --kv-transfer-config; empty without a transfer. Blocks that cannot be loaded are
+    recomputed, so that no request fails. vLLM chooses an engine id for each process: an engine that came back
+    under its old id would let the others wait for blocks of the process before. The processes of one endpoint
+    need the same id, so where it spans nodes they are given one."""
     made = pool.spec.mooncake
     parts: list[Object] = []
     if made.transfer is Transfer.HANDOFF:

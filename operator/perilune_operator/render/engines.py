@@ -111,7 +111,8 @@ def _deployment(pool: Context) -> Object:
 
 
 def _prefill(pool: Context) -> Object:
-    """The engines that only prefill: like the others, but no Service, route or InferencePool selects them."""
+    """Return the engines that only prefill: like the others, but no Service, route or InferencePool selects
+    them."""
     made, labels = _deployment(pool), pool.labels("prefill")
     spec = made["spec"] | {
         "replicas": pool.spec.prefill_replicas,
@@ -122,7 +123,7 @@ def _prefill(pool: Context) -> Object:
 
 
 def _groups(pool: Context) -> Object:
-    """A LeaderWorkerSet. Raises SpecError if the pool's name is too long."""
+    """Return a LeaderWorkerSet. Raises SpecError if the pool's name is too long."""
     name = workload_name(pool.name)
     if len(name) > LONGEST_SET:
         most = len(pool.name) - len(name) + LONGEST_SET
@@ -160,8 +161,8 @@ def _rolling(pool: Context) -> Object:
 def _template(
     pool: Context, labels: dict[str, str], *, serve: bool, duty: names.Duty | None = None
 ) -> Object:
-    """The pod template. `serve`: whether the pod serves; otherwise it is a worker. `duty`: the one with which
-    its pods begin where roles are switched."""
+    """Return the pod template. `serve`: whether the pod serves; otherwise it is a worker. `duty`: the one
+    with which its pods begin where roles are switched."""
     taints = _devices(pool) if gpus(pool) else {}
     has_store, shares_memory = pool.spec.mooncake.store.enabled, _shares_memory(pool)
     return overlaid(
@@ -211,7 +212,7 @@ def _template(
 
 
 def _revision_label(pool: Context) -> str:
-    """The label of an engine's pods that names their template."""
+    """Return the label of an engine's pods that names their template."""
     if nodes_per_endpoint(pool) == 1:
         return "pod-template-hash"
     return "leaderworkerset.sigs.k8s.io/template-revision-hash"
@@ -245,14 +246,14 @@ def _container(pool: Context, serve: bool) -> Object:
 
 
 def _guarded(pool: Context) -> bool:
-    """Whether the engines are vLLM, which the door stands before."""
+    """Return whether the engines are vLLM; then the door stands in front of them."""
     return pool.spec.engine.kind is EngineKind.VLLM
 
 
 def _init_containers(pool: Context, serve: bool) -> list[Object]:
-    """They request what the engine does, because a ResourceQuota may require resources of every container,
-    and a pod is Guaranteed only if all of its containers have limits. It costs nothing, since they end before
-    the engine starts."""
+    """Return the init containers. They request what the engine does, because a ResourceQuota may require
+    resources of every container, and a pod is Guaranteed only if all of its containers have limits. It costs
+    nothing, since they end before the engine starts."""
     image, asked = _image(pool), resources(_needs(pool))
     fetch = model_cache.init_containers(pool, image, asked, engine_process.env(pool, serve))
     return [*fetch, *([mooncake.wait(pool, image, asked)] if pool.spec.mooncake.store.enabled else [])]
@@ -264,21 +265,22 @@ def _image(pool: Context) -> str:
 
 
 def _devices(pool: Context) -> dict[str, str]:
-    """The extended resources of one pod: GPUs and RDMA devices."""
+    """Return the extended resources of one pod: GPUs and RDMA devices."""
     engine, here = pool.spec.engine, gpus_per_pod(pool)
     made = {engine.gpu_resource: str(here)} if here else {}
     return made | ({engine.rdma_resource: str(engine.rdma_devices)} if engine.rdma_resource else {})
 
 
 def _needs(pool: Context) -> Resources:
-    """The other resources of one pod. The memory that it lends to other engines comes on top of its own."""
+    """Return the other resources of one pod. The memory that it lends to other engines is added to its
+    own."""
     lent = mooncake.host_bytes(pool.spec.mooncake, gpus_per_pod(pool), gpus(pool))
     return with_memory(sizes.needs(pool), lent)
 
 
 def _shares_memory(pool: Context) -> bool:
-    """Whether the pod needs shared memory: NCCL and vLLM's processes (one per GPU) communicate through it,
-    and vLLM's offloading keeps its blocks in it. A container has 64 MiB of it without a volume."""
+    """Return whether the pod needs shared memory: NCCL and vLLM's processes (one per GPU) communicate through
+    it, and vLLM's offloading keeps its blocks in it. A container has 64 MiB of it without a volume."""
     return gpus(pool) > 1 or pool.spec.mooncake.transfer is not Transfer.NONE
 
 
@@ -287,7 +289,7 @@ def _hands_over(pool: Context) -> bool:
 
 
 def _served(pool: Context) -> Object:
-    """Ports and probes of a container that serves."""
+    """Return the ports and probes of a container that serves."""
     health = {"httpGet": {"path": "/health", "port": "http"}}
     simulated = pool.spec.engine.kind is EngineKind.SIMULATED
     step = 1 if simulated else 5
@@ -318,7 +320,7 @@ def _served(pool: Context) -> Object:
 
 
 def _autoscaler(pool: Context) -> Object:
-    """An autoscaler that sets the pool's `replicas` through its scale subresource."""
+    """Return an autoscaler that sets the pool's `replicas` through its scale subresource."""
     scaling = pool.spec.scaling
     assert scaling is not None
     return pool.object(

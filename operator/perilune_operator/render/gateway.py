@@ -34,7 +34,7 @@ RESTART_HASH = "perilune.dev/restart-hash"
 
 
 def gateway(pool: Context) -> Iterator[Object]:
-    """All objects of the gateway itself; routing.py renders how requests reach it."""
+    """Yield all objects of the gateway itself; routing.py renders how requests reach it."""
     spec, name = pool.spec.gateway, names.gateway_name(pool.name)
     document = pool_document(pool.name, pool.namespace, pool.spec, pool.fabric.occupied)
     yield pool.object("ConfigMap", name, "gateway", data={names.POOL_DOCUMENT: dump(document).decode()})
@@ -53,12 +53,12 @@ def gateway(pool: Context) -> Iterator[Object]:
 
 
 def _hash(*values: msgspec.Struct) -> str:
-    """A digest that a new field with its default does not change."""
+    """Return a digest that a new field with its default does not change."""
     return hashlib.sha256(msgspec.json.encode([stated(value) for value in values])).hexdigest()[:16]
 
 
 def _account(pool: Context, name: str) -> Iterator[Object]:
-    """The gateway's service account, and its rights."""
+    """Yield the gateway's service account, and its rights."""
     watch = ["get", "list", "watch"]
     documents = [name, *map(names.gateway_name, pool.spec.gateway.serves)]
     rules = [
@@ -123,8 +123,8 @@ def _autoscaler(pool: Context, name: str) -> Object:
 
 
 def replicas(spec: GatewaySpec, live: Object | None) -> tuple[int | None, str | None]:
-    """The replicas to apply (None: they belong to the autoscaler), and the version of the Deployment from
-    which they were read, if they hold for no other version.
+    """Return the replicas to apply (None if they belong to the autoscaler), and the version of the Deployment
+    from which they were read, if they hold for no other version.
 
     A manager that stops applying a field deletes it, unless another manager owns it too; replicas would fall
     to 1 on the way to autoscaling. So the present number is applied until another manager has written one. If
@@ -142,8 +142,9 @@ def replicas(spec: GatewaySpec, live: Object | None) -> tuple[int | None, str | 
 
 
 def _readiness(args: Sequence[str]) -> Object:
-    """The readiness probe: the gRPC health service, which Envoy uses too. Kubelets cannot probe gRPC over
-    TLS, so with TLS the admin server says the same. (Its /readyz would fail while no engine is ready.)"""
+    """Return the readiness probe: the gRPC health service, which Envoy uses too. Kubelets cannot probe gRPC
+    over TLS, so with TLS the admin server says the same. (Its /readyz would fail while no engine is
+    ready.)"""
     if any(arg.startswith("--tls-cert") for arg in args):
         return {"httpGet": {"path": "/healthz?service=readiness", "port": "admin"}}
     return {"grpc": {"port": EXT_PROC_PORT, "service": "readiness"}}

@@ -41,13 +41,13 @@ model, then the engine's own, of which it reads --revision. Formats that vLLM do
 
 
 def source(model: ModelSpec) -> str:
-    """What vLLM loads."""
+    """Return what vLLM loads."""
     image = model.cache is not None and model.cache.image
     return model.source or (MODEL if image else model.name)
 
 
 def downloads(model: ModelSpec) -> bool:
-    """Whether the model comes from Hugging Face's hub, and not from a path or another store."""
+    """Return whether the model comes from Hugging Face's hub, and not from a path or another store."""
     return bool(_HUB_ID.fullmatch(source(model)))
 
 
@@ -78,8 +78,8 @@ def env(pool: Context) -> list[Object]:
 
 
 def init_containers(pool: Context, image: str, resources: Object, variables: list[Object]) -> list[Object]:
-    """`image`: the engine's, which has Hugging Face's client. `resources`, `variables`: the engine's, among
-    which a user's HF_TOKEN or proxy is."""
+    """Return the init containers. `image`: the engine's, which has Hugging Face's client. `resources`,
+    `variables`: the engine's, among which a user's HF_TOKEN or proxy is."""
     model, cache = pool.spec.model, pool.spec.model.cache
     if cache is None or cache.image:
         return []

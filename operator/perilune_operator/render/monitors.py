@@ -19,8 +19,9 @@ def monitors(pool: Context) -> Iterator[Object]:
 
 
 def _monitor(pool: Context, component: names.Component, port: str, kind: str) -> Object:
-    """Gateways are scraped through their Service, because the engines' autoscaler asks for metrics of the
-    Service. `honorLabels` keeps the gateway's own label `endpoint`, which Prometheus would overwrite."""
+    """Return the monitor. Gateways are scraped through their Service, because the engines' autoscaler asks
+    for metrics of the Service. `honorLabels` keeps the gateway's own label `endpoint`, which Prometheus would
+    overwrite."""
     pods = kind == "PodMonitor"
     scraped = {"port": port, "path": "/metrics", "interval": "15s"}
     made = pool.object(

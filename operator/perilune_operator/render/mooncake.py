@@ -47,8 +47,8 @@ while True:
 
 
 def host_bytes(made: Mooncake, gpus: int, of: int) -> int:
-    """Host memory, in bytes, that one pod of an endpoint needs for blocks that other engines may read. The
-    pod has `gpus` of the endpoint's `of` GPUs."""
+    """Return host memory, in bytes, that one pod of an endpoint needs for blocks that other engines may read.
+    The pod has `gpus` of the endpoint's `of` GPUs."""
     store, total = made.store, 0
     if store.enabled:
         total += gpus * int(quantity(store.segment_size) + quantity(store.local_buffer_size))
@@ -58,7 +58,7 @@ def host_bytes(made: Mooncake, gpus: int, of: int) -> int:
 
 
 def store(pool: Context) -> Iterator[Object]:
-    """All objects of the store, if the pool has one."""
+    """Yield all objects of the store, if the pool has one."""
     if not pool.spec.mooncake.store.enabled:
         return
     made, name = pool.spec.mooncake, names.master_name(pool.name)
@@ -102,7 +102,7 @@ def store(pool: Context) -> Iterator[Object]:
 
 
 def client(pool: Context) -> str:
-    """The client configuration (MOONCAKE_CONFIG_PATH), which an engine reads once, at its start."""
+    """Return the client configuration (MOONCAKE_CONFIG_PATH), which an engine reads once, at its start."""
     made = pool.spec.mooncake
     said = {
         "mode": "embedded",
@@ -117,7 +117,8 @@ def client(pool: Context) -> str:
 
 
 def client_hash(pool: Context) -> Object:
-    """An annotation of the engines' pod template, so that a changed client configuration restarts them."""
+    """Return an annotation of the engines' pod template, so that a changed client configuration restarts
+    them."""
     return {CLIENT_HASH: hashlib.sha256(client(pool).encode()).hexdigest()[:16]}
 
 
@@ -168,10 +169,9 @@ def volume(pool: Context) -> Object:
 
 
 def env(pool: Context) -> list[Object]:
-    """An engine's environment. A segment is reached at the pod's address and belongs to the node, by which
-    the master's local_first chooses. (MOONCAKE_HOST_ID is newer than 0.3.13, kvcache-ai/Mooncake#3782;
-    before, a segment's host is its pod, and only the pod's own blocks count as local.)
-    """
+    """Return an engine's environment. A segment is reached at the pod's address and belongs to the node, by
+    which the master's local_first chooses. (MOONCAKE_HOST_ID is newer than 0.3.13, kvcache-ai/Mooncake#3782;
+    before, a segment's host is its pod, and only the pod's own blocks count as local.)"""
     return [
         {"name": "MOONCAKE_CONFIG_PATH", "value": f"{FOLDER}/mooncake.json"},
         {"name": "MOONCAKE_REQUESTER_LOCAL_HOSTNAME", "value": "$(POD_IP)"},
@@ -181,7 +181,8 @@ def env(pool: Context) -> list[Object]:
 
 
 def wait(pool: Context, image: str, engine: Object) -> Object:
-    """An init container that ends once the master serves. `engine`: the engine's resources but devices."""
+    """Return an init container that ends once the master serves. `engine`: the engine's resources without
+    devices."""
     url = f"http://{names.master_name(pool.name)}.{pool.namespace}.svc:{HTTP_PORT}/health"
     return {
         "name": WAITER,

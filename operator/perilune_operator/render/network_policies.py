@@ -80,10 +80,11 @@ def network_policies(pool: Context) -> Iterator[Object]:
 
 
 def _callers(pool: Context) -> list[Object] | None:
-    """The peers that may send requests and ask for decisions: those that the pool names, and the Gateway's
-    own Envoys. Envoy Gateway runs them in its own namespace or the Gateway's. Envoys that the Gateways of a
-    class share carry the class's label instead; a Gateway whose name is too long for a label can only have
-    shared ones. The labels of other implementations' Envoys are unknown. None: anyone."""
+    """Return the peers that may send requests and ask for decisions: those that the pool names, and the
+    Gateway's own Envoys; None if anyone may. Envoy Gateway runs its Envoys in its own namespace or the
+    Gateway's. Envoys that the Gateways of a class share carry the class's label instead; a Gateway whose name
+    is too long for a label can only have shared ones. The labels of other implementations' Envoys are
+    unknown."""
     given, parent = list(pool.spec.gateway.clients), pool.spec.gateway.parent
     by_envoy_gateway = mode(pool) is GatewayMode.ENVOY_GATEWAY or pool.spec.gateway.served_by
     if not by_envoy_gateway or parent is None:
@@ -100,7 +101,7 @@ def _callers(pool: Context) -> list[Object] | None:
 
 
 def _namespaces(*names: str) -> Object:
-    """A peer: these namespaces, by the label that the API server gives each of them."""
+    """Return a peer: these namespaces, by the label that the API server gives each of them."""
     one_of = {"key": NAMESPACE_NAME, "operator": "In", "values": sorted(set(names))}
     return {"namespaceSelector": {"matchExpressions": [one_of]}}
 
@@ -108,7 +109,7 @@ def _namespaces(*names: str) -> Object:
 def _allow(
     pool: Context, component: names.Component, ingress: list[Object], pods: dict[str, str] | None = None
 ) -> Object:
-    """`pods`: the labels that select the pods; without them, those of the component."""
+    """Return a policy. `pods`: the labels that select the pods; without them, those of the component."""
     return pool.object(
         "NetworkPolicy",
         f"{pool.name}-{component}",

@@ -30,7 +30,7 @@ class Defaults:
     """The image with operator and gateway."""
     engine_image: str = "vllm/vllm-openai:v0.33.0"
     master_image: str = ""
-    """The image with mooncake_master; empty: the engines' image."""
+    """The image with mooncake_master; empty for the engines' image."""
     namespace: str = "perilune-system"
     """The operator's own namespace."""
     monitor_labels: Mapping[str, str] = field(default_factory=dict)
@@ -75,14 +75,14 @@ class Context:
     """`group/Kind` of the optional APIs that the cluster has."""
     defaults: Defaults
     chosen: Chosen | None = None
-    """The secrets that its pods refer to; None: those of a new pool."""
+    """The secrets that its pods refer to; None for those of a new pool."""
     replicas: int | None = None
-    """Replicas that the engines' workload should have now: more than the spec's while engines drain. None:
+    """Replicas that the engines' workload should have now: more than the spec's while engines drain. None for
     the spec's."""
     gateways: int | None = None
     """Replicas of the gateway; None when an autoscaler sets them."""
     gateways_read_at: str | None = None
-    """The only version of the gateway's Deployment to which `gateways` may be applied; None: any."""
+    """The only version of the gateway's Deployment to which `gateways` may be applied; None for any."""
     client_policies: Sequence[Object] = ()
     """The ClientTrafficPolicies that are there for the pool's Gateway, the operator's among them."""
     one_backend: bool = True
@@ -126,11 +126,11 @@ class Context:
         return self.spec.replicas if self.replicas is None else self.replicas
 
     def labels(self, component: names.Component) -> dict[str, str]:
-        """The labels that select the pods of one component."""
+        """Return the labels that select the pods of one component."""
         return {names.POOL_LABEL: self.name, names.COMPONENT_LABEL: component}
 
     def object(self, kind: str, name: str, component: names.Component, **body: Any) -> Object:
-        """An object that belongs to the pool."""
+        """Return an object that belongs to the pool."""
         made: Object = {
             "apiVersion": KINDS[kind].api,
             "kind": kind,
@@ -146,12 +146,12 @@ class Context:
         return made
 
     def has(self, kind: str) -> bool:
-        """Whether the cluster has an optional kind."""
+        """Return whether the cluster has an optional kind."""
         return full_name(kind) in self.kinds
 
 
 def _lost_node(seconds: int) -> Sequence[Object]:
-    """Tolerations by which a pod of a lost node is recreated elsewhere after this time."""
+    """Return the tolerations by which a pod of a lost node is recreated elsewhere after this time."""
     return tuple(
         {
             "key": f"node.kubernetes.io/{why}",
@@ -171,8 +171,8 @@ GPUs, and the store's blocks; a new engine would load for minutes. Meanwhile req
 
 
 def disruption_budget(selector: Object, share: int | str = 1) -> Object:
-    """The spec of a budget that allows evicting so many ready pods at a time (0: none), and any pod that is
-    not ready. Kubernetes rounds a percentage up."""
+    """Return the spec of a budget that allows evicting so many ready pods at a time (0 for none), and any pod
+    that is not ready. Kubernetes rounds a percentage up."""
     return {
         "maxUnavailable": share,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
@@ -190,7 +190,7 @@ def container_security(*capabilities: str) -> Object:
 
 
 def resources(given: Resources, **more: str) -> Object:
-    """A container's resources; `more`: extended resources, whose requests equal their limits."""
+    """Return a container's resources; `more`: extended resources, whose requests equal their limits."""
     limits = {**given.limits, **more}
     made = {"requests": dict(given.requests), "limits": limits}
     return {name: value for name, value in made.items() if value}
@@ -210,7 +210,7 @@ def with_memory(given: Resources, more_bytes: int) -> Resources:
 
 
 def size(number: int) -> str:
-    """A quantity in the largest unit that divides the number of bytes."""
+    """Return a quantity in the largest unit that divides the number of bytes."""
     fitting = ((unit, 2**bits) for unit, bits in (("Gi", 30), ("Mi", 20), ("Ki", 10)))
     unit, size = next(((unit, size) for unit, size in fitting if number % size == 0), ("", 1))
     return f"{number // size}{unit}"

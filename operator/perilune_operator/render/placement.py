@@ -11,8 +11,8 @@ from perilune_operator.render.endpoints import engine_pods
 def placement(
     wanted: Sequence[Placement], keys: Mapping[str, str], labels: Mapping[str, str], revision: str
 ) -> Object:
-    """`affinity` and `topologySpreadConstraints` of a pod spec. `keys`: level → node label. `labels`: the
-    labels of the pods to be placed. `revision`: the label that names a pod's template.
+    """Return `affinity` and `topologySpreadConstraints` of a pod spec. `keys`: level → node label. `labels`:
+    the labels of the pods to be placed. `revision`: the label that names a pod's template.
 
     All engines of a pool pack together, or spread. While a workload rolls out, its new pods spread among
     themselves. Nodes whose taints refuse the pod do not count.

@@ -52,7 +52,7 @@ def _merged(key: str, base: Any, over: Any, at: str) -> Any:
 
 
 def _tolerations(ours: list[Object], given: list[Any], at: str) -> list[Object]:
-    """The user's, in their places, and ours; of two about the same taints the user's."""
+    """Return the user's tolerations, in their places, and ours; of two about the same taints, the user's."""
     for i, item in enumerate(given):
         if not isinstance(item, dict):
             raise SpecError(f"Expected fields - at `{at}[{i}]`")

@@ -1,4 +1,4 @@
-"""How requests reach the gateway and then an engine: a route, and the policies beside it.
+"""How requests reach the gateway and then an engine: a route, and the policies that go with it.
 
 Envoy Gateway is configured by four objects: an HTTPRoute to one Service that selects all engine pods, a
 BackendTrafficPolicy that obeys the picked endpoint, an EnvoyExtensionPolicy that asks the gateway, and a
@@ -61,7 +61,7 @@ HEALTH_CHECK: Object = {
 
 
 def mode(pool: Context) -> GatewayMode:
-    """The mode of the spec, where `auto` is replaced by what this cluster offers."""
+    """Return the mode of the spec, where `auto` is replaced by what this cluster offers."""
     given = pool.spec.gateway.mode
     if given is not GatewayMode.AUTO:
         return given
@@ -73,8 +73,8 @@ def mode(pool: Context) -> GatewayMode:
 
 
 def _asked_again(fail_open: bool) -> Object:
-    """How often and at which intervals gateways are asked again that did not answer. Where requests are then
-    served without one, they wait at most 0.1 s; otherwise a gateway has seconds to come back."""
+    """Return how often and at which intervals Envoy asks gateways again that did not answer. If requests are
+    then served without a gateway, they wait at most 0.1 s; otherwise a gateway has seconds to come back."""
     if fail_open:
         retries, base, longest = 3, "10ms", "25ms"
     else:
@@ -86,7 +86,7 @@ def _asked_again(fail_open: bool) -> Object:
 
 
 def routing(pool: Context) -> Iterator[Object]:
-    """All objects of the route; none without a Gateway to attach it to, or without the APIs."""
+    """Yield all objects of the route; none without a Gateway to attach it to, or without the APIs."""
     made, parent = mode(pool), pool.spec.gateway.parent
     if made is GatewayMode.ENVOY_GATEWAY and parent is not None:
         if not pool.spec.gateway.route:
@@ -99,9 +99,9 @@ def routing(pool: Context) -> Iterator[Object]:
 
 
 def _services(pool: Context) -> list[Object]:
-    """One Service, also for the engines of several pools: Envoy Gateway shares out requests among backends
-    before it looks for the endpoint that the gateway chose, so a pool without engines would take the others'
-    requests."""
+    """Return one Service, also for the engines of several pools: Envoy Gateway shares out requests among
+    backends before it looks for the endpoint that the gateway chose, so a pool without engines would take the
+    others' requests."""
     others, models = pool.spec.gateway.serves, names.models_name(pool.name)
     of_all = (models,) if pool.one_backend else (pool.name, *others)
     return [{"name": name, "port": names.ENGINE_PORT} for name in (of_all if others else (pool.name,))]
@@ -220,8 +220,8 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
 
 
 def _message_timeout(pool: Context) -> str:
-    """The same time in another form makes a new generation of the policy, on which Envoy Gateway reports
-    again."""
+    """Return the timeout. The same time in another form makes a new generation of the policy, on which Envoy
+    Gateway reports again."""
     return f"{'0h' if pool.judge_again else ''}{pool.spec.routing.message_timeout_s}s"
 
 
@@ -231,7 +231,7 @@ def may_create_client_policy(pool: Context, parent: ParentRef) -> bool:
 
 
 def foreign_policies(pool: Context) -> list[Object]:
-    """The ClientTrafficPolicies of others that are there for the pool's Gateway."""
+    """Return the ClientTrafficPolicies of others that are there for the pool's Gateway."""
     return [p for p in pool.client_policies if not _is_ours(p)]
 
 
@@ -244,21 +244,21 @@ def _is_ours(policy: Object) -> bool:
 
 
 def is_for(policy: Object, parent: ParentRef) -> bool:
-    """Whether a ClientTrafficPolicy in the Gateway's namespace is for this Gateway, or for a listener of
-    it."""
+    """Return whether a ClientTrafficPolicy in the Gateway's namespace is for this Gateway, or for a listener
+    of it."""
     spec = policy.get("spec") or {}
     targets = [*(spec.get("targetRefs") or ()), *([spec["targetRef"]] if spec.get("targetRef") else [])]
     return any(t.get("kind") == "Gateway" and t.get("name") == parent.name for t in targets)
 
 
 def removes_destination(policy: Object) -> bool:
-    """Whether a ClientTrafficPolicy keeps clients from choosing their endpoint."""
+    """Return whether a ClientTrafficPolicy keeps clients from choosing their endpoint."""
     early = ((policy.get("spec") or {}).get("headers") or {}).get("earlyRequestHeaders") or {}
     return names.DESTINATION_HEADER in [name.lower() for name in early.get("remove") or ()]
 
 
 def buffers(policy: Object, needed_bytes: int) -> bool:
-    """Whether a ClientTrafficPolicy lets bodies of this size in. Envoy Gateway's default is 32 KiB."""
+    """Return whether a ClientTrafficPolicy lets bodies of this size in. Envoy Gateway's default is 32 KiB."""
     given = ((policy.get("spec") or {}).get("connection") or {}).get("bufferLimit", 0)
     try:
         return quantity(given) >= needed_bytes
@@ -267,12 +267,12 @@ def buffers(policy: Object, needed_bytes: int) -> bool:
 
 
 def shared_policy_name(parent: ParentRef) -> str:
-    """The name of the ClientTrafficPolicy of all pools behind one Gateway."""
+    """Return the name of the ClientTrafficPolicy of all pools behind one Gateway."""
     return f"{parent.name}-perilune"
 
 
 def _shared(obj: Object) -> Object:
-    """An object owned by every pool that wants it. No pool controls it, and no pool's label makes it
+    """Return an object owned by every pool that wants it. No pool controls it, and no pool's label makes it
     prunable."""
     meta = obj["metadata"]
     owners = [{k: v for k, v in o.items() if k != "controller"} for o in meta["ownerReferences"]]

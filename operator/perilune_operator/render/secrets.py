@@ -31,7 +31,7 @@ class Pair:
 
     current: Object
     previous: Object | None = None
-    """What is accepted besides."""
+    """What is accepted in addition."""
 
     def env(self) -> list[Object]:
         previous = [{"name": PREVIOUS_VARIABLE, **self.previous}] if self.previous else []
@@ -59,8 +59,8 @@ def choose(
     rolling: bool = False,
     follows: bool = True,
 ) -> Chosen:
-    """`in_force`: the pod templates in force, by component. `rolling`: some engines are of an earlier
-    template. `follows`: pods follow this version of the operator now."""
+    """Choose the secrets. `in_force`: the pod templates in force, by component. `rolling`: some engines are
+    of an earlier template. `follows`: pods follow this version of the operator now."""
     name = spec.secrets.name or _name(pool, uid, spec.secrets.rotation)
     wanted = _reference(name, ENGINE_SECRET)
     engines, sent = _pair(in_force.get("engine")), _pair(in_force.get("gateway"))
@@ -79,7 +79,8 @@ def _reference(name: str, key: str) -> Object:
 
 
 def _next(wanted: Object, now: Pair | None, sent: Pair | None) -> Pair:
-    """The pair to render: nothing changes without need, since a change of it replaces pods."""
+    """Return the pair to render, and change nothing without need, since a change of the pair replaces
+    pods."""
     if now is not None and now.current == wanted:
         return now
     before = sent or now
@@ -89,7 +90,8 @@ def _next(wanted: Object, now: Pair | None, sent: Pair | None) -> Pair:
 
 
 def _optional(source: Object) -> Object:
-    """The same source, without which a pod starts, too: a Secret that was rotated may be deleted."""
+    """Return the same source, made optional, so that a pod starts without it: a rotated Secret may be
+    deleted."""
     if "valueFrom" not in source:
         return source
     reference = source["valueFrom"]["secretKeyRef"]
@@ -97,7 +99,7 @@ def _optional(source: Object) -> Object:
 
 
 def _sent(wanted: Object, engines: Pair | None, sent: Pair | None) -> Object:
-    """What gateways send until all engines know the new secret."""
+    """Return what gateways send until all engines know the new secret."""
     if sent is not None:
         return sent.current
     if engines is None:
@@ -106,8 +108,9 @@ def _sent(wanted: Object, engines: Pair | None, sent: Pair | None) -> Object:
 
 
 def _state(name: str, in_force: Mapping[str, Any], spec: InferencePoolSpec, *, follows: bool) -> Object:
-    """The server has one password, so its pod and the gateways change it together. A literal one of an
-    earlier version stays until pods follow this version, or a new one is asked for."""
+    """Return the password of the server of shared state. The server has one password, so its pod and the
+    gateways change it together. A literal one of an earlier version stays until pods follow this version, or
+    a new one is asked for."""
     now = _variable(in_force.get("state"), PASSWORD_VARIABLE)
     asked = spec.secrets.name or spec.secrets.rotation
     if now is not None and "value" in now and not (follows or asked):
@@ -116,13 +119,14 @@ def _state(name: str, in_force: Mapping[str, Any], spec: InferencePoolSpec, *, f
 
 
 def _pair(template: Any) -> Pair | None:
-    """The secret in a pod template; None if it has none."""
+    """Return the secret in a pod template; None if it has none."""
     current = _variable(template, VARIABLE)
     return None if current is None else Pair(current, _variable(template, PREVIOUS_VARIABLE))
 
 
 def _variable(template: Any, name: str) -> Object | None:
-    """The source of an environment variable in a template of pods, or of a group's leader and workers."""
+    """Return the source of an environment variable in a template of pods, or of a group's leader and
+    workers."""
     if isinstance(template, list):
         found = (_variable(each, name) for each in template)
         return next((source for source in found if source is not None), None)
@@ -134,5 +138,5 @@ def _variable(template: Any, name: str) -> Object | None:
 
 
 def secret(metadata: Object) -> Object:
-    """The Secret to create, whose values the writer makes up. `metadata`: name, labels and owner."""
+    """Return the Secret to create, whose values the writer makes up. `metadata`: name, labels and owner."""
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque"}

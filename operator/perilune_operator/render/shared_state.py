@@ -1,4 +1,4 @@
-"""The server through which a pool's gateways share their state: what each gateway is told of it, and the
+"""The server through which a pool's gateways share their state: what each gateway is told about it, and the
 Valkey (Deployment, Service) that the operator runs for several gateways to which no server is named.
 
 A named server may have pools of other clusters, whose keys the pool's uid tells apart. The kubelet passes its
@@ -31,14 +31,14 @@ RESOURCES = Resources(requests={"cpu": "100m", "memory": "128Mi"}, limits={"memo
 
 
 def is_managed(spec: GatewaySpec) -> bool:
-    """Whether the operator runs the server."""
+    """Return whether the operator runs the server."""
     state = spec.state
     most = spec.replicas if spec.max_replicas is None else spec.max_replicas
     return (most or 0) > 1 and (state is None or (state.managed and not state.server))
 
 
 def args(pool: Context) -> list[str]:
-    """The gateway's arguments."""
+    """Return the gateway's arguments."""
     state = pool.spec.gateway.state
     if is_managed(pool.spec.gateway):
         return [f"--state-server=redis://{names.state_name(pool.name)}.{pool.namespace}.svc:{PORT}"]
@@ -49,7 +49,7 @@ def args(pool: Context) -> list[str]:
 
 
 def env(pool: Context) -> list[Object]:
-    """The environment variable with the password."""
+    """Return the environment variable with the password."""
     state = pool.spec.gateway.state
     if is_managed(pool.spec.gateway):
         return [{"name": PASSWORD_VARIABLE, **pool.secrets.state}]
@@ -69,7 +69,7 @@ def mounts(pool: Context) -> list[Object]:
 
 
 def server(pool: Context) -> Iterator[Object]:
-    """All objects of the operator's Valkey, if the pool has one."""
+    """Yield all objects of the operator's Valkey, if the pool has one."""
     if not is_managed(pool.spec.gateway):
         return
     name, labels = names.state_name(pool.name), pool.labels("state")
@@ -89,8 +89,8 @@ def server(pool: Context) -> Iterator[Object]:
 
 
 def _pod(pool: Context) -> Object:
-    """Without a command, because the image's entrypoint adds the name of its server to these arguments.
-    Without arguments about addresses the server listens at all, IPv4 and IPv6."""
+    """Return the pod, without a command, because the image's entrypoint adds the name of its server to these
+    arguments. Without arguments about addresses the server listens at all of them, IPv4 and IPv6."""
     alive = {"tcpSocket": {"port": "redis"}, "periodSeconds": 5}
     return {
         "containers": [

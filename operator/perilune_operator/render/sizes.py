@@ -32,7 +32,7 @@ _BYTES = (
 
 
 def weights_bytes(model: ModelSpec) -> int:
-    """Bytes of the model's weights: as the pool says, else by the model's name."""
+    """Return the bytes of the model's weights: as the pool says, else by the model's name."""
     if model.weights_size:
         return int(quantity(model.weights_size))
     for name in (model.source, model.name):
@@ -55,7 +55,7 @@ def startup_seconds(pool: Context) -> int:
 
 
 def needs(pool: Context) -> Resources:
-    """CPU, memory and disk of one pod, without devices and without memory that it lends to others.
+    """Return CPU, memory and disk of one pod, without devices and without memory that it lends to others.
 
     CPU is for vLLM's processes: an API server, an engine core and a worker for each GPU. Memory is theirs,
     and half of the pod's part of the weights, which pass through the page cache while they are loaded. The
@@ -80,5 +80,5 @@ def needs(pool: Context) -> Resources:
 
 
 def _rounded(size: int) -> str:
-    """A size in bytes as whole GiB, rounded up."""
+    """Return a size in bytes as whole GiB, rounded up."""
     return f"{-(-size // GIB)}Gi"

@@ -15,18 +15,18 @@ MOUNT: Object = {"name": "tls", "mountPath": FOLDER, "readOnly": True}
 
 
 def host(pool: Context) -> str:
-    """The name that the gateway's certificate has to be for."""
+    """Return the name for which the gateway's certificate has to be issued."""
     return f"{names.gateway_name(pool.name)}.{pool.namespace}.svc"
 
 
 def secret(pool: Context) -> str:
-    """The name of the Secret with tls.crt, tls.key and ca.crt."""
+    """Return the name of the Secret with tls.crt, tls.key and ca.crt."""
     given = pool.spec.gateway.tls
     return (given and given.secret) or f"{names.gateway_name(pool.name)}-tls"
 
 
 def args(pool: Context) -> list[str]:
-    """The gateway's arguments."""
+    """Return the gateway's arguments."""
     given = pool.spec.gateway.tls
     if given is None:
         return []
@@ -43,8 +43,8 @@ def mounts(pool: Context) -> list[Object]:
 
 
 def objects(pool: Context) -> Iterator[Object]:
-    """The certificate, and the policy by which Envoy asks over TLS. Raises SpecError for an issuer without
-    cert-manager."""
+    """Yield the certificate, and the policy by which Envoy asks over TLS. Raises SpecError for an issuer
+    without cert-manager."""
     given, name = pool.spec.gateway.tls, names.gateway_name(pool.name)
     if given is None:
         return

@@ -7,7 +7,7 @@
 
 Endpoints that serve follow `scaling`, those that only prefill `prefillScaling`: the same rules, each with the
 readings of its own endpoints. What the rules share is in readings.py. After each change of the number of
-endpoints, and after readings that are missing, the readings begin anew; only `ttftAttainment` looks at
+endpoints, and after readings that are missing, the readings start over; only `ttftAttainment` looks at
 earlier ones. 0 endpoints are switched off and stay so.
 """
 
@@ -20,7 +20,7 @@ from perilune_operator.scaling.readings import current, unchanged
 
 
 def replicas(scaling: Scaling | PrefillScaling, now: int, demands: Sequence[Demand], at: float) -> int:
-    """The endpoints that the pool should have. `now`: those that it should have so far. `demands`: the
+    """Return the endpoints that the pool should have. `now`: those that it should have so far. `demands`: the
     readings, in order. `at`: seconds since the epoch."""
     if scaling.signal is Signal.METRIC or now == 0:
         return now

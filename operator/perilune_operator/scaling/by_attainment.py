@@ -39,7 +39,8 @@ USED, CALM, IDLE = 0.6, 0.45, 0.2
 def replicas(
     scaling: Scaling | PrefillScaling, now: int, demands: Sequence[Demand], hour: Sequence[Demand], at: float
 ) -> int:
-    """As `scaling.replicas`. `demands`: the readings since the last change. `hour`: also those before."""
+    """Return the same as `scaling.replicas`. `demands`: the readings since the last change. `hour`: also
+    those before."""
     target, steady = min(float(quantity(scaling.target)), _reachable(hour)), settled(demands)
     lately = since(steady, at - scaling.up_seconds)
     kept = [demand for demand in steady if demand.at >= at - max(scaling.up_seconds, scaling.down_seconds)]
@@ -56,14 +57,15 @@ def replicas(
 
 
 def _reachable(demands: Sequence[Demand]) -> float:
-    """The share of first tokens in time while endpoints are free; 1 if too few came then."""
+    """Return the share of first tokens in time while endpoints are free; 1 if too few came then."""
     calm = [d for d in demands if d.prefilling < d.wanted and d.prefilling <= max(1.0, CALM * d.wanted)]
     first_tokens = sum(demand.first_tokens for demand in calm)
     return sum(demand.in_time for demand in calm) / first_tokens if first_tokens >= ENOUGH else 1.0
 
 
 def _together(demands: Sequence[Demand]) -> Sequence[tuple[int, int]]:
-    """(requests, those in time) of the readings, the latest first, ENOUGH requests or more together."""
+    """Return (requests, those in time) of the latest readings, the latest first, with ENOUGH requests or more
+    together."""
     made, first_tokens, in_time = list[tuple[int, int]](), 0, 0
     for demand in reversed(demands):
         first_tokens, in_time = first_tokens + demand.first_tokens, in_time + demand.in_time
@@ -74,7 +76,7 @@ def _together(demands: Sequence[Demand]) -> Sequence[tuple[int, int]]:
 
 
 def _too_late(target: float, counts: Sequence[tuple[int, int]]) -> bool:
-    """Whether each share is below the target, and all together more than chance explains."""
+    """Return whether each share is below the target, and all together more than chance explains."""
     requests = sum(first_tokens for first_tokens, _ in counts)
     missing = target * requests - sum(in_time for _, in_time in counts)
     below = all(in_time < target * first_tokens for first_tokens, in_time in counts)
@@ -82,5 +84,5 @@ def _too_late(target: float, counts: Sequence[tuple[int, int]]) -> bool:
 
 
 def _prefilling(demands: Sequence[Demand]) -> float:
-    """How many endpoints have prompts to prefill, on average."""
+    """Return how many endpoints have prompts to prefill, on average."""
     return sum(demand.prefilling for demand in demands) / len(demands) if demands else 0.0

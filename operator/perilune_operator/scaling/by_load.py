@@ -13,7 +13,7 @@ a number of full KV caches (`kvUsage`).
 4. *Down*: no reading of the last `downSeconds` wants as many, the KV in use fits into the endpoints that
    would remain, and the prefill that arrived in this time leaves SHRINKING of them to spare. One endpoint
    leaves.
-5. Two changes are at least one of these times apart, since the readings begin anew. They may ask for more
+5. Two changes are at least one of these times apart, since the readings start over. They may ask for more
    when all endpoints are ready, or START_S later: until then queues grow in any case.
 
 The endpoints to spare are a multiple of the square root of the busy ones, because the number of prompts that
@@ -39,7 +39,7 @@ LONG_S = 300.0
 
 
 def replicas(scaling: Scaling | PrefillScaling, now: int, demands: Sequence[Demand], at: float) -> int:
-    """As `scaling.replicas`. `demands`: the readings since the last change."""
+    """Return the same as `scaling.replicas`. `demands`: the readings since the last change."""
     steady = settled(demands)
     lately = since(steady, at - scaling.up_seconds)
     asked = min((_wanted(scaling, now, demand) for demand in lately), default=now)
@@ -58,8 +58,8 @@ def replicas(scaling: Scaling | PrefillScaling, now: int, demands: Sequence[Dema
 def _for_queue(
     scaling: Scaling | PrefillScaling, now: int, demands: Sequence[Demand], asked: int, *, shrinking: bool
 ) -> int:
-    """The number of endpoints for a queue that is too long. `asked`: the number that the queue alone would
-    want, which counts where no reading tells how many endpoints are busy."""
+    """Return the number of endpoints for a queue that is too long. `asked`: the number that the queue alone
+    would want, which counts where no reading tells how many endpoints are busy."""
     too_long = takewhile(lambda demand: _wanted(scaling, now, demand) > now, reversed(demands))
     work = arriving(list(too_long)[::-1])
     enough = staffed(work, GROWING) if work else asked
@@ -69,7 +69,7 @@ def _for_queue(
 
 
 def _for_tight(scaling: Scaling | PrefillScaling, now: int, demands: Sequence[Demand]) -> int:
-    """The number of endpoints for a queue that is not too long yet."""
+    """Return the number of endpoints for a queue that is not too long yet."""
     work = arriving(demands)
     if not work or staffed(work, TIGHT) <= now:
         return now
@@ -78,7 +78,7 @@ def _for_tight(scaling: Scaling | PrefillScaling, now: int, demands: Sequence[De
 
 
 def _calm(scaling: Scaling | PrefillScaling, now: int, demands: Sequence[Demand]) -> bool:
-    """Whether an endpoint less would do for all of these readings."""
+    """Return whether one endpoint less would do for all of these readings."""
     if scaling.signal is Signal.KV_USAGE:
         kept = (1.0 - TOLERANCE) * float(quantity(scaling.target)) * (now - 1)
         return max(demand.kv_in_use for demand in demands) <= kept
@@ -87,7 +87,7 @@ def _calm(scaling: Scaling | PrefillScaling, now: int, demands: Sequence[Demand]
 
 
 def _wanted(scaling: Scaling | PrefillScaling, now: int, demand: Demand) -> int:
-    """The number of endpoints that a reading wants."""
+    """Return the number of endpoints that a reading wants."""
     target = float(quantity(scaling.target))
     load = demand.queue_s if scaling.signal is Signal.QUEUE_SECONDS else demand.kv_in_use
     near = abs(load / (target * now) - 1.0) <= TOLERANCE

@@ -12,7 +12,7 @@ from perilune_operator.render import endpoints
 
 
 def contested(name: str, namespace: str, spec: InferencePoolSpec, observed: Observed) -> tuple[str, ...]:
-    """The writers, if there are several."""
+    """Return the writers, if there are several."""
     own = Key("HorizontalPodAutoscaler", namespace, endpoints.workload_name(name))
     of_pool, of_workloads = list[str](), list[str]()
     for k, autoscaler in _autoscalers(observed):

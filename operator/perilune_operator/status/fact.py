@@ -20,7 +20,7 @@ class Fact:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first names in alphabetical order, and how many more there are."""
+    """Return the first names in alphabetical order, and how many more there are."""
     shown = ", ".join(sorted(names)[:MOST_NAMES])
     more = len(names) - MOST_NAMES
     return f"{shown} and {more} more" if more > 0 else shown

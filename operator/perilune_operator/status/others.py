@@ -1,6 +1,6 @@
-"""What the status of a pool says of the pools that its gateway serves besides, and of the pool whose gateway
-serves it (both have to name each other, in `serves` and in `servedBy`), and of other autoscalers than its
-own.
+"""What the status of a pool says of the pools that its gateway serves in addition, and of the pool whose
+gateway serves it (both have to name each other, in `serves` and in `servedBy`), and of other autoscalers than
+its own.
 """
 
 from perilune_api.conditions import Condition, Reason
@@ -11,7 +11,7 @@ from perilune_operator.status.fact import Fact, listed
 
 
 def of_server(kind: Condition, pool: Context, observed: Observed) -> Fact:
-    """GatewayReady or RouteProgrammed of a pool that another one serves: that pool's own condition."""
+    """Return condition GatewayReady or RouteProgrammed of a pool that another one serves: that pool's own."""
     name = pool.spec.gateway.served_by
     server = observed.others.get(name)
     if server is None:
@@ -33,8 +33,8 @@ def of_server(kind: Condition, pool: Context, observed: Observed) -> Fact:
 
 
 def served(pool: Context, observed: Observed) -> Fact | None:
-    """Whether the pools that its gateway serves besides are there; None if there should be none. The pool's
-    own model is served whatever they are."""
+    """Return whether the pools that its gateway serves in addition are there; None if there should be none.
+    The pool's own model is served whatever they are."""
     wanted = pool.spec.gateway.serves
     if not wanted:
         return None
@@ -56,7 +56,7 @@ def served(pool: Context, observed: Observed) -> Fact | None:
 
 
 def contested(pool: Context, observed: Observed) -> Fact | None:
-    """Whether several writers set the number of endpoints; None if not."""
+    """Return whether several writers set the number of endpoints; None if not."""
     who = writers.contested(pool.name, pool.namespace, pool.spec, observed)
     if not who:
         return None
@@ -65,7 +65,7 @@ def contested(pool: Context, observed: Observed) -> Fact | None:
 
 
 def _trouble(name: str, other: OtherPool) -> str:
-    """Why another pool is not ready; empty if it is."""
+    """Return why another pool is not ready; empty if it is."""
     said = other.said.get(Condition.READY)
     if said is None:
         return f"{name} has no status yet"

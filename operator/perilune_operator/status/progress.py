@@ -16,8 +16,8 @@ from perilune_operator.status.workloads import condition, refusal_of_pods
 
 
 def stalled(pool: Context, observed: Observed) -> Fact | None:
-    """What keeps the pool from becoming what the spec says; None while nothing does. A pod that finds no node
-    is not among it, because an autoscaler may add one, until the rollout's deadline."""
+    """Return what keeps the pool from becoming what the spec says; None while nothing does. A pod that finds
+    no node does not count before the rollout's deadline, because an autoscaler may add a node."""
     kind = Condition.STALLED
     if not endpoints.can_run(pool):
         words = f"An endpoint of {endpoints.gpus(pool)} GPUs spans nodes: install LeaderWorkerSet."
@@ -35,8 +35,8 @@ def stalled(pool: Context, observed: Observed) -> Fact | None:
 
 
 def _needed(observed: Observed) -> Iterator[PodFacts]:
-    """The pods without which the pool is less than the spec says. Without the server of their shared state,
-    gateways go on alone."""
+    """Return the pods without which the pool is less than the spec says. Without the server of their shared
+    state, gateways go on alone."""
     return (pod for pod in observed.pods if pod.component != "state")
 
 
@@ -49,7 +49,7 @@ def _late(workload: Key, observed: Observed) -> str:
 def reconciling(
     pool: Context, observed: Observed, replaced: Replaced, made: Revised, blocked: Fact | None
 ) -> Fact:
-    """Whether anything still differs from the spec and is on its way to it."""
+    """Return whether anything still differs from the spec and is on its way to it."""
     if blocked is not None:
         return Fact(Condition.RECONCILING, "False", blocked.reason, blocked.message)
     kind = Condition.RECONCILING
@@ -90,7 +90,7 @@ def _workloads(pool: Context) -> Iterator[Key]:
 
 
 def _progress(child: Object | None) -> str:
-    """How far a workload is; empty before its controller says so."""
+    """Return how far a workload is; empty before its controller says so."""
     if child is None or not _is_seen(child):
         return ""
     status = child.get("status") or {}
@@ -98,7 +98,7 @@ def _progress(child: Object | None) -> str:
 
 
 def is_rolling(child: Object | None) -> bool:
-    """A workload that does not exist yet counts as rolling out."""
+    """Return whether a workload is rolling out; one that does not exist yet is."""
     if child is None or not _is_seen(child):
         return True
     status, replicas = child.get("status") or {}, child.get("spec", {}).get("replicas", 1)
@@ -106,7 +106,7 @@ def is_rolling(child: Object | None) -> bool:
 
 
 def _is_seen(child: Object) -> bool:
-    """Whether a workload's status is about its present spec. A LeaderWorkerSet's does not tell the
+    """Return whether a workload's status is about its present spec. A LeaderWorkerSet's does not tell the
     generation; its controller writes it within a moment."""
     status = child.get("status") or {}
     if child["kind"] == "LeaderWorkerSet":

@@ -1,9 +1,9 @@
 """Condition RouteProgrammed: whether requests reach the gateway.
 
-It reads what other controllers report about the route, the objects beside it, and the Gateway. The checks
-come in this order, and the first that fails is reported: the spec asks for a route that this cluster can
-have; a controller has accepted the current version of each of its objects; the Gateway serves; no older pool
-gets the same requests.
+It reads what other controllers report about the route, the objects that go with it, and the Gateway. The
+checks come in this order, and the first that fails is reported: the spec asks for a route that this cluster
+can have; a controller has accepted the current version of each of its objects; the Gateway serves; no older
+pool gets the same requests.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,7 +51,7 @@ def route(pool: Context, observed: Observed) -> Fact:
 
 
 def _not_accepted(pool: Context, observed: Observed, parent: ParentRef, made: GatewayMode) -> Fact | None:
-    """Why one of the route's objects is not accepted; None when all of them are."""
+    """Return why one of the route's objects is not accepted; None when all of them are."""
     kind = Condition.ROUTE_PROGRAMMED
     own_route = () if pool.spec.gateway.route else ("HTTPRoute",)
     for name in (*own_route, *_BESIDE[made]):
@@ -77,15 +77,15 @@ def _refused(name: str, said: Sequence[Verdict]) -> Fact | None:
 
 
 def _tls_refused(pool: Context, observed: Observed, parent: ParentRef) -> Fact | None:
-    """Why the policy by which Envoy asks the gateway over TLS is refused. Controllers need not report on a
-    Service that no route names, so a missing report is none of trouble."""
+    """Return why the policy by which Envoy asks the gateway over TLS is refused. Controllers need not report
+    on a Service that no route names, so a missing report is no trouble."""
     policy = Key("BackendTLSPolicy", pool.namespace, names.gateway_name(pool.name))
     return _refused(policy.kind, _verdicts(observed.children.get(policy, {}), parent))
 
 
 def _verdicts(child: Object, gateway: ParentRef) -> list[Verdict]:
-    """Conditions Accepted and ResolvedRefs that controllers wrote on an object for the pool's Gateway. A
-    user's own route may attach an InferencePool to another Gateway. (A policy lists its target's
+    """Return the conditions Accepted and ResolvedRefs that controllers wrote on an object for the pool's
+    Gateway. A user's own route may attach an InferencePool to another Gateway. (A policy lists its target's
     Gateways.)"""
     status, meta = child.get("status") or {}, child.get("metadata", {})
     reports = [
@@ -103,13 +103,15 @@ def _verdicts(child: Object, gateway: ParentRef) -> list[Verdict]:
 
 
 def _is_of(reference: Object, gateway: ParentRef, here: str) -> bool:
-    """A reference without a namespace counts as naming the pool's Gateway."""
+    """Return whether a reference names the pool's Gateway; one without a namespace does if the name is the
+    same."""
     namespace = gateway.namespace or here
     return (reference.get("namespace") or namespace, reference.get("name")) == (namespace, gateway.name)
 
 
 def _not_programmed(named: ParentRef, parent: ParentFacts | None) -> Fact | None:
-    """Why the Gateway does not serve; None when it does, or when it is outside the watched namespace."""
+    """Return why the Gateway does not serve; None when it does, or when it is outside the watched
+    namespace."""
     if parent is None:
         return None
     kind, of = Condition.ROUTE_PROGRAMMED, f"Gateway {named.name}"
@@ -140,8 +142,8 @@ def _shadowed(parent: ParentRef, rival: Rival) -> str:
 
 
 def _cautions(pool: Context, observed: Observed, parent: ParentRef, made: GatewayMode) -> Iterator[str]:
-    """Warnings where Envoy may obey a destination that a client sends, or refuse bodies that the pool takes,
-    because the ClientTrafficPolicy that would change that is not the operator's."""
+    """Yield warnings where Envoy may obey a destination that a client sends, or refuse bodies that the pool
+    takes, because the ClientTrafficPolicy that would change that is not the operator's."""
     needed_bytes = pool.spec.routing.limits.max_body_bytes
     removes = f"remove {names.DESTINATION_HEADER} early, or clients can choose their endpoint"
     buffers = (

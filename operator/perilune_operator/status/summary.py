@@ -35,8 +35,8 @@ def of_pool(
     made: Revised,
     switch: Switch,
 ) -> InferencePoolStatus:
-    """The status for an accepted spec. `observed`: without engines of an earlier spec. `now`: seconds since
-    the epoch."""
+    """Return the status for an accepted spec. `observed`: without engines of an earlier spec. `now`: seconds
+    since the epoch."""
     engines = [p for p in observed.pods if p.component == "engine" and not p.terminating]
     ready, wanted = sum(p.ready and p.name not in leave.leaving for p in engines), pool.spec.replicas
     stalled = progress.stalled(pool, observed)
@@ -77,8 +77,8 @@ def of_pool(
 def of_refusal(
     error: str, last: InferencePoolStatus | None, observed: Observed, now: float
 ) -> InferencePoolStatus:
-    """The status for a refused spec, which leaves alone what runs. `last`: the present status by the last
-    accepted spec; None without one."""
+    """Return the status for a refused spec, which leaves alone what runs. `last`: the present status by the
+    last accepted spec; None without one."""
     facts = [Fact(Condition.ACCEPTED, "False", Reason.INVALID, error)]
     replaced = [
         Fact(Condition.RECONCILING, "False", Reason.INVALID, error),
@@ -92,7 +92,7 @@ def of_refusal(
 def with_failure(
     status: InferencePoolStatus, error: str, observed: Observed, now: float
 ) -> InferencePoolStatus:
-    """The status when the API server refused to write an object for a reason that lasts."""
+    """Return the status when the API server refused to write an object for a reason that lasts."""
     facts = [
         Fact(Condition.RECONCILING, "False", Reason.APPLY_FAILED, error),
         Fact(Condition.STALLED, "True", Reason.APPLY_FAILED, error),
@@ -103,7 +103,8 @@ def with_failure(
 def with_more_to_do(
     status: InferencePoolStatus, words: str, reason: Reason, observed: Observed, now: float
 ) -> InferencePoolStatus:
-    """The status when something was written whose effect cannot be seen yet, or will be written again."""
+    """Return the status when something was written whose effect cannot be seen yet, or will be written
+    again."""
     if any(c.type is Condition.STALLED for c in status.conditions):
         return status
     return _with(status, [Fact(Condition.RECONCILING, "True", reason, words)], observed, now)
@@ -112,8 +113,8 @@ def with_more_to_do(
 def _with(
     status: InferencePoolStatus, facts: Sequence[Fact], observed: Observed, now: float
 ) -> InferencePoolStatus:
-    """The status with these conditions in place of, or besides, its own. The present generation is not in
-    force then."""
+    """Return the status with these conditions in place of, or besides, its own. The present generation is not
+    in force then."""
     made = {c.type: c for c in (*status.conditions, *_dated(facts, observed, now, observed.generation))}
     if Condition.READY in {c.type for c in status.conditions}:
         of = min(made[Condition.READY].observed_generation, _answering(observed))
@@ -123,7 +124,7 @@ def _with(
 
 
 def stored(observed: Observed) -> InferencePoolStatus | None:
-    """The pool's status as stored; None for a pool that has none, or none that can be read here."""
+    """Return the pool's status as stored; None for a pool that has none, or none that can be read here."""
     try:
         told = msgspec.convert(versions.known(observed.status, InferencePoolStatus)[0], InferencePoolStatus)
     except msgspec.ValidationError:
@@ -132,23 +133,23 @@ def stored(observed: Observed) -> InferencePoolStatus | None:
 
 
 def carried_out(observed: Observed) -> int:
-    """The generation of the spec that was accepted last, by the stored status."""
+    """Return the generation of the spec that was accepted last, by the stored status."""
     return _generation_of(Condition.ENGINES_READY, observed)
 
 
 def is_in_force(made: InferencePoolStatus) -> bool:
-    """Whether the present spec is in force as a whole."""
+    """Return whether the present spec is in force as a whole."""
     told = {c.type: c.status for c in made.conditions}
     return told.get(Condition.RECONCILING) == "False" and told.get(Condition.STALLED) != "True"
 
 
 def _answering(observed: Observed) -> int:
-    """The generation that was last in force as a whole; the present one if none ever was."""
+    """Return the generation that was last in force as a whole; the present one if none ever was."""
     return min(_generation_of(Condition.READY, observed), observed.generation)
 
 
 def _generation_of(kind: Condition, observed: Observed) -> int:
-    """The generation that a stored condition is about; the present one without it."""
+    """Return the generation that a stored condition is about; the present one without it."""
     for told in observed.status.get("conditions") or ():
         if told["type"] == kind:
             return int(told.get("observedGeneration", observed.generation))
@@ -181,16 +182,17 @@ def _dated(
 
 
 def changed(old: Object, new: InferencePoolStatus) -> list[StatusCondition]:
-    """The conditions to report as events: those with another status or reason than before. A new pool reports
-    only whether it is accepted, since everything else is still missing."""
+    """Return the conditions to report as events: those with another status or reason than before. A new pool
+    reports only whether it is accepted, since everything else is still missing."""
     before = {c["type"]: (c["status"], c["reason"]) for c in old.get("conditions") or ()}
     news = [c for c in new.conditions if before.get(c.type) != (c.status, c.reason)]
     return [c for c in news if before or c.type is Condition.ACCEPTED]
 
 
 def _ready(pool: Context, facts: Sequence[Fact]) -> Fact:
-    """Whether requests are answered: all conditions that concern requests hold, and the spec wants at least
-    one engine and one gateway (or failOpen). The first condition that does not hold gives the reason."""
+    """Return whether requests are answered: all conditions that concern requests hold, and the spec wants at
+    least one engine and one gateway (or failOpen). The first condition that does not hold gives the
+    reason."""
     needed = (
         Condition.ENGINES_READY,
         Condition.STORE_READY,

@@ -14,7 +14,7 @@ from perilune_operator.status.fact import Fact, listed
 
 
 def topology(pool: Context) -> Fact:
-    """Nodes without a rack label work; the message names them."""
+    """Return condition TopologyResolved. Nodes without a rack label work; the message names them."""
     kind, fabric = Condition.TOPOLOGY_RESOLVED, pool.fabric
     if not fabric.topology.nodes:
         return Fact(kind, "False", Reason.NO_NODES, "No node has GPUs or runs an engine yet.")
@@ -32,8 +32,8 @@ def _gpus(pool: Context) -> str:
 
 
 def engines(pool: Context, observed: Observed, ready: int, wanted: int) -> Fact:
-    """The message includes the first problem that Kubernetes reports. `ready` and `wanted`: numbers of
-    endpoints."""
+    """Return condition EnginesReady. Its message includes the first problem that Kubernetes reports. `ready`
+    and `wanted`: numbers of endpoints."""
     kind = Condition.ENGINES_READY
     if not endpoints.can_run(pool):
         words = f"An endpoint of {endpoints.gpus(pool)} GPUs spans nodes: install LeaderWorkerSet."
@@ -58,20 +58,20 @@ def engines(pool: Context, observed: Observed, ready: int, wanted: int) -> Fact:
 
 
 def refusal_of_pods(observed: Observed, workload: Key) -> str:
-    """Why Kubernetes creates no pods for a workload, such as a quota; empty when it does."""
+    """Return why Kubernetes creates no pods for a workload, such as a quota; empty when it does."""
     return condition(observed, workload, "ReplicaFailure", "True").get("message", "")[:200]
 
 
 def condition(observed: Observed, workload: Key, kind: str, truth: str) -> Mapping[str, str]:
-    """The condition of this type that a workload's controller reports with this status; empty without
-    one."""
+    """Return the condition of this type that a workload's controller reports with this status; empty if there
+    is none."""
     status = observed.children.get(workload, {}).get("status") or {}
     told = (c for c in status.get("conditions") or () if (c["type"], c["status"]) == (kind, truth))
     return next(told, {})
 
 
 def store(pool: Context, observed: Observed) -> Fact:
-    """Whether the store's master serves; only for a pool that has a store."""
+    """Return whether the store's master serves; only for a pool that has a store."""
     kind = Condition.STORE_READY
     if _available(pool, observed, names.master_name(pool.name)):
         return Fact(kind, "True", Reason.AVAILABLE, "The master serves.")
@@ -92,8 +92,8 @@ def gateway(pool: Context, observed: Observed) -> Fact:
 def draining(
     pool: Context, observed: Observed, drains: Sequence[Drain], replaced: Replaced, switch: Switch
 ) -> Fact:
-    """The reason is that of the endpoints that wait for sessions, else of those that stop, else of those on
-    nodes that are being emptied. The message names all of them."""
+    """Return condition Draining. Its reason is that of the endpoints that wait for sessions, else of those
+    that stop, else of those on nodes that are being emptied; its message names all of them."""
     all_ = (*replaced.pods, *(p for p in observed.pods if p.component == "engine"))
     stopping = [p.name for p in all_ if p.terminating]
     leaving = [name for made in drains for name in made.leaving]
@@ -116,7 +116,7 @@ def draining(
 
 
 def events(observed: Observed) -> Fact | None:
-    """Whether the gateways follow the engines' KV events; None if they do."""
+    """Return whether the gateways follow the engines' KV events; None if they do."""
     behind = observed.gateway.behind if observed.gateway else frozenset()
     if not behind:
         return None

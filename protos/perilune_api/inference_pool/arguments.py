@@ -112,7 +112,7 @@ ONE_SERVER = frozenset({"--api-server-count", "-asc"})
 
 
 def check_vllm(args: Sequence[str], path: str) -> None:
-    """Checks vLLM's arguments. `path`: where they stand, for the error. Raises SpecError."""
+    """Check vLLM's arguments. `path`: where they stand, for the error. Raises SpecError."""
     _check(args, path, VLLM_ARGS)
     for i, arg in enumerate(args):
         flag = _flag(arg)
@@ -123,24 +123,24 @@ def check_vllm(args: Sequence[str], path: str) -> None:
 
 
 def check_vllm_group(args: Sequence[str], path: str) -> None:
-    """Checks what else holds for an endpoint that spans nodes. Raises SpecError."""
+    """Check what else holds for an endpoint that spans nodes. Raises SpecError."""
     for i, arg in enumerate(args):
         if _meant(_flag(arg), ONE_SERVER):
             raise SpecError(f"An endpoint that spans nodes has one API server - at `{path}[{i}]`")
 
 
 def check_simulated(args: Sequence[str], path: str) -> None:
-    """Checks the arguments of `perilune engine`. Raises SpecError."""
+    """Check the arguments of `perilune engine`. Raises SpecError."""
     _check(args, path, SIMULATED_ARGS)
 
 
 def check_gateway(args: Sequence[str], path: str) -> None:
-    """Checks the arguments of perilune-gateway. Raises SpecError."""
+    """Check the arguments of perilune-gateway. Raises SpecError."""
     _check(args, path, GATEWAY_ARGS)
 
 
 def check_gateway_field(args: Sequence[str], path: str, field: str, prefix: str) -> None:
-    """Of a pool that has the field of spec.gateway which sets the flags with this prefix, besides. Raises
+    """Check the arguments of a pool whose spec.gateway sets the flags with this prefix by a field. Raises
     SpecError."""
     for i, arg in enumerate(args):
         if _flag(arg).startswith(prefix):
@@ -155,14 +155,15 @@ def _check(args: Sequence[str], path: str, ours: frozenset[str]) -> None:
 
 
 def _flag(arg: str) -> str:
-    """vLLM also takes `--block_size` and `--kv-events-config.endpoint`, and `-n2` for `-n 2`."""
+    """Return an argument's flag. vLLM also takes `--block_size` and `--kv-events-config.endpoint`, and `-n2`
+    for `-n 2`."""
     flag = arg.split("=", 1)[0].split(".", 1)[0]
     return flag.replace("_", "-") if flag.startswith("--") else flag.rstrip("0123456789")
 
 
 def _meant(flag: str, known: Collection[str]) -> str:
-    """The one of these that it is, or may abbreviate: argparse takes `--disable-log-stat`, and refuses what
-    could be one of several. Empty: none. (No other flag of vLLM's is the beginning of one of ours.)"""
+    """Return which of these it is, or may abbreviate; empty if none: argparse takes `--disable-log-stat`, and
+    refuses what could be one of several. (No other flag of vLLM's is the beginning of one of ours.)"""
     if flag in known:
         return flag
     return min((name for name in known if name.startswith(flag)), default="") if flag.strip("-") else ""

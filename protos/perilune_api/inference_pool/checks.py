@@ -29,8 +29,9 @@ HANDOFF_ENV = frozenset({"VLLM_MOONCAKE_BOOTSTRAP_PORT", "VLLM_MOONCAKE_ABORT_RE
 
 
 def convert(spec: object) -> InferencePoolSpec:
-    """An object's `spec` as the API server gives it → checked structs. Fields that are unknown here belong to
-    a newer CRD and are ignored: the API server refuses typos. Raises SpecError with the path."""
+    """Convert an object's `spec`, as the API server gives it, to checked structs. Ignore fields that are
+    unknown here: they belong to a newer CRD, and the API server refuses typos. Raises SpecError with the
+    path."""
     if moved := moved_fields.explain(spec):
         raise SpecError(moved)
     try:
@@ -42,7 +43,7 @@ def convert(spec: object) -> InferencePoolSpec:
 
 
 def _without_gateway(spec: InferencePoolSpec) -> InferencePoolSpec:
-    """The spec of a pool that another pool's gateway serves."""
+    """Return the spec of a pool that another pool's gateway serves."""
     given = spec.gateway
     kept = GatewaySpec(
         mode=GatewayMode.NONE,
@@ -55,7 +56,7 @@ def _without_gateway(spec: InferencePoolSpec) -> InferencePoolSpec:
 
 
 def check(spec: InferencePoolSpec) -> None:
-    """What the schema and its rules cannot know. Raises SpecError with the field's path."""
+    """Check what the schema and its rules cannot know. Raises SpecError with the field's path."""
     if spec.engine.kind is EngineKind.VLLM:
         arguments.check_vllm(spec.engine.args, "$.spec.engine.args")
         _check_vllm(spec)
@@ -110,7 +111,7 @@ def _check_tracing(given: GatewaySpec) -> None:
 
 
 def _check_several(spec: InferencePoolSpec) -> None:
-    """Whether one gateway can serve several pools so."""
+    """Check that one gateway can serve several pools so."""
     given = spec.gateway
     if given.serves and given.fail_open:
         words = "Envoy alone cannot tell which pool serves a model: set failOpen to false"
@@ -127,7 +128,7 @@ def _check_several(spec: InferencePoolSpec) -> None:
 
 
 def _check_waits(spec: InferencePoolSpec) -> None:
-    """A decision must come before Envoy gives up the gateway, and sends the request to any engine."""
+    """Check that a decision comes before Envoy gives up the gateway and sends the request to any engine."""
     routing = spec.routing
     waits = {"limits.decisionSeconds": routing.limits.decision_seconds}
     holds = {}  # a request is held once at most
@@ -219,7 +220,7 @@ def _check_env(engine: EngineSpec) -> None:
 
 
 def _check_vllm(spec: InferencePoolSpec) -> None:
-    """What its engines would not start with."""
+    """Refuse what its engines would not start with."""
     engine, seed = spec.engine, spec.engine.hashing.seed
     if seed and not (seed.isascii() and seed.isdigit() and len(seed) < 11 and int(seed) < 2**32):
         raise SpecError(
@@ -253,7 +254,7 @@ def _check_vllm(spec: InferencePoolSpec) -> None:
 
 
 def _check_pods(spec: InferencePoolSpec) -> None:
-    """What goes into pods as it is."""
+    """Check what goes into pods as it is."""
     given = [
         (spec.engine.resources, "$.spec.engine.resources"),
         (spec.gateway.resources, "$.spec.gateway.resources"),

@@ -42,11 +42,11 @@ class ModelSpec(pool.Model, frozen=True, kw_only=True):
     """The model that the pool serves."""
 
     source: Annotated[str, Meta(max_length=512)] = ""
-    """Model that the engine loads: a Hugging Face id, or a path inside the pod. Empty: `name`."""
+    """Model that the engine loads: a Hugging Face id, or a path inside the pod. The default is `name`."""
     weights_size: OptionalMemory = ""
     """Size of the model's weights, by which the operator chooses the engine's resources and startupSeconds.
-    Empty: by the number of parameters in the model's name (30B: 60 GB, half of it with FP8, a quarter with
-    FP4, INT4, AWQ or GPTQ); 60 GB for a name without one."""
+    If empty, it follows from the number of parameters in the model's name (30B: 60 GB, half of it with FP8, a
+    quarter with FP4, INT4, AWQ or GPTQ); 60 GB for a name without one."""
     cache: Cache | None = None
     """Cache of the model on the nodes or in the cluster. Without it, each engine downloads the model into its
     own disk at every start."""
@@ -73,7 +73,7 @@ class EngineSpec(pool.Engine, frozen=True, kw_only=True):
     """Program that each endpoint runs. vllm: vLLM. simulated: an engine without GPU and model that answers
     with the timing of an NVIDIA H20."""
     image: Image = ""
-    """Container image of the engine. Empty: the operator's default for this kind."""
+    """Container image of the engine. If empty, the operator's default for this kind is used."""
     image_pull_policy: PullPolicy = "IfNotPresent"
     """When the image is pulled, as in a Kubernetes container."""
     args: Arguments = ()
@@ -100,7 +100,7 @@ class EngineSpec(pool.Engine, frozen=True, kw_only=True):
     gpu_resource: LabelKey = "nvidia.com/gpu"
     """Resource name of the nodes' GPUs."""
     rdma_resource: OptionalKey = ""
-    """Resource name of the nodes' RDMA devices, such as rdma/hca. Empty: pods request none. The nodes must
+    """Resource name of the nodes' RDMA devices, such as rdma/hca. If empty, pods request none. The nodes must
     allow users other than root to pin memory (LimitMEMLOCK=infinity in containerd's unit), or podTemplate
     must run the engine as root."""
     rdma_devices: Annotated[int, Meta(ge=1, le=64)] = 1
@@ -110,8 +110,8 @@ class EngineSpec(pool.Engine, frozen=True, kw_only=True):
     Authorization, so clients do not have it. A request that no gateway routed is answered with 401, so
     gateway.failOpen no longer helps. Pools that share a gateway (gateway.serves) need the same key."""
     startup_seconds: Annotated[int, Meta(ge=1, le=86_400)] | None = None
-    """Maximum seconds that the engine may take to load the model before it is restarted. Empty: 600, and one
-    for every 50 MB of model.weightsSize, so 1800 for 60 GB."""
+    """Maximum seconds that the engine may take to load the model before it is restarted. If empty, it is 600,
+    and one more for every 50 MB of model.weightsSize, so 1800 for 60 GB."""
     pod_template: Raw = msgspec.field(default_factory=dict)
     """Metadata and spec that are merged over the engine's pod template. Containers are merged by name (the
     engine's is called engine), volumes and environment variables are replaced by name, mounts by path, and

@@ -38,9 +38,9 @@ class ParentRef(Struct, frozen=True):
     name: GatewayName
     """Name of the Gateway."""
     namespace: OptionalNamespace = ""
-    """Namespace of the Gateway. Empty: the pool's namespace."""
+    """Namespace of the Gateway. The default is the pool's namespace."""
     section_name: OptionalSection = ""
-    """Name of one listener of the Gateway. Empty: all listeners."""
+    """Name of one listener of the Gateway. If empty, all listeners count."""
 
 
 class TlsSpec(Struct, frozen=True):
@@ -48,9 +48,9 @@ class TlsSpec(Struct, frozen=True):
 
     secret: OptionalObject = ""
     """Name of a Secret in the pool's namespace with tls.crt, tls.key and ca.crt, for the name
-    POOL-gateway.NAMESPACE.svc. Empty: POOL-gateway-tls, which the issuer writes."""
+    POOL-gateway.NAMESPACE.svc. If empty, it is POOL-gateway-tls, which the issuer writes."""
     issuer: OptionalObject = ""
-    """Name of an issuer of cert-manager, which writes and renews the Secret. Empty: you write it."""
+    """Name of an issuer of cert-manager, which writes and renews the Secret. If empty, you write it."""
     issuer_kind: Literal["Issuer", "ClusterIssuer"] = "Issuer"
     """Kind of that issuer. An Issuer is in the pool's namespace."""
     client_certificates: bool = False
@@ -65,16 +65,16 @@ class SharedStateSpec(Struct, frozen=True):
         str, Meta(max_length=512, pattern=r"^(rediss?://([A-Za-z0-9._-]+@)?[A-Za-z0-9.:\[\]-]+(/[0-9]+)?)?$")
     ] = ""
     """Address of Valkey, Redis, or another server of that protocol, redis://HOST:PORT or rediss://HOST:PORT,
-    which is TLS; USER@ before HOST names a user of its ACL. Empty: the operator's, see managed."""
+    which is TLS; USER@ before HOST names a user of its ACL. If empty, it is the operator's, see managed."""
     managed: bool = True
     """Whether the operator runs a Valkey for the pool when several gateways may run and no server is named.
     false, and no server: gateways share nothing."""
     password_secret: OptionalObject = ""
-    """Secret in the pool's namespace whose key password holds the server's password. Empty: the server needs
-    none."""
+    """Secret in the pool's namespace whose key password holds the server's password. If empty, the server
+    needs none."""
     ca_secret: OptionalObject = ""
-    """Secret in the pool's namespace whose key ca.crt holds the CA certificates of a rediss:// server. Empty:
-    those of the image."""
+    """Secret in the pool's namespace whose key ca.crt holds the CA certificates of a rediss:// server. If
+    empty, those of the image count."""
 
 
 class TracingSpec(Struct, frozen=True):
@@ -97,11 +97,11 @@ class GatewaySpec(Struct, frozen=True):
     parent: ParentRef | None = None
     """Gateway that the pool's route is attached to. Without it, the gateway runs and no route is created."""
     hostnames: Annotated[tuple[Host, ...], Meta(max_length=16)] = ()
-    """Host names whose requests belong to this pool. Empty: all hosts. Two pools that share a Gateway need
-    different host names."""
+    """Host names whose requests belong to this pool. If empty, those of all hosts do. Two pools that share a
+    Gateway need different host names."""
     matches: Annotated[tuple[Raw, ...], Meta(max_length=16)] = ()
-    """Which requests of these hosts belong to this pool, as matches of an HTTPRoute's rule. Empty: the
-    paths below /v1 and the few others that the gateway supports (docs/limits.md)."""
+    """Which requests of these hosts belong to this pool, as matches of an HTTPRoute's rule. If empty, those
+    for paths below /v1 and for the few others that the gateway supports do (docs/limits.md)."""
     route: OptionalSection = ""
     """Name of an HTTPRoute of your own in the pool's namespace, which sends requests to the Service that is
     called like the pool (with serves: POOL-models), port 8000. The operator then creates none, and its
@@ -122,9 +122,9 @@ class GatewaySpec(Struct, frozen=True):
     """TLS between Envoy and the gateway. Without it, session ids, prompts and headers cross the cluster's
     network in plain text."""
     replicas: Annotated[int, Meta(ge=0, le=100)] | None = None
-    """Number of gateway pods. Several share sessions and load, see state. 0: no gateway runs, and failOpen
-    says what happens to requests. Without it the chart's gatewayReplicas counts, which is 1 by default and 2
-    in values-production.yaml."""
+    """Number of gateway pods. Several share sessions and load, see state. With 0 no gateway runs, and
+    failOpen says what happens to requests. Without it the chart's gatewayReplicas counts, which is 1 by
+    default and 2 in values-production.yaml."""
     state: SharedStateSpec | None = None
     """The server through which gateway pods share sessions and load. Without it the operator runs one when
     there may be several gateways."""
@@ -134,7 +134,7 @@ class GatewaySpec(Struct, frozen=True):
     """What happens to requests while no gateway runs. true: they go to any ready endpoint. false: they are
     refused with 503."""
     image: Image = ""
-    """Container image of the gateway. Empty: the operator's default."""
+    """Container image of the gateway. If empty, the operator's default is used."""
     image_pull_policy: PullPolicy = "IfNotPresent"
     """When the image is pulled, as in a Kubernetes container."""
     log_level: LogLevels = "info"

@@ -46,7 +46,7 @@ class Master(Struct, frozen=True):
     """The process mooncake_master, which keeps track of the blocks in the store."""
 
     image: Image = ""
-    """Container image with mooncake_master. Empty: the operator's default."""
+    """Container image with mooncake_master. If empty, the operator's default is used."""
     command: Arguments = ("mooncake_master",)
     """Command that starts the master in that image."""
     args: Arguments = ()
@@ -85,7 +85,7 @@ class Mooncake(Struct, frozen=True):
     protocol: Literal["rdma", "tcp"] = "tcp"
     """Network protocol of KV transfers. rdma needs RDMA devices; tcp works everywhere."""
     devices: str = ""
-    """RDMA devices, separated by commas (mlx5_0,mlx5_1). Empty: Mooncake detects them."""
+    """RDMA devices, separated by commas (mlx5_0,mlx5_1). If empty, Mooncake detects them."""
     offload_size: Memory = "64Gi"
     """Host memory of each engine that transfer: offload uses. The operator adds it to the engine's memory
     request, and to its memory limit if there is one."""

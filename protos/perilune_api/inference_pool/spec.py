@@ -29,8 +29,8 @@ class Rollout(Struct, frozen=True):
     drain_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 120
     """Maximum seconds for which an engine that is being stopped may finish its running requests."""
     revision: Annotated[str, Meta(max_length=128)] = ""
-    """Revision of the operator (its version and default images) that the pool's pods should be made by.
-    Empty: pods stay as they are when the operator is upgraded, until a change of the spec replaces them
+    """Revision of the operator (its version and default images) that the pool's pods should be made by. If
+    empty, pods stay as they are when the operator is upgraded, until a change of the spec replaces them
     anyway. latest: they follow the operator, a few pools at a time. A revision, as status.availableRevision
     names it: they follow an operator of this revision only."""
 
@@ -61,7 +61,7 @@ class Scaling(Struct, frozen=True):
     adapter, such as prometheus-adapter."""
     metric: Name = "perilune_queued_prefill_seconds"
     """Metric to scale by, for signal: metric. The adapter must serve it for the gateway's Service, summed
-    over the gateways' pods. A metric of which each gateway reports the whole, such as
+    over the gateways' pods. A metric that each gateway reports as a whole, such as
     perilune_endpoint_pending_prefill_seconds where they share state, grows with their number."""
     target: Quantity = "2"
     """Target value of the signal per endpoint: the sum over all endpoints is divided by it. For kvUsage at
@@ -120,7 +120,7 @@ class SecretsSpec(Struct, frozen=True):
 
     name: OptionalObject = ""
     """Secret in the pool's namespace with the keys engine-secret and state-password, each of 32 random
-    letters or more. Empty: the operator makes one, POOL-secrets-…, of random values. It may create Secrets
+    letters or more. If empty, the operator makes one, POOL-secrets-…, of random values. It may create Secrets
     and cannot read them."""
     rotation: Annotated[str, Meta(max_length=64)] = ""
     """Any word, such as a date. Another one asks for a new Secret: engines roll, and when all of them accept
@@ -135,7 +135,7 @@ class InferencePoolSpec(Struct, frozen=True):
     """Number of endpoints that get requests. `kubectl scale` sets it."""
     prefill_replicas: Count = 0
     """Number of further endpoints that only prefill long prompts for those that get requests. Needs
-    `mooncake.transfer: handoff`; `routing.disaggregation` says which prompts are long. 0: every endpoint
+    `mooncake.transfer: handoff`; `routing.disaggregation` says which prompts are long. With 0 every endpoint
     prefills its prompts itself."""
     engine: EngineSpec = EngineSpec()
     mooncake: Mooncake = Mooncake()

@@ -84,7 +84,7 @@ class TopologySpec(Struct, frozen=True):
     """The fabric: which node labels describe it, and how engines are placed in it."""
 
     levels: Annotated[tuple[LevelSpec, ...], Meta(max_length=4)] = ()
-    """Levels of the fabric, from narrow to wide. Empty: the labels of Kubernetes, NVIDIA Topograph and the
-    usual clouds. A list replaces all of these, so a level that is missing from it is unknown."""
+    """Levels of the fabric, from narrow to wide. If empty, the labels of Kubernetes, NVIDIA Topograph and the
+    usual clouds are used. A list replaces all of these, so a level that is missing from it is unknown."""
     placement: Annotated[tuple[Placement, ...], Meta(max_length=5)] = ()
-    """How engines are packed or spread. Empty: the scheduler decides."""
+    """How engines are packed or spread. If empty, the scheduler decides."""

@@ -82,7 +82,7 @@ class Options:
     """Begin no cell that would end later than this."""
 
     def cells(self) -> Iterator[Cell]:
-        """Yields the cells in the order of play. Routers take turns within a seed, so that a busy minute of
+        """Yield the cells in the order of play. Routers take turns within a seed, so that a busy minute of
         the machine does not hit only one of them. A router that the user runs plays no load that restarts
         it."""
         for seed in range(self.seeds):
@@ -119,7 +119,7 @@ class Arena:
         """Router → why it does not take part, or no longer does."""
 
     def install(self) -> None:
-        """Installs the routers that are packages, and leaves those out that cannot be installed."""
+        """Install the routers that are packages, and leave those out that cannot be installed."""
         for contestant in self.options.contestants:
             front = contestant.front
             if isinstance(front, Program) and front.package not in self.programs:
@@ -130,7 +130,7 @@ class Arena:
                     self._leave_out(contestant, f"{front.package} cannot be installed: {error}")
 
     async def run(self) -> None:
-        """Plays the cells that the JSON file lacks. Raises SpecError if a recording cannot be read."""
+        """Play the cells that the JSON file lacks. Raises SpecError if a recording cannot be read."""
         done = {_key(cell) for cell, _ in self.played}
         cells = [
             cell
@@ -167,14 +167,14 @@ class Arena:
         self.err.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _write(self) -> None:
-        """Writes the JSON file, if there is one, so that an interrupted run loses at most one cell."""
+        """Write the JSON file, if there is one, so that an interrupted run loses at most one cell."""
         if self.options.json:
             setting = self.options.setting
             rows = [Row(*_key(cell), setting.engines, setting.seconds, run) for cell, run in self.played]
             self.options.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
 
     def so_far(self) -> str:
-        """Returns a sentence that tells a user who interrupts whether the played cells are kept."""
+        """Return a sentence that tells a user who interrupts whether the played cells are kept."""
         played, path = len(self.played), self.options.json
         total = len({_key(cell) for cell in self.options.cells()} | {_key(cell) for cell, _ in self.played})
         if path is None:
@@ -182,7 +182,7 @@ class Arena:
         return f"{played} of {total} cells are in {path}, so the same command goes on from there"
 
     def conclude(self) -> int:
-        """Prints table, verdicts and settings; returns the exit status."""
+        """Print table, verdicts and settings; return the exit status."""
         parts = (
             table(self.played),
             verdicts(self.played),
@@ -208,13 +208,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _key(cell: Cell) -> tuple[str, str, bool, int]:
-    """Returns the first fields of a cell's row in the file, which identify the cell."""
+    """Return the first fields of a cell's row in the file, which identify the cell."""
     return cell.contestant.name, cell.level.name, cell.named, cell.seed
 
 
 def kept(options: Options) -> list[tuple[Cell, Run]]:
-    """Returns the cells that the JSON file already has. Raises SpecError if it is another kind of file, or
-    its cells were played with other numbers of engines or seconds."""
+    """Return the cells that the JSON file already has. Raises SpecError if it is another kind of file, or its
+    cells were played with other numbers of engines or seconds."""
     path = options.json
     if path is None or not path.exists() or not path.stat().st_size:
         return []
@@ -247,7 +247,7 @@ def kept(options: Options) -> list[tuple[Cell, Run]]:
 
 
 def _chosen(text: str, known: Mapping[str, T], option: str) -> tuple[T, ...]:
-    """Parses `A,B` into known values. Raises SpecError for an unknown name."""
+    """Parse `A,B` into known values. Raises SpecError for an unknown name."""
     names = dict.fromkeys(name.strip() for name in text.split(","))
     for name in names:
         if name not in known:
@@ -256,7 +256,7 @@ def _chosen(text: str, known: Mapping[str, T], option: str) -> tuple[T, ...]:
 
 
 def _remotes(texts: Sequence[str]) -> tuple[Contestant, ...]:
-    """Parses texts such as `NAME=URL` into the user's own routers. Raises SpecError for a wrong one."""
+    """Parse texts such as `NAME=URL` into the user's own routers. Raises SpecError for a wrong one."""
     found = []
     for name, address in assignments(texts, "--url").items():
         try:
@@ -267,7 +267,7 @@ def _remotes(texts: Sequence[str]) -> tuple[Contestant, ...]:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Parses the command line. Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
+    """Parse the command line. Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
     known = {contestant.name: contestant for contestant in CONTESTANTS}
     default = Setting()
     parser = argparse.ArgumentParser(

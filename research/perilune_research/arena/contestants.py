@@ -76,7 +76,7 @@ def _workers(engines: Sequence[EndpointSpec]) -> tuple[str, ...]:
 
 
 def _cache_aware(*first: str) -> Arguments:
-    """Returns the arguments that the SGLang router and its two descendants share."""
+    """Return the arguments that the SGLang router and its two descendants share."""
     return lambda engines, _model: (*first, "--policy", "cache_aware", *_workers(engines))
 
 
@@ -119,7 +119,7 @@ CONTESTANTS = (
 def command(
     front: Program, executable: str, engines: Sequence[EndpointSpec], model: str, port: int, metrics_port: int
 ) -> list[str]:
-    """Returns the command line of a program that listens on these ports of loopback."""
+    """Return the command line of a program that listens on these ports of loopback."""
     return [
         executable,
         *front.arguments(engines, model),
@@ -129,7 +129,7 @@ def command(
 
 
 def balanced(endpoints: Sequence[str], lb_policy: str, port: int) -> envoy.Json:
-    """Returns the lab's Envoy configuration without a gateway, and with one of Envoy's own load balancing
+    """Return the lab's Envoy configuration without a gateway, and with one of Envoy's own load balancing
     policies."""
     config = envoy.config(endpoints, (), listen=f"127.0.0.1:{port}")
     static = config["static_resources"]

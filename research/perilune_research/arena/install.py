@@ -22,14 +22,14 @@ class NotInstalledError(Exception):
 
 
 def cache() -> Path:
-    """Returns the folder of the environments."""
+    """Return the folder of the environments."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "perilune" / "arena"
 
 
 def executable(package: Package, folder: Path) -> Path:
-    """Returns the path of the package's program, and installs the package under `folder` if it is not there.
-    Raises NotInstalledError if that fails."""
+    """Return the path of the package's program. Install the package under `folder` if it is not there. Raises
+    NotInstalledError if that fails."""
     place = folder / f"{package.name}-{package.version}"
     program = place / "bin" / package.program
     if not (place / _DONE).exists():

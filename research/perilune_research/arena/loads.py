@@ -46,7 +46,7 @@ class Level:
 
     name: str
     sessions_per_s: float
-    """Generated sessions that begin per second and engine; 0: the load is recorded."""
+    """Generated sessions that begin per second and engine; 0 if the load is recorded."""
     halfway: Halfway | None = None
 
     @property
@@ -80,13 +80,13 @@ class Setting:
     seconds: float = 30.0
     """Length of the traffic; the last turns end a little later."""
     first_port: int = 0
-    """Port of the first engine; the others have the next ports. 0: the system chooses all ports."""
+    """Port of the first engine; the others have the next ports. With 0 the system chooses all ports."""
     trace: Path | None = None
     """The recording that recorded loads play."""
 
 
 def engine_options(setting: Setting) -> EngineOptions:
-    """Returns the options of the engines, which run in real time and refuse what OpenAI's API refuses."""
+    """Return the options of the engines, which run in real time and refuse what OpenAI's API refuses."""
     each = []
     for i in range(setting.engines):
         port = setting.first_port + i if setting.first_port else 0
@@ -112,7 +112,7 @@ class Traffic:
 
 
 def traffic(setting: Setting, level: Level, seed: int) -> Traffic:
-    """Returns the traffic of one cell. Raises SpecError if the load is recorded and the recording cannot be
+    """Return the traffic of one cell. Raises SpecError if the load is recorded and the recording cannot be
     read."""
     if not level.recorded:
         return Traffic(sessions(setting, level, seed))
@@ -123,7 +123,7 @@ def traffic(setting: Setting, level: Level, seed: int) -> Traffic:
 
 
 def _window(trace: Trace, after_s: float, seconds: float) -> Iterator[Session]:
-    """Yields the sessions with the turns that were recorded in these seconds, each shortened."""
+    """Yield the sessions with the turns that were recorded in these seconds, each shortened."""
     for session in trace.sessions:
         kept = [turn for turn in session.turns if after_s <= submitted_s(turn) < after_s + seconds]
         if kept:
@@ -131,14 +131,14 @@ def _window(trace: Trace, after_s: float, seconds: float) -> Iterator[Session]:
 
 
 def _shorter(turn: Turn) -> Turn:
-    """Returns the turn with every segment shortened by the same factor, so that prompts still share what they
+    """Return the turn with every segment shortened by the same factor, so that prompts still share what they
     shared."""
     prompt = tuple(s._replace(tokens=-(-s.tokens // RECORDED_SCALE)) for s in turn.prompt)
     return replace(turn, prompt=prompt, output_tokens=-(-turn.output_tokens // RECORDED_SCALE))
 
 
 def sessions(setting: Setting, level: Level, seed: int) -> tuple[Session, ...]:
-    """Returns the generated sessions that begin within the setting's seconds, each cut to the turns that an
+    """Return the generated sessions that begin within the setting's seconds, each cut to the turns that an
     idle H20 would see by then. Every router gets all of these turns, however long it takes."""
     load = demo_load(setting.engines, seed, setting.seconds, 1.0)
     load = replace(

@@ -65,7 +65,7 @@ class _Front:
 
 
 async def play(cell: Cell, setting: Setting, programs: Mapping[Package, Path], words: Words) -> report.Run:
-    """Plays a cell. `programs`: paths of the routers that are packages. Raises StackError if a process does
+    """Play a cell. `programs`: paths of the routers that are packages. Raises StackError if a process does
     not start, or the gateway or its Envoy ends; SpecError if a recording cannot be read."""
     played = traffic(setting, cell.level, cell.seed)
     front = cell.contestant.front
@@ -93,8 +93,8 @@ async def play(cell: Cell, setting: Setting, programs: Mapping[Package, Path], w
 
 
 async def _halfway(what: Halfway | None, setting: Setting, stack: Stack, router: _Front) -> None:
-    """Waits until half of the load's time is over, and does what the load demands then. Raises StackError if
-    the router cannot be restarted."""
+    """Wait until half of the load's time is over, and do what the load demands then. Raises StackError if the
+    router cannot be restarted."""
     if what is None:
         return
     await asyncio.sleep(setting.seconds / 2)
@@ -112,7 +112,7 @@ async def _halfway(what: Halfway | None, setting: Setting, stack: Stack, router:
 async def _fronted(
     contestant: Contestant, stack: Stack, programs: Mapping[Package, Path]
 ) -> AsyncIterator[_Front]:
-    """Runs the router in front of the stack's engines, as a context."""
+    """Run the router in front of the stack's engines, as a context."""
     match contestant.front:
         case Ours():
             yield _Front(stack.url, stack.restart_gateway)
@@ -156,7 +156,7 @@ class _Process:
 
 
 async def _answers(name: str, url: str, within_s: float, child: Child | None = None) -> None:
-    """Waits until the router lists a model. Raises StackError if it ends, or lists none in time."""
+    """Wait until the router lists a model. Raises StackError if it ends, or lists none in time."""
     cause = "it lists no model"
     loop = asyncio.get_running_loop()
     until_s = loop.time() + within_s
@@ -175,7 +175,7 @@ async def _answers(name: str, url: str, within_s: float, child: Child | None = N
 
 
 def _free_ports(number: int) -> list[int]:
-    """Returns ports that were free a moment ago. Routers need them, since they cannot report a port that the
+    """Return ports that were free a moment ago. Routers need them, since they cannot report a port that the
     system chose."""
     with ExitStack() as opened:
         sockets = [opened.enter_context(socket.socket()) for _ in range(number)]

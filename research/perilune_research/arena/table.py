@@ -53,7 +53,7 @@ SEEDS_CANNOT_TELL = ", within what the seeds can tell"
 
 
 def estimate(runs: Iterable[Run], metric: Metric) -> Estimate | None:
-    """Returns the metric's mean over the runs; None if no run has the metric."""
+    """Return the metric's mean over the runs; None if no run has the metric."""
     sample = [value for value in map(metric, runs) if value is not None]
     if not sample:
         return None
@@ -61,7 +61,7 @@ def estimate(runs: Iterable[Run], metric: Metric) -> Estimate | None:
 
 
 def grouped(played: Played) -> dict[Group, dict[str, list[Run]]]:
-    """Returns comparison → router → its runs, in the order of play."""
+    """Return comparison → router → its runs, in the order of play."""
     found: dict[Group, dict[str, list[Run]]] = {}
     for cell, run in played:
         group = found.setdefault(Group(cell.level.name, cell.named), {})
@@ -70,7 +70,7 @@ def grouped(played: Played) -> dict[Group, dict[str, list[Run]]]:
 
 
 def table(played: Played) -> list[str]:
-    """Returns the lines of a table: means over seeds, with 95 % intervals if there are several seeds."""
+    """Return the lines of a table: means over seeds, with 95 % intervals if there are several seeds."""
     lines = [
         f"| load | router | {' | '.join(METRICS)} | failed | seeds |",
         f"|---|---|{'---:|' * (len(METRICS) + 2)}",
@@ -93,7 +93,7 @@ def _cell(value: Estimate | None) -> str:
 
 
 def verdicts(played: Played) -> list[str]:
-    """Returns a line for each comparison and metric: by how much Perilune is ahead of the best other router,
+    """Return a line for each comparison and metric: by how much Perilune is ahead of the best other router,
     or behind it."""
     lines = []
     for group, routers in grouped(played).items():
@@ -115,7 +115,7 @@ def verdicts(played: Played) -> list[str]:
 
 
 def legend(contestants: Iterable[Contestant], left_out: Mapping[str, str]) -> list[str]:
-    """Returns a line for each router with its version and settings, and one for each that was left out."""
+    """Return a line for each router with its version and settings, and one for each that was left out."""
     lines = []
     for c in contestants:
         version = f" ({c.front.package})" if isinstance(c.front, Program) else ""

@@ -51,8 +51,8 @@ examples (after `python -m perilune_research`):
 
 
 def conclude(options: Options, pairs: Sequence[Pair], out: Console) -> int:
-    """Writes the JSON file, prints table and verdicts, and returns the exit status. Raises OSError if it
-    cannot write the file, but prints all the same."""
+    """Write the JSON file, print table and verdicts, and return the exit status. Raises OSError if it cannot
+    write the file, but prints all the same."""
     try:
         if options.json:
             options.json.write_bytes(msgspec.json.format(msgspec.json.encode(pairs), indent=2) + b"\n")
@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Parses the command line. Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
+    """Parse the command line. Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
     default = Options()
     parser = argparse.ArgumentParser(
         prog="python -m perilune_research crosscheck",

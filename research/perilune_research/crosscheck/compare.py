@@ -78,12 +78,12 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 def p90_s(run: Run) -> float:
-    """Returns TTFT p90 in seconds; inf if nothing was measured."""
+    """Return TTFT p90 in seconds; inf if nothing was measured."""
     return run.ttft_s.p90 if run.ttft_s else inf
 
 
 def swapped(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
-    """Returns the pairs of policies whose order is clear both live and simulated, and not the same."""
+    """Return the pairs of policies whose order is clear both live and simulated, and not the same."""
     found = []
     for a, b in combinations(pairs, 2):
         live = p90_s(a.live) / p90_s(b.live)
@@ -95,7 +95,7 @@ def swapped(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
 
 
 def table(pairs: Sequence[Pair]) -> Table:
-    """Returns a table with a row per policy, lowest live TTFT p90 first."""
+    """Return a table with a row per policy, lowest live TTFT p90 first."""
     grid = Table(title="live: real Envoy and gateway, simulated engines in real time · simulated: everything")
     grid.add_column("policy", no_wrap=True)
     for name in (
@@ -126,7 +126,7 @@ def table(pairs: Sequence[Pair]) -> Table:
 
 
 def verdicts(pairs: Sequence[Pair]) -> list[tuple[bool, str]]:
-    """Returns the three verdicts: (whether it holds, a sentence about it)."""
+    """Return the three verdicts: (whether it holds, a sentence about it)."""
     ttft = max(pairs, key=lambda pair: abs(pair.ttft_off))
     apc = max(pairs, key=lambda pair: (pair.apc_beyond_chance, abs(pair.apc_off)))
     wrong = swapped(pairs)

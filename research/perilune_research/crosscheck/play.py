@@ -55,7 +55,7 @@ class Crosscheck:
         """The results so far, one per policy."""
 
     async def run(self) -> list[Pair]:
-        """Plays every policy and returns `pairs`. Raises StackError when a process of the live path ends."""
+        """Play every policy and return `pairs`. Raises StackError when a process of the live path ends."""
         o = self.options
         self.err.print(
             f"{self.trace.requests} turns of {len(self.trace.sessions)} sessions, {o.endpoints} engines,"
@@ -76,7 +76,7 @@ class Crosscheck:
         return self.pairs
 
     async def _live(self, stack: Stack, policy: str) -> tuple[Run, float]:
-        """Plays a policy live. Returns the pooled run, and the seconds per request for which all processes
+        """Play a policy live. Return the pooled run, and the seconds per request for which all processes
         waited for a CPU."""
         named = ((names.POLICY_HEADER, policy),)
         load = Load(stack.url, stack.options.model, self.trace.style, headers=named)
@@ -95,7 +95,7 @@ class Crosscheck:
         return report.run(measured), waited_s
 
     def simulated(self, policy: str) -> Simulated:
-        """Simulates a policy `SIMULATED` times."""
+        """Simulate a policy `SIMULATED` times."""
         o = self.options
         hardware = replace(H20, engine=replace(H20.engine, kv_pool_tokens=o.kv_tokens))
         runs = []
@@ -115,7 +115,7 @@ class Crosscheck:
 
 
 def _waited_s(pids: Sequence[int]) -> float:
-    """Returns the seconds that the running threads of these processes have waited for a CPU; 0 if Linux does
+    """Return the seconds that the running threads of these processes have waited for a CPU; 0 if Linux does
     not report it."""
     waited_ns = 0
     for pid in pids:

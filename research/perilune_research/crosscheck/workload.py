@@ -40,7 +40,7 @@ class Options:
     context_tokens: int = 32_768
 
     def trace(self) -> Trace:
-        """Returns the sessions with the turns that an unloaded system would see within the window."""
+        """Return the sessions with the turns that an unloaded system would see within the window."""
         p = Agentic(
             sessions_per_s=self.rate * self.endpoints,
             turns_alpha=8.0,
@@ -64,7 +64,7 @@ class Options:
 
 
 def renamed(trace: Trace, prefix: str) -> Trace:
-    """Returns the same trace with other session names and other texts of the same lengths."""
+    """Return the same trace with other session names and other texts of the same lengths."""
 
     def turn(t: Turn) -> Turn:
         prompt = tuple(segment._replace(key=f"{prefix}{segment.key}") for segment in t.prompt)
@@ -77,7 +77,7 @@ def renamed(trace: Trace, prefix: str) -> Trace:
 
 
 def jittered(trace: Trace, rng: Random) -> Trace:
-    """Returns the same trace with every start and think time longer by up to `JITTER_S`."""
+    """Return the same trace with every start and think time longer by up to `JITTER_S`."""
     return replace(
         trace,
         sessions=tuple(

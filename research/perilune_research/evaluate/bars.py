@@ -75,7 +75,7 @@ class Bar(msgspec.Struct, frozen=True):
 
 
 def judge(findings: Findings, names: Container[str] | None = None) -> tuple[Bar, ...]:
-    """Judges all bars, or those in `names`. Raises KeyError if a study that they need was not simulated."""
+    """Judge all bars, or those in `names`. Raises KeyError if a study that they need was not simulated."""
     return tuple(
         Bar(name, goal, tuple(checks(findings)))
         for name, (goal, checks) in {
@@ -159,7 +159,7 @@ class Rival(NamedTuple):
 
 
 def rivals(f: Findings, load: str) -> list[Rival]:
-    """Compares our policy with the best of the others in each of `METRICS`, at one load."""
+    """Compare our policy with the best of the others in each of `METRICS`, at one load."""
     scenario = plan.scenario(f.at_r, load)
     found = []
     for metric in METRICS:
@@ -182,8 +182,8 @@ def rivals(f: Findings, load: str) -> list[Rival]:
 
 
 def _excepted(metric: Metric, profile: Profile) -> bool:
-    """Whether a policy is left out of a metric. The endpoints of static_pd that decode never prefill, so its
-    TPOT has no interference to compare."""
+    """Return whether a policy is left out of a metric. The endpoints of static_pd that decode never prefill,
+    so its TPOT has no interference to compare."""
     return profile.policy == "static_pd" and metric.name.startswith("TPOT")
 
 

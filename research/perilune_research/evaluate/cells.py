@@ -52,7 +52,7 @@ class Scenario:
     trace: str = AGENTIC
     """`agentic` for generated traffic, or the file of a recorded trace."""
     compared: tuple[str, ...] = ()
-    """Policies of the main comparison; empty: all. It has no effect on a cell's result or key."""
+    """Policies of the main comparison; empty for all. It has no effect on a cell's result or key."""
     engine_belief: float = Faults().engine_belief
     """Ratio of believed to true seconds of prefill, at the start."""
     unequal: float = 1.0
@@ -65,7 +65,7 @@ class Scenario:
     slowdown: float = 1.0
     """Factor on every compute time. It does not change which turns are played."""
     zipf_alpha: float = 0.0
-    """Zipf exponent of generated sessions; 0: no skew."""
+    """Zipf exponent of generated sessions; 0 for no skew."""
     gap_s: float | None = None
     """Seconds between the turns of a session, instead of the trace's gaps, for the same turns."""
     link_factor: float = 1.0
@@ -74,7 +74,7 @@ class Scenario:
     """Share of the transfers that take 20 times as long."""
 
     def comparison(self, profile: Profile) -> Comparison:
-        """Returns the simulator's input for this scenario and one profile."""
+        """Return the simulator's input for this scenario and one profile."""
         hardware = replace(H20, engine=replace(H20.engine, kv_pool_tokens=self.kv_tokens))
         if self.deployment.reach.stores:
             hardware = with_store(hardware, STORE_BYTES_PER_S)
@@ -108,7 +108,7 @@ class Scenario:
         return (self.trace, self.rate, self.window_s, self.warmup_s, self.zipf_alpha, self.gap_s)
 
     def workload(self, seed: int) -> Workload:
-        """Makes the scenario's workload. Its ideal times are those of an engine without slowdown, so that
+        """Make the scenario's workload. Its ideal times are those of an engine without slowdown, so that
         slower engines play the same turns."""
         comparison = replace(self, slowdown=1.0).comparison(Profile("round_robin"))
         workload = comparison.load.workload(self.rate, seed, comparison.fleet)
@@ -127,7 +127,7 @@ class Profile:
         return self.policy + "".join(f" {name}={value}" for name, value in changed.items())
 
     def changed(self) -> dict[str, Any]:
-        """Returns the parameters that differ from their defaults, by BLOCK.NAME."""
+        """Return the parameters that differ from their defaults, by BLOCK.NAME."""
         defaults = msgspec.to_builtins(PolicyParams())
         return {
             f"{block}.{name}": value
@@ -171,7 +171,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def with_gaps(workload: Workload, gap_s: float) -> Workload:
-    """Returns a workload of the same turns, with `gap_s` seconds between an answer and the next turn. Changes
+    """Return a workload of the same turns, with `gap_s` seconds between an answer and the next turn. Change
     the given workload's tasks."""
     jobs = []
     for job in workload.jobs:
@@ -187,7 +187,7 @@ def with_gaps(workload: Workload, gap_s: float) -> Workload:
 
 
 def batches(cells: Iterable[Cell]) -> list[tuple[Cell, ...]]:
-    """Groups cells that play the same workload into batches of at most `_BATCH`, and otherwise keeps their
+    """Group cells that play the same workload into batches of at most `_BATCH`, and otherwise keeps their
     order."""
     found: dict[tuple[object, ...], list[Cell]] = defaultdict(list)
     for cell in cells:
@@ -196,13 +196,13 @@ def batches(cells: Iterable[Cell]) -> list[tuple[Cell, ...]]:
 
 
 def compute(batch: Sequence[Cell]) -> list[tuple[Cell, Result]]:
-    """Simulates the cells of a batch, which share one workload."""
+    """Simulate the cells of a batch, which share one workload."""
     workload = batch[0].scenario.workload(batch[0].seed)
     return [(cell, _result(cell, workload)) for cell in batch]
 
 
 def play(cell: Cell, workload: Workload) -> SimulatedOutcome:
-    """Simulates one cell with its workload."""
+    """Simulate one cell with its workload."""
     return cell.scenario.comparison(cell.profile).play(cell.profile.policy, workload, cell.seed)
 
 

@@ -87,8 +87,8 @@ class Options:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status. Raises SystemExit for `--help` and unknown options, KeyboardInterrupt after
-    Ctrl-C, and BrokenPipeError."""
+    """Run the command and return the exit status. Raises SystemExit for `--help` and unknown options,
+    KeyboardInterrupt after Ctrl-C, and BrokenPipeError."""
     try:
         shown = run(parse(argv), Console(stderr=True, soft_wrap=True))
     except BrokenPipeError:
@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(options: Options, err: Console) -> list[Grid | str]:
-    """Simulates, writes the files, and returns what is to be printed. Raises SpecError if a folder cannot be
+    """Simulate, write the files, and return what is to be printed. Raises SpecError if a folder cannot be
     written or there is no R, and OSError if a file cannot be written later."""
     began = time.perf_counter()
     work = Work(_folder(options.work, "--work"), options.jobs, _progress(err))
@@ -146,7 +146,7 @@ def _some(n: int, one: str) -> str:
 
 
 def _folder(path: Path, option: str) -> Path:
-    """Makes the folder and checks that files can be written there. Raises SpecError if they cannot."""
+    """Make the folder and check that files can be written there. Raises SpecError if they cannot."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
@@ -169,7 +169,7 @@ def _grid(table: Table) -> Grid:
 
 
 def _progress(err: Console) -> Callable[[Progress], None]:
-    """Returns a function that prints progress and the time left, every few seconds at most."""
+    """Return a function that prints progress and the time left, every few seconds at most."""
     began: dict[str, float] = {}
     shown: dict[str, float] = {}
 
@@ -190,7 +190,7 @@ def _progress(err: Console) -> Callable[[Progress], None]:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Parses the command line. Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
+    """Parse the command line. Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
     parser = argparse.ArgumentParser(
         prog="python -m perilune_research evaluate",
         description="Evaluate policies on modelled engines in one arm: write tables, bars and figures.",
@@ -257,7 +257,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def _command(argv: Sequence[str]) -> str:
-    """Returns the command as readers can repeat it: without options and paths of this machine."""
+    """Return the command as readers can repeat it: without options and paths of this machine."""
     words, kept = iter(argv), ["python -m perilune_research evaluate"]
     for word in words:
         if word in ("--out", "--work", "--jobs"):

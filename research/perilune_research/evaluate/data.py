@@ -13,7 +13,7 @@ _MOST = 8
 
 
 def encode(value: object, digits: int = _DIGITS) -> bytes:
-    """Returns `value` as JSON text. Floats keep `digits` significant digits; infinity becomes null."""
+    """Return `value` as JSON text. Floats keep `digits` significant digits; infinity becomes null."""
     return _lines(_rounded(msgspec.to_builtins(value), digits), "").encode() + b"\n"
 
 
@@ -28,7 +28,7 @@ def _rounded(value: Any, digits: int) -> Any:
 
 
 def _lines(value: Any, indent: str) -> str:
-    """Returns the value on one line if it fits or is a row of plain values; otherwise one item per line."""
+    """Return the value on one line if it fits or is a row of plain values; otherwise one item per line."""
     text = msgspec.json.encode(value).decode()
     if len(indent) + len(text) <= _WIDTH or not isinstance(value, dict | list) or _is_row(value):
         return text
@@ -43,7 +43,7 @@ def _lines(value: Any, indent: str) -> str:
 
 
 def _is_row(value: dict[str, Any] | list[Any]) -> bool:
-    """Whether it is a list of plain values, or an object of plain values and short lists of them."""
+    """Return whether it is a list of plain values, or an object of plain values and short lists of them."""
     if isinstance(value, list):
         return not any(isinstance(each, dict | list) for each in value)
     lists = [each for each in value.values() if isinstance(each, list)]

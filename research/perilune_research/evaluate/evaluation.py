@@ -24,7 +24,7 @@ REFERENCE = Profile("lmetric")
 
 
 def studies_of(parts: Iterable[str]) -> list[str]:
-    """Returns the studies that these parts need, in the plan's order."""
+    """Return the studies that these parts need, in the plan's order."""
     wanted = {study for part in parts for study in NEEDS[part]}
     return [name for name in (*STUDIES, CAPACITY) if name in wanted]
 
@@ -32,7 +32,7 @@ def studies_of(parts: Iterable[str]) -> list[str]:
 def evaluate(
     work: Work, parts: Iterable[str], size: Size, base: Scenario, r: float | None = None
 ) -> Findings:
-    """Finds R unless it is given, simulates, and returns the findings. `base`: the scenario to evaluate; its
+    """Find R unless it is given, simulate, and return the findings. `base`: the scenario to evaluate, whose
     rate is where the search for R begins. Raises SpecError if there is no R, and OSError if results cannot be
     kept."""
     at_r = replace(base, rate=r) if r is not None else _at_r(work, size, base)

@@ -1,4 +1,4 @@
-"""What the evaluation measures besides the report: concurrency, KV of decoding requests, moves, sessions.
+"""What the evaluation measures apart from the report: concurrency, KV of decoding requests, moves, sessions.
 
 Figures per minute are over the whole simulation, all others over the requests after the warm-up. Cost: a sort
 of the requests.
@@ -57,7 +57,7 @@ class Extra(msgspec.Struct, frozen=True):
 
 
 def measure(outcome: SimulatedOutcome, workload: Workload, pool_tokens: int) -> Extra:
-    """Measures one simulation. `pool_tokens`: the KV pool of one endpoint."""
+    """Measure one simulation. `pool_tokens`: the KV pool of one endpoint."""
     done = [r for r in outcome.requests if r.task.ideal_at_s >= workload.warmup_s]
     good = [r for r in done if r.succeeded]
     span_s = max(r.finished_s for r in good) - min(r.submitted_s for r in good) if good else 0.0
@@ -81,7 +81,7 @@ def measure(outcome: SimulatedOutcome, workload: Workload, pool_tokens: int) -> 
 
 
 def _ends_s(done: Sequence[SimulatedRequest], workload: Workload) -> list[float]:
-    """Returns the seconds from arrival to end of each session that began after the warm-up; inf for lost
+    """Return the seconds from arrival to end of each session that began after the warm-up; inf for lost
     ones."""
     turns: dict[int, list[SimulatedRequest]] = defaultdict(list)
     for r in done:
@@ -101,7 +101,7 @@ def _quantile(values_s: Sequence[float], q: float) -> float | UnsetType:
 
 
 def _occupancy(good: Sequence[SimulatedRequest], pool_tokens: int) -> list[float]:
-    """Returns KV of decoding requests / KV pool, whenever a request begins to decode (itself included)."""
+    """Return KV of decoding requests / KV pool, whenever a request begins to decode (itself included)."""
     by_endpoint: dict[int, list[tuple[float, int]]] = defaultdict(list)
     for r in good:
         tokens = r.prompt_tokens + r.output_tokens

@@ -78,29 +78,29 @@ class Findings:
         return Findings(self.size, self.at_r, kept)
 
     def results(self, point: Point) -> dict[int, Result]:
-        """Returns the point's results by seed."""
+        """Return the point's results by seed."""
         if point not in self._by_point:
             raise KeyError(f"{point.profile} was not simulated in {point.scenario}")
         return dict(sorted(self._by_point[point].items()))
 
     def values(self, point: Point, metric: str) -> dict[int, float]:
-        """Returns the metric by seed, without the seeds that lack it, such as the accuracy where no session
+        """Return the metric by seed, without the seeds that lack it, such as the accuracy where no session
         moved."""
         found = {seed: _metric(result, metric) for seed, result in self.results(point).items()}
         return {seed: value for seed, value in found.items() if value is not None}
 
     def has(self, point: Point, metric: str) -> bool:
-        """Whether the point was simulated and has the metric with some seed."""
+        """Return whether the point was simulated and has the metric with some seed."""
         return point in self._by_point and bool(self.values(point, metric))
 
     def estimate(self, point: Point, metric: str) -> Estimate:
-        """Returns the metric's mean over the seeds that have it."""
+        """Return the metric's mean over the seeds that have it."""
         if (point, metric) not in self._estimates:
             self._estimates[point, metric] = estimate(list(self.values(point, metric).values()))
         return self._estimates[point, metric]
 
     def ratio(self, ours: Point, theirs: Point, metric: str, their_metric: str = "") -> Estimate:
-        """Returns the ratio of the means over the seeds that both points have. `their_metric`: the metric of
+        """Return the ratio of the means over the seeds that both points have. `their_metric`: the metric of
         `theirs`, if it is another one."""
         key = (ours, theirs, metric, their_metric)
         if key not in self._ratios:
@@ -113,7 +113,7 @@ class Findings:
         return Estimate(*measure.ratio([mine[s] for s in seeds], [other[s] for s in seeds]))
 
     def pooled(self, point: Point) -> Run:
-        """Returns the point's runs pooled over seeds, in the report's format."""
+        """Return the point's runs pooled over seeds, in the report's format."""
         results = self.results(point)
         return measure.pooled([r.run for r in results.values()], list(results), point.scenario.rate)
 
@@ -123,12 +123,12 @@ class Findings:
         return {name: estimate(rates) for name, rates in self._capacity.items()}
 
     def capacity_ratio(self, ours: str, theirs: str) -> Estimate:
-        """Returns the ratio of two capacities, given by their names in `plan.CAPACITIES`."""
+        """Return the ratio of two capacities, given by their names in `plan.CAPACITIES`."""
         return Estimate(*measure.ratio(self._capacity[ours], self._capacity[theirs]))
 
 
 def estimate(sample: Sequence[float]) -> Estimate:
-    """Returns the mean and its interval. The interval of a single value is that value."""
+    """Return the mean and its interval. The interval of a single value is that value."""
     value = mean(sample)
     return Estimate(value, *(measure.interval(sample) if len(sample) > 1 else (value, value)))
 

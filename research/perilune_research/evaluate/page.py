@@ -46,14 +46,14 @@ METRICS = {
 
 
 def sections(f: Findings, parts: Sequence[str]) -> list[Table]:
-    """Returns the tables of those parts, in the order of the page."""
+    """Return the tables of those parts, in the order of the page."""
     return [table for name, make in SECTIONS.items() if name in parts for table in make(f)]
 
 
 def write(
     folder: Path, name: str, command: str, f: Findings, parts: Sequence[str], judged: Sequence[Bar]
 ) -> None:
-    """Writes the page and its data. Raises OSError if it cannot."""
+    """Write the page and its data. Raises OSError if it cannot."""
     body = [
         tables.setup(f),
         *([tables.bars(judged, tables.subject(f))] if judged else []),

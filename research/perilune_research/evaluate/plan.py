@@ -44,7 +44,7 @@ T_HOT_TOKENS = (2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
 T_COOL_S = (0.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 LEAST_GAIN_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
 GAPS_S = (0.0, None, 30.0)
-"""Seconds between turns in the chatbot control; None: the trace's own gaps."""
+"""Seconds between turns in the chatbot control; None for the trace's own gaps."""
 GAP_LOADS = ("R/2", "R")
 SLOWDOWN = 1.1
 """Factor on the engines' compute times for the measured amplification (f8)."""
@@ -82,7 +82,7 @@ class Point(NamedTuple):
 
 
 def scenario(at_r: Scenario, load: str = "R") -> Scenario:
-    """Returns the scenario at that load. Its rate is rounded for readers, and so that results are found
+    """Return the scenario at that load. Its rate is rounded for readers, and so that results are found
     again."""
     return replace(at_r, rate=round(at_r.rate * LOADS[load], 4))
 
@@ -92,7 +92,7 @@ PLANNED = tuple(Profile(policy + PLANNER) for policy in ("sticky", "lmetric_plus
 
 
 def every(at_r: Scenario) -> tuple[Profile, ...]:
-    """Returns the profiles of the main comparison: every policy, and where engines hand KV over, some of them
+    """Return the profiles of the main comparison: every policy, and where engines hand KV over, some of them
     also with the planner."""
     played = (*EVERY, *PLANNED) if at_r.deployment.reach.hands_over else EVERY
     wanted = at_r.compared
@@ -104,12 +104,12 @@ def every(at_r: Scenario) -> tuple[Profile, ...]:
 
 
 def matrix(at_r: Scenario) -> list[Point]:
-    """Returns every policy at every load of the bars."""
+    """Return every policy at every load of the bars."""
     return [Point(scenario(at_r, load), profile) for load in BAR_LOADS for profile in every(at_r)]
 
 
 def own(at_r: Scenario) -> list[Point]:
-    """Returns our policy at every load of the bars, and the baseline that P6 names."""
+    """Return our policy at every load of the bars, and the baseline that P6 names."""
     return [
         *(Point(scenario(at_r, load), OURS) for load in BAR_LOADS),
         Point(scenario(at_r), Profile("lmetric")),
@@ -117,12 +117,12 @@ def own(at_r: Scenario) -> list[Point]:
 
 
 def overload(at_r: Scenario) -> list[Point]:
-    """Returns every policy at the highest load, where simulations take longest."""
+    """Return every policy at the highest load, where simulations take longest."""
     return [Point(scenario(at_r, OVERLOAD), profile) for profile in (*every(at_r), *ABLATION.values())]
 
 
 def admission(at_r: Scenario) -> list[Point]:
-    """Returns our policy at every load, without and with session admission."""
+    """Return our policy at every load, without and with session admission."""
     return [Point(admission_scenario(at_r, load, on), OURS) for load in LOADS for on in (False, True)]
 
 
@@ -221,7 +221,7 @@ def least_gain(at_r: Scenario) -> list[Point]:
 
 
 def coupling(at_r: Scenario) -> list[Point]:
-    """Returns each load with engines as they are, and with slightly slower ones."""
+    """Return each load with engines as they are, and with slightly slower ones."""
     scenarios = [s for load in LOADS for s in (scenario(at_r, load), slower(scenario(at_r, load)))]
     return [Point(s, profile) for s in scenarios for profile in COUPLED]
 
@@ -343,12 +343,12 @@ class Size:
     """Seeds of the side studies, which have fewer."""
 
     def of(self, study: Study) -> tuple[int, ...]:
-        """Returns the seeds of a study."""
+        """Return the seeds of a study."""
         return self.side_seeds if study.side else self.seeds
 
 
 def size(quick: bool, seeds: int | None, first: int) -> Size:
-    """Makes a size. `seeds`: number of seeds of the main studies; None: the default. Side studies have half
+    """Make a size. `seeds`: number of seeds of the main studies; None for the default. Side studies have half
     as many, or a third in a quick evaluation. `first`: the first seed."""
     number = seeds or (QUICK_SEEDS if quick else FULL_SEEDS)
     side = max(1, number // (3 if quick else 2))
@@ -358,7 +358,7 @@ def size(quick: bool, seeds: int | None, first: int) -> Size:
 
 
 def cells(at_r: Scenario, studies: Iterable[str], size: Size) -> list[Cell]:
-    """Returns the cells of all these studies. A point that is in two studies has the seeds of both."""
+    """Return the cells of all these studies. A point that is in two studies has the seeds of both."""
     found: dict[Cell, None] = {}
     for name in studies:
         study = STUDIES[name]
@@ -369,7 +369,7 @@ def cells(at_r: Scenario, studies: Iterable[str], size: Size) -> list[Cell]:
 
 
 def searches(at_r: Scenario, size: Size) -> list[Search]:
-    """Returns the searches of SLO capacities."""
+    """Return the searches of SLO capacities."""
     return [
         Search(scenario(at_r), profile, seed) for profile in CAPACITIES.values() for seed in size.side_seeds
     ]

@@ -21,7 +21,7 @@ class Scene:
 
 
 def watch(cell: Cell) -> Scene:
-    """Simulates a cell and keeps its requests. Takes about a second."""
+    """Simulate a cell and keep its requests. Take about a second."""
     workload = cell.scenario.workload(cell.seed)
     outcome = play(cell, workload)
     ended = [r for r in outcome.requests if r.succeeded]
@@ -31,7 +31,7 @@ def watch(cell: Cell) -> Scene:
 def steps(
     spans: Sequence[tuple[float, float, float]], begin_s: float, end_s: float, bins: int
 ) -> list[float]:
-    """Returns, for each bin, the mean over time of the sum of the amounts of all spans (begin, end, amount)
+    """Return, for each bin, the mean over time of the sum of the amounts of all spans (begin, end, amount)
     that cover the moment."""
     width = (end_s - begin_s) / bins
     found = [0.0] * bins
@@ -47,7 +47,7 @@ def steps(
 
 
 def pending(scene: Scene, endpoint: int, *, in_seconds: bool) -> list[tuple[float, float, float]]:
-    """Returns the spans (begin, end, amount) of prefills that wait or run on the endpoint. The amount is what
+    """Return the spans (begin, end, amount) of prefills that wait or run on the endpoint. The amount is what
     the gateway predicted, in seconds or in tokens."""
     return [
         (r.submitted_s, r.first_token_s, r.predicted_s if in_seconds else float(r.uncached_tokens))
@@ -57,7 +57,7 @@ def pending(scene: Scene, endpoint: int, *, in_seconds: bool) -> list[tuple[floa
 
 
 def open_sessions(scene: Scene) -> list[tuple[float, float, float]]:
-    """Returns the span (begin, end, 1) of each session, from its first submission to its last answer."""
+    """Return the span (begin, end, 1) of each session, from its first submission to its last answer."""
     first: dict[int, float] = {}
     last: dict[int, float] = {}
     for r in scene.requests:

@@ -43,7 +43,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 def find(searches: Sequence[Search]) -> list[tuple[Search, Found]]:
-    """Carries the searches out."""
+    """Carry the searches out."""
     found = []
     for search in searches:
         (capacity,) = slo_capacity(search.scenario.comparison(search.profile), [search.seed], slo=SLO)

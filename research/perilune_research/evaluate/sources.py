@@ -25,7 +25,7 @@ ONLY_SHOWN = frozenset({"perilune_lab.report.columns"})
 
 
 def dependencies(modules: Iterable[str]) -> Mapping[str, bytes]:
-    """Returns the bytes of each module and the value of each constant, by name in alphabetical order. Raises
+    """Return the bytes of each module and the value of each constant, by name in alphabetical order. Raises
     AssertionError or ModuleNotFoundError for a module that does not exist."""
     found: dict[str, bytes] = {}
     waiting = list(modules)
@@ -51,7 +51,7 @@ def dependencies(modules: Iterable[str]) -> Mapping[str, bytes]:
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yields (module, attribute) of imports from Perilune's packages; the attribute is empty if the module
+    """Yield (module, attribute) of imports from Perilune's packages; the attribute is empty if the module
     itself is imported."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):

@@ -19,7 +19,7 @@ class Table(NamedTuple):
     note: str = ""
 
     def markdown(self, heading: str = "###") -> str:
-        """Returns the table as Markdown."""
+        """Return the table as Markdown."""
         lines = [f"{heading} {self.title}", ""]
         lines += [f"| {' | '.join(self.header)} |", f"|{'---|' * len(self.header)}"]
         lines += [f"| {' | '.join(row)} |" for row in self.rows]
@@ -32,12 +32,12 @@ class Table(NamedTuple):
 
 
 def percent(value: float) -> str:
-    """Returns a share (0–1) as text in percent."""
+    """Return a share (0–1) as text in percent."""
     return as_percent(value).replace("%", " %")
 
 
 def ranged(found: Estimate, form: Callable[[float], str] = as_number) -> str:
-    """Returns value and interval as text; the value alone if there was one seed."""
+    """Return value and interval as text; the value alone if there was one seed."""
     value, low, high = found
     return form(value) if low == high == value else f"{form(value)} [{form(low)}–{form(high)}]"
 

@@ -143,18 +143,18 @@ MEANS = {
 
 
 def traffic_name(f: Findings) -> str:
-    """Returns the kind of traffic, with the name of a recorded trace."""
+    """Return the kind of traffic, with the name of a recorded trace."""
     trace = f.at_r.trace
     return "generated traffic" if trace == AGENTIC else f"recorded traffic {Path(trace).name}"
 
 
 def subject(f: Findings) -> str:
-    """Returns arm and traffic, which every title names."""
+    """Return arm and traffic, which every title names."""
     return f"arm {f.deployment}, {traffic_name(f)}"
 
 
 def _arm(f: Findings) -> str:
-    """Returns the end of a title."""
+    """Return the end of a title."""
     return f" — {subject(f)}"
 
 
@@ -188,7 +188,7 @@ def setup(f: Findings) -> Table:
 
 
 def traffic(trace: Stats) -> Table:
-    """Describes the generated traffic, apart from any arm."""
+    """Describe the generated traffic, apart from any arm."""
     rows = [
         ("prompt tokens per request", _spread(trace.input_tokens)),
         ("output tokens per request", _spread(trace.output_tokens)),
@@ -275,7 +275,7 @@ def migrations(f: Findings) -> Table:
 
 
 def conductor(f: Findings) -> Table:
-    """Shows Conductor's experiment: its three variants beside its operational targets."""
+    """Show Conductor's experiment: its three variants beside its operational targets."""
     f = f.side
     rows = []
     for name, (deployment, _) in plan.CONDUCTOR.items():
@@ -443,7 +443,7 @@ def admission(f: Findings) -> Table:
 
 
 def _or_never(f: Findings, point: Point, metric: str) -> str:
-    """Returns the mean of a metric, or "never" if a seed lacks it because it is infinite there."""
+    """Return the mean of a metric, or "never" if a seed lacks it because it is infinite there."""
     known = f.values(point, metric) if f.has(point, metric) else {}
     return Cells(f, point)(metric) if len(known) == len(f.results(point)) else "never"
 

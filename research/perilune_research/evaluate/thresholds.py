@@ -56,7 +56,7 @@ class Choice(NamedTuple):
 
 
 def choices(f: Findings) -> list[Choice]:
-    """Chooses each parameter."""
+    """Choose each parameter."""
     f, scenario = f.side, plan.scenario(f.at_r)
     sweeps: list[tuple[str, float, Sequence[float], Callable[[float], Profile]]] = [
         (
@@ -86,7 +86,7 @@ def choices(f: Findings) -> list[Choice]:
 
 
 def thresholds(f: Findings, subject: str) -> Table:
-    """Shows the choices as a table. `subject`: the arm and the traffic, for the title."""
+    """Show the choices as a table. `subject`: the arm and the traffic, for the title."""
     rows = []
     for choice in choices(f):
         swept = ", ".join(f"{as_number(v)}: {as_seconds(e.value)}" for v, e in choice.values)

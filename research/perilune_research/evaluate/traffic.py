@@ -19,7 +19,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(seed: int, sessions: int = SESSIONS) -> Traffic:
-    """Generates whole sessions and compares them with an infinite cache. Takes a millisecond per session."""
+    """Generate whole sessions and compare them with an infinite cache. Take a millisecond per session."""
     trace = generate(Agentic(), seed, sessions)
     tokens = sorted(sum(t.prompt_tokens for t in s.turns) for s in trace.sessions)
     return Traffic(stats(trace), tokens)

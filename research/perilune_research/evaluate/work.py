@@ -70,14 +70,14 @@ class Work:
             self._read()
 
     def results(self, cells: Iterable[Cell], what: str = "cells") -> dict[Cell, Result]:
-        """Returns the result of each cell. `what` names the work in reports of progress."""
+        """Return the result of each cell. `what` names the work in reports of progress."""
         wanted = list(dict.fromkeys(cells))
         missing = [cell for cell in wanted if cell.key not in self._known]
         self._do(compute, batches(missing), what, len(wanted) - len(missing))
         return {cell: self._value(cell.key, Result) for cell in wanted}
 
     def found(self, searches: Iterable[Search], what: str = "capacities") -> dict[Search, Found]:
-        """Returns the result of each search. `what` names the work in reports of progress."""
+        """Return the result of each search. `what` names the work in reports of progress."""
         wanted = list(dict.fromkeys(searches))
         missing = [(search,) for search in wanted if search.key not in self._known]
         self._do(find, missing, what, len(wanted) - len(missing))
@@ -122,15 +122,15 @@ class Work:
 
 
 def default_folder() -> Path:
-    """Returns the folder in the user's cache that keeps results by default."""
+    """Return the folder in the user's cache that keeps results by default."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "perilune" / "evaluate"
 
 
 @cache
 def fingerprint() -> str:
-    """Returns a fingerprint of the code that computes results: policies and what they read, simulator,
-    traces, measurement."""
+    """Return a fingerprint of the code that computes results: policies and what they read, simulator, traces,
+    measurement."""
     digest = hashlib.sha256()
     for name, content in dependencies(COMPUTES).items():
         digest.update(name.encode() + b"\0" + content + b"\0")

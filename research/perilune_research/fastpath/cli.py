@@ -58,8 +58,8 @@ class Options:
 
 
 def traffic(options: Options) -> Iterable[Conversation]:
-    """Returns agents' sessions with LENGTHS of their measured lengths. Contexts have at most 20,000 tokens,
-    so that many are compacted."""
+    """Return agents' sessions with LENGTHS of their measured lengths. Contexts have at most 20,000 tokens, so
+    that many are compacted."""
     parameters = Agentic(
         sessions_per_s=options.sessions_per_s,
         turns_alpha=1.2,
@@ -75,7 +75,7 @@ def traffic(options: Options) -> Iterable[Conversation]:
 def measure(
     options: Options, policy: str, progress: Callable[[int], None] | None = None
 ) -> tuple[Tally, Rig]:
-    """Plays the traffic with one policy. `progress` is called now and then with the number of turns that were
+    """Play the traffic with one policy. `progress` is called now and then with the number of turns that were
     decided."""
     tally = Tally(policy)
     setting = Setting(
@@ -110,7 +110,7 @@ columns:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Parses the command line. Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
+    """Parse the command line. Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
     default = Options()
     parser = argparse.ArgumentParser(
         prog="python -m perilune_research fastpath",
@@ -159,7 +159,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def render(tallies: Sequence[tuple[Tally, Rig]]) -> str:
-    """Returns the table, then the differences by cause, with a few examples."""
+    """Return the table, then the differences by cause, with a few examples."""
     lines = [
         f"{'':10} turns  body read     equal      same   tokens p50  p99    held p50  p99   restarts failed"
     ]
@@ -208,8 +208,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _measured(options: Options, policy: str, check: Callable[[], None]) -> tuple[Tally, Rig]:
-    """Measures one policy and shows progress. Calls `check` now and then, which raises KeyboardInterrupt
-    after Ctrl-C."""
+    """Measure one policy and show progress. Call `check` now and then, which raises KeyboardInterrupt after
+    Ctrl-C."""
     started = time.monotonic()
     line = Line(f"{policy}: turns decided:", options.turns)
 

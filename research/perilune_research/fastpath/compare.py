@@ -83,7 +83,7 @@ class Tally:
         return self.equal / self.by_headers if self.by_headers else 1.0
 
     def add(self, pair: Pair) -> None:
-        """Counts one turn."""
+        """Count one turn."""
         self.turns += 1
         (_, view, verdict), (_, full, other) = pair.by_headers, pair.by_body
         if isinstance(verdict, NeedBody):
@@ -106,8 +106,8 @@ class Tally:
 
 
 def cause_of(pair: Pair) -> Cause:
-    """Returns why the decisions differ: corrects one fact after the other until they are equal, and returns
-    the last one."""
+    """Return why the decisions differ: corrects one fact after the other until they are equal, and return the
+    last one."""
     (asked, view, _), (full_asked, full, other) = pair.by_headers, pair.by_body
     host = full.session.host if full.session else ""
     right = _target(other)

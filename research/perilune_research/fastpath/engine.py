@@ -39,14 +39,14 @@ class RigEngine:
         self.restart()
 
     def restart(self) -> None:
-        """Loses the cache and all requests."""
+        """Lose the cache and all requests."""
         hasher = BlockHasher(Algorithm.SHA256_CBOR, BLOCK, seed="0")
         cache = KvCache(hasher, self.kv_tokens // BLOCK)
         self.scheduler = Scheduler(cache, self.model, Limits())
         self.running.clear()
 
     def metrics(self) -> EngineMetrics:
-        """Returns the metrics that the engine would serve now."""
+        """Return the metrics that the engine would serve now."""
         scheduler = self.scheduler
         return EngineMetrics(
             len(scheduler.running),

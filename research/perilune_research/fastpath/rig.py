@@ -141,7 +141,7 @@ class Rig:
     # -- the loop ----------------------------------------------------------------------------------
 
     def run(self, turns: int, progress: Callable[[int], None] | None = None) -> None:
-        """Runs until `turns` turns were decided twice, or the traffic ends. `progress` is called now and then
+        """Run until `turns` turns were decided twice, or the traffic ends. `progress` is called now and then
         with the number of these turns so far."""
         self._scrape()
         self._next_conversation()

@@ -87,21 +87,21 @@ class Conversation:
 
 @lru_cache(maxsize=4096)
 def ids_of(segment: Segment) -> list[int]:
-    """Returns the token ids of a segment's message: markup, then one id per token. Callers must not change
-    the list."""
+    """Return the token ids of a segment's message: markup, then one id per token. Callers must not change the
+    list."""
     raw = hashlib.shake_128(segment.key.encode()).digest(2 * segment.tokens)
     return [70_000 + len(segment.role), *range(70_100, 70_099 + MARKUP_TOKENS), *array("H", raw)]
 
 
 @lru_cache(maxsize=65_536)
 def bytes_of(segment: Segment) -> int:
-    """Returns the bytes of a segment's message in a body."""
+    """Return the bytes of a segment's message in a body."""
     low, high = BYTES_PER_TOKEN
     return MARKUP_BYTES + int(segment.tokens * (low + (high - low) * Random(segment.key).random()))
 
 
 def conversations(parameters: Agentic, habits: Habits, seed: int) -> Iterator[Conversation]:
-    """Yields conversations in the order of their starts, without end."""
+    """Yield conversations in the order of their starts, without end."""
     rng = Random(seed)
     ended: list[str] = []
     for session in sessions(parameters, seed):
@@ -122,7 +122,7 @@ def conversations(parameters: Agentic, habits: Habits, seed: int) -> Iterator[Co
 
 
 def _without_reasoning(turn: Turn, share: float) -> tuple[Segment, ...]:
-    """Returns the prompt without the first part of each answer."""
+    """Return the prompt without the first part of each answer."""
     return tuple(
         Segment(f"{s.key}/said", max(1, int(s.tokens * (1 - share))), s.role)
         if s.role is Role.ASSISTANT
@@ -144,7 +144,7 @@ def _sub_agent(parent: str, turn: Turn, prompt: tuple[Segment, ...], rng: Random
 
 
 def _side(turn: Turn, rng: Random) -> Request:
-    """Returns a side request, such as for a title or a summary, with a system prompt of its own."""
+    """Return a side request, such as for a title or a summary, with a system prompt of its own."""
     name = f"{turn.session}/side{turn.number}"
     prompt = (Segment("side/system", 120, Role.SYSTEM), Segment(name, rng.randrange(10, 800)))
     return Request(prompt, Segment(f"{name}/answer", rng.randrange(3, 30), Role.ASSISTANT))

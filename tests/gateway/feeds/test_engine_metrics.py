@@ -42,7 +42,8 @@ OTHER_COUNTERS = ("external_prefix_cache_queries", "external_prefix_cache_hits",
 
 
 def exposition(ranks: int = 1, model: str = "qwen3", seed: int = 1) -> bytes:
-    """What a vLLM server says: the needed series, others whose names begin alike, and its histograms."""
+    """Return a page of a vLLM server: the needed series, others whose names begin alike, and its
+    histograms."""
     rng, registry = Random(seed), CollectorRegistry()
 
     def of(kind, name: str, *labels: str, **options: object):
@@ -83,7 +84,7 @@ def exposition(ranks: int = 1, model: str = "qwen3", seed: int = 1) -> bytes:
 
 
 def oracle(text: bytes) -> EngineMetrics:
-    """The same by prometheus_client's parser."""
+    """Parse the same with prometheus_client."""
     samples = [s for family in text_string_to_metric_families(text.decode()) for s in family.samples]
 
     def values(name: str) -> list[float]:

@@ -281,7 +281,7 @@ async def watched(api: Api) -> AsyncIterator[KubernetesPool]:
 
 @pytest.fixture
 async def taker(api: Api, watched: KubernetesPool) -> AsyncIterator[Taker]:
-    """A running feed that has seen one document and pod `a`."""
+    """Yield a running feed that has seen one document and pod `a`."""
     api.document(document())
     api.put("pods", pod())
     made = Taker()

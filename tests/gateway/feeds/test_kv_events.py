@@ -31,7 +31,7 @@ FIELDS = list(STORED)
 
 
 def as_array(event: dict) -> list:
-    """The wire until 0.23: fields in order, trailing defaults left out."""
+    """Return the wire format until 0.23: fields in order, trailing defaults left out."""
     if event["type"] == "BlockStored":
         return [event.get(name) for name in FIELDS]
     if event["type"] == "BlockRemoved":

@@ -57,7 +57,7 @@ class Engine:
         assert await asyncio.wait_for(self._xpub.recv(), 10) == b"\1"
 
     async def asked(self) -> None:
-        """The feed has asked for a replay: it does so once before it listens."""
+        """Wait until the feed has asked for a replay, which it does once before it listens."""
         await asyncio.wait_for(self._asked.wait(), 10)
 
     async def send(self, seq: int, payload: bytes, *, dropped: bool = False) -> None:
@@ -88,7 +88,7 @@ class Engine:
         return [topic] if self.topic else []
 
     async def stop(self) -> None:
-        """Its ports are free afterwards."""
+        """Stop it; its ports are free afterwards."""
         if self._task.cancelled():
             return
         self._task.cancel()
@@ -103,7 +103,7 @@ class Engine:
 
 
 def bind(socket, port: int) -> int:
-    """0: any free port."""
+    """Bind to a port; 0 takes any free one."""
     if not port:
         return socket.bind_to_random_port("tcp://127.0.0.1")
     socket.bind(f"tcp://127.0.0.1:{port}")
@@ -111,7 +111,7 @@ def bind(socket, port: int) -> int:
 
 
 class NotingIndex(PrefixIndex):
-    """Knows which blocks it was ever told of."""
+    """Knows which blocks it ever heard of."""
 
     def __init__(self) -> None:
         super().__init__(100_000, 5.0)
@@ -169,7 +169,7 @@ def at(ts: float) -> bytes:
 
 @pytest.fixture
 async def context():
-    """The engine's."""
+    """Yield the engine's context."""
     context = zmq.asyncio.Context()
     yield context
     context.destroy(linger=0)
@@ -177,7 +177,7 @@ async def context():
 
 @pytest.fixture
 def ours():
-    """The feed's."""
+    """Yield the feed's context."""
     context = zmq_sockets.new_context()
     yield context
     context.destroy(linger=0)
@@ -302,7 +302,7 @@ class Process:
         self.events_url, self.replay_url = self._process.stdout.readline().split()
 
     def end(self) -> int:
-        """Returns the number of messages that it put into replies."""
+        """End the process, and return the number of messages that it put into replies."""
         said, _ = self._process.communicate("end", timeout=30)
         return int(said)
 
@@ -330,7 +330,7 @@ class Counting:
 
 
 def names(kept: int, blocks: int) -> list[int]:
-    """The last block of each of its messages."""
+    """Return the last block of each of its messages."""
     dice = Random(1)
     return [replaying_engine.message(dice, blocks, None)[0] for _ in range(kept)]
 
@@ -403,7 +403,7 @@ def expected(messages) -> set[int]:
 
 
 async def lose(engine: Engine, sink: Recorder, messages, arrive: int, replay_frames) -> None:
-    """The first messages arrive, then only the last; the engine keeps `replay_frames` for a replay."""
+    """Deliver the first messages, then only the last; the engine keeps `replay_frames` for a replay."""
     await engine.asked()
     for frames in messages[:arrive]:
         await engine.send(int.from_bytes(frames[1], "big"), frames[2])

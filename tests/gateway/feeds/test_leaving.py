@@ -22,7 +22,7 @@ def pod(grace_s: float = DRAIN_S + names.STOP_SECONDS) -> Object:
 
 
 def looks(uses: Sequence[tuple[float, Use]]) -> list[bool]:
-    """Whether the engine serves at each look (seconds since its deletion)."""
+    """Return whether the engine serves at each look (seconds since its deletion)."""
     now, said = 0.0, []
     leaving = Leaving(lambda address: next(use for after_s, use in uses if after_s == now))
     for now, _ in uses:

@@ -267,7 +267,7 @@ class Publishers:
 
 @contextlib.asynccontextmanager
 async def live(sink: EventSink, **options: float):
-    """Publishers, and feeds to follow them."""
+    """Yield publishers, and feeds to follow them."""
     publishers, feeds = Publishers(), EventFeeds(sink, lambda: 1.0, Random(1), **options)
 
     try:

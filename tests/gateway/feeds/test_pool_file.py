@@ -47,7 +47,7 @@ def file(path):
 
 
 def polls(file: PoolFile, times: int) -> list[list[int] | None]:
-    """What each poll returned; a returned pool is accepted."""
+    """Poll and return what each poll returned; a returned pool is accepted."""
     found = []
     for _ in range(times):
         pool = file.poll()

@@ -26,7 +26,7 @@ HEAD = head("/v1/completions", authorization="Bearer key", x_session_id="s")
 
 
 def said(engine_id: str) -> dict[str, Any]:
-    """What a bootstrap page says."""
+    """Return what a bootstrap page says."""
     return {"0": {"engine_id": engine_id, "worker_addr": {"0": {"0": "tcp://127.0.0.1:1"}}}}
 
 

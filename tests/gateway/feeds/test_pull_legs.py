@@ -34,7 +34,8 @@ class Scene:
     routed: Routed
 
     async def fetch(self, within_s: float = 10.0) -> tuple[bool, dict[GivenUp, int], list[str]]:
-        """Returns whether it was fetched, the causes why not, and which engines count as unreachable."""
+        """Fetch, and return whether that succeeded, the causes if not, and which engines count as
+        unreachable."""
         assert self.routed.pull
         pull = self.routed.pull
         structs.force_setattr(pull, "within_s", within_s)

@@ -1,4 +1,4 @@
-"""Work beside requests gives way to them after its share of a turn."""
+"""Other work than requests gives way to them after its share of a turn."""
 
 import asyncio
 

@@ -73,7 +73,7 @@ class World:
         return self.room
 
     def arrives(self) -> None:
-        """The target announces what is being copied."""
+        """Announce what is being copied, as the target does."""
         assert self.what is not None
         self.announced |= set(self.what.blocks)
 
@@ -87,7 +87,7 @@ def begun(world: World, now: float = 0.0) -> tuple[Handoffs, Handoff]:
 
 
 def arrived(world: World) -> tuple[Handoffs, Handoff]:
-    """A hand-off whose first round the target has taken and announced."""
+    """Return a hand-off whose first round the target has taken and announced."""
     handoffs, handoff = begun(world)
     handoffs.took(handoff, 160, 1.0)
     world.arrives()

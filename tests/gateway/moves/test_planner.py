@@ -73,7 +73,7 @@ def hot(*others: Candidate) -> World:
 
 
 def of(host: str = "a", tokens: int = 1200, held: int = 1000, **kwargs):
-    """A request of the session; its host holds most of it."""
+    """Return a request of the session; its host holds most of it."""
     return request(tokens=tokens, of=session(host), prefix=prefix(**{host: held}), **kwargs)
 
 

@@ -57,7 +57,7 @@ class Browser:
         self._content = content
 
     async def event(self, name: str) -> dict[str, Any]:
-        """The next event of that name."""
+        """Return the next event of that name."""
         async with asyncio.timeout(10.0):
             while True:
                 lines = (await self._content.readuntil(b"\n\n")).decode().splitlines()

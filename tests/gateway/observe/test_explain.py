@@ -28,7 +28,7 @@ from perilune_gateway.routing.admission import predict
 
 
 def record(ordinal: int = 0, *, of: str = "", rows: int = 1, **changes: object) -> DecisionRecord:
-    """A decision for endpoint a, of request r<ordinal>."""
+    """Return a decision for endpoint a, of request r<ordinal>."""
     view = request(ordinal=ordinal, of=session("a", id=of) if of else None)
     candidates = tuple(candidate(chr(ord("a") + i), engine=PLAIN) for i in range(rows))
     base = DecisionRecord(view, Decision("a", Reason.HOST), "ear", candidates, destinations=("a",))

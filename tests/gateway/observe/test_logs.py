@@ -92,7 +92,7 @@ def test_exceptions_are_kept(formatter):
 
 @pytest.fixture
 def _restored():
-    """Logging as pytest had it."""
+    """Restore logging as pytest had it."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield

@@ -1,4 +1,4 @@
-"""What probes and pages are told of the live state."""
+"""What probes and pages show of the live state."""
 
 import json
 import time

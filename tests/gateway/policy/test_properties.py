@@ -144,7 +144,7 @@ def test_renaming_endpoints_renames_the_result(
 
 
 def largest(block: str, name: str) -> PolicyParams:
-    """The parameter at the largest value that a pool document may give it."""
+    """Return the parameters with one at the largest value that a pool document may give it."""
     for value in (float("inf"), 1e6):
         try:
             return msgspec.convert({block: {name: value}}, PolicyParams)

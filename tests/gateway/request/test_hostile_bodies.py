@@ -46,7 +46,7 @@ def tokenizer(tmp_path_factory):
 
 
 def outcome(tokenizer: Tokenizer, path: str, body: bytes) -> Refusal | Tokens:
-    """What the gateway makes of a body."""
+    """Return what the gateway makes of a body."""
     request = parse(path, body)
     if isinstance(request, Refusal):
         assert request.status == 400

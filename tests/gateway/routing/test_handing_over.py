@@ -22,7 +22,7 @@ BLOCK = 16
 
 
 def left(record: DecisionRecord) -> str:
-    """The host that the session left, by its policy or by the plan; it must have left one."""
+    """Return the host that the session left, by its policy or by the plan; it must have left one."""
     assert isinstance(record.verdict, Decision)
     assert record.reason in MOVING
     return record.moved_from

@@ -20,7 +20,7 @@ def two(**options: int) -> tuple[Replica, Replica]:
 
 
 def turn(at: Replica, other: Replica, session: str, ids: list[int]) -> str:
-    """A whole turn, which both replicas' events announce. Returns its endpoint."""
+    """Play a whole turn, which both replicas' events announce, and return its endpoint."""
     routed = at.send(session, ids)
     target = routed.destinations[0]
     at.tells(other)
@@ -41,7 +41,8 @@ def other_than(source: str) -> str:
 
 
 def copied_at(first: Replica, second: Replica, ids: list[int]) -> tuple[str, str, Legs]:
-    """A session of both replicas whose turn runs at the second one while the first one copies its KV."""
+    """Return a session of both replicas whose turn runs at the second one while the first one copies its
+    KV."""
     source = turn(first, second, SECRET, ids)
     turn(second, first, SECRET, ids)
     drains(source, first, second)
@@ -65,7 +66,7 @@ def offered_without_copy(*, planner_routed: bool = True) -> tuple[Replica, Repli
 
 
 def arrives(legs: Legs, *replicas: Replica) -> None:
-    """The target's events announce the copy to these replicas."""
+    """Announce the copy to these replicas, as the target's events do."""
     for replica in replicas:
         replica.announce(legs.target, list(legs.content.ids))
 
@@ -114,7 +115,8 @@ def test_a_session_does_not_switch_while_its_turn_runs_at_another_replica() -> N
 
 
 def elsewhere(session: str, ids: list[int]) -> tuple[Replica, Replica, str, Legs]:
-    """A session of which the first replica, which plans, has had no turn; it copies the session's KV."""
+    """Return a session of which the first replica, the planner, has had no turn; it copies the session's
+    KV."""
     first, second = two()
     source = turn(second, first, session, ids)
     drains(source, first, second)
@@ -194,7 +196,7 @@ def test_a_move_without_a_copy_is_carried_out_by_the_sessions_first_turn_at_the_
 
 
 def fetching(at: Replica, other: Replica, seed: int) -> Routed:
-    """A request that only B may serve, and of whose prompt A holds nearly all."""
+    """Route a request that only B may serve, and most of whose prompt A holds."""
     held = text(seed, 6_400)
     for replica in (at, other):
         replica.announce(A, held)

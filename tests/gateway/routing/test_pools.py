@@ -35,7 +35,7 @@ class Front:
     def ask(
         self, model: str, h: RequestHead | None = None, tokens: int = 40
     ) -> tuple[str, Routed | Refusal, bool]:
-        """(the pool, its answer, whether the body was read)."""
+        """Ask, and return (the pool, its answer, whether the body was read)."""
         h = h or head("/v1/completions")
         chosen: object = self.pools.on_headers(h)
         read = isinstance(chosen, NeedBody)

@@ -10,7 +10,7 @@ LINKS = {"p": link(bytes_per_s=5e6)}
 
 
 def decision(*, pulls: int = 0, prefill: str = "") -> Decision:
-    """`pulls`: tokens that the target has once it has pulled from `p`."""
+    """Return a decision. `pulls`: tokens that the target has once it has pulled from `p`."""
     return Decision(
         "a",
         Reason.LOWEST_COST,

@@ -145,7 +145,7 @@ def test_prefill_endpoints_give_too() -> None:
 
 
 def offloaded(wait_s: float = 0.0, **by: int) -> Prefix:
-    """Who has how many tokens in host memory; all have HELD on their devices."""
+    """Return who has how many tokens in host memory; all have HELD on their devices."""
     locations = tuple(Location(address, HELD, wait_s, tokens) for address, tokens in by.items())
     return Prefix(locations, pullable=True, from_host=True)
 

@@ -55,7 +55,7 @@ class Pulls(Handing):
         return structs.replace(made, spec=spec)
 
     def comes_back(self, address: str) -> None:
-        """The endpoint leaves the pool and joins it again."""
+        """Let the endpoint leave the pool and join it again."""
         whole = self.pool()
         rest = tuple(e for e in whole.spec.endpoints if e.address != address)
         for listed in (rest, whole.spec.endpoints):

@@ -28,7 +28,7 @@ class Split(prompts_that_split.Split):
         self.finish(routed)
 
     def believed(self, ids: list[int]) -> set[str]:
-        """The endpoints that are believed to cache the prompt's first block."""
+        """Return the endpoints that are believed to cache the prompt's first block."""
         return set(self.state.index.find_matches(block_hashes.chain(ids, BLOCK, 0), self.now).device)
 
     def page(self) -> dict:

@@ -11,13 +11,13 @@ PROMPT = range(3_200)
 
 
 def listed(instance: str) -> Pool:
-    """A and B, of which A may be another one."""
+    """Return the pool of A and B, of which A may be another endpoint than before."""
     first = EndpointSpec(A, events=(f"tcp://{A}",), instance=instance)
     return pool(endpoints=[first, EndpointSpec(B, events=(f"tcp://{B}",))], engine=USUAL)
 
 
 def of_a(rig: Rig, ids: range = PROMPT, session: str = "s") -> Routed:
-    """A request to A."""
+    """Route a request to A."""
     asked = head("/v1/completions", x_session_id=session)
     asked.subset = frozenset({A})
     return rig.route(ids, asked)

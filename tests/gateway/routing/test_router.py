@@ -1,4 +1,4 @@
-"""Ways into the router, and what it tells of a decision."""
+"""Ways into the router, and what it says about a decision."""
 
 import re
 from random import Random

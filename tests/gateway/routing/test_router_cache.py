@@ -252,7 +252,7 @@ def test_parity_hears_whether_a_prompts_blocks_showed_up() -> None:
 
 
 def picture_chat(seed: int, question: str, *, encoded_bytes: int = 200_000) -> bytes:
-    """A conversation with a picture; files of one format begin alike."""
+    """Return a conversation with a picture; files of one format begin alike."""
     file = b"\x89PNG" * 500 + Random(seed).randbytes(encoded_bytes)
     url = f"data:image/png;base64,{b64encode(file).decode()}"
     parts = [
@@ -301,7 +301,8 @@ def test_a_block_that_speculative_decoding_computes_again_is_learnt_from_the_eng
     rig = Rig(pool(endpoints=(A,), engine=USUAL))
 
     def second_turn(number: int, uses: int) -> int:
-        """Returns how many of 320 cached tokens were predicted to be used; the engine uses `uses`."""
+        """Play a second turn, and return how many of 320 cached tokens were predicted to be used; the engine
+        uses `uses`."""
         ids = range(number * 10_000, number * 10_000 + 480)
         first = rig.route(ids[:320])
         rig.stored(A, ids[:320])

@@ -195,13 +195,13 @@ def test_long_words_of_clients_are_cut_short_in_pages_metrics_and_answers() -> N
 
 
 def counted(rig: Rig) -> tuple[float | None, float | None]:
-    """How many times to the first token were counted, and their seconds in all."""
+    """Return how many times to the first token were counted, and their sum in seconds."""
     value = rig.metrics.registry.get_sample_value
     return value(f"{names.FIRST_TOKENS}_count"), value(f"{names.FIRST_TOKENS}_sum")
 
 
 def answer(rig: Rig, routed: Routed, *, status: int = 200, streamed: bool = True) -> None:
-    """The answer's head, 2 s after the prefill's end."""
+    """Deliver the answer's head, 2 s after the prefill's end."""
     rig.now += 2.0
     rig.router.on_response(routed.ticket, status, routed.destinations[0], streamed)
 

@@ -39,7 +39,7 @@ class Moving(Rig):
         return self.route(ids, head("/v1/completions", x_session_id=session, content_length=length))
 
     def turn(self, session: str, ids: Sequence[int]) -> DecisionRecord:
-        """A whole one, prefilled as fast as predicted."""
+        """Play a whole turn, prefilled as fast as predicted."""
         routed = self.send(session, ids)
         cached = self.record(routed).cached_tokens
         self.now += H20_30B.request_overhead_s(len(ids)) + H20_30B.prefill_s(len(ids) - cached, cached)

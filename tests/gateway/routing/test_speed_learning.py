@@ -17,7 +17,7 @@ def sent(at: float, forecast: PrefillForecast = PREFILL, *, learns: bool = True)
 
 
 def learnt(*prefills: tuple[Running, float]) -> list[Measured]:
-    """What is measured when these prefills end at these times."""
+    """Return what is learnt when these prefills end at these times."""
     measured: list[Measured] = []
     learning = SpeedLearning(Calibration(on_measured=measured.append))
     for running, ended_at in prefills:

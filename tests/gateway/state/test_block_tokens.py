@@ -23,7 +23,7 @@ class Engine:
     def stores(
         self, ids: Sequence[int], after: int = 0, *, lora: str = "", salt: str = "", picture: bool = False
     ) -> int:
-        """Stores the blocks of the prompt from number `after` on. Returns the last block."""
+        """Store the prompt's blocks from number `after` on. Return the last block."""
         chain = block_hashes.chain(ids, SIZE, block_hashes.prefix_root(lora, salt))
         new = chain[after:]
         keys: list[list[object]] = [[lora] if lora else [] for _ in new]

@@ -68,7 +68,7 @@ class Pool:
         return self.out
 
     def serves(self, seconds: int = 20, ttft_s: float = 1.0) -> None:
-        """Every endpoint answers one request after the other."""
+        """Let every endpoint answer one request after the other."""
         for _ in range(seconds):
             tickets = [self.send(address) for address in self.addresses]
             self.now += ttft_s

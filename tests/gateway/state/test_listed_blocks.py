@@ -28,7 +28,7 @@ class Late:
             pass
 
     def prompt(self, tokens=PROMPT, lora="", salt="", now=0.0):
-        """How much of the prompt the store has, and the one engine's device."""
+        """Return how much of the prompt the store has, and the one engine's device."""
         ours = blocks.chain(tokens, SIZE, blocks.prefix_root(lora, salt))
         self.blocks.prompt(tokens, ours, lora, salt, now)
         found = self.index.find_matches(ours, now)

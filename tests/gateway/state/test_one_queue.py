@@ -86,7 +86,7 @@ class Pair:
         return frozenset().union(*(gateway.begun for gateway in self.gateways))
 
     def next(self) -> Iterator["Pair"]:
-        """What follows from each step that one of them can take now."""
+        """Yield what follows from each step that one of the gateways can take now."""
         for n in (0, 1):
             for step in ("ticks", "tells", "hears"):
                 after = deepcopy(self)
@@ -124,7 +124,7 @@ def all_interleavings(start: Pair) -> tuple[list[Pair], list[Pair]]:
 
 
 def alone(waiting: list[tuple[int, int, str]], late: list[tuple[int, int, str]]) -> frozenset[bytes]:
-    """What one gateway begins that gets all of them."""
+    """Return what one gateway begins if it gets all the sessions."""
     pair = Pair([(0, *rest) for _, *rest in waiting], [(0, *rest) for _, *rest in late])
     _, ends = all_interleavings(pair)
     (begun,) = {end.begun() for end in ends}

@@ -16,7 +16,7 @@ POOL = Hashing(HashAlgorithm.SHA256, "")
 
 
 def announced(hashing=POOL, *, whole=False, size=SIZE, tokens=TOKENS, **how) -> BlockStored:
-    """What an engine with these settings says of a prompt."""
+    """Return the event of an engine with these settings for a prompt."""
     digests = list(blocks.vllm_chain(tokens, size, hashing, **how))
     lora = [how["lora_name"]] if "lora_name" in how else []
     first = [*lora, how["salt"]] if "salt" in how else lora

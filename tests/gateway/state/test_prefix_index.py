@@ -635,9 +635,9 @@ class AgainstSets(RuleBasedStateMachine):
 
 
 class AgainstEngines(RuleBasedStateMachine):
-    """Claims beside endpoints that announce prompts in order and evict them from their ends, as engines do.
-    Every block has an expiry in the model, in the order in which claims end when there are too many.
-    `disturbed`: events are lost, replicas tell pieces of prompts, and endpoints refuse some."""
+    """Claims together with endpoints that announce prompts in order and evict them from their ends, as
+    engines do. Every block has an expiry in the model, in the order in which claims end when there are too
+    many. `disturbed`: events are lost, replicas tell pieces of prompts, and endpoints refuse some."""
 
     MOST = 8
     both = st.sampled_from(["1", "2"])
@@ -660,7 +660,7 @@ class AgainstEngines(RuleBasedStateMachine):
 
     @rule(endpoint=both, prompt=prompts, ttl_s=st.sampled_from([None, TTL_S, 25.0]))
     def routed(self, endpoint, prompt, ttl_s):
-        """A whole prompt is claimed after the last block that is announced."""
+        """Claim a whole prompt after the last block that is announced."""
         self._follow(prompt)
         assert list(self.it.speculate(endpoint, prompt, self.now, ttl_s)) == self._new(endpoint, prompt)
         self._claim(endpoint, self._new(endpoint, prompt), ttl_s)
@@ -677,7 +677,7 @@ class AgainstEngines(RuleBasedStateMachine):
 
     @rule(endpoint=both, prompt=prompts, at=st.integers(0, 5), lost=st.booleans())
     def announced(self, endpoint, prompt, at, lost):
-        """The next blocks of a prompt, or some again. `lost`: whatever came before was not heard."""
+        """Announce the next blocks of a prompt, or some again. `lost`: whatever came before was not heard."""
         self._follow(prompt)
         start = min(
             at,
@@ -691,7 +691,7 @@ class AgainstEngines(RuleBasedStateMachine):
 
     @rule(endpoint=both, prompt=prompts)
     def evicted(self, endpoint, prompt):
-        """The last block that nothing follows which is announced or claimed."""
+        """Evict the last announced block that no announced or claimed block follows."""
         self._follow(prompt)
         known = self.device[endpoint] | self._live(endpoint)
         used = {self.parents.get(block) for block in known}

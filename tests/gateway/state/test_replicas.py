@@ -55,7 +55,7 @@ class Replica(Rig):
         self.shared = Replicas(self.state, sharing, self.router.new_sessions, self.router.handing_over)
 
     def tells(self, *others: "Replica", alive: bool = False) -> bytes:
-        """Sends what has changed to the others. Returns it."""
+        """Send what has changed to the others, and return it."""
         message = encode(Batch(self.name, self.shared.take(alive=alive).changes, 1))
         for other in others:
             other.shared.apply(decode(message))
@@ -213,7 +213,7 @@ def admitting(number: int) -> list[Replica]:
 
 
 def tell(*replicas: Replica) -> None:
-    """Each tells all others what has changed, and then what has changed by that."""
+    """Let each tell all others what has changed, and then what has changed by that."""
     for one in (*replicas, *replicas):
         one.tells(*replicas)
 

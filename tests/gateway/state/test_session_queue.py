@@ -19,7 +19,7 @@ def queue(max_wait_s: float = 60.0, max_waiting: int = 10) -> SessionQueue:
 
 
 def begun(q: SessionQueue, number: int, now: float = 1.0) -> list[object]:
-    """The sessions that begin, in order, with room for `number`."""
+    """Return the sessions that begin, in order, with room for `number`."""
     found = [q.begin(EMPTY, now) for _ in range(number)]
     return [waiting.session for waiting in found if waiting]
 
@@ -212,7 +212,7 @@ def shorts(rate: int, until: int, returns: int = 2) -> dict[str, Client]:
 
 
 def play(q: SessionQueue, clients: Mapping[str, Client]) -> None:
-    """A pool of which sessions may fill 75,000 tokens, each for 75 s."""
+    """Play clients at a pool whose sessions may fill 75,000 tokens, each for 75 s."""
     due: defaultdict[float, list[str]] = defaultdict(list)
     for session, client in clients.items():
         due[float(int(client.comes_at))].append(session)

@@ -182,7 +182,7 @@ def test_line_says_the_same():
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """A marker of this test's processes; afterwards none is left and no run folder."""
+    """Yield a marker of this test's processes; afterwards none is left and no run folder."""
     marker = f"demo-{os.getpid()}-{tmp_path.name}"
     folder = tmp_path / "tmp"
     folder.mkdir()
@@ -202,7 +202,7 @@ class Running:
         self.lines: list[str] = []
 
     def until(self, words: str) -> str:
-        """The first line with these words."""
+        """Read up to the first line with these words, and return it."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)

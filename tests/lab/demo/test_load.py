@@ -1,4 +1,4 @@
-"""The demo's load begins anew for every policy and outlives one KV pool."""
+"""The demo's load starts over for every policy and outlives one KV pool."""
 
 from itertools import islice
 

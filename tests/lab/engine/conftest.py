@@ -28,7 +28,7 @@ Start = Callable[..., Process]
 
 @contextmanager
 def engines() -> Iterator[Start]:
-    """Starts engines with the given arguments; whatever still runs at the end is killed."""
+    """Start engines with the given arguments; whatever still runs at the end is killed."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(*arguments: str) -> Process:
@@ -68,7 +68,8 @@ def fast() -> Iterator[Process]:
 
 @pytest.fixture
 def engine(fast: Process) -> Process:
-    """An engine with an empty cache, fifty times as fast as real; one process serves all tests of a file."""
+    """Return an engine with an empty cache, fifty times as fast as real; one process serves all tests of a
+    file."""
     with urlopen(Request(f"{fast.url}/reset_prefix_cache", method="POST"), timeout=10) as answer:
         assert answer.status == 200
     return fast

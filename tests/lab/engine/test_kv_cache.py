@@ -14,7 +14,7 @@ def cache_of(blocks: int) -> KvCache:
 
 
 def fill(cache: KvCache, tokens: list[int]):
-    """A sequence that ran: attached, grown, still holding its blocks."""
+    """Return a sequence that ran: attached, grown, still holding its blocks."""
     table = cache.open(tokens[:])
     cache.attach(table, cache.match(table))
     assert cache.grow(table, len(tokens))

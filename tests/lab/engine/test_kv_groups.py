@@ -16,7 +16,7 @@ DOCUMENT = json.loads(gzip.decompress(RECORDED.read_bytes()))
 
 
 def events_of(cache: KvCache) -> list[dict[str, object]]:
-    """What the cache announces, in JSON's types."""
+    """Return what the cache announces, in JSON's types."""
     events = [to_event(change, cache.block_size) for change in cache.take_changes()]
     return json.loads(msgspec.json.encode(events))
 

@@ -70,7 +70,7 @@ async def metric(url: str, name: str) -> float:
 
 
 async def until(condition, seconds: float = 10.0) -> None:
-    """Waits for an async condition."""
+    """Wait for an async condition."""
     async with asyncio.timeout(seconds):
         while not await condition():  # noqa: ASYNC110 - the condition is in another process
             await asyncio.sleep(0.01)

@@ -37,7 +37,7 @@ def source(engine: Any, **more: object) -> dict[str, Any]:
 async def ask(
     http: aiohttp.ClientSession, engine: Any, prompt: list[int], params: Any = None, **headers: str
 ):
-    """(cached tokens, ids of the answer) of a request."""
+    """Send a request, and return (cached tokens, ids of the answer)."""
     body = {"model": "sim-30b", "prompt": prompt, "max_tokens": 8, "return_token_ids": True}
     if params:
         body["kv_transfer_params"] = params

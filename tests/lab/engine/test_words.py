@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bpe_folder(tmp_path_factory):
-    """A byte-level BPE with a chat template that strips, as real models have."""
+    """Return a folder with a byte-level BPE and a chat template that strips, as real models have."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -110,7 +110,8 @@ def test_a_folder_without_template_says_so(tmp_path, folder):
 
 @pytest.fixture(scope="module")
 def bos_folder(bpe_folder, tmp_path_factory):
-    """A tokenizer that begins texts with <s>, and a template that does so too, as Llama's."""
+    """Return a folder with a tokenizer that begins texts with <s>, and a template that does so too, as
+    Llama's."""
     from tokenizers import Tokenizer, processors
 
     tokenizer = Tokenizer.from_file(str(bpe_folder / "tokenizer.json"))

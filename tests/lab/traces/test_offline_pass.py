@@ -16,7 +16,7 @@ def visit(
 
 
 def hits(*visits: Visit, pool: int = 1000, block: int = 4) -> list[int]:
-    """Cached tokens of each visit, each found as the difference that it makes."""
+    """Return the cached tokens of each visit, each found as the difference that it makes."""
     totals = [total(replay(visits[:n], block, pool)).cached_tokens for n in range(len(visits) + 1)]
     return [after - before for before, after in itertools.pairwise(totals)]
 

@@ -8,7 +8,7 @@ from perilune_lab.traces.stats import Spread, stats
 
 
 def session(name: str, *lengths: int, at_s: float | None = None) -> Session:
-    """Turns whose prompts grow to these lengths, ten output tokens each."""
+    """Return a session whose prompts grow to these lengths, with ten output tokens each."""
     prompt: tuple[Segment, ...] = ()
     turns: list[Turn] = []
     for number, length in enumerate(lengths):

@@ -23,7 +23,7 @@ FOUND = dependencies(COMPUTES)
 
 
 def names_of(path: str) -> str:
-    """The module that a source file of ours is."""
+    """Return the module name of a source file of ours."""
     parts = Path(path).with_suffix("").parts
     at = max(i for i, part in enumerate(parts) if part.startswith(OURS))
     return ".".join(part for part in parts[at:] if part != "__init__")

@@ -62,7 +62,7 @@ class Bench:
 
 
 def stepped(rows: list[tuple[float, list[int], int]], pool_tokens: int) -> list[Request]:
-    """The same requests, every step taken: (arrival, tokens, output tokens)."""
+    """Play the same requests, taking every step: (arrival, tokens, output tokens)."""
     cache = KvCache(BlockHasher(Algorithm.SHA256, BLOCK), pool_tokens // BLOCK + 1)
     scheduler = Scheduler(cache, H20.engine)
     requests = []

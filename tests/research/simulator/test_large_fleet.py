@@ -1,4 +1,4 @@
-"""The report on large fleets puts figures beside their bars."""
+"""The report on large fleets puts figures next to their bars."""
 
 from array import array
 

@@ -51,7 +51,7 @@ def test_its_numbers_are_those_of_a_report():
 
 
 def as_client_results(outcome: SimulatedOutcome, workload: Workload) -> list[Result]:
-    """The requests, which all succeeded, as a load client would report them."""
+    """Return the requests, which all succeeded, as a load client would report them."""
     return [
         Result(
             session=workload.jobs[r.task.session].name,

@@ -29,7 +29,7 @@ HELD, PROMPT = 6_400, 6_500
 
 
 def elsewhere(request: RequestView, candidates, params, rng) -> Decision:
-    """A new session goes to the first endpoint, a known one never to its host."""
+    """Decide that a new session goes to the first endpoint, and a known one never to its host."""
     host = host_of(request, candidates)
     return Decision(next(c for c in candidates if c is not host).address, Reason.ROUND_ROBIN)
 
@@ -84,7 +84,8 @@ class Unseen(requests.Leg):
 
 
 def busy_giver(arm: Deployment) -> Simulation:
-    """The first endpoint holds the session `s` and decodes a long answer of another one."""
+    """Return a simulation in which the first endpoint holds the session `s` and decodes a long answer of
+    another one."""
     run = simulated(session("s", 0.0, 20_000, (200, 200)), session("long", 2.0, 2_000, (5_000,)), arm=arm)
     run.run()
     return run

@@ -12,11 +12,11 @@ class Call(Protocol):
 
     def message(self, raw: bytes) -> None: ...
     def ended(self) -> None:
-        """The peer has half-closed the stream."""
+        """Hear that the peer has half-closed the stream."""
         ...
 
     def closed(self) -> None:
-        """Called exactly once, whichever side ended the stream."""
+        """Hear that the stream has ended. The connection calls this exactly once, whichever side ended it."""
         ...
 
 
@@ -25,13 +25,13 @@ class Link(Protocol):
 
     def send(self, stream: int, raw: bytes) -> None: ...
     def handled(self, stream: int, size_bytes: int) -> None:
-        """A message of this size was handled, so the peer may send as many bytes again."""
+        """Report that a message of this size was handled, so the peer may send as many bytes again."""
         ...
 
     def finish(self, stream: int, status: Status = ..., reason: str = ...) -> None:
-        """Ends the stream from our side."""
+        """End the stream from our side."""
         ...
 
     def flush(self) -> None:
-        """Writes what was sent. A call must call it after sending outside the methods of `Call`."""
+        """Write what was sent. A call must call it after sending outside the methods of `Call`."""
         ...

@@ -129,7 +129,7 @@ class Connection:
     # Called by the owner.
 
     def receive(self, data: bytes) -> list[Event]:
-        """Takes bytes from the peer, in pieces of any size, and returns the events in them."""
+        """Take bytes from the peer, in pieces of any size, and return the events in them."""
         events: list[Event] = []
         self._events = events
         if self.ended:
@@ -142,7 +142,7 @@ class Connection:
         return events
 
     def check_time(self) -> None:
-        """Applies the time limits. Call it about once a second."""
+        """Apply the time limits. Call it about once a second."""
         if self.ended:
             return
         now_s = self._clock()
@@ -160,12 +160,12 @@ class Connection:
                 self.close()
 
     def take(self) -> bytes:
-        """Returns the bytes to write now."""
+        """Return the bytes to write now."""
         out, self._out = self._out, []
         return b"".join(out)
 
     def handled(self, stream_id: int, size_bytes: int) -> None:
-        """Gives back the credit for a message of this length. The stream may have ended."""
+        """Give back the credit for a message of this length. The stream may have ended."""
         stream = self.streams.get(stream_id)
         if stream is None:
             return
@@ -174,7 +174,7 @@ class Connection:
         self._give_credit(stream_id, stream)
 
     def send(self, stream_id: int, payload: bytes) -> None:
-        """Sends a gRPC message. Does nothing when the stream has ended."""
+        """Send a gRPC message. Do nothing when the stream has ended."""
         stream = self.streams.get(stream_id)
         if stream is None:
             return
@@ -199,7 +199,7 @@ class Connection:
             self._fail(error, Closed.NOT_READING)
 
     def finish(self, stream_id: int, status: Status = Status.OK, reason: str = "") -> None:
-        """Ends the stream after what is pending. If the peer has not ended its half, the stream is reset."""
+        """End the stream after what is pending. If the peer has not ended its half, the stream is reset."""
         stream = self.streams.get(stream_id)
         if stream is None or stream.trailers:
             return
@@ -211,7 +211,7 @@ class Connection:
             self._close(stream_id, stream)
 
     def drain(self) -> None:
-        """Asks the peer to open no more streams. Those that it opens before it reads this are served."""
+        """Ask the peer to open no more streams. Those that it opens before it reads this are served."""
         self._draining = True
         self._out.append(frames.goaway(MAX_STREAM, Code.NO_ERROR))
         self._out.append(frame(Type.PING, 0, 0, DRAIN_PING))
@@ -222,7 +222,7 @@ class Connection:
         return not self.streams and (self._drain_seen or not self._reader.greeted)
 
     def close(self) -> None:
-        """Ends the connection from our side. Open streams are reset."""
+        """End the connection from our side. Open streams are reset."""
         if not self.ended:
             for stream_id in self.streams:
                 self._out.append(number(Type.RST_STREAM, stream_id, Code.CANCEL))
@@ -237,7 +237,7 @@ class Connection:
             )
 
     def _on_skip(self, flags: int, stream_id: int, payload: bytes) -> None:
-        """Skips priorities, the peer's own GOAWAY (its streams continue) and unknown types."""
+        """Skip priorities, the peer's own GOAWAY (its streams continue) and unknown types."""
         self._spend(self._allowances.empty, "frames without effect")
 
     def _on_push_promise(self, flags: int, stream_id: int, payload: bytes) -> None:
@@ -282,8 +282,7 @@ class Connection:
         self._give_credit(stream_id, stream)
 
     def _give_credit(self, stream_id: int, stream: Stream) -> None:
-        """Opens the stream's window in large steps, and always far enough for the message that is
-        arriving."""
+        """Open the stream's window in large steps, and always far enough for the message that is arriving."""
         credit = limits.STREAM_WINDOW - stream.window - stream.unhandled_bytes
         due = credit >= limits.STREAM_WINDOW // 2 or stream.window < stream.inbox.missing_bytes
         if due and credit and not stream.half_closed:
@@ -308,7 +307,7 @@ class Connection:
             self._headers(path)
 
     def _headers(self, path: str) -> None:
-        """Handles a whole header block: that of a new stream, or the trailers of a request."""
+        """Handle a whole header block: that of a new stream, or the trailers of a request."""
         stream_id, ends_stream = self._blocks.stream, self._blocks.ends_stream
         if stream_id in self.streams:  # the request's trailers
             if not ends_stream or self.streams[stream_id].half_closed:
@@ -395,7 +394,8 @@ class Connection:
             self._flush(stream_id, stream)
 
     def _check_past(self, stream_id: int) -> None:
-        """Raises FrameError unless the stream existed. Frames of an ended stream may still arrive."""
+        """Check that the stream existed, since frames of an ended stream may still arrive. Raises
+        FrameError."""
         if stream_id > self._last_stream or not stream_id % 2:
             raise FrameError(Code.PROTOCOL_ERROR, "a frame of a stream that was never opened")
 
@@ -408,7 +408,7 @@ class Connection:
             self._flush(stream_id, self.streams[stream_id])
 
     def _flush(self, stream_id: int, stream: Stream) -> None:
-        """Sends as much of what is pending as the windows allow."""
+        """Send as much of what is pending as the windows allow."""
         pending = stream.pending
         assert pending is not None
         size = min(len(pending), stream.send_window, self._send_window)
@@ -433,7 +433,7 @@ class Connection:
         self._remove(stream_id, stream)
 
     def _give_up(self, stream_id: int, status: Status, reason: str) -> None:
-        """Ends a stream on which the peer violated gRPC. Pending answers are dropped."""
+        """End a stream on which the peer violated gRPC. Pending answers are dropped."""
         stream = self.streams[stream_id]
         self._unblock(stream_id, stream)
         self.finish(stream_id, status, reason)
@@ -452,7 +452,7 @@ class Connection:
             del self._blocked[stream_id]
 
     def _fail(self, error: FrameError, cause: Closed) -> None:
-        """Ends the connection because of an error of the peer."""
+        """End the connection because of an error of the peer."""
         self.error, self.cause = error, cause
         self._end(error.code, str(error))
 

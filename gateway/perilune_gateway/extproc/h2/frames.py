@@ -130,7 +130,7 @@ def settings(values: Mapping[Setting, int]) -> bytes:
 
 
 def number(kind: Type, stream: int, value: int) -> bytes:
-    """Writes an RST_STREAM or WINDOW_UPDATE frame."""
+    """Write an RST_STREAM or WINDOW_UPDATE frame."""
     return frame(kind, 0, stream, value.to_bytes(4, "big"))
 
 
@@ -139,7 +139,7 @@ def goaway(last_stream: int, code: Code, why: str = "") -> bytes:
 
 
 def unpadded(flags: int, payload: bytes) -> bytes:
-    """Returns the content of a DATA or HEADERS frame. Raises FrameError for more padding than payload."""
+    """Return the content of a DATA or HEADERS frame. Raises FrameError for more padding than payload."""
     if not flags & PADDED:
         return payload
     if not payload or payload[0] >= len(payload):
@@ -148,7 +148,7 @@ def unpadded(flags: int, payload: bytes) -> bytes:
 
 
 def literal(name: bytes, value: bytes) -> bytes:
-    """Writes a header field without use of the tables. Name and value have at most 126 bytes."""
+    """Write a header field without use of the tables. Name and value have at most 126 bytes."""
     assert len(name) < 127, name
     assert len(value) < 127, value
     return b"\x00" + bytes((len(name),)) + name + bytes((len(value),)) + value

@@ -36,7 +36,7 @@ class HeaderBlocks:
         self._paths: dict[bytes, str] = {}
 
     def begin(self, flags: int, stream: int, payload: bytes) -> str | None:
-        """Takes a HEADERS frame. Returns the path, or None when the block continues."""
+        """Take a HEADERS frame. Return the path, or None when the block continues."""
         block = unpadded(flags, payload)
         if flags & PRIORITY:
             if len(block) < 5:
@@ -49,7 +49,7 @@ class HeaderBlocks:
         return None
 
     def continued(self, flags: int, payload: bytes) -> str | None:
-        """Takes a CONTINUATION frame. Returns as `begin` does."""
+        """Take a CONTINUATION frame. Return as `begin` does."""
         if not self._parts:
             raise FrameError(Code.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
         if len(self._parts) > limits.CONTINUATIONS:

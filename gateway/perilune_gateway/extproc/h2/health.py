@@ -35,14 +35,13 @@ class Health:
         self._set(dict.fromkeys(HEALTH_SERVICES, SERVING if ready else NOT_SERVING) | {LIVENESS: SERVING})
 
     def stop(self) -> None:
-        """Answers NOT_SERVING from now on, and ends the watches, which would otherwise keep a drain
-        waiting."""
+        """Answer NOT_SERVING from now on, and end the watches, which would otherwise keep a drain waiting."""
         self._set(dict.fromkeys(HEALTH_SERVICES, NOT_SERVING))
         for watch in list(self._watches):
             watch.finish()
 
     def status(self, service: str) -> Any:
-        """Returns the service's status, or None for an unknown service."""
+        """Return the service's status, or None for an unknown service."""
         return self._status.get(service)
 
     def watch(self, watch: HealthWatch) -> None:
@@ -99,7 +98,7 @@ class HealthWatch:
             self.notify()
 
     def notify(self) -> None:
-        """Sends the status if it has changed."""
+        """Send the status if it has changed."""
         assert self._service is not None
         status = self._health.status(self._service)
         status = SERVICE_UNKNOWN if status is None else status
@@ -113,7 +112,7 @@ class HealthWatch:
         self._link.flush()
 
     def ended(self) -> None:
-        """Does nothing: a watch has one request, and lasts until the peer resets it."""
+        """Do nothing: a watch has one request, and lasts until the peer resets it."""
 
     def closed(self) -> None:
         self._health.forget(self)

@@ -71,7 +71,7 @@ END_OF_STRING = 256
 
 
 def _codes() -> dict[tuple[int, int], int]:
-    """(bits, code) → symbol."""
+    """Return (bits, code) → symbol."""
     codes, code, before = {}, 0, 0
     for bits, symbols in _LENGTHS.items():
         code <<= bits - before
@@ -86,7 +86,7 @@ _CODE = _codes()
 
 
 def huffman(data: bytes) -> bytes:
-    """Decodes a Huffman-coded string. Raises FrameError."""
+    """Decode a Huffman-coded string. Raises FrameError."""
     out = bytearray()
     code = bits = 0
     for byte in data:
@@ -115,7 +115,7 @@ class Decoder:
         self._stateless = True
 
     def decode(self, block: bytes) -> tuple[list[Field], bool]:
-        """Returns the block's fields, and whether the block has the same meaning at any time."""
+        """Return the block's fields, and whether the block has the same meaning at any time."""
         self._stateless = True
         fields: list[Field] = []
         at = list_bytes = 0

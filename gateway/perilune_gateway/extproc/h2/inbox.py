@@ -49,7 +49,7 @@ class Inbox(msgspec.Struct, gc=False):
         return len(self._pieces)
 
     def take(self, piece: bytes) -> Sequence[bytes]:
-        """Returns the messages that `piece` completes. After a MessageError the stream must be ended."""
+        """Return the messages that `piece` completes. After a MessageError the stream must be ended."""
         self._keep(piece)
         self.missing_bytes -= len(piece)
         if self.missing_bytes > 0:

@@ -58,7 +58,7 @@ class Allowance(msgspec.Struct, gc=False):
     since_s: float
 
     def spend(self, now_s: float) -> bool:
-        """Counts one event. Returns False when there were too many."""
+        """Count one event. Return False when there were too many."""
         self.left = min(self.at_once, self.left + (now_s - self.since_s) * self.per_second) - 1
         self.since_s = now_s
         return self.left >= 0

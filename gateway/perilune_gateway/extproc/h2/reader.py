@@ -44,7 +44,7 @@ class Reader:
         """The beginning of an incomplete frame."""
 
     def frames(self, data: bytes) -> Iterator[Frame]:
-        """Yields the frames that `data` completes. Exhaust the iterator before the next call."""
+        """Yield the frames that `data` completes. Exhaust the iterator before the next call."""
         if self._rest:
             data = self._rest + data
         at, end = 0, len(data)

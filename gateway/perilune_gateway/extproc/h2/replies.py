@@ -24,7 +24,7 @@ class Status(IntEnum):
 
 
 def message(payload: bytes) -> bytes:
-    """An uncompressed gRPC message."""
+    """Return an uncompressed gRPC message."""
     return PREFIX.pack(0, len(payload)) + payload
 
 

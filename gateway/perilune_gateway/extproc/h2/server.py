@@ -92,7 +92,7 @@ class H2Server:
             self._checking.cancel()
 
     def closed(self, cause: Closed, peer: object, why: object) -> None:
-        """Counts and logs a connection that this server closed because of a limit or an error."""
+        """Count and log a connection that this server closed because of a limit or an error."""
         self.service.connections_closed[cause] += 1
         level = logging.INFO if cause is Closed.IDLE else logging.WARNING
         log.log(level, "connection_closed cause=%s peer=%s error=%s", cause, _address(peer), why or "none")
@@ -171,12 +171,12 @@ class Link(asyncio.Protocol):
     # Called by calls.
 
     def finish(self, stream: int, status: Status = Status.OK, reason: str = "") -> None:
-        """Ends the stream from our side."""
+        """End the stream from our side."""
         self._connection.finish(stream, status, reason)
         self._closed(stream)
 
     def flush(self) -> None:
-        """Writes what was sent. Call it at the end of every turn of the event loop that sends."""
+        """Write what was sent. Call it at the end of every turn of the event loop that sends."""
         transport, connection = self._transport, self._connection
         if transport is None:
             return
@@ -210,19 +210,19 @@ class Link(asyncio.Protocol):
         self.flush()
 
     def close(self) -> None:
-        """Resets open streams and closes the connection."""
+        """Reset open streams and close the connection."""
         self._connection.close()
         self.flush()
 
     def _refuse(self, error: TlsError) -> None:
-        """Ends a connection whose TLS has failed."""
+        """End a connection whose TLS has failed."""
         if (transport := self._transport) is not None and self._tls is not None:
             self.server.closed(Closed.TLS_FAILED, transport.get_extra_info("peername"), error)
             transport.write(self._tls.send(b""))
             self._leave(transport)
 
     def _leave(self, transport: asyncio.Transport) -> None:
-        """Closes the socket when the peer has read everything, or after CLOSE_S."""
+        """Close the socket when the peer has read everything, or after CLOSE_S."""
         self._close_calls()
         self._transport = None
         transport.close()
@@ -252,5 +252,5 @@ METHODS: Mapping[str, Callable[[Link, int], Call]] = {
 
 
 def _address(peer: object) -> str:
-    """`host:port` of a socket's address."""
+    """Return `host:port` of a socket's address."""
     return f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "unknown"

@@ -29,7 +29,7 @@ class TlsChannel:
         """Plain bytes to send after the handshake."""
 
     def receive(self, records: bytes) -> bytes:
-        """Takes bytes from the socket and returns the plain bytes in them. Raises TlsError."""
+        """Take bytes from the socket and return the plain bytes in them. Raises TlsError."""
         self._incoming.write(records)
         plain: list[bytes] = []
         try:
@@ -47,7 +47,7 @@ class TlsChannel:
         return b"".join(plain)
 
     def send(self, plain: bytes) -> bytes:
-        """Returns the bytes to write to the socket. Before the end of the handshake, `plain` is kept for
+        """Return the bytes to write to the socket. Before the end of the handshake, `plain` is kept for
         later."""
         plain = self._waiting + plain
         self._waiting = b""
@@ -60,7 +60,7 @@ class TlsChannel:
         return self._outgoing.read()
 
     def close(self) -> bytes:
-        """Returns the bytes that tell the peer that nothing follows."""
+        """Return the bytes that tell the peer that nothing follows."""
         if self._open:
             try:
                 self._tls.unwrap()

@@ -47,7 +47,7 @@ class Point(Struct, frozen=True):
 
 
 def endpoint_row(stats: EndpointStats) -> Row:
-    """One engine of the map."""
+    """Return one engine of the map."""
     endpoint, load, ratio = stats.endpoint, stats.load, stats.engine_hit_ratio
     return {
         "address": endpoint.address,
@@ -73,7 +73,7 @@ def condition(stats: EndpointStats) -> Condition:
 
 
 def new_sessions_row(stats: SessionAdmissionStats) -> Row | None:
-    """New sessions since the gateway's start; None without session admission."""
+    """Return new sessions since the gateway's start; None without session admission."""
     if not stats.enabled:
         return None
     return {"waiting": stats.waiting, "begun": stats.begun, "refused": stats.refused}
@@ -87,7 +87,7 @@ def point(
     seconds: float,
     at: float,
 ) -> Point:
-    """What happened between two readings of the totals, and the load at the end."""
+    """Return what happened between two readings of the totals, and the load at the end."""
     prompt_tokens = now.prompt_tokens - before.prompt_tokens
     loads = [stats.load for stats in endpoints]
     return Point(

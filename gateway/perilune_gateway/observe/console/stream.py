@@ -68,7 +68,7 @@ class Stream:
         self._watchers: set[asyncio.Queue[bytes]] = set()
 
     async def run(self) -> None:
-        """Sends events until cancelled."""
+        """Send events until cancelled."""
         totals, at = self._decisions.totals, self._wall()
         while True:
             await asyncio.sleep(self._tick_s)
@@ -86,7 +86,7 @@ class Stream:
                 self._send(_event("point", newest))
 
     async def watch(self, request: web.Request) -> web.StreamResponse:
-        """Answers one browser until it leaves. 503 when too many watch."""
+        """Answer one browser until it leaves; with 503 when too many watch."""
         if len(self._watchers) >= WATCHERS:
             raise web.HTTPServiceUnavailable(reason=f"{WATCHERS} consoles are open already: close one")
         response = web.StreamResponse(
@@ -108,7 +108,7 @@ class Stream:
         return response
 
     def close(self) -> None:
-        """Ends the stream of every browser, which then comes back by itself."""
+        """End the stream of every browser, which then comes back by itself."""
         self._send(b"")
         self._watchers.clear()
 

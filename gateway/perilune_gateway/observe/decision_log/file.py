@@ -29,7 +29,7 @@ class RotatedFile:
         self._open()
 
     def append(self, data: bytes) -> None:
-        """Appends all of `data`, or nothing when it raises OSError."""
+        """Append all of `data`, or nothing when it raises OSError."""
         if self._fd < 0:
             self._open()
         rest = memoryview(data)
@@ -42,8 +42,8 @@ class RotatedFile:
         self.size += len(data)
 
     def reopened(self) -> bool:
-        """Opens the file again if it was moved, deleted or truncated since the last append, and returns
-        whether it did. Raises OSError."""
+        """Open the file again if it was moved, deleted or truncated since the last append, and return whether
+        it did. Raises OSError."""
         if self._fd >= 0:
             ours = os.fstat(self._fd)
             if not stat.S_ISREG(ours.st_mode) or (ours.st_size >= self.size and self._is_at_path(ours)):
@@ -63,7 +63,7 @@ class RotatedFile:
         return self.size >= self._max_bytes
 
     def rotate(self) -> None:
-        """Renames the file and begins a new one. Raises OSError; the next `append` then opens the file
+        """Rename the file and begin a new one. Raises OSError; the next `append` then opens the file
         again."""
         self.close()
         existing = 0
@@ -85,7 +85,7 @@ class RotatedFile:
         return self.path.with_name(f"{self.path.name}.{i}") if i else self.path
 
     def _open(self) -> None:
-        """Opens the file, and ends its last line if an earlier process left that incomplete."""
+        """Open the file, and end its last line if an earlier process left that incomplete."""
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self.size = os.fstat(self._fd).st_size
         if self.size and os.pread(self._fd, 1, self.size - 1) != b"\n":

@@ -77,7 +77,7 @@ class Writer:
         self._engines = _Numbers[EngineModel]("engine")
 
     def pool(self, pool: Pool, time: float) -> bytes:
-        """The line of a pool document; `time` is in Unix seconds."""
+        """Return the line of a pool document; `time` is in Unix seconds."""
         self._endpoints.clear()
         self._engines.clear()
         return _line(
@@ -93,7 +93,8 @@ class Writer:
         )
 
     def decision(self, number: int, record: DecisionRecord) -> bytes:
-        """The line of a decision, after lines for the endpoints and engines that have no number yet."""
+        """Return the line of a decision, after lines for the endpoints and engines that have no number
+        yet."""
         new: list[bytes] = []
         linked = {address for address, *_ in record.view.prefix.locations}
         linked |= {c.address for c in record.candidates if c.endpoint.role is Role.PREFILL}
@@ -120,7 +121,7 @@ class Writer:
         return _line({"kind": "end", "n": number} | msgspec.to_builtins(ending))
 
     def handoff(self, record: HandoffRecord) -> bytes:
-        """The line of a hand-off. A session is named by a hash of its tenant and by its id."""
+        """Return the line of a hand-off. A session is named by a hash of its tenant and by its id."""
         values: dict[str, Any] = msgspec.to_builtins(replace(record, move=replace(record.move, subject="")))
         move = values.pop("move")
         del move["subject"], move["transfer_bytes"]
@@ -128,7 +129,7 @@ class Writer:
         return _line({"kind": "handoff"} | named | move | values)
 
     def _row(self, c: Candidate, linked: Collection[str], new: list[bytes]) -> tuple[object, ...]:
-        """One candidate, with its links to the `linked` endpoints."""
+        """Return one candidate, with its links to the `linked` endpoints."""
         endpoint, load, overlap, prefill_s, since_move_s, links, engine, decode_s, ttft_ratio = c
         return (
             self._endpoints.of(endpoint, new),
@@ -157,7 +158,7 @@ class _Numbers(Generic[_T]):
         self._seen.clear()
 
     def of(self, value: _T, new: list[bytes]) -> int:
-        """The value's number. For a new value, the line that defines it is appended to `new`."""
+        """Return the value's number. For a new value, the line that defines it is appended to `new`."""
         seen = self._seen.get(id(value))
         if seen is not None:
             return seen[0]

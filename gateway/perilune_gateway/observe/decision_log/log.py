@@ -76,7 +76,7 @@ class DecisionLog:
         return LogStats(str(self._file.path), self.written, self.dropped, len(self._queue), self.error)
 
     def configure(self, pool: Pool) -> None:
-        """Later decisions use this pool document."""
+        """Use this pool document for later decisions."""
         self._queue.append(pool)
 
     def decided(self, number: int, record: DecisionRecord) -> None:
@@ -96,7 +96,7 @@ class DecisionLog:
         self._queue.append(entry)
 
     async def run(self) -> None:
-        """Writes until `stop`, and then what is left in the queue."""
+        """Write until `stop`, and then what is left in the queue."""
         try:
             last = False
             while not last:
@@ -120,7 +120,7 @@ class DecisionLog:
             pass
 
     async def _write_batch(self) -> bool:
-        """Writes about BATCH_BYTES of the queue at most. Returns False when that failed."""
+        """Write about BATCH_BYTES of the queue at most. Return False when that failed."""
         loop = asyncio.get_running_loop()
         lines: list[bytes] = []
         size_bytes = entries = rows = 0
@@ -150,7 +150,7 @@ class DecisionLog:
         return True
 
     def _render(self, entry: Entry) -> tuple[bytes, int]:
-        """(lines, number of rows) of an entry."""
+        """Return (lines, number of rows) of an entry."""
         if isinstance(entry, Pool):
             self._pool, self._headed = entry, False
             return b"", 0
@@ -168,8 +168,8 @@ class DecisionLog:
         return head + line, rows
 
     def _failed(self, error: OSError, entries: int) -> None:
-        """Counts the lost entries. The next batch begins with a `pool` line, because lines that define
-        numbers may be lost too."""
+        """Count the lost entries. The next batch begins with a `pool` line, because lines that define numbers
+        may be lost too."""
         self._headed = False
         self.dropped += entries
         if not self.error:

@@ -102,7 +102,7 @@ class _DecisionLine(msgspec.Struct):
 
 
 def read(lines: Iterable[bytes], name: str) -> Iterator[Logged | Ended | Cut]:
-    """The entries of one file, in order. Raises SpecError with file and line for an invalid log."""
+    """Yield the entries of one file, in order. Raises SpecError with file and line for an invalid log."""
     reader = _Reader()
     cut = 0  # number of the last line, when it was incomplete
     for number, line in enumerate(lines, 1):
@@ -141,7 +141,7 @@ class _Reader:
         self._engines: dict[int, EngineModel] = {}
 
     def take(self, values: Any) -> Logged | Ended | None:
-        """Reads one line's values. Raises SpecError, or msgspec.ValidationError."""
+        """Read one line's values. Raises SpecError, or msgspec.ValidationError."""
         if not isinstance(values, dict):
             raise SpecError("it is not an object")
         kind = values.pop("kind", None)
@@ -204,14 +204,14 @@ class _Reader:
 
 
 def _named(columns: Sequence[str], row: Sequence[Any]) -> dict[str, Any]:
-    """The cells of a row by column, without nulls."""
+    """Return the cells of a row by column, without nulls."""
     if len(columns) != len(row):
         raise SpecError(f"a row has {len(row)} values for the {len(columns)} columns {', '.join(columns)}")
     return {name: value for name, value in zip(columns, row, strict=True) if value is not None}
 
 
 def _values(columns: Sequence[str], row: Sequence[Any], kind: type[_T]) -> _T:
-    """A named tuple from a row, with checked types."""
+    """Return a named tuple from a row, with checked types."""
     fields: Sequence[str] = kind._fields  # type: ignore[attr-defined]
     if columns == fields and None not in row:
         return msgspec.convert(row, kind)
@@ -221,7 +221,7 @@ def _values(columns: Sequence[str], row: Sequence[Any], kind: type[_T]) -> _T:
 
 
 def _convert(values: Any, kind: type[_T]) -> _T:
-    """Converts with checked types. Nulls and missing fields have the field's default."""
+    """Convert with checked types. Nulls and missing fields have the field's default."""
     return msgspec.convert(_without_nulls(values), kind)
 
 

@@ -23,8 +23,8 @@ class Expected(NamedTuple):
 
 
 def expected(candidate: Candidate, view: RequestView, verdict: Verdict | None = None) -> Expected:
-    """With the `verdict` that chose this endpoint, KV from a peer counts only if the verdict names one.
-    Without a verdict, it counts wherever it is faster."""
+    """Return what to expect of the candidate. With the `verdict` that chose it, KV from a peer counts only if
+    the verdict names one. Without a verdict, it counts wherever it is faster."""
     if isinstance(verdict, Decision) and not verdict.replicate_from:
         view = replace(view, prefix=replace(view.prefix, pullable=False))
     return Expected(predict(candidate, view).ttft_s, cheapest_fetch(candidate, view)[2])

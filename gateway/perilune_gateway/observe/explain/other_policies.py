@@ -20,7 +20,7 @@ from perilune_gateway.policy.cost import find
 def counterfactual(
     record: DecisionRecord, policies: Mapping[str, Policy], params: PolicyParams, rng: Random
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, answer) of every policy except the one that decided; nothing without candidates.
+    """Yield (name, answer) of every policy except the one that decided; yield nothing without candidates.
 
     An answer has `target`, `reason`, `same` (as decided), `estimated_s`, `cached_tokens` and `moved_from`; or
     `refused` and `message`; or `needs_body`, when the record was decided by its headers and the policy needs

@@ -15,7 +15,7 @@ from perilune_gateway.observe.explain.words import sentence
 
 
 def summary(record: DecisionRecord) -> dict[str, Any]:
-    """One record as a row of a list."""
+    """Return one record as a row of a list."""
     chosen, ending = record.chosen, record.ending
     return {
         "request_id": record.request_id,
@@ -52,7 +52,7 @@ def summary(record: DecisionRecord) -> dict[str, Any]:
 
 
 def to_json(record: DecisionRecord, alternatives: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The whole record as plain values. `alternatives` are the answers of `counterfactual`."""
+    """Return the whole record as plain values. `alternatives` are the answers of `counterfactual`."""
     session, costs = record.view.session, {cost.address: cost for cost in record.costs}
     return summary(record) | {
         "message": record.verdict.message if isinstance(record.verdict, Refusal) else "",

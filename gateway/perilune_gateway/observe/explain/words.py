@@ -42,7 +42,7 @@ BECAUSE: Mapping[Reason, str] = {
 
 
 def sentence(record: DecisionRecord) -> str:
-    """The decision in one line of plain English."""
+    """Return the decision in one line of plain English."""
     if isinstance(record.verdict, Refusal):
         refusal = record.verdict
         return _line(f"refused with {refusal.status} {refusal.reason.value}: {refusal.message}", record)
@@ -75,7 +75,7 @@ def sentence(record: DecisionRecord) -> str:
 
 
 def _because(decision: Decision, record: DecisionRecord) -> str:
-    """The text of the reason, adapted to the record."""
+    """Return the text of the reason, adapted to the record."""
     session = record.view.session
     if decision.reason is Reason.COLD and session and session.host:
         return f"the session's host {session.host} may not be chosen and its cost is the lowest"
@@ -102,8 +102,8 @@ def _came_from(record: DecisionRecord) -> str:
 
 
 def _line(text: str, record: DecisionRecord) -> str:
-    """Appends the excluded endpoints, the endpoint that served if it was another one, and what the engine
-    had cached."""
+    """Append the excluded endpoints, the endpoint that served if it was another one, and what the engine had
+    cached."""
     if record.excluded:
         checks = ", ".join(f"{address} ({check})" for address, check in list(record.excluded.items())[:3])
         more = len(record.excluded) - 3

@@ -76,7 +76,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """The prompt text of a conversation. Raises TemplateError for any error inside the template."""
+        """Return the prompt text of a conversation. Raises TemplateError for any error inside the
+        template."""
         try:
             text = self._template.render(
                 self._special_tokens
@@ -107,7 +108,8 @@ class ChatTemplates:
 
 
 def load(folder: Path, local_time: Callable[[], datetime] = datetime.now) -> ChatTemplates | None:
-    """Templates of a tokenizer folder; None when it has none. Raises TemplateError, OSError, ValueError."""
+    """Return the templates of a tokenizer folder; None if it has none. Raises TemplateError, OSError,
+    ValueError."""
     config = _json_file(folder / "tokenizer_config.json")
     source: Any = config.get("chat_template")
     if (folder / "chat_template.jinja").exists():
@@ -131,13 +133,13 @@ def _json_file(path: Path) -> dict[str, Any]:
 
 
 def _token_text(token: Any) -> str:
-    """The token's text. The file has it as a string, or as an object with flags."""
+    """Return the token's text. The file has it as a string, or as an object with flags."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""
 
 
 def _open_end(text: str, conversation: Conversation) -> str:
-    """Removes what the template put after the last message, so that the engine continues that message."""
+    """Remove what the template put after the last message, so that the engine continues that message."""
     content = conversation.messages[-1]["content"] if conversation.messages else ""
     last = content if isinstance(content, str) else content[-1]["text"] if content else ""
     at = text.rfind(last.strip())
@@ -154,7 +156,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON, whereas jinja2's own filter also escapes HTML and sorts keys."""
+    """Return plain JSON, whereas jinja2's own filter also escapes HTML and sorts keys."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -165,7 +167,8 @@ def _raise(message: str) -> NoReturn:
 
 
 def _loops_over_content(template: nodes.Template) -> bool:
-    """Whether a `for` loops over a message's `content`; vLLM recognises templates that want parts by that."""
+    """Return whether a `for` loops over a message's `content`; vLLM recognises templates that want parts by
+    that."""
     lists = _aliases(template, "messages")
     loops = list(template.find_all(nodes.For))
     items = {
@@ -177,7 +180,7 @@ def _loops_over_content(template: nodes.Template) -> bool:
 
 
 def _aliases(template: nodes.Template, name: str) -> set[str]:
-    """`name` and all variables that are set from it, as in `{% set rest = messages[1:] %}`."""
+    """Return `name` and all variables that are set from it, as in `{% set rest = messages[1:] %}`."""
     known: set[str] = set()
     new = {name}
     while new:
@@ -191,7 +194,7 @@ def _aliases(template: nodes.Template, name: str) -> set[str]:
 
 
 def _peel(node: nodes.Node | None) -> nodes.Node | None:
-    """The node without the filters, tests and slices around it."""
+    """Return the node without the filters, tests and slices around it."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):
@@ -205,7 +208,7 @@ def _root(node: nodes.Node) -> str:
 
 
 def _content_owner(node: nodes.Node) -> str:
-    """The variable `m` in `m.content` or `m['content']`; empty for any other node."""
+    """Return the variable `m` in `m.content` or `m['content']`; empty for any other node."""
     match _peel(node):
         case nodes.Getattr(node=nodes.Name(name=name), attr="content"):
             return str(name)

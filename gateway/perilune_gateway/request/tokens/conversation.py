@@ -50,7 +50,7 @@ class Conversation:
 
 
 def read(api: Api, prompt: ChatPrompt, keep_parts: bool = False) -> Conversation:
-    """The conversation of a body. With `keep_parts`, `content` stays a list of text parts.
+    """Return the conversation of a body. With `keep_parts`, `content` stays a list of text parts.
 
     Raises ConversationError.
     """
@@ -65,7 +65,7 @@ def read(api: Api, prompt: ChatPrompt, keep_parts: bool = False) -> Conversation
 
 
 def as_sent(messages: Sequence[Message]) -> list[Message]:
-    """Messages in the form in which a client sends them, with tool calls' arguments as JSON text."""
+    """Return messages in the form in which a client sends them, with tool calls' arguments as JSON text."""
     return [
         message | {"tool_calls": [_written(call) for call in message["tool_calls"]]}
         if "tool_calls" in message
@@ -166,7 +166,7 @@ def _tool(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kwargs(prompt: ChatPrompt) -> dict[str, Any]:
-    """An effort also says whether to think, for templates that ask that."""
+    """Return the template's arguments. An effort also says whether to think, for templates that ask that."""
     given = msgspec.json.decode(prompt.template_kwargs, type=dict[str, Any]) if prompt.template_kwargs else {}
     if prompt.reasoning_effort:
         given.setdefault("enable_thinking", prompt.reasoning_effort != "none")
@@ -175,7 +175,7 @@ def _kwargs(prompt: ChatPrompt) -> dict[str, Any]:
 
 
 def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """The function of a tool."""
+    """Return the function of a tool."""
     if (kind := tool.get("type", "function")) != "function":
         raise ConversationError(f"a tool of type {kind} is rendered by the engine alone")
     function: dict[str, Any] = tool["function"]
@@ -205,7 +205,7 @@ def _system_texts(system: Any) -> list[str]:
 
 
 def _anthropic_turn(role: str, content: Any) -> list[Message]:
-    """The messages of a turn: one for each tool result, then one with everything else."""
+    """Return the messages of a turn: one for each tool result, then one with everything else."""
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     results: list[Message] = []
@@ -284,7 +284,7 @@ def _from_responses(content: Any, instructions: Any) -> list[Message]:
 
 
 def _join(messages: list[Message], last: Message | None, field: str, text: str) -> None:
-    """Adds the text to the last assistant message if that does not have the field yet, else to a new one."""
+    """Add the text to the last assistant message if that does not have the field yet, else to a new one."""
     if last is not None and last.get(field) is None:
         last[field] = text
     else:
@@ -298,6 +298,6 @@ def _first_text(content: Any) -> str:
 
 
 def _responses_tool(tool: dict[str, Any]) -> dict[str, Any] | None:
-    """The function of a Responses tool, whose fields stand beside `type`; None for other kinds of tools,
-    which never reach a template."""
+    """Return the function of a Responses tool, whose fields stand next to `type`; None for other kinds of
+    tools, which never reach a template."""
     return {k: v for k, v in tool.items() if k != "type"} if tool["type"] == "function" else None

@@ -35,11 +35,12 @@ class Cuts:
     why_none: str = ""
 
     def last(self, text: bytes, start: int, end: int) -> int:
-        """Position in `text` where the last cut token in `text[start:end]` begins; -1 when there is none."""
+        """Return the position in `text` where the last cut token in `text[start:end]` begins; -1 when there
+        is none."""
         return max((text.rfind(token, start, end) for token in self.tokens), default=-1)
 
     def token_at(self, text: bytes, at: int) -> bytes:
-        """The cut token that begins at that position."""
+        """Return the cut token that begins at that position."""
         return next(token for token in self.tokens if text.startswith(token, at))
 
     @property
@@ -91,10 +92,10 @@ def _stands_alone(token: Mapping[str, Any], plain_text: bool) -> bool:
 
 
 def _overlap(a: str, b: str) -> bool:
-    """Whether occurrences of two different tokens can share characters in some text."""
+    """Return whether occurrences of two different tokens can share characters in some text."""
     return a in b or b in a or _border(a, b) or _border(b, a)
 
 
 def _border(a: str, b: str) -> bool:
-    """Whether `a` ends with characters, fewer than all, that `b` begins with."""
+    """Return whether `a` ends with characters, fewer than all, that `b` begins with."""
     return any(b.startswith(a[i:]) for i in range(1, len(a)))

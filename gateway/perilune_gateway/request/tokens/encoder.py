@@ -62,7 +62,8 @@ class Encoder:
 
 
 def load(folder: Path, template: str = "") -> Encoder:
-    """The folder's tokenizer. `template` is the source of its chat template, for the choice of cut tokens.
+    """Return the folder's tokenizer. `template` is the source of its chat template, for the choice of cut
+    tokens.
 
     Raises OSError, ValueError, and Exception itself for a file that tokenizers cannot read.
     """
@@ -70,7 +71,7 @@ def load(folder: Path, template: str = "") -> Encoder:
 
 
 def of(text: str, template: str = "") -> Encoder:
-    """The tokenizer that the text of a tokenizer.json describes. Raises as `load` does."""
+    """Return the tokenizer that the text of a tokenizer.json describes. Raises as `load` does."""
     spec = json.loads(text)
     if not isinstance(spec, dict):
         raise ValueError("tokenizer.json is not a JSON object")
@@ -108,7 +109,7 @@ def _reference(text: str) -> _Encode:
 
 
 def _fast(text: str) -> _Encode | str:
-    """fastokens' encoder, or the reason why it cannot be used."""
+    """Return fastokens' encoder, or the reason why it cannot be used."""
     try:
         from fastokens import Tokenizer  # type: ignore[import-untyped]
     except ImportError as error:
@@ -130,7 +131,7 @@ def _fast(text: str) -> _Encode | str:
 
 
 def _first_difference(reference: _Encode, fast: _Encode, texts: Sequence[str]) -> str:
-    """The first difference between the two encoders, in words; empty when there is none."""
+    """Return the first difference between the two encoders, in words; empty when there is none."""
     for text in texts:
         for special in (False, True):
             expected = reference(text, special)
@@ -149,7 +150,8 @@ def _first_difference(reference: _Encode, fast: _Encode, texts: Sequence[str]) -
 
 
 def _around(encode: _Encode) -> tuple[Ids, Ids] | None:
-    """The ids that the post-processor puts before and after a text, if they are equal for three texts."""
+    """Return the ids that the post-processor puts before and after a text, if they are equal for three
+    texts."""
     found = {_wrapping(encode(text, False), encode(text, True)) for text in ("hello", "a b", "\n1")}
     only = found.pop()
     if found or only is None:
@@ -158,7 +160,7 @@ def _around(encode: _Encode) -> tuple[Ids, Ids] | None:
 
 
 def _wrapping(inner: Ids, outer: Ids) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The ids before and after `inner` in `outer`; None unless `inner` occurs exactly once."""
+    """Return the ids before and after `inner` in `outer`; None unless `inner` occurs exactly once."""
     n = len(inner)
     at = [i for i in range(len(outer) - n + 1) if outer[i : i + n] == inner]
     return (tuple(outer[: at[0]]), tuple(outer[at[0] + n :])) if len(at) == 1 else None
@@ -185,7 +187,7 @@ _SCRIPTS = """\
 
 
 def corpus(spec: dict[str, Any]) -> list[str]:
-    """The texts of the self-test. They depend on the tokenizer.json alone."""
+    """Return the texts of the self-test. They depend on the tokenizer.json alone."""
     rng = random.Random(0)
     raw = rng.randbytes(4096)
     runs = "".join(rng.choice(" \t\n\r\u00a0\u3000a1.") * rng.randrange(1, 40) for _ in range(200))
@@ -204,7 +206,7 @@ def corpus(spec: dict[str, Any]) -> list[str]:
 
 
 def _added(spec: dict[str, Any]) -> Iterator[str]:
-    """Texts of the model's added tokens: alone, within text, side by side, and slightly changed."""
+    """Yield texts of the model's added tokens: alone, within text, side by side, and slightly changed."""
     tokens = [token["content"] for token in spec.get("added_tokens") or ()][:MAX_TESTED_TOKENS]
     if not tokens:
         return

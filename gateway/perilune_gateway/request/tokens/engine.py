@@ -64,7 +64,7 @@ class EngineTokenizer:
             await self._http.close()
 
     async def ask(self, request: ParsedRequest) -> Tokens:
-        """The prompt's tokens. Raises CannotTellError."""
+        """Return the prompt's tokens. Raises CannotTellError."""
         if size_bytes(request) <= AT_ONCE_BYTES:
             question, rest_bytes = self._question(request)
         else:
@@ -97,8 +97,8 @@ class EngineTokenizer:
         return Tokens(len(ids) + rest, TokenSource.ENGINE, ids, longest=len(ids) if rest else 0)
 
     def _question(self, request: ParsedRequest) -> tuple[bytes, int]:
-        """The body for /tokenize, and the number of bytes in further prompts, which it does not contain.
-        Raises CannotTellError."""
+        """Return the body for /tokenize, and the number of bytes in further prompts, which it does not
+        contain. Raises CannotTellError."""
         match request.prompt:
             case ChatPrompt() as chat:
                 conversation = text_conversation(request, chat, self._bytes_per_token)

@@ -98,7 +98,7 @@ class IncrementalEncoder:
     ) -> None:
         self.encoder = encoder
         self.hits = 0
-        """Number of texts of which a part was known."""
+        """Number of texts that were known in part."""
         self.kept_tokens = 0
         self.encoded_tokens = 0
         self.whole: Counter[Why] = Counter()
@@ -113,8 +113,8 @@ class IncrementalEncoder:
         """Part by name, the next to be dropped first. Every part comes after its children."""
 
     def encode(self, text: str, special: bool = False) -> Encoded:
-        """The ids that the encoder has for `text`; with `special`, also those that `add_special_tokens` puts
-        around it. Raises what the encoder raises."""
+        """Return the ids that the encoder has for `text`; with `special`, also those that
+        `add_special_tokens` puts around it. Raises what the encoder raises."""
         data = text.encode()
         around = self.encoder.around
         if why := self._why_not(data, special):
@@ -151,7 +151,7 @@ class IncrementalEncoder:
         return Encoded(ids, encoded_bytes=size)
 
     def _find(self, data: bytes, names: Sequence[int]) -> _Part | None:
-        """The last part that is known: first by the positions of the grid, then from there by ends of
+        """Return the last part that is known: first by the positions of the grid, then from there by ends of
         texts."""
         with self._lock:
             found = next((part for name in reversed(names) if (part := self._parts.get(name))), None)
@@ -163,7 +163,7 @@ class IncrementalEncoder:
             return known
 
     def _encode_from(self, data: bytes, names: Sequence[int], known: _Part | None) -> tuple[list[_Part], int]:
-        """The parts after `known`, and the position where the last one ends."""
+        """Return the parts after `known`, and the position where the last one ends."""
         cuts, grid, parts = self.encoder.cuts, self._grid, list[_Part]()
         last, begin, covered = known, known.cut if known else 0, known.end if known else 0
 
@@ -212,12 +212,12 @@ class IncrementalEncoder:
 
 
 def _end_name(data: bytes, part: _Part, end: int) -> int:
-    """The hash of the text before `end`, which continues `part`."""
+    """Return the hash of the text before `end`, which continues `part`."""
     return xxhash.xxh3_64_intdigest(memoryview(data)[part.end : end], part.name)
 
 
 def _path(part: _Part | None) -> Iterator[_Part]:
-    """The parts from the root to `part`."""
+    """Return the parts from the root to `part`."""
     path = []
     while part:
         path.append(part)

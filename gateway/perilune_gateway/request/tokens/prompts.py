@@ -26,7 +26,7 @@ _ONLY_BASE64 = b"A" * (8_192 // _STRIDE)
 
 
 def size_bytes(request: ParsedRequest) -> int:
-    """Size of the prompt. A conversation counts as the body writes it; token ids count 0."""
+    """Return the size of the prompt. A conversation counts as the body writes it; token ids count 0."""
     match request.prompt:
         case ChatPrompt() as chat:
             return len(chat.messages) + len(chat.system) + len(chat.tools) + len(chat.documents)
@@ -37,16 +37,17 @@ def size_bytes(request: ParsedRequest) -> int:
 
 
 def brackets(chat: ChatPrompt) -> int:
-    """Number of opening brackets, an upper limit of the objects and lists that decoding the conversation
-    makes."""
+    """Return the number of opening brackets, an upper limit of the objects and lists that decoding the
+    conversation makes."""
     raws = map(bytes, (chat.messages, chat.system, chat.tools, chat.documents))
     return sum(raw.count(b"{") + raw.count(b"[") for raw in raws)
 
 
 def too_much(request: ParsedRequest, context_tokens: int) -> CannotTellError | None:
-    """The reason why a prompt must not be tokenized: it is far too long for the context, and decoding or
-    encoding it would delay other requests. None when it may be tokenized. Pictures may have any size. Costs
-    nothing for prompts of less than `MOST_BRACKETS` bytes a token of context, else about 1 ms a megabyte."""
+    """Return the reason why a prompt must not be tokenized: it is far too long for the context, and decoding
+    or encoding it would delay other requests. None when it may be tokenized. Pictures may have any size.
+    Costs nothing for prompts of less than `MOST_BRACKETS` bytes a token of context, else about 1 ms a
+    megabyte."""
     most_bytes, most_brackets = MOST_BYTES * context_tokens, MOST_BRACKETS * context_tokens
     match request.prompt:
         case TextPrompt(texts=texts):
@@ -63,8 +64,8 @@ def too_much(request: ParsedRequest, context_tokens: int) -> CannotTellError | N
 def text_conversation(
     request: ParsedRequest, chat: ChatPrompt, bytes_per_token: float, keep_parts: bool = False
 ) -> Conversation:
-    """The conversation, if it is complete and only text. Raises CannotTellError when a part is stored in the
-    engine, has a wrong form, or is not text; in the last case with an estimate."""
+    """Return the conversation, if it is complete and only text. Raises CannotTellError when a part is stored
+    in the engine, has a wrong form, or is not text; in the last case with an estimate."""
     if request.previous_response_id:
         raise CannotTellError(Cause.STORED_CONVERSATION)
     try:
@@ -79,9 +80,9 @@ def text_conversation(
 
 
 def has_base64(messages: Raw) -> bool:
-    """Whether the messages contain a picture in base64. A long text is searched only if a sample of its bytes
-    has a long run without a space or a mark, which only base64 has. A picture of less than 8 kB is not found
-    then; counted as text it has at most about twice MEDIA_TOKENS."""
+    """Return whether the messages contain a picture in base64. A long text is searched only if a sample of
+    its bytes has a long run without a space or a mark, which only base64 has. A picture of less than 8 kB is
+    not found then; counted as text it has at most about twice MEDIA_TOKENS."""
     text = memoryview(messages)
     if len(text) > _LONG and _ONLY_BASE64 not in bytes(text[::_STRIDE]).translate(_AS_MARKS):
         return False

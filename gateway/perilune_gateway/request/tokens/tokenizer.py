@@ -12,7 +12,7 @@ When a source fails, the next one is used; each cause is counted, and logged onc
 template refuses (undefined roles, its own `raise_exception`) is estimated, not refused: the engine has the
 same template and answers 400 itself, and a wrong copy of the template in the gateway must not fail a request.
 Prompts that are not all text (pictures, a conversation stored in the engine) are estimated, and so are
-prompts that no context can hold (`too_much`), and those of which nothing is generated (embeddings and such).
+prompts that no context can hold (`too_much`), and those for which nothing is generated (embeddings and such).
 
 A conversation is decoded, normalised and rendered whole at every turn, which takes about 2.5 ns a byte (0.3
 ms for 130 KB). A template may render earlier messages differently when a new one comes (it drops their
@@ -102,7 +102,8 @@ class Tokenizer:
         self._stopwatch = stopwatch
 
     def now(self, request: ParsedRequest) -> Tokens | None:
-        """Tokens, if that takes less than 1 ms and no engine has to be asked; None means to use `encode`."""
+        """Return tokens, if that takes less than 1 ms and no engine has to be asked; None means to use
+        `encode`."""
         if isinstance(request.prompt, TokenPrompt):
             return self._count(_given(request.prompt))
         if request.api is Api.POOLING:
@@ -119,7 +120,8 @@ class Tokenizer:
             return None if self._engine_may_know(error) else self._estimate(request, error)
 
     async def encode(self, request: ParsedRequest) -> Tokens:
-        """Tokens from the best source that answers within `timeout_s`. Never raises for a bad prompt."""
+        """Return tokens from the best source that answers within `timeout_s`. Never raises for a bad
+        prompt."""
         if isinstance(request.prompt, TokenPrompt):
             return self._count(_given(request.prompt))
         if why := too_much(request, self._context_tokens):
@@ -135,7 +137,7 @@ class Tokenizer:
             return self._estimate(request, CannotTellError(Cause.TIMEOUT))
 
     async def close(self) -> None:
-        """Ends threads, after the text that they are encoding, and connections."""
+        """End threads, after the text that they are encoding, and connections."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._engine.close()
 
@@ -156,7 +158,7 @@ class Tokenizer:
     # -- local -----------------------------------------------------------------------------------
 
     def _encode(self, request: ParsedRequest) -> Tokens:
-        """Tokens by the local tokenizer, in any thread. Raises CannotTellError."""
+        """Return the tokens by the local tokenizer, in any thread. Raises CannotTellError."""
         assert self.local is not None
         match request.prompt:
             case ChatPrompt() as chat:
@@ -227,7 +229,7 @@ def _given(prompt: TokenPrompt) -> Tokens:
 
 
 def _together(source: TokenSource, prompts: Sequence[Sequence[int]]) -> Tokens:
-    """The tokens of a request with these prompts, of which there is at least one."""
+    """Return the tokens of a request with these prompts, at least one."""
     if len(prompts) == 1:
         return Tokens(len(prompts[0]), source, prompts[0])
     lengths = [len(ids) for ids in prompts]
@@ -235,7 +237,7 @@ def _together(source: TokenSource, prompts: Sequence[Sequence[int]]) -> Tokens:
 
 
 def _load(model: Model) -> tuple[IncrementalEncoder | None, ChatTemplates | None]:
-    """The local tokenizer and templates that the pool names, if any. Raises SpecError."""
+    """Return the local tokenizer and templates that the pool names, if any. Raises SpecError."""
     at = "at `$.spec.model.tokenizer`"
     if model.tokenize in ("engine", "estimate") or (model.tokenize == "auto" and not model.tokenizer):
         return None, None

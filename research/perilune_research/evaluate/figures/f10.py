@@ -66,7 +66,7 @@ def _draw(context: Context) -> Drawn:
 
 
 def _grid(scene: Scene, begin_s: float, end_s: float, bins: int, in_seconds: bool) -> list[list[float]]:
-    """Returns one row of bins per endpoint."""
+    """Return one row of bins per endpoint."""
     return [
         steps(pending(scene, e, in_seconds=in_seconds), begin_s, end_s, bins)
         for e in range(scene.cell.scenario.endpoints)
@@ -74,7 +74,7 @@ def _grid(scene: Scene, begin_s: float, end_s: float, bins: int, in_seconds: boo
 
 
 def _moves(scene: Scene, begin_s: float, end_s: float) -> list[tuple[float, int, int]]:
-    """Returns each move as (seconds after the warm-up, source, target)."""
+    """Return each move as (seconds after the warm-up, source, target)."""
     return [
         (round(s.submitted_s - begin_s, 2), s.moved_from, s.endpoint)
         for s in scene.requests

@@ -79,7 +79,7 @@ def _scene(scenario: Scenario, seed: int) -> Scene:
 
 
 def _chosen(scene: Scene, begin_s: float) -> list[list[SimulatedRequest]]:
-    """Returns the turns of the sessions with most turns in the shown time, in the order of their first turn
+    """Return the turns of the sessions with most turns in the shown time, in the order of their first turn
     there."""
     rows: dict[int, list[SimulatedRequest]] = {}
     for s in scene.requests:
@@ -102,7 +102,7 @@ def _timeline(axes: Axes, rows: Sequence[Sequence[SimulatedRequest]], begin_s: f
 
 
 def _sessions(axes: Axes, scene: Scene, slower: Scene, scenario: Scenario) -> dict[str, Any]:
-    """Draws the sessions in progress, with engines as they are and with slower ones. Returns the data."""
+    """Draw the sessions in progress, with engines as they are and with slower ones. Return the data."""
     begin_s, end_s = 0.0, scenario.window_s
     at = [end_s * (i + 0.5) / _BINS for i in range(_BINS)]
     normal, slow = (steps(open_sessions(s), begin_s, end_s, _BINS) for s in (scene, slower))

@@ -65,7 +65,7 @@ def _draw(context: Context) -> Drawn:
 
 
 def parts(profile: Profile, scenario: Scenario) -> list[tuple[str, list[str]]]:
-    """Returns the router's components, each as a title and lines with the parameters of the simulation."""
+    """Return the router's components, each as a title and lines with the parameters of the simulation."""
     p: PeriluneParams = profile.params.perilune
     return [
         ("session table", ["session → host, last move"]),
@@ -79,7 +79,7 @@ def parts(profile: Profile, scenario: Scenario) -> list[tuple[str, list[str]]]:
 
 
 def mermaid(profile: Profile, scenario: Scenario) -> str:
-    """Returns the drawing as Mermaid text."""
+    """Return the drawing as Mermaid text."""
     lines = ["flowchart LR", "  agents([agents]) --> router"]
     lines += [f"  subgraph router [router: {profile.policy}]"]
     lines += [

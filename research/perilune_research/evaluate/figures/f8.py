@@ -80,7 +80,7 @@ def _draw(context: Context) -> Drawn:
 
 
 def amplification(f: Findings, points: Sequence[Point]) -> list[float]:
-    """Returns 1 / (1 − ΛN W′(L*)) at each of a policy's points, which are in the order of load; inf where the
+    """Return 1 / (1 − ΛN W′(L*)) at each of a policy's points, which are in the order of load; inf where the
     loop diverges."""
     in_flight = [f.estimate(p, "extra.in_flight").value for p in points]
     turn_s = [f.estimate(p, "turn_s.mean").value for p in points]
@@ -94,7 +94,7 @@ def amplification(f: Findings, points: Sequence[Point]) -> list[float]:
 
 
 def measured_amplification(f: Findings, load: str, profile: Profile) -> float:
-    """Returns d ln L / d ln W, from a comparison with slightly slower engines."""
+    """Return d ln L / d ln W, from a comparison with slightly slower engines."""
     scenario = plan.scenario(f.at_r, load)
     grown: Estimate = f.ratio(
         Point(plan.slower(scenario), profile), Point(scenario, profile), "extra.in_flight"

@@ -79,7 +79,7 @@ class Figure:
     draw: Callable[[Context], Drawn]
 
     def make(self, context: Context, folder: Path, name: str) -> None:
-        """Draws the figure and writes it as SVG and PNG, with its data as JSON. Raises OSError if it cannot
+        """Draw the figure and write it as SVG and PNG, with its data as JSON. Raises OSError if it cannot
         write them."""
         with mpl.rc_context(_SETTINGS):
             drawn = self.draw(context)
@@ -92,24 +92,24 @@ class Figure:
 
 
 def canvas(width: float, height: float) -> Canvas:
-    """Returns an empty canvas of that size, in inches."""
+    """Return an empty canvas of that size, in inches."""
     return Canvas(figsize=(width, height), layout="constrained")
 
 
 def colour(policy: str) -> str:
-    """Returns the colour of a policy in all figures."""
+    """Return the colour of a policy in all figures."""
     return COLOURS.get(policy, OTHER)
 
 
 def error(found: Estimate) -> tuple[float, float]:
-    """Returns the lengths of the error bar below and above the value."""
+    """Return the lengths of the error bar below and above the value."""
     return max(0.0, found.value - found.low), max(0.0, found.high - found.value)
 
 
 def horizontal(
     axes: Axes, names: Sequence[str], found: Sequence[Estimate], colours: Sequence[str], form: str = "{:.3g}"
 ) -> None:
-    """Draws horizontal bars with intervals from top to bottom, each with its value at its right end."""
+    """Draw horizontal bars with intervals from top to bottom, each with its value at its right end."""
     at = range(len(names))
     low, high = zip(*(error(e) for e in found), strict=True)
     axes.barh(
@@ -139,7 +139,7 @@ def horizontal(
 def line(
     axes: Axes, xs: Sequence[float], found: Sequence[Estimate], label: str, policy: str, style: str = "-"
 ) -> None:
-    """Draws a line with its intervals as a band."""
+    """Draw a line with its intervals as a band."""
     axes.plot(
         xs,
         [e.value for e in found],
@@ -157,6 +157,6 @@ def line(
 
 
 def row(f: Findings, point: Point, metrics: Mapping[str, str], **names: object) -> dict[str, object]:
-    """Returns one row of a data file: `names`, and each metric that the point has as [mean, low, high]."""
+    """Return one row of a data file: `names`, and each metric that the point has as [mean, low, high]."""
     values = {name: f.estimate(point, path) for name, path in metrics.items() if f.has(point, path)}
     return {**names, "sessions_per_s": point.scenario.rate, **values}

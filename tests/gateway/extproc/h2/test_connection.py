@@ -78,7 +78,7 @@ class Clock:
 
 
 def connected(*more: bytes, clock: Clock | None = None) -> Connection:
-    """A connection that has been greeted and whose own greeting has been taken."""
+    """Return a connection that has been greeted and whose own greeting has been taken."""
     connection = Connection(clock or Clock())
     assert connection.receive(GREETING + b"".join(more)) == []
     connection.take()

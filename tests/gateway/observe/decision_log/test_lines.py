@@ -320,7 +320,7 @@ class TestBrokenFiles:
 
 
 def other_value(value: object, data: st.DataObject) -> object:
-    """The same with one part replaced by something else."""
+    """Return the same with one part replaced by something else."""
     if isinstance(value, dict | list) and value and data.draw(st.booleans(), "deeper"):
         key = data.draw(st.sampled_from(sorted(value) if isinstance(value, dict) else range(len(value))))
         value[key] = other_value(value[key], data)

@@ -13,7 +13,8 @@ from perilune_gateway.request.tokens import Tokenizer
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A byte-level BPE of some 300 tokens, ChatML, and <|endoftext|> before a completion's prompt."""
+    """Return a folder with a byte-level BPE of some 300 tokens, ChatML, and <|endoftext|> before a
+    completion's prompt."""
     path = tmp_path_factory.mktemp("tiny")
     tokenizer = HfTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -45,7 +46,8 @@ def reference(folder):
 
 @pytest.fixture
 async def tokenizer(folder):
-    """Measures no time, so that only long texts go to a thread, however busy the machine is."""
+    """Yield a tokenizer that measures no time, so that only long texts go to a thread, however busy the
+    machine is."""
     tokenizer = Tokenizer(Model("m", tokenizer=str(folder)), stopwatch=lambda: 0.0)
     yield tokenizer
     await tokenizer.close()

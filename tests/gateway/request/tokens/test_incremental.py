@@ -125,7 +125,7 @@ def written(name: str) -> str:
 
 @cache
 def encoders(name: str):
-    """The file's encoder as the gateway loads it, the same file by tokenizers, and the reference."""
+    """Return the file's encoder as the gateway loads it, the same file by tokenizers, and the reference."""
     text = written(name)
     tokenizer = HfTokenizer.from_str(text)
     with pytest.MonkeyPatch.context() as without:
@@ -250,7 +250,7 @@ def test_the_tokens_where_a_text_may_be_cut_are_found(name):
 
 
 def chat(characters, turns, seed=0):
-    """A ChatML conversation of that size: turn after turn of words that say where they are."""
+    """Return a ChatML conversation of that size: turn after turn of words that say where they are."""
     said = [
         ("user", f"{seed} {turn} " + f"word{turn} it's " * (characters // turns // 12))
         for turn in range(turns)
