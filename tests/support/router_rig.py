@@ -7,7 +7,7 @@ rig.finish(routed)
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -16,6 +16,7 @@ from routing_objects import head
 
 from perilune_api.pool import EndpointSpec, Engine, Metadata, Model, Pool, Routing, Spec, Topology
 from perilune_gateway.model import DecisionRecord, Load, NeedBody, Outcome, Refusal, RequestHead, Routed, Tier
+from perilune_gateway.model.applied import Applied
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.recorder import Recorder
@@ -24,7 +25,6 @@ from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.request.tokens import Tokenizer
 from perilune_gateway.routing.new_router import new_router
 from perilune_gateway.routing.router import Encode, TokenizesNow
-from perilune_gateway.state.engine_blocks import Applied
 from perilune_gateway.state.parity import ParityCheck
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.sharing import Sharing
@@ -43,7 +43,7 @@ def pool(
     engine: Engine = SMALL,
     topology: Topology = Topology(),  # noqa: B008
 ) -> Pool:
-    """Return a pool; an endpoint that is only named announces its blocks."""
+    """An endpoint that is only named announces its blocks."""
     listed = tuple(EndpointSpec(e, events=(f"tcp://{e}",)) if isinstance(e, str) else e for e in endpoints)
     return Pool(Metadata("p"), Spec(model, engine, routing, topology, listed))
 
@@ -63,7 +63,7 @@ class Rig:
         seed: int = 0,
         spans: Spans | None = None,
         sharing: Sharing | None = None,
-        on_legs_due: Callable[[], object] = lambda: None,
+        listeners: Sequence[object] = (),
     ) -> None:
         spec = document.spec
         self.document = document
@@ -78,21 +78,18 @@ class Rig:
             document,
             self.state,
             tokenizer or Tokenizer(spec.model),
-            Recorder(self.metrics, self.decisions, spans=spans),
+            (Recorder(self.metrics, self.decisions, spans=spans), *listeners),
             clock=lambda: self.now,
             rng=Random(seed),
             conformance=conformance,
-            on_legs_due=on_legs_due,
         )
-        self._queued = 0
 
     # -- a client's view
 
     def ask(
         self, ids: Sequence[int] = range(20), h: RequestHead | None = None, **body: object
     ) -> Routed | Refusal:
-        """Send a completions request with these token ids: headers first, then the body where it is
-        needed."""
+        """A completions request with these token ids, headers first, body where it is needed."""
         h = h or head("/v1/completions")
         verdict = self.router.on_headers(h)
         if isinstance(verdict, NeedBody):
@@ -112,18 +109,15 @@ class Rig:
     # -- an engine's
 
     def stored(self, address: str, ids: Sequence[int], *, after: int = 0, tier: Tier = Tier.DEVICE) -> None:
-        """Announce the blocks of these ids at `address`, the first `after` left out."""
+        """The engine at `address` announces the blocks of these ids, the first `after` left out."""
         chain = blocks.chain(list(ids), self.block_size, 0)
         parent = chain[after - 1] if after else 0
         self.state.index.stored(address, tier, chain[after:], self.now)
         self.router.on_applied(Applied(address, tier, parent, tuple(chain[after:])))
 
     def queue(self, address: str, seconds: float, tokens: int = 9_999) -> None:
-        """Queue so much prefill of somebody else's at the endpoint."""
-        self._queued -= 1
-        self.state.in_flight.start(
-            self._queued, address, uncached_tokens=tokens, prefill_s=seconds, context_tokens=0
-        )
+        """It has so much to prefill, of somebody else's."""
+        self.state.loads.start(address, uncached_tokens=tokens, prefill_s=seconds, context_tokens=0)
 
     # -- ours
 
@@ -133,8 +127,10 @@ class Rig:
         return found
 
     def load(self, address: str) -> Load:
+        self.router.tick()
         return next(v.load for v in self.state.fleet.view(self.now) if v.endpoint.address == address)
 
     def pending(self) -> dict[str, int]:
         """Prefill tokens, by address."""
+        self.router.tick()
         return {v.endpoint.address: v.load.pending_prefill_tokens for v in self.state.fleet.view(self.now)}

@@ -31,6 +31,7 @@ from perilune_gateway.model.handoff import GivenUp, KvPull, Leg
 from perilune_gateway.moves.handoff import Handoff
 from perilune_gateway.routing.handing_over import HandingOver, Legs
 from perilune_gateway.state.connectors import Connectors
+from perilune_gateway.state.facts import LegsDue
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,16 @@ class _Answer(msgspec.Struct):
 _answer = msgspec.json.Decoder(_Answer)
 
 
+class Due:
+    """Wakes who sends legs."""
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+
+    def on_legs_due(self, fact: LegsDue) -> None:
+        self.event.set()
+
+
 class LegFailed(Exception):  # noqa: N818
     """A leg has failed: the host's (`Leg.GIVE`) or the target's."""
 
@@ -66,10 +77,10 @@ class LegFailed(Exception):  # noqa: N818
 
 
 async def run(
-    handing_over: HandingOver, due: asyncio.Event, connectors: Connectors, http: aiohttp.ClientSession
+    handing_over: HandingOver, due: Due, connectors: Connectors, http: aiohttp.ClientSession
 ) -> None:
-    """Send what is due until cancelled; `due` is set when there is something. Cancel the legs of hand-offs
-    that were given up, and all at the end."""
+    """Send what is due until cancelled. Cancel the legs of hand-offs that were given up, and all at the
+    end."""
     rounds: dict[asyncio.Task[None], Handoff] = {}
     async with asyncio.TaskGroup() as tasks:
         while True:
@@ -81,8 +92,8 @@ async def run(
                     del rounds[task]
                 elif handoff.is_over:
                     task.cancel()
-            await due.wait()
-            due.clear()
+            await due.event.wait()
+            due.event.clear()
 
 
 async def _round(
@@ -111,7 +122,7 @@ async def _round(
 
 
 async def engine_of(http: aiohttp.ClientSession, legs: Legs | KvPull, connectors: Connectors) -> str:
-    """Return the id of the source's engine that runs now. Raises LegFailed."""
+    """Returns the id of the source's engine that runs now. Raises LegFailed."""
     _check_open(http, Leg.GIVE)
     page = await bootstrap_pages.ask(http, legs.bootstrap, rank_of(legs.source))
     if page is None:
@@ -129,9 +140,9 @@ async def both_legs(
     taking: Callable[[], object] = lambda: None,
     ended: Callable[[Leg], object] = lambda leg: None,
 ) -> tuple[int, float]:
-    """Send the give leg and, once it is accepted, the take leg. Return how many tokens the target had without
-    computing, and the seconds of the take leg. Raises LegFailed; cancelled or failed, it leaves no leg
-    behind. Call the functions when it sends a leg and when a leg has ended."""
+    """Sends the give leg and, once it is accepted, the take leg. Returns how many tokens the target had
+    without computing, and the seconds of the take leg. Raises LegFailed; cancelled or failed, it leaves no
+    leg behind. The functions are called when a leg is sent and when it has ended."""
     loop = asyncio.get_running_loop()
     giving()
     give = loop.create_task(_give(http, legs, accepted := asyncio.Event()))
@@ -152,7 +163,7 @@ async def both_legs(
 
 
 async def _accepted(give: asyncio.Task[None], accepted: asyncio.Event) -> None:
-    """Wait until the host has accepted the give leg. Raises LegFailed."""
+    """Waits until the host has accepted the give leg. Raises LegFailed."""
     head = asyncio.get_running_loop().create_task(accepted.wait())
     try:
         done, _ = await asyncio.wait({give, head}, timeout=ACCEPT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -165,7 +176,7 @@ async def _accepted(give: asyncio.Task[None], accepted: asyncio.Event) -> None:
 
 
 async def _both(give: asyncio.Task[None], take: asyncio.Task[int]) -> None:
-    """Wait until both legs have ended, or one has failed. Raises LegFailed."""
+    """Waits until both legs have ended, or one has failed. Raises LegFailed."""
     waiting: set[asyncio.Task[Any]] = {give, take}
     while waiting:
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -174,7 +185,7 @@ async def _both(give: asyncio.Task[None], take: asyncio.Task[int]) -> None:
 
 
 async def _give(http: aiohttp.ClientSession, legs: Legs | KvPull, accepted: asyncio.Event) -> None:
-    """Send the give leg and read it to its end. `accepted` is set by its head. Raises LegFailed."""
+    """Sends the give leg and reads it to its end. `accepted` is set by its head. Raises LegFailed."""
     body = _body(legs, {"do_remote_decode": True, "do_remote_prefill": False})
     _check_open(http, Leg.GIVE)
     try:
@@ -191,7 +202,7 @@ async def _give(http: aiohttp.ClientSession, legs: Legs | KvPull, accepted: asyn
 
 
 async def _take(http: aiohttp.ClientSession, legs: Legs | KvPull, engine_id: str) -> int:
-    """Send the take leg. Return how many tokens the target had without computing. Raises LegFailed."""
+    """Sends the take leg. Returns how many tokens the target had without computing. Raises LegFailed."""
     params = {
         "do_remote_decode": False,
         "do_remote_prefill": True,
@@ -214,7 +225,7 @@ async def _take(http: aiohttp.ClientSession, legs: Legs | KvPull, engine_id: str
 
 
 def _check_open(http: aiohttp.ClientSession, leg: Leg) -> None:
-    """Check that the gateway goes on. Raises LegFailed if it stops."""
+    """Raises LegFailed if the gateway stops."""
     if http.closed:
         raise LegFailed(leg, GivenUp.LEFT, "the gateway stops")
 
@@ -222,8 +233,7 @@ def _check_open(http: aiohttp.ClientSession, leg: Leg) -> None:
 def _post(
     http: aiohttp.ClientSession, legs: Legs | KvPull, address: str, body: dict[str, Any]
 ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-    """Send a leg, without following redirections, since an engine must not choose which server gets the
-    prompt."""
+    """An engine must not choose which server gets the prompt, so redirections are not followed."""
     url = f"http://{server_of(address)}/v1/completions"
     return http.post(url, data=_encode(body), headers=_headers(legs, address), allow_redirects=False)
 
