@@ -50,7 +50,7 @@ HANGS_S = 30.0
 """Seconds after which an engine takes a source for gone that does not answer its handshake, and computes."""
 
 
-class PeerRead(Transfer, gc=False, kw_only=True):
+class PeerRead(Transfer, gc=False, kw_only=True, eq=False):
     """A read whose request has not ended."""
 
     attachment: Attachment

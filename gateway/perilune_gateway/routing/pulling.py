@@ -29,7 +29,7 @@ from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.request_facts import Decided, Ended, Withdrawn
 
 
-class Pull(Transfer, gc=False, kw_only=True):
+class Pull(Transfer, gc=False, kw_only=True, eq=False):
     """A pull that has not ended."""
 
     pull: KvPull

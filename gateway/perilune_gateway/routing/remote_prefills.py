@@ -25,7 +25,7 @@ from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.request_facts import Decided, Ended, Rerouted, Withdrawn
 
 
-class Prefilling(Transfer, gc=False, kw_only=True):
+class Prefilling(Transfer, gc=False, kw_only=True, eq=False):
     """A remote prefill whose request has not ended."""
 
     remote: RemotePrefill

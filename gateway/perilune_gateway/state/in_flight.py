@@ -40,7 +40,7 @@ class Sums(Struct, gc=False):
     context_tokens: int = 0
 
 
-class Load(Struct, gc=False, kw_only=True):
+class Load(Struct, gc=False, kw_only=True, eq=False):
     """What a request, or a leg of a transfer, is as load; state/loads.py counts it."""
 
     address: str
@@ -77,7 +77,7 @@ class Wait(Struct, gc=False, kw_only=True):
     """The bad evidence that it has given; then it gives no more."""
 
 
-class Transfer(Struct, gc=False, kw_only=True):
+class Transfer(Struct, gc=False, kw_only=True, eq=False):
     """The KV that comes from another endpoint for a request; routing/request_transfers.py lists who writes
     it."""
 
@@ -89,7 +89,7 @@ class Transfer(Struct, gc=False, kw_only=True):
     """Why it was given up. None if it was not."""
 
 
-class InFlight(Struct, gc=False, kw_only=True):
+class InFlight(Struct, gc=False, kw_only=True, eq=False):
     """A routed request that has not ended: what was decided, what is predicted, and what has happened. Times
     are monotonic seconds."""
 

@@ -70,8 +70,8 @@ class Loads:
         self._endpoints: dict[str, _Endpoint] = {}
         self._queued: dict[str, _Queued] = {}
         """Tenant → its pending prefill; only tenants that have some."""
-        self._awaited: dict[tuple[str, int], list[Load]] = {}
-        """(address, last block of a prompt) → the loads whose prefill that block's event ends."""
+        self._awaited: dict[str, dict[int, list[Load]]] = {}
+        """Address → last block of a prompt → the loads whose prefill that block's event ends."""
         self._expected: list[tuple[float, int, Load]] = []
         """A heap of (time, tie breaker, load): prefills that end at a predicted time."""
         self._pushed = 0
@@ -106,10 +106,13 @@ class Loads:
 
     def awaiting(self, address: str, blocks: Sequence[int]) -> list[int]:
         """Return the tickets of the requests whose prefill ends when the endpoint announces these blocks."""
-        if not self._awaited:
+        return [load.ticket for load in self._awaiting(address, blocks) if load.ticket >= 0]
+
+    def _awaiting(self, address: str, blocks: Sequence[int]) -> list[Load]:
+        awaited = self._awaited.get(address)
+        if not awaited:
             return []
-        found = (load for block in blocks for load in self._awaited.get((address, block), ()))
-        return [load.ticket for load in found if load.ticket >= 0]
+        return [load for block in awaited.keys() & blocks for load in awaited[block]]
 
     # -- what happens to requests ------------------------------------------------------------------
 
@@ -135,10 +138,9 @@ class Loads:
 
     def on_blocks_changed(self, fact: BlocksChanged) -> None:
         applied = fact.applied
-        if applied.tier is Tier.DEVICE and self._awaited:
-            for block in applied.stored:
-                for load in tuple(self._awaited.get((applied.endpoint, block), ())):
-                    self.prefilled(load)
+        if applied.tier is Tier.DEVICE:
+            for load in self._awaiting(applied.endpoint, applied.stored):
+                self.prefilled(load)
 
     def on_answered(self, fact: Answered) -> None:
         request = fact.request
@@ -213,7 +215,7 @@ class Loads:
             queued.requests += 1
             queued.seconds += prefill_s
         if last_block:
-            self._awaited.setdefault((address, last_block), []).append(load)
+            self._awaited.setdefault(address, {}).setdefault(last_block, []).append(load)
         sums = load.sums
         sums.in_flight += 1
         sums.begun += 1
@@ -248,10 +250,12 @@ class Loads:
         """Release the whole pending prefill. A second call does nothing."""
         self.progress(load, load.tokens)
         if load.awaited:
-            loads = self._awaited[load.address, load.awaited]
-            loads.remove(load)
-            if not loads:
-                del self._awaited[load.address, load.awaited]
+            awaited = self._awaited[load.address]
+            awaited[load.awaited].remove(load)
+            if not awaited[load.awaited]:
+                del awaited[load.awaited]
+            if not awaited:
+                del self._awaited[load.address]
             load.awaited = 0
 
     def expect(self, load: Load, at: float) -> None:
