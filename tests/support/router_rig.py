@@ -43,7 +43,7 @@ def pool(
     engine: Engine = SMALL,
     topology: Topology = Topology(),  # noqa: B008
 ) -> Pool:
-    """An endpoint that is only named announces its blocks."""
+    """Return a pool; an endpoint that is only named announces its blocks."""
     listed = tuple(EndpointSpec(e, events=(f"tcp://{e}",)) if isinstance(e, str) else e for e in endpoints)
     return Pool(Metadata("p"), Spec(model, engine, routing, topology, listed))
 
@@ -89,7 +89,8 @@ class Rig:
     def ask(
         self, ids: Sequence[int] = range(20), h: RequestHead | None = None, **body: object
     ) -> Routed | Refusal:
-        """A completions request with these token ids, headers first, body where it is needed."""
+        """Send a completions request with these token ids: headers first, then the body where it is
+        needed."""
         h = h or head("/v1/completions")
         verdict = self.router.on_headers(h)
         if isinstance(verdict, NeedBody):
@@ -109,14 +110,14 @@ class Rig:
     # -- an engine's
 
     def stored(self, address: str, ids: Sequence[int], *, after: int = 0, tier: Tier = Tier.DEVICE) -> None:
-        """The engine at `address` announces the blocks of these ids, the first `after` left out."""
+        """Announce the blocks of these ids at `address`, the first `after` left out."""
         chain = blocks.chain(list(ids), self.block_size, 0)
         parent = chain[after - 1] if after else 0
         self.state.index.stored(address, tier, chain[after:], self.now)
         self.router.on_applied(Applied(address, tier, parent, tuple(chain[after:])))
 
     def queue(self, address: str, seconds: float, tokens: int = 9_999) -> None:
-        """It has so much to prefill, of somebody else's."""
+        """Queue so much prefill of somebody else's at the endpoint."""
         self.state.loads.start(address, uncached_tokens=tokens, prefill_s=seconds, context_tokens=0)
 
     # -- ours

@@ -122,7 +122,7 @@ async def _round(
 
 
 async def engine_of(http: aiohttp.ClientSession, legs: Legs | KvPull, connectors: Connectors) -> str:
-    """Returns the id of the source's engine that runs now. Raises LegFailed."""
+    """Return the id of the source's engine that runs now. Raises LegFailed."""
     _check_open(http, Leg.GIVE)
     page = await bootstrap_pages.ask(http, legs.bootstrap, rank_of(legs.source))
     if page is None:
@@ -140,9 +140,9 @@ async def both_legs(
     taking: Callable[[], object] = lambda: None,
     ended: Callable[[Leg], object] = lambda leg: None,
 ) -> tuple[int, float]:
-    """Sends the give leg and, once it is accepted, the take leg. Returns how many tokens the target had
-    without computing, and the seconds of the take leg. Raises LegFailed; cancelled or failed, it leaves no
-    leg behind. The functions are called when a leg is sent and when it has ended."""
+    """Send the give leg and, once it is accepted, the take leg. Return how many tokens the target had without
+    computing, and the seconds of the take leg. Raises LegFailed; cancelled or failed, it leaves no leg
+    behind. Call the functions when it sends a leg and when a leg has ended."""
     loop = asyncio.get_running_loop()
     giving()
     give = loop.create_task(_give(http, legs, accepted := asyncio.Event()))
@@ -163,7 +163,7 @@ async def both_legs(
 
 
 async def _accepted(give: asyncio.Task[None], accepted: asyncio.Event) -> None:
-    """Waits until the host has accepted the give leg. Raises LegFailed."""
+    """Wait until the host has accepted the give leg. Raises LegFailed."""
     head = asyncio.get_running_loop().create_task(accepted.wait())
     try:
         done, _ = await asyncio.wait({give, head}, timeout=ACCEPT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -176,7 +176,7 @@ async def _accepted(give: asyncio.Task[None], accepted: asyncio.Event) -> None:
 
 
 async def _both(give: asyncio.Task[None], take: asyncio.Task[int]) -> None:
-    """Waits until both legs have ended, or one has failed. Raises LegFailed."""
+    """Wait until both legs have ended, or one has failed. Raises LegFailed."""
     waiting: set[asyncio.Task[Any]] = {give, take}
     while waiting:
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -185,7 +185,7 @@ async def _both(give: asyncio.Task[None], take: asyncio.Task[int]) -> None:
 
 
 async def _give(http: aiohttp.ClientSession, legs: Legs | KvPull, accepted: asyncio.Event) -> None:
-    """Sends the give leg and reads it to its end. `accepted` is set by its head. Raises LegFailed."""
+    """Send the give leg and read it to its end. `accepted` is set by its head. Raises LegFailed."""
     body = _body(legs, {"do_remote_decode": True, "do_remote_prefill": False})
     _check_open(http, Leg.GIVE)
     try:
@@ -202,7 +202,7 @@ async def _give(http: aiohttp.ClientSession, legs: Legs | KvPull, accepted: asyn
 
 
 async def _take(http: aiohttp.ClientSession, legs: Legs | KvPull, engine_id: str) -> int:
-    """Sends the take leg. Returns how many tokens the target had without computing. Raises LegFailed."""
+    """Send the take leg. Return how many tokens the target had without computing. Raises LegFailed."""
     params = {
         "do_remote_decode": False,
         "do_remote_prefill": True,
@@ -225,7 +225,7 @@ async def _take(http: aiohttp.ClientSession, legs: Legs | KvPull, engine_id: str
 
 
 def _check_open(http: aiohttp.ClientSession, leg: Leg) -> None:
-    """Raises LegFailed if the gateway stops."""
+    """Check that the gateway goes on. Raises LegFailed if it stops."""
     if http.closed:
         raise LegFailed(leg, GivenUp.LEFT, "the gateway stops")
 
@@ -233,7 +233,8 @@ def _check_open(http: aiohttp.ClientSession, leg: Leg) -> None:
 def _post(
     http: aiohttp.ClientSession, legs: Legs | KvPull, address: str, body: dict[str, Any]
 ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-    """An engine must not choose which server gets the prompt, so redirections are not followed."""
+    """Send a leg, without following redirections, since an engine must not choose which server gets the
+    prompt."""
     url = f"http://{server_of(address)}/v1/completions"
     return http.post(url, data=_encode(body), headers=_headers(legs, address), allow_redirects=False)
 

@@ -19,7 +19,7 @@ def sent(at: float, forecast: PrefillForecast = PREFILL, *, learns: bool = True)
 
 
 def learnt(*prefills: tuple[InFlight, float]) -> list[Measured]:
-    """What is measured when these prefills end at these times."""
+    """Return what is learnt when these prefills end at these times."""
     measured: list[Measured] = []
 
     def tell(fact: facts.Fact) -> None:

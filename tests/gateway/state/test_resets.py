@@ -7,7 +7,7 @@ from perilune_gateway.state.resets import MOST, REFUSED_S, Resets, named, named_
 
 
 def breaks(resets: Resets, name: int, at: float, times: int = 1) -> None:
-    """A request of that name breaks off at so many engines."""
+    """Let a request of that name break off at so many engines."""
     resets.on_broken(Broken(in_flight(name=name), at, times))
 
 
