@@ -130,12 +130,15 @@ class Facts:
     """Passes facts on to the listeners of one pool."""
 
     def __init__(self) -> None:
+        self.listeners: tuple[object, ...] = ()
+        """In the order in which they hear."""
         self._heard: dict[type[Fact], tuple[Callable[[Any], object], ...]] = {}
 
     def listen(self, *listeners: object) -> None:
         """Let these hear from now on, and nobody else. Raise TypeError for a listener that hears nothing, or
         that has an `on_…` which is no fact."""
         known, self._heard = {_method(kind): kind for kind in Fact.__subclasses__()}, {}
+        self.listeners = listeners
         for listener in listeners:
             names = [name for name in dir(listener) if name.startswith("on_")]
             if not names:
