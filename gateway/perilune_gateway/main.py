@@ -185,7 +185,7 @@ class Gateway:
         await stop.wait()
         for pool in self.pools:
             pool.draining = True
-        log.info("draining in_flight=%d", sum(pool.state.in_flight.count for pool in self.pools))
+        log.info("draining in_flight=%d", sum(len(pool.state.requests) for pool in self.pools))
         await self._set_ready(False)
         await asyncio.sleep(drain_s)
         for pool in self.pools:

@@ -67,6 +67,7 @@ WARM_S = 1.5
 """Most seconds for which a gateway that starts reads what its engines had announced before it serves. What it
 decided without would bind sessions to engines that lack their KV."""
 LOOK_S = 0.02
+TICK_S = 0.1
 TOKENS_SHARE = 0.9
 """Share of `decision_seconds` after which the tokenizer stops waiting for exact tokens and estimates them.
 The rest of the time is left for its estimate, which is better than the one that streams make from bytes."""
@@ -148,16 +149,20 @@ class ServedPool:
                 {lora.name: lora.path for lora in spec.model.loras},
             ),
         )
-        self._legs_due = asyncio.Event()
+        self._legs_due = handoff_legs.Due()
         self.router = new_router(
             pool,
             self.state,
             self.tokenizer,
-            Recorder(
-                self.metrics,
-                decisions,
-                self.decision_log,
-                Spans(self.collector.send) if self.collector else None,
+            (
+                self.blocks,
+                self._legs_due,
+                Recorder(
+                    self.metrics,
+                    decisions,
+                    self.decision_log,
+                    Spans(self.collector.send) if self.collector else None,
+                ),
             ),
             clock=clock,
             rng=self._rng,
@@ -166,7 +171,6 @@ class ServedPool:
             previous_secret=previous_secret.encode(),
             engine_secret=secret,
             prompt_seen=self.blocks.prompt,
-            on_legs_due=self._legs_due.set,
         )
         state = self.state
         sink = EventSink(self.blocks, state.parity, self.router, clock, state.block_tokens)
@@ -175,7 +179,7 @@ class ServedPool:
         self.pull_legs = pull_legs.PullLegs(self.router.pulling, state.connectors)
         self.shared: SharedState | None = None
         if state_server and sharing:
-            self.replicas = Replicas(state, sharing, self.router.new_sessions, self.router.handing_over)
+            self.replicas = Replicas(state, self.router.new_sessions, self.router.handing_over)
             self.shared = SharedState(state_server, shared_as, self.replicas, changed, clock, Random())
         self.service = Service(
             self.router,
@@ -266,6 +270,7 @@ class ServedPool:
             yield store_keys.run(master, self.blocks.listed, self.blocks.knows, self._clock)
         if self.shared:
             yield self.shared.run()
+        yield self._tick()
         yield self._plan_moves()
         yield self.service.begin_sessions(self.router)
         yield self._hand_over()
@@ -285,6 +290,12 @@ class ServedPool:
                 self.pull_legs.run(http),
                 peer_ports.run(self.state.fleet.endpoints, self.state.host_tiers),
             )
+
+    async def _tick(self) -> None:
+        """Lets time pass while no request comes."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.router.tick()
 
     async def _plan_moves(self) -> None:
         """Runs the migration planner at the interval of the pool document."""
@@ -319,9 +330,7 @@ class ServedPool:
         ):
             if here != there:
                 raise SpecError(f"Cannot change while running: restart the gateway - at `$.spec.{field}`")
-        for address in self.router.configure(pool):
-            self.metrics.forget(address)
-            self.blocks.forget(address)
+        self.router.configure(pool)
         if self.decision_log:
             self.decision_log.configure(pool)
         self.state.index.widen(index_blocks(pool))

@@ -92,8 +92,8 @@ def decisions(size: int) -> list[float]:
     model = Model("m", tokenize="estimate")
     pool = Pool(Metadata("bench"), Spec(model, Engine(), endpoints=tuple(EndpointSpec(a) for a in addresses)))
     state, now, new, dice = PoolState.of(pool), 0.0, bodies(size), Random("index")
-    observer = Recorder(Metrics(CollectorRegistry()), Decisions())
-    router = new_router(pool, state, Tokenizer(model), observer, clock=lambda: now, rng=dice)
+    recorder = Recorder(Metrics(CollectorRegistry()), Decisions())
+    router = new_router(pool, state, Tokenizer(model), (recorder,), clock=lambda: now, rng=dice)
 
     def decide() -> float:
         nonlocal now

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from perilune_api.pool import EndpointSpec, Engine, Metadata, Model, Pool, Spec
 from perilune_gateway.model import Outcome, RequestHead, Routed, Tier, Tokens, TokenSource
+from perilune_gateway.model.applied import Applied
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.recorder import Recorder
@@ -18,7 +19,6 @@ from perilune_gateway.request.openai import ParsedRequest, TokenPrompt
 from perilune_gateway.request.paths import Api
 from perilune_gateway.routing.new_router import new_router
 from perilune_gateway.routing.router import Encode
-from perilune_gateway.state.engine_blocks import Applied
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.prefix_index import PrefixIndex
 
@@ -50,7 +50,7 @@ class Rig:
             pool,
             state,
             None,  # type: ignore[arg-type]  # tokens are given
-            Recorder(Metrics(CollectorRegistry()), self.decisions),
+            (Recorder(Metrics(CollectorRegistry()), self.decisions),),
             clock=lambda: self.now,
             rng=self.dice,
         )

@@ -38,6 +38,7 @@ from perilune_gateway import main
 from perilune_gateway.feeds.pool_file import PoolFile
 from perilune_gateway.model import EngineMetrics, RequestHead, Routed, Tier, TokenSource
 from perilune_gateway.served_pool import ServedPool
+from perilune_gateway.state.facts import Unreached
 
 READY = r"ext_proc=(\S+) admin=(\S+)"
 
@@ -141,7 +142,7 @@ async def test_an_engine_that_came_back_is_not_ready_while_its_old_blocks_are_be
     address, chain = A, (11, 12)
     gateway.state.index.stored(address, Tier.DEVICE, chain, 0.0)
     gateway.on_metrics(address, EngineMetrics(prefix_queries_tokens=100, started_s=5.0), 1.0)
-    gateway.state.fleet.suspect(address, 2.0)
+    gateway.state.facts.tell(Unreached(address, 2.0))
     gateway.on_metrics(address, after, 3.0)
     assert gateway.state.fleet.view(3.0)[0].endpoint.ready
     assert gateway.state.index.leading(address, chain, 3.0) == held

@@ -1,6 +1,6 @@
 """A router whose endpoints can hand KV over to each other, and announce what they store."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from router_rig import USUAL, A, B, Rig, completion, pool
 from routing_objects import chosen, head
@@ -29,11 +29,11 @@ class Handing(Rig):
         pages: Mapping[str, str] = PAGES,
         policy: str = DEFAULT,
         sharing: Sharing | None = None,
-        on_legs_due: Callable[[], object] = lambda: None,
+        listeners: Sequence[object] = (),
     ) -> None:
         self.pages = pages
         self.routing = Routing(chosen(policy), Migration(triggers or (MoveTrigger.DRAIN,)))
-        super().__init__(self.pool(), sharing=sharing, on_legs_due=on_legs_due)
+        super().__init__(self.pool(), sharing=sharing, listeners=listeners)
         blocks = EngineBlocks(self.state.index, BLOCK, store=False)
         tokens = self.state.block_tokens
         self.sink = EventSink(blocks, self.state.parity, self.router, lambda: self.now, tokens)

@@ -7,7 +7,7 @@ rig.finish(routed)
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -16,6 +16,7 @@ from routing_objects import head
 
 from perilune_api.pool import EndpointSpec, Engine, Metadata, Model, Pool, Routing, Spec, Topology
 from perilune_gateway.model import DecisionRecord, Load, NeedBody, Outcome, Refusal, RequestHead, Routed, Tier
+from perilune_gateway.model.applied import Applied
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.recorder import Recorder
@@ -24,7 +25,6 @@ from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.request.tokens import Tokenizer
 from perilune_gateway.routing.new_router import new_router
 from perilune_gateway.routing.router import Encode, TokenizesNow
-from perilune_gateway.state.engine_blocks import Applied
 from perilune_gateway.state.parity import ParityCheck
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.sharing import Sharing
@@ -63,7 +63,7 @@ class Rig:
         seed: int = 0,
         spans: Spans | None = None,
         sharing: Sharing | None = None,
-        on_legs_due: Callable[[], object] = lambda: None,
+        listeners: Sequence[object] = (),
     ) -> None:
         spec = document.spec
         self.document = document
@@ -78,13 +78,11 @@ class Rig:
             document,
             self.state,
             tokenizer or Tokenizer(spec.model),
-            Recorder(self.metrics, self.decisions, spans=spans),
+            (Recorder(self.metrics, self.decisions, spans=spans), *listeners),
             clock=lambda: self.now,
             rng=Random(seed),
             conformance=conformance,
-            on_legs_due=on_legs_due,
         )
-        self._queued = 0
 
     # -- a client's view
 
@@ -120,10 +118,7 @@ class Rig:
 
     def queue(self, address: str, seconds: float, tokens: int = 9_999) -> None:
         """Queue so much prefill of somebody else's at the endpoint."""
-        self._queued -= 1
-        self.state.in_flight.start(
-            self._queued, address, uncached_tokens=tokens, prefill_s=seconds, context_tokens=0
-        )
+        self.state.loads.start(address, uncached_tokens=tokens, prefill_s=seconds, context_tokens=0)
 
     # -- ours
 
@@ -133,8 +128,10 @@ class Rig:
         return found
 
     def load(self, address: str) -> Load:
+        self.router.tick()
         return next(v.load for v in self.state.fleet.view(self.now) if v.endpoint.address == address)
 
     def pending(self) -> dict[str, int]:
         """Prefill tokens, by address."""
+        self.router.tick()
         return {v.endpoint.address: v.load.pending_prefill_tokens for v in self.state.fleet.view(self.now)}

@@ -31,6 +31,7 @@ from perilune_gateway.model.handoff import GivenUp, KvPull, Leg
 from perilune_gateway.moves.handoff import Handoff
 from perilune_gateway.routing.handing_over import HandingOver, Legs
 from perilune_gateway.state.connectors import Connectors
+from perilune_gateway.state.facts import LegsDue
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,16 @@ class _Answer(msgspec.Struct):
 _answer = msgspec.json.Decoder(_Answer)
 
 
+class Due:
+    """Wakes who sends legs."""
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+
+    def on_legs_due(self, fact: LegsDue) -> None:
+        self.event.set()
+
+
 class LegFailed(Exception):  # noqa: N818
     """A leg has failed: the host's (`Leg.GIVE`) or the target's."""
 
@@ -66,10 +77,10 @@ class LegFailed(Exception):  # noqa: N818
 
 
 async def run(
-    handing_over: HandingOver, due: asyncio.Event, connectors: Connectors, http: aiohttp.ClientSession
+    handing_over: HandingOver, due: Due, connectors: Connectors, http: aiohttp.ClientSession
 ) -> None:
-    """Send what is due until cancelled; `due` is set when there is something. Cancel the legs of hand-offs
-    that were given up, and all at the end."""
+    """Send what is due until cancelled. Cancel the legs of hand-offs that were given up, and all at the
+    end."""
     rounds: dict[asyncio.Task[None], Handoff] = {}
     async with asyncio.TaskGroup() as tasks:
         while True:
@@ -81,8 +92,8 @@ async def run(
                     del rounds[task]
                 elif handoff.is_over:
                     task.cancel()
-            await due.wait()
-            due.clear()
+            await due.event.wait()
+            due.event.clear()
 
 
 async def _round(

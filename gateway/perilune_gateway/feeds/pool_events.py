@@ -28,9 +28,10 @@ from perilune_api.pool import SpecError
 from perilune_gateway.feeds import kv_feed, zmq_sockets
 from perilune_gateway.feeds.kv_feed import Counters, Publisher, ResetCause, Shared
 from perilune_gateway.model import Endpoint, ProtocolError
+from perilune_gateway.model.applied import Applied
 from perilune_gateway.model.kv_events import Batch, BlockStored, EventStats, IngestStats
 from perilune_gateway.state.block_tokens import BlockTokens
-from perilune_gateway.state.engine_blocks import Applied, EngineBlocks
+from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.parity import Parity, ParityCheck, Report
 
 log = logging.getLogger(__name__)

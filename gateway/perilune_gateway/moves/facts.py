@@ -109,7 +109,7 @@ class LiveFacts:
             if not held and state.sessions.runs_elsewhere(s):
                 return None
             cause = self._why_not(s.subject, s.host, end, now) if held else None
-        if cause is Immovable.TOKENS and (state.in_flight.runs(s.ticket) or self._is_to_be_told(s.host, end)):
+        if cause is Immovable.TOKENS and (s.ticket in state.requests or self._is_to_be_told(s.host, end)):
             return None
         self._count(s.subject, cause)
         return SessionFacts(
@@ -140,7 +140,7 @@ class LiveFacts:
 
     def _runs(self, session: Session) -> bool:
         """Whether a turn of the session runs, here or at another replica."""
-        return self._state.in_flight.runs(session.ticket) or self._state.sessions.runs_elsewhere(session)
+        return session.ticket in self._state.requests or self._state.sessions.runs_elsewhere(session)
 
     def prefix(self, name: Subject, tokens: int, now: float) -> PrefixFacts | None:
         """Return the facts of the prefix that ends with the block `name`, or None if no endpoint caches

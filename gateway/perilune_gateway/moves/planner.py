@@ -23,7 +23,7 @@ stays on the engine until its LRU evicts it, because engines cannot be told to f
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
@@ -37,6 +37,7 @@ from perilune_gateway.moves.budget import LINK_BYTES, Elsewhere, Moves
 from perilune_gateway.moves.plan import Plan, PrefixFacts, SessionFacts, plan_migration, pressed
 from perilune_gateway.policy import MOVES_SESSIONS
 from perilune_gateway.policy.cost import cheapest_fetch, has_kv_room
+from perilune_gateway.state.facts import OffersChanged, Tell, nobody
 
 LOOKED_AT = 32
 """Maximum number of sessions that one plan considers, the most recently used ones. Those that the plans
@@ -142,13 +143,13 @@ class Planner:
         facts: Facts,
         link_bytes: int = LINK_BYTES,
         elsewhere: Elsewhere | None = None,
-        on_change: Callable[[], object] = lambda: None,
+        tell: Tell = nobody,
     ) -> None:
         """`link_bytes`: most bytes on their way between two endpoints. `elsewhere`: what other replicas of
-        the gateway move. `on_change` is called when offers or begun moves have changed."""
+        the gateway move. `tell` hears `OffersChanged`."""
         self._facts = facts
         self._moves = Moves(link_bytes, elsewhere)
-        self._on_change = on_change
+        self._tell = tell
         self._begun: dict[int, float] = {}
         self._sessions: dict[Subject, Move] = {}
         self._copies: dict[Subject, Move] = {}
@@ -242,7 +243,7 @@ class Planner:
         self._copies = {m.subject: m for m in plan.moves if m.reason is MoveReason.REPLICATE}
         self.last, self.planned_at = plan, now
         if before or offered:
-            self._on_change()
+            self._tell(OffersChanged())
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -304,7 +305,7 @@ class Planner:
         self._counts[move.reason, State.STARTED] += 1
         ticket = self._moves.started(move, now)
         self._begun[ticket] = now
-        self._on_change()
+        self._tell(OffersChanged())
         return ticket
 
     def finished(
@@ -332,12 +333,12 @@ class Planner:
     def transfer_began(self, move: Move) -> int:
         """Record that bytes are on their way which no plan wanted. Returns the ticket for
         `transfer_ended`."""
-        self._on_change()
+        self._tell(OffersChanged())
         return self._moves.began(move)
 
     def transfer_ended(self, ticket: int) -> None:
         """Record the end of such a transfer. Raises KeyError if it has ended."""
-        self._on_change()
+        self._tell(OffersChanged())
         self._moves.finished(ticket)
 
     def transfers(self, address: str) -> int:

@@ -20,7 +20,7 @@ from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.observe.stats import EndpointStats, LogStats
 from perilune_gateway.routing.handing_over import HandoffStats
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
-from perilune_gateway.state.ejection import Cause
+from perilune_gateway.state.in_flight import Cause
 from perilune_gateway.state.parity import Parity
 from perilune_gateway.state.session_queue import FULL
 

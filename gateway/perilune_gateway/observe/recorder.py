@@ -1,20 +1,21 @@
 """Passes every decision and every end of a request to metrics, the log, the kept decisions, the decision
 log and the spans.
 
-The router uses it through the protocol routing.observer.Observer.
+A listener (state/facts.py) of one pool.
 """
 
 from __future__ import annotations
 
 import logging
 
-from perilune_gateway.model import DecisionRecord, Ending, SessionKey, Subject
-from perilune_gateway.model.handoff import HandoffRecord
+from perilune_gateway.model import SessionKey, Subject
 from perilune_gateway.observe.decision_log import DecisionLog
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.explain import sentence
 from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.spans import Spans
+from perilune_gateway.state.facts import EndpointLeft, HandedOver
+from perilune_gateway.state.request_facts import Ended, FirstToken, Recorded
 
 log = logging.getLogger(__name__)
 
@@ -34,34 +35,36 @@ class Recorder:
         self._decision_log = decision_log
         self._spans = spans
 
-    def decided(self, record: DecisionRecord) -> int:
-        """Record a decision or a refusal and return its number, for `ended`."""
+    def on_recorded(self, fact: Recorded) -> None:
+        record = fact.record
         self._metrics.decided(record)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("decision request_id=%s %s", record.request_id, sentence(record))
         number = self._decisions.add(record)
+        if fact.request:
+            fact.request.number = number
         if self._decision_log:
             self._decision_log.decided(number, record)
         if self._spans:
             self._spans.decided(number, record)
-        return number
 
-    def ended(self, number: int, target: str, ending: Ending) -> None:
-        """Record the end of the request with that number."""
-        self._metrics.ended(target, ending.outcome)
+    def on_ended(self, fact: Ended) -> None:
+        number, ending = fact.request.number, fact.ending
+        self._metrics.ended(fact.request.target, ending.outcome)
         self._decisions.finish(number, ending)
         if self._decision_log:
             self._decision_log.ended(number, ending)
         if self._spans:
             self._spans.ended(number, ending)
 
-    def first_token(self, seconds: float) -> None:
-        """Count the time to a request's first token."""
-        self._metrics.first_token(seconds)
+    def on_first_token(self, fact: FirstToken) -> None:
+        self._metrics.first_token(fact.seconds)
 
-    def handed_over(self, record: HandoffRecord) -> None:
-        """Record the end of a hand-off."""
-        move = record.move
+    def on_endpoint_left(self, fact: EndpointLeft) -> None:
+        self._metrics.forget(fact.address)
+
+    def on_handed_over(self, fact: HandedOver) -> None:
+        record, move = fact.record, fact.record.move
         log.info(
             "hand-off outcome=%s%s reason=%s %s source=%s target=%s tokens=%d bytes=%d rounds=%d s=%.3f",
             record.outcome,

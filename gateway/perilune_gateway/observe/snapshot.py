@@ -13,8 +13,8 @@ from perilune_gateway.observe.decision_log import DecisionLog
 from perilune_gateway.observe.stats import EndpointStats, LogStats, SessionStats, Snapshot
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_gateway.routing.router import Router
-from perilune_gateway.state.ejection import Cause
 from perilune_gateway.state.engine_blocks import EngineBlocks
+from perilune_gateway.state.in_flight import Cause
 from perilune_gateway.state.prefix_index import EndpointBlocks, IndexStats
 
 
@@ -119,7 +119,6 @@ class Snapshots:
 
     def _rows(self, index: IndexStats) -> tuple[EndpointStats, ...]:
         now, state = self._clock(), self._state
-        state.judge(now)
         silent, rows = state.fleet.silent(now), []
         for view in state.fleet.view(now, state.sessions.bound):
             address = view.endpoint.address

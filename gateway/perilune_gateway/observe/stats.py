@@ -17,7 +17,8 @@ from perilune_gateway.routing.handing_over import HandoffStats
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_gateway.routing.request_transfers import TransferStats
 from perilune_gateway.state.calibration import EndpointCalibration
-from perilune_gateway.state.ejection import Cause, EjectionStats
+from perilune_gateway.state.ejection import EjectionStats
+from perilune_gateway.state.in_flight import Cause
 from perilune_gateway.state.prefix_index import EndpointBlocks, IndexStats
 
 

@@ -1,13 +1,16 @@
-"""Tells the parity check whether engines announced the prompts that they answered. If they did not, hashes or
-chat templates differ.
+"""Compares what engines announce with what they answer.
+
+1. If an engine announces no prompt that it answers, hashes or chat templates differ: the parity check hears
+   of each prompt.
+2. If it reports fewer cached tokens than it had announced, it computes a part again (computed_again.py).
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from perilune_gateway.state.parity import ParityCheck
-from perilune_gateway.state.prefix_index import PrefixIndex
+from perilune_gateway.state.pool_state import PoolState
+from perilune_gateway.state.request_facts import Ended
 
 EVENTS_LATE_S = 1.0
 """After a request's end, its prompt's KV events may take this long before they count as missing."""
@@ -16,22 +19,30 @@ EVENTS_LATE_S = 1.0
 class AnnouncementCheck:
     """The prompts of one pool whose KV events may still come."""
 
-    def __init__(self, index: PrefixIndex, parity: ParityCheck) -> None:
-        self._index = index
-        self._parity = parity
-        self._ended: deque[tuple[float, str, int, float]] = deque()
+    def __init__(self, state: PoolState) -> None:
+        self._state = state
+        self._late: deque[tuple[float, str, int, float]] = deque()
         """(when to look, endpoint, last block, the request's start)."""
 
-    def answered(self, endpoint: str, last_block: int, started_at: float, now: float) -> None:
-        """A request has ended well whose prompt ends with this block, which the endpoint announces. It may
-        evict the block soon, so that is looked for at once, and only what has not come yet again later."""
-        if self._index.announced(endpoint, last_block):
-            self._parity.request_blocks_seen(endpoint, True, started_at)
-        else:
-            self._ended.append((now + EVENTS_LATE_S, endpoint, last_block, started_at))
+    def on_ended(self, fact: Ended) -> None:
+        request, index, parity = fact.request, self._state.index, self._state.parity
+        if fact.answered and fact.is_there:
+            self._compare(fact)
+            # The engine may evict the block soon, so that is looked for at once; only what has not come yet
+            # is looked for again later.
+            if request.awaited and index.announced(request.target, request.awaited):
+                parity.request_blocks_seen(request.target, True, request.started_at)
+            elif request.awaited:
+                due = fact.now + EVENTS_LATE_S, request.target, request.awaited, request.started_at
+                self._late.append(due)
+        while self._late and self._late[0][0] <= fact.now:
+            _, endpoint, block, since = self._late.popleft()
+            parity.request_blocks_seen(endpoint, index.announced(endpoint, block), since)
 
-    def check(self, now: float) -> None:
-        """Look after the prompts that ended a moment ago."""
-        while self._ended and self._ended[0][0] <= now:
-            _, endpoint, block, since = self._ended.popleft()
-            self._parity.request_blocks_seen(endpoint, self._index.announced(endpoint, block), since)
+    def _compare(self, fact: Ended) -> None:
+        request, state = fact.request, self._state
+        told, found = request.announced_tokens, request.cached_tokens
+        if told and found is not None and request.forecast.held_tokens == told:
+            target = request.target
+            block_tokens = state.fleet.engine_blocks(target) * state.block_size
+            state.computed_again.reported(target, found, told, block_tokens)

@@ -69,7 +69,6 @@ class CandidateBuilder:
         """Fill in which endpoints may be chosen. Endpoints that are ejected, or whose metrics fail, are tried
         only if no other is left."""
         state, now = self._state, context.now
-        state.judge(now)
         views = state.fleet.recent(now, state.sessions.bound)
         wanted = self._wanted(context, views)
         context.eligible, context.excluded = admission.split(views, wanted)

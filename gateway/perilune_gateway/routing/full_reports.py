@@ -6,6 +6,8 @@ again (`EngineFields.full_report`). At most MAX_ASKING requests do so.
 
 from __future__ import annotations
 
+from perilune_gateway.state.facts import EndpointLeft
+
 MAX_ASKING = 256
 """The most requests that ask an endpoint to announce cached blocks again, before it has told all. The answer
 has all blocks of one prompt."""
@@ -18,7 +20,7 @@ class FullReports:
         self._left: dict[str, int] = {}
         """Endpoint of whose cache a part is not known → how many more requests may ask it."""
 
-    def on_learning(self, endpoint: str, learning: bool) -> None:
+    def learning(self, endpoint: str, learning: bool) -> None:
         """Whether blocks of the endpoint wait for others that are not known. Once it has told all, its budget
         of MAX_ASKING requests is full again."""
         if learning:
@@ -34,6 +36,5 @@ class FullReports:
         """A request asks for a wanted report."""
         self._left[endpoint] -= 1
 
-    def forget(self, endpoint: str) -> None:
-        """The endpoint left the pool."""
-        self._left.pop(endpoint, None)
+    def on_endpoint_left(self, fact: EndpointLeft) -> None:
+        self._left.pop(fact.address, None)

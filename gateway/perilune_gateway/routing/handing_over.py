@@ -45,11 +45,12 @@ from perilune_gateway.moves.handoff import (
     may_follow,
 )
 from perilune_gateway.moves.planner import Planner
-from perilune_gateway.routing.observer import HandoffObserver
 from perilune_gateway.state.connectors import Connector
-from perilune_gateway.state.engine_blocks import Applied
+from perilune_gateway.state.facts import BlocksChanged, HandedOver, LegsDue, OffersChanged
+from perilune_gateway.state.in_flight import Load
 from perilune_gateway.state.offers import MOVING, STANDS_S
 from perilune_gateway.state.pool_state import PoolState
+from perilune_gateway.state.request_facts import TurnOver
 from perilune_gateway.state.sessions import Session
 
 
@@ -99,29 +100,24 @@ class HandingOver:
         handoffs: Handoffs,
         facts: LiveFacts,
         open_pulls: Mapping[int, Move],
-        observer: HandoffObserver,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
-        on_due: Callable[[], object],
     ) -> None:
-        """`open_pulls`: by ticket, the KV that is on its way with requests, of which the other replicas are
-        told. `on_due` is called when `due` has something, or when a hand-off was given up whose legs may
-        still run."""
+        """`open_pulls`: by ticket, the KV that is on its way with requests; the other replicas are told of
+        it."""
         self._state = state
         self._planner = planner
         self._handoffs = handoffs
         self._facts = facts
         self._open_pulls = open_pulls
-        self._observer = observer
         self._clock = clock
         self._wall_clock = wall_clock
-        self._on_due = on_due
         self._due: list[Legs] = []
         self._tickets: dict[Handoff, int] = {}
         self._copies: dict[Handoff, tuple[int, float]] = {}
         """Open hand-off → (tokens to pull, predicted seconds) of its round."""
-        self._running: dict[tuple[Handoff, Leg], tuple[int, float]] = {}
-        """(hand-off, leg) → (ticket of its load, its start)."""
+        self._running: dict[tuple[Handoff, Leg], tuple[Load, float]] = {}
+        """(hand-off, leg) → (its load, its start)."""
         self._leg_counts: Counter[Leg] = Counter()
         self._leg_seconds: defaultdict[Leg, float] = defaultdict(float)
         self._outcomes: Counter[tuple[MoveReason, HandoffOutcome]] = Counter()
@@ -168,13 +164,14 @@ class HandingOver:
                     self.follow(session)
         self.step()
 
-    def on_applied(self, applied: Applied) -> None:
-        """A KV event may confirm a copy, or complete what the host of a copied session holds."""
+    def on_blocks_changed(self, fact: BlocksChanged) -> None:
+        """Take a copy for confirmed, or what the host of a copied session holds for complete."""
+        applied = fact.applied
         if applied.stored and applied.tier is Tier.DEVICE and self._handoffs.awaits(applied.endpoint):
             self.step()
 
-    def turn_ended(self) -> None:
-        """A turn's end may let a session switch."""
+    def on_turn_over(self, fact: TurnOver) -> None:
+        """Let sessions switch that waited for the end of a turn."""
         if self._handoffs.open:
             self.step()
 
@@ -197,8 +194,8 @@ class HandingOver:
         running = self._running.pop((legs.handoff, leg), None)
         if running is None:
             return
-        ticket, since = running
-        self._state.in_flight.finish(ticket)
+        load, since = running
+        self._state.loads.finish(load)
         self._leg_counts[leg] += 1
         self._leg_seconds[leg] += self._clock() - since
 
@@ -234,9 +231,9 @@ class HandingOver:
                 case Over(handoff):
                     self._over(handoff, now)
         if self._handoffs.open or len(self._tickets) != open_before:
-            self._state.changes.offers_changed()
+            self._state.facts.tell(OffersChanged())
         if self._due:
-            self._on_due()
+            self._state.facts.tell(LegsDue())
 
     def keeps(self, session: Session) -> bool:
         """Return whether the session stays on its host until its KV has been handed over. It stays while it
@@ -406,22 +403,20 @@ class HandingOver:
         ticket = self._tickets.pop(handoff)
         arrived = handoff.stage is not Stage.GIVEN_UP
         self._planner.finished(ticket, now, arrived=arrived, handoff=record)
-        self._observer.handed_over(record)
+        self._state.facts.tell(HandedOver(record))
         if not arrived:
-            self._on_due()
+            self._state.facts.tell(LegsDue())
 
     def _begin(self, legs: Legs, leg: Leg, address: str, uncached_tokens: int) -> None:
         """Count a leg as load."""
-        ticket = self._state.in_flight.leg_ticket()
         engine = self._state.calibration.speed(address, self._clock()).engine
-        self._state.in_flight.start(
-            ticket,
+        load = self._state.loads.start(
             address,
             uncached_tokens=uncached_tokens,
             prefill_s=engine.prefill_s(uncached_tokens, legs.content.tokens) if uncached_tokens else 0.0,
             context_tokens=legs.content.tokens,
         )
-        self._running[legs.handoff, leg] = ticket, self._clock()
+        self._running[legs.handoff, leg] = load, self._clock()
 
     # -- the world ---------------------------------------------------------------------------------
 
@@ -440,7 +435,7 @@ class HandingOver:
         return Standing(
             session.host,
             held_tokens,
-            state.in_flight.runs(session.ticket) or state.sessions.runs_elsewhere(session),
+            session.ticket in state.requests or state.sessions.runs_elsewhere(session),
             announced and not session.unconfirmed,
         )
 

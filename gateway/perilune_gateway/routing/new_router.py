@@ -1,9 +1,9 @@
-"""Makes a router with all its parts."""
+"""Makes a router with all its parts, and lists who hears what happens in its pool."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
 from perilune_api.pool import Pool
@@ -11,19 +11,22 @@ from perilune_gateway.moves.facts import LiveFacts
 from perilune_gateway.moves.handoff import Handoffs
 from perilune_gateway.moves.planner import Planner
 from perilune_gateway.request.aliases import Aliases
+from perilune_gateway.routing.announcement_check import AnnouncementCheck
 from perilune_gateway.routing.candidates import CandidateBuilder
+from perilune_gateway.routing.carried_moves import CarriedMoves
+from perilune_gateway.routing.claiming import Claiming
 from perilune_gateway.routing.deciding import Deciding
 from perilune_gateway.routing.full_reports import FullReports
 from perilune_gateway.routing.handing_over import HandingOver
 from perilune_gateway.routing.lifecycle import Lifecycle
 from perilune_gateway.routing.new_sessions import NewSessions
-from perilune_gateway.routing.observer import Observer
 from perilune_gateway.routing.peer_reads import PeerReads
 from perilune_gateway.routing.pull_limits import OpenPulls, PullLimits
 from perilune_gateway.routing.pulling import Pulling
 from perilune_gateway.routing.remote_prefills import RemotePrefills
 from perilune_gateway.routing.router import PromptSeen, Router, TokenizesNow
 from perilune_gateway.routing.session_turns import SessionTurns
+from perilune_gateway.routing.speed_learning import SpeedLearning
 from perilune_gateway.routing.verdicts import Verdicts
 from perilune_gateway.state.pool_state import PoolState
 
@@ -32,7 +35,7 @@ def new_router(
     pool: Pool,
     state: PoolState,
     tokenizer: TokenizesNow,
-    observer: Observer,
+    listeners: Sequence[object] = (),
     *,
     clock: Callable[[], float] = time.monotonic,
     stopwatch: Callable[[], float] = time.perf_counter,
@@ -43,28 +46,49 @@ def new_router(
     previous_secret: bytes = b"",
     engine_secret: str = "",
     prompt_seen: PromptSeen | None = None,
-    on_legs_due: Callable[[], object] = lambda: None,
 ) -> Router:
-    """A router with all its parts. `secret`: what clients may not know of endpoints and tenants' salts is
-    derived from it. `previous_secret`: the one before, if ids of its responses are still to be read.
-    `engine_secret`: by which engines obey transfer parameters; empty: they need none.
-    `on_legs_due` is called when `handing_over.due` has something."""
+    """Return a router with all its parts. `listeners` hear the pool's facts (state/facts.py) after the parts.
+    `secret`: what clients may not know of endpoints and tenants' salts is derived from it. `previous_secret`:
+    the one before, if ids of its responses are still to be read. `engine_secret`: by which engines obey
+    transfer parameters. Empty if they need none."""
     candidates, aliases, open_pulls = CandidateBuilder(state), Aliases(secret, previous_secret), OpenPulls()
     handoffs = Handoffs(lambda address: open_pulls.copies(address) + state.offers.copies(address, clock()))
     facts = LiveFacts(state, handoffs)
-    planner = Planner(facts, elsewhere=state.offers, on_change=state.changes.offers_changed)
-    handing_over = HandingOver(
-        *(state, planner, handoffs, facts, open_pulls, observer, clock, wall_clock, on_legs_due)
-    )
-    remote_prefills = RemotePrefills(state, observer, clock, wall_clock)
+    planner = Planner(facts, elsewhere=state.offers, tell=state.facts.tell)
+    handing_over = HandingOver(state, planner, handoffs, facts, open_pulls, clock, wall_clock)
     limits = PullLimits(planner, handoffs, open_pulls)
-    pulling = Pulling(state, limits, observer, clock, wall_clock)
-    peer_reads = PeerReads(state.fleet, limits, observer, engine_secret, clock, wall_clock)
+    remote_prefills = RemotePrefills(state, clock, wall_clock)
+    pulling = Pulling(state, limits, clock, wall_clock)
+    peer_reads = PeerReads(state, limits, engine_secret, clock, wall_clock)
     new_sessions, reports = NewSessions(state), FullReports()
     turns = SessionTurns(state, new_sessions)
-    transfers = remote_prefills, pulling, peer_reads
-    lifecycle = Lifecycle(state, planner, handing_over, *transfers, turns, observer, clock)
-    verdicts = Verdicts(*(state, lifecycle, turns, reports, *transfers, observer, aliases, clock, wall_clock))
+    lifecycle = Lifecycle(state, clock)
+    state.facts.listen(
+        state.loads,
+        state.fleet,
+        state.ejection,
+        state.index,
+        state.sessions,
+        state.resets,
+        state.calibration,
+        state.computed_again,
+        state.parity,
+        state.connectors,
+        state.host_tiers,
+        Claiming(state.index, state.facts.tell),
+        SpeedLearning(state.calibration),
+        AnnouncementCheck(state),
+        CarriedMoves(planner),
+        turns,
+        remote_prefills,
+        pulling,
+        peer_reads,
+        limits,
+        reports,
+        handing_over,
+        *([state.sharing.changes] if state.sharing else []),
+        *listeners,
+    )
     return Router(
         pool,
         state,
@@ -72,11 +96,13 @@ def new_router(
         candidates,
         planner,
         Deciding(state, candidates, planner, handing_over, pulling, peer_reads),
-        verdicts,
+        Verdicts(state, lifecycle, turns, reports, aliases, wall_clock),
         lifecycle,
         handing_over,
         aliases,
-        *transfers,
+        remote_prefills,
+        pulling,
+        peer_reads,
         new_sessions,
         reports,
         clock=clock,

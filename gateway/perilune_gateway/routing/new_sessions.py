@@ -27,6 +27,7 @@ from perilune_gateway.model.shared import Counted
 from perilune_gateway.request.openai import ParsedRequest
 from perilune_gateway.routing.context import Prompt, RequestContext
 from perilune_gateway.state.active_contexts import HORIZON_S, ActiveContexts
+from perilune_gateway.state.facts import LineChanged
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.session_queue import Line, Refused, Room, SessionQueue
 
@@ -106,7 +107,7 @@ class NewSessions:
         if self.on and not rules.enabled:
             self._contexts = ActiveContexts()
             self._queue.clear()
-            self._state.changes.counts_changed()
+            self._state.facts.tell(LineChanged())
         self.on = rules.enabled
         self._queue.max_wait_s = rules.max_wait_seconds
         self._queue.max_waiting = rules.max_waiting
@@ -118,7 +119,7 @@ class NewSessions:
         identity, prompt, now = context.identity, context.prompt, context.now
         if not self.on or self._inside(identity, now):
             return None
-        sessions, changes = self._state.sessions, self._state.changes
+        sessions = self._state.sessions
         session = sessions.shared_name(identity.key) if identity.key else None
         if session is not None and any(b.session == session for b in self._beginning.values()):
             return None
@@ -129,9 +130,9 @@ class NewSessions:
             self._room(now),
             now,
             body_bytes=prompt.body_bytes,
-            now_us=changes.now_us(now),
+            now_us=self._state.now_us(now),
         )
-        changes.counts_changed()
+        self._state.facts.tell(LineChanged())
         if isinstance(verdict, Refused):
             return self._refusal(verdict)
         if verdict is None:
@@ -143,7 +144,7 @@ class NewSessions:
     def due(self, now: float) -> list[tuple[int, Refusal | None]]:
         """Return the tickets of the sessions that begin now (None) or are refused."""
         if self._queue.changed:
-            self._state.changes.counts_changed()
+            self._state.facts.tell(LineChanged())
         if self._queue.is_idle:
             self._asked.clear()
             return []
@@ -157,14 +158,14 @@ class NewSessions:
             found.append((first.ticket, None))
         found += [(late.ticket, self._refusal(refused)) for late, refused in self._queue.refuse(now)]
         if found:
-            self._state.changes.counts_changed()
+            self._state.facts.tell(LineChanged())
         return found
 
     def over(self, ticket: int) -> None:
         """The request waits no longer: it is routed now, or its client has gone. Safe to call twice."""
         self._queue.leave(ticket)
         self._beginning.pop(ticket, None)
-        self._state.changes.counts_changed()
+        self._state.facts.tell(LineChanged())
 
     def turn_began(self, session: Hashable, tokens: int, turns: int) -> None:
         if self.on:
@@ -208,7 +209,7 @@ class NewSessions:
         """Another replica has routed a turn of the session."""
         if self.on:
             self._contexts.turn_elsewhere(session)
-            self._state.changes.counts_changed()
+            self._state.facts.tell(LineChanged())
 
     # -- facts -------------------------------------------------------------------------------------
 

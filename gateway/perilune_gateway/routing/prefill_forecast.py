@@ -5,44 +5,10 @@ Pure. `forecast` says it of a decision, `forecast_alone` of the same endpoint if
 
 from __future__ import annotations
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from perilune_gateway.model import Candidate, Decision, EngineModel
-
-
-class PrefillForecast(Struct, frozen=True, gc=False):
-    """The work before the first token. Seconds are without calibration unless they say otherwise."""
-
-    held_tokens: int = 0
-    """Prompt tokens that the endpoint has, or loads or pulls, instead of computing them."""
-    uncached_tokens: int = 0
-    """Prompt tokens that it computes."""
-    calibrated_s: float = 0.0
-    """Seconds of the prefill alone, by the endpoint's measured speed."""
-    prefill_s: float = 0.0
-    """Seconds of the prefill alone."""
-    fetch_s: float = 0.0
-    """Seconds of pulling or loading KV before it, or until another endpoint has prefilled; 0: nothing is
-    fetched."""
-    peer: str = ""
-    """The endpoint that KV is pulled from; empty: it comes from the shared store, if from anywhere."""
-    overhead_s: float = 0.0
-    """Seconds beside prefill and decode."""
-    ttft_s: float = 0.0
-    """Seconds of queue, fetching and calibrated prefill."""
-
-    @property
-    def alone_s(self) -> float:
-        """Seconds of fetching and prefill."""
-        return self.prefill_s + self.fetch_s
-
-    def fetched(self) -> PrefillForecast:
-        """The forecast once the KV is there."""
-        return replace(self, fetch_s=0.0, ttft_s=self.ttft_s - self.fetch_s)
-
-
-NO_PREFILL = PrefillForecast()
+from perilune_gateway.model.forecast import PrefillForecast
 
 
 def forecast(
@@ -60,14 +26,14 @@ def forecast(
     uncached = prompt_tokens - cached
     calibrated_s = chosen.engine.prefill_s(uncached, cached)
     return PrefillForecast(
-        held,
-        uncached,
-        calibrated_s,
-        believed.prefill_s(uncached, cached),
-        fetch_s,
-        decision.replicate_from,
-        believed.request_overhead_s(prompt_tokens),
-        chosen.load.pending_prefill_s + fetch_s + calibrated_s,
+        held_tokens=held,
+        uncached_tokens=uncached,
+        calibrated_s=calibrated_s,
+        prefill_s=believed.prefill_s(uncached, cached),
+        fetch_s=fetch_s,
+        peer=decision.replicate_from,
+        overhead_s=believed.request_overhead_s(prompt_tokens),
+        ttft_s=chosen.load.pending_prefill_s + fetch_s + calibrated_s,
     )
 
 

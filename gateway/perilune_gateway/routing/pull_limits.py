@@ -12,6 +12,7 @@ from perilune_gateway.model import Move, Unpulled
 from perilune_gateway.model.handoff import Leg
 from perilune_gateway.moves.handoff import COPIES_PER_ENDPOINT, Handoffs
 from perilune_gateway.moves.planner import Planner
+from perilune_gateway.state.facts import EndpointLeft
 
 AT_ONCE = 64
 """Maximum number of pulls of one pool that have not ended, and so of requests that are held for them."""
@@ -69,7 +70,6 @@ class PullLimits:
         """Record that a leg has failed at its endpoint."""
         self._failed_at[leg, address] = now
 
-    def forget(self, address: str) -> None:
-        """The endpoint left the pool."""
+    def on_endpoint_left(self, fact: EndpointLeft) -> None:
         for leg in Leg:
-            self._failed_at.pop((leg, address), None)
+            self._failed_at.pop((leg, fact.address), None)

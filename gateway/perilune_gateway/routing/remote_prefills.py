@@ -1,13 +1,13 @@
 """Follows the prompts that are prefilled on another endpoint than the one that decodes.
 
-    decision with `prefill` ─▶ begin ─▶ feeds/prefill_legs.py ─┬─▶ accepted ─▶ the request goes on
-                                                               └─▶ failed: the target prefills the prompt
-    give leg's end ─▶ given or failed        request's end ─▶ ended
+    decision with `prefill` ─▶ begins ─▶ feeds/prefill_legs.py ─┬─▶ accepted ─▶ the request goes on
+                                                                └─▶ failed: the target prefills the prompt
+    give leg's end ─▶ given or failed         request's end ─▶ ends
 
-A remote prefill is load on the prefill endpoint from `begin` until its KV events or its leg's end say that
-the prompt is computed. One that fails before it is accepted becomes load on the target, which then prefills
-the prompt; one that fails later costs the same there, after the connector's own bounds. Each ends with its
-request, and leaves a `HandoffRecord`.
+A remote prefill is load on the prefill endpoint until its KV events or its leg's end say that the prompt is
+computed. One that fails before it is accepted becomes load on the target, which then prefills the prompt; one
+that fails later costs the same there, after the connector's own bounds. Each ends with its request, and
+leaves a `HandoffRecord`.
 """
 
 from __future__ import annotations
@@ -15,104 +15,99 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from uuid import uuid4
 
-from msgspec import Struct
-
 from perilune_api.pool import Disaggregation
-from perilune_gateway.model import Candidate, Decision, Move, MoveReason, Subject
+from perilune_gateway.model import Move, MoveReason
 from perilune_gateway.model.handoff import GivenUp, RemotePrefill
-from perilune_gateway.routing.observer import HandoffObserver
-from perilune_gateway.routing.request_transfers import EndedTransfers, TransferStats
+from perilune_gateway.routing.request_transfers import RequestTransfers, TransferStats
+from perilune_gateway.state.facts import Unreached
+from perilune_gateway.state.in_flight import InFlight, Load, Transfer
 from perilune_gateway.state.pool_state import PoolState
+from perilune_gateway.state.request_facts import Decided, Ended, Rerouted, Withdrawn
 
 
-class _Open(Struct, gc=False):
+class Prefilling(Transfer, gc=False, kw_only=True, eq=False):
     """A remote prefill whose request has not ended."""
 
     remote: RemotePrefill
-    move: Move
-    tokens: int
-    leg: int
-    """Ticket of its load on the source."""
-    began_at: float
+    leg: Load | None
+    """What it is as load on the source. None once the source has computed the prompt, or will not."""
     join: int
     """Number of the source's joining the pool."""
     claimed: Sequence[int]
     """The prompt's blocks that count as cached on the source until it announces them."""
-    cause: GivenUp | None = None
     cancel: Callable[[], object] = lambda: None
     """Ends its give leg, which may have ended already."""
 
 
 class RemotePrefills:
-    """The remote prefills of one pool's requests, by the requests' tickets."""
+    """The remote prefills of one pool's requests."""
 
-    def __init__(
-        self,
-        state: PoolState,
-        observer: HandoffObserver,
-        clock: Callable[[], float],
-        wall_clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, state: PoolState, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
         self._state = state
         self._clock = clock
-        self._past = EndedTransfers(observer, clock, wall_clock)
-        self._open: dict[int, _Open] = {}
+        self._transfers = RequestTransfers(state.facts.tell, clock, wall_clock)
 
     def configure(self, pool: Disaggregation) -> None:
         """Take over a (changed) pool document."""
         self._pool = pool
 
     def stats(self) -> TransferStats:
-        return self._past.stats(len(self._open))
+        return self._transfers.stats()
 
-    def begin(
-        self,
-        ticket: int,
-        subject: Subject,
-        decision: Decision,
-        candidates: Sequence[Candidate],
-        blocks: Sequence[int],
-        tokens: int,
-        *,
-        tenant: str = "",
-    ) -> RemotePrefill:
-        """A request of the tenant begins whose prompt another endpoint prefills: its load begins there."""
-        in_flight, now = self._state.in_flight, self._clock()
-        by_address = {c.address: c for c in candidates}
+    # -- what happens to requests ------------------------------------------------------------------
+
+    def on_decided(self, fact: Decided) -> None:
+        decision, request = fact.decision, fact.request
+        if not decision.prefill:
+            return
+        state, tokens, blocks = self._state, request.prompt_tokens, request.blocks
+        by_address = {c.address: c for c in fact.candidates}
         giver, taker = by_address[decision.prefill], by_address[decision.target]
-        missing = tokens - taker.overlap.device_tokens
-        uncached = tokens - giver.overlap.device_tokens
-        remote = RemotePrefill(
-            f"perilune-{uuid4().hex}",
-            giver.address,
-            taker.address,
-            giver.endpoint.bootstrap,
-            self._pool.accept_seconds,
-            2 * self._pool.max_seconds,
-        )
         move = Move(
-            subject,
+            request.session.key if request.session else fact.view.request_id,
             MoveReason.PREFILL,
             giver.address,
             taker.address,
-            taker.engine.kv_bytes(missing),
+            taker.engine.kv_bytes(tokens - taker.overlap.device_tokens),
             decision.estimated_ttft_s,
         )
-        leg, whole = in_flight.leg_ticket(), self._state.fleet.whole_blocks(giver.address, len(blocks))
-        claimed = self._state.index.speculate(giver.address, blocks, now)
-        self._open[ticket] = _Open(
-            remote, move, tokens, leg, now, self._state.fleet.join(giver.address), claimed
+        whole = state.fleet.whole_blocks(giver.address, len(blocks))
+        request.transfer = Prefilling(
+            move=move,
+            began_at=fact.now,
+            tokens=tokens,
+            remote=RemotePrefill(
+                f"perilune-{uuid4().hex}",
+                giver.address,
+                taker.address,
+                giver.endpoint.bootstrap,
+                self._pool.accept_seconds,
+                2 * self._pool.max_seconds,
+            ),
+            leg=state.loads.start(
+                giver.address,
+                uncached_tokens=tokens - giver.overlap.device_tokens,
+                prefill_s=giver.prefill_s,
+                context_tokens=tokens,
+                last_block=blocks[whole - 1] if whole and giver.endpoint.events else 0,
+                tenant=request.tenant,
+            ),
+            join=state.fleet.join(giver.address),
+            claimed=state.index.speculate(giver.address, blocks, fact.now),
         )
-        in_flight.start(
-            leg,
-            giver.address,
-            uncached_tokens=uncached,
-            prefill_s=giver.prefill_s,
-            context_tokens=tokens,
-            last_block=blocks[whole - 1] if whole and giver.endpoint.events else 0,
-            tenant=tenant,
-        )
-        return remote
+        self._transfers.under_way += 1
+
+    def on_rerouted(self, fact: Rerouted) -> None:
+        if isinstance(one := fact.request.transfer, Prefilling):
+            self._fail(one, GivenUp.ELSEWHERE)
+
+    def on_ended(self, fact: Ended) -> None:
+        self._end(fact.request, answered=fact.answered)
+
+    def on_withdrawn(self, fact: Withdrawn) -> None:
+        self._end(fact.request, answered=False)
+
+    # -- what happens to legs ----------------------------------------------------------------------
 
     def giving(self, ticket: int, remote: RemotePrefill, cancel: Callable[[], object]) -> None:
         """The give leg is sent. `cancel` is called at the end of the request, after which the leg is of no
@@ -132,43 +127,46 @@ class RemotePrefills:
     def failed(self, ticket: int, remote: RemotePrefill, cause: GivenUp) -> None:
         """The give leg has failed, or the target will not fetch. Ignores requests that have ended."""
         if one := self._of(ticket, remote):
-            one.cause = one.cause or cause
-            self._unclaim(one)
-            self._end_leg(one)
-            if cause is GivenUp.UNREACHABLE and self._is_there(one):
-                self._state.fleet.suspect(remote.source, self._clock())
+            self._fail(one, cause)
 
-    def served_elsewhere(self, ticket: int) -> None:
-        """The proxy sent the request to another endpoint than the target."""
-        if one := self._open.get(ticket):
-            self.failed(ticket, one.remote, GivenUp.ELSEWHERE)
+    # -- inside ------------------------------------------------------------------------------------
 
-    def ended(self, ticket: int, *, answered: bool) -> None:
-        """The request has ended. Ignores requests without a remote prefill."""
-        one = self._open.pop(ticket, None)
-        if one is None:
+    def _of(self, ticket: int, remote: RemotePrefill) -> Prefilling | None:
+        request = self._state.requests.get(ticket)
+        one = request.transfer if request else None
+        return one if isinstance(one, Prefilling) and one.remote is remote else None
+
+    def _fail(self, one: Prefilling, cause: GivenUp) -> None:
+        one.cause = one.cause or cause
+        self._unclaim(one)
+        self._end_leg(one)
+        if cause is GivenUp.UNREACHABLE and self._is_there(one):
+            self._state.facts.tell(Unreached(one.remote.source, self._clock()))
+
+    def _end(self, request: InFlight, *, answered: bool) -> None:
+        one = request.transfer
+        if not isinstance(one, Prefilling):
             return
+        request.transfer = None
+        self._transfers.under_way -= 1
         self._end_leg(one)
         if not answered:
             one.cause = one.cause or GivenUp.LEFT
             self._unclaim(one)
-        self._past.add(one.move, one.tokens, 0 if one.cause else one.tokens, one.cause, one.began_at)
+        self._transfers.ended(one, 0 if one.cause else one.tokens)
         one.cancel()
 
-    def _of(self, ticket: int, remote: RemotePrefill) -> _Open | None:
-        one = self._open.get(ticket)
-        return one if one and one.remote is remote else None
-
-    def _unclaim(self, one: _Open) -> None:
+    def _unclaim(self, one: Prefilling) -> None:
         """The source does not compute the prompt to its end. What it has computed it announces."""
         if self._is_there(one):
             self._state.index.unclaim(one.remote.source, one.claimed)
         one.claimed = ()
 
-    def _is_there(self, one: _Open) -> bool:
-        """Whether the source is still in the pool."""
+    def _is_there(self, one: Prefilling) -> bool:
+        """Return whether the source is still in the pool."""
         return one.join == self._state.fleet.join(one.remote.source)
 
-    def _end_leg(self, one: _Open) -> None:
-        if self._state.in_flight.runs(one.leg):
-            self._state.in_flight.finish(one.leg)
+    def _end_leg(self, one: Prefilling) -> None:
+        if one.leg:
+            self._state.loads.finish(one.leg)
+            one.leg = None

@@ -1,14 +1,20 @@
-"""What became of the KV that was transferred for single requests: remote prefills, and KV that goes with a
-request."""
+"""The transfers of KV for single requests, whoever sends it:
+
+- remote_prefills.py: another endpoint prefills the prompt;
+- pulling.py: the endpoint fetches the KV before it gets the request;
+- peer_reads.py: the endpoint reads from another one's host memory while it has the request.
+
+Each keeps a `Transfer` of its own kind in the request's record, and counts its ends here.
+"""
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
 
-from perilune_gateway.model import Move
 from perilune_gateway.model.handoff import EXPIRED, GivenUp, HandoffOutcome, HandoffRecord
-from perilune_gateway.routing.observer import HandoffObserver
+from perilune_gateway.state.facts import HandedOver, Tell
+from perilune_gateway.state.in_flight import Transfer
 
 RECENT = 50
 """Number of ended transfers that are remembered."""
@@ -36,33 +42,24 @@ def together(one: TransferStats, other: TransferStats) -> TransferStats:
     )
 
 
-class EndedTransfers:
-    """The transfers of one kind that have ended."""
+class RequestTransfers:
+    """The transfers of one kind: how many are under way, and what became of those that ended."""
 
-    def __init__(
-        self, observer: HandoffObserver, clock: Callable[[], float], wall_clock: Callable[[], float]
-    ) -> None:
-        self._observer = observer
+    def __init__(self, tell: Tell, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
+        """`tell` hears `HandedOver`."""
+        self._tell = tell
         self._clock = clock
         self._wall_clock = wall_clock
+        self.under_way = 0
         self._outcomes: Counter[HandoffOutcome] = Counter()
         self._given_up: Counter[GivenUp] = Counter()
         self._bytes = 0
         self._recent: deque[HandoffRecord] = deque(maxlen=RECENT)
 
-    def add(
-        self,
-        move: Move,
-        tokens: int,
-        cached_tokens: int,
-        cause: GivenUp | None,
-        began_at: float,
-        *,
-        seen: bool = True,
-    ) -> None:
-        """Note the end of a transfer. `tokens`: of the prompt that it was about. `cached_tokens`: those that
-        the target has. `cause`: why it was given up; None if it was not. `seen`: whether `cached_tokens` is
-        known."""
+    def ended(self, transfer: Transfer, cached_tokens: int, *, seen: bool = True) -> None:
+        """Record the end of a transfer. `cached_tokens`: those of the prompt that the target has. `seen`:
+        whether that is known."""
+        move, cause = transfer.move, transfer.cause
         outcome = HandoffOutcome.COPIED if seen else HandoffOutcome.UNSEEN
         if cause:
             outcome = HandoffOutcome.EXPIRED if cause in EXPIRED else HandoffOutcome.FAILED
@@ -73,18 +70,17 @@ class EndedTransfers:
             move,
             outcome,
             cause,
-            tokens,
+            transfer.tokens,
             cached_tokens,
             move.transfer_bytes,
             1,
-            self._clock() - began_at,
+            self._clock() - transfer.began_at,
             self._wall_clock(),
         )
         self._recent.append(record)
-        self._observer.handed_over(record)
+        self._tell(HandedOver(record))
 
-    def stats(self, under_way: int) -> TransferStats:
-        """Return the statistics. `under_way`: number of transfers that have not ended."""
+    def stats(self) -> TransferStats:
         return TransferStats(
-            under_way, dict(self._outcomes), dict(self._given_up), self._bytes, tuple(self._recent)
+            self.under_way, dict(self._outcomes), dict(self._given_up), self._bytes, tuple(self._recent)
         )

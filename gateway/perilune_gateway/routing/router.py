@@ -46,6 +46,7 @@ from perilune_gateway.model import (
     Unsplit,
     Verdict,
 )
+from perilune_gateway.model.applied import Applied
 from perilune_gateway.moves.planner import Planner
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.request import paths
@@ -70,7 +71,7 @@ from perilune_gateway.routing.remote_prefills import RemotePrefills
 from perilune_gateway.routing.request_transfers import TransferStats, together
 from perilune_gateway.routing.verdicts import Verdicts
 from perilune_gateway.state import resets
-from perilune_gateway.state.engine_blocks import Applied
+from perilune_gateway.state.facts import EndpointLeft
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.sessions import Session
 
@@ -172,10 +173,7 @@ class Router:
         known = {endpoint.address: endpoint.instance for endpoint in self.state.fleet.endpoints()}
         gone = self.state.fleet.set_endpoints(endpoints, spec.topology)
         for address in gone:
-            self.state.forget(address)
-            self._lifecycle.forget(address)
-            self._reports.forget(address)
-            self.pulling.forget(address)
+            self.state.facts.tell(EndpointLeft(address))
         for endpoint in endpoints:
             if endpoint.instance and known.get(endpoint.address) != endpoint.instance:
                 self.state.sessions.unbind(endpoint.address)  # they were another one's
@@ -184,9 +182,15 @@ class Router:
     # -- a request's way in ------------------------------------------------------------------------
 
     def arrived(self, head: RequestHead) -> float:
-        """Returns the time, which is that of the request's arrival."""
-        head.arrived_at = self._clock()
+        """Return the time, which is that of the request's arrival."""
+        head.arrived_at = self._now()
         return head.arrived_at
+
+    def _now(self) -> float:
+        """Return the time once all has happened that it alone brings about."""
+        now = self._clock()
+        self.state.pass_time(now)
+        return now
 
     def on_headers(self, head: RequestHead) -> Routed | Refusal | NeedBody:
         """Decide from the headers if they suffice."""
@@ -248,7 +252,7 @@ class Router:
     def beside(self, head: RequestHead) -> Routed | Refusal:
         """Route a request for another page than the model's to any endpoint, whatever its body says."""
         identity = from_headers(head.headers, self._routing.session)
-        context = RequestContext(head, self._clock(), StepTimer(self._stopwatch), identity, None)
+        context = RequestContext(head, self._now(), StepTimer(self._stopwatch), identity, None)
         self._candidates.find_eligible(context)
         return self._pass_through(context) if context.eligible else self._no_endpoint(context)
 
@@ -301,7 +305,7 @@ class Router:
     def left(self, queued: Queued) -> None:
         """The client of a request that waited has gone."""
         self.new_sessions.over(queued.ticket)
-        self._verdicts.waited_in_vain(queued.head)
+        self._verdicts.gave_up(queued.head, self._clock())
 
     def refused(self, head: RequestHead, refusal: Refusal) -> None:
         """The exchange refused the request by itself; record it."""
@@ -367,7 +371,7 @@ class Router:
 
     def on_learning(self, endpoint: str, learning: bool) -> None:
         """Whether blocks of the endpoint wait for others that are not known, see full_reports."""
-        self._reports.on_learning(endpoint, learning)
+        self._reports.learning(endpoint, learning)
 
     # -- prompt and session ------------------------------------------------------------------------
 
@@ -446,7 +450,7 @@ class Router:
         identity: Identity,
     ) -> RequestContext:
         """The request with its session: named by headers or body, or inferred from an earlier prompt."""
-        now, keys, sessions = self._clock(), self._routing.session, self.state.sessions
+        now, keys, sessions = self._now(), self._routing.session, self.state.sessions
         identity = with_body(identity, request.session_id, request.user, keys)
         session = None
         stored = self._aliases.stored(identity.tenant, request.previous_response_id)
@@ -547,13 +551,18 @@ class Router:
         second."""
         return self.new_sessions.due(self._clock())
 
+    def tick(self) -> None:
+        """Let time pass while no request comes; called several times per second."""
+        self._now()
+
     def plan_moves(self, plans: bool = True) -> None:
         """Plan which sessions and prefixes should move; called every `migration.interval_seconds`. `plans`:
         whether this replica of the gateway is the one that plans. Another one withdraws its offers."""
+        now = self._now()
         if plans:
-            self.planner.plan(self._clock())
+            self.planner.plan(now)
         else:
-            self.planner.withdraw(self._clock())
+            self.planner.withdraw(now)
         self.handing_over.planned(plans)
 
 

@@ -8,10 +8,12 @@ from perilune_gateway.model import Endpoint
 from perilune_gateway.routing.candidates import cacheable
 from perilune_gateway.routing.context import RequestContext
 from perilune_gateway.routing.new_sessions import NewSessions
-from perilune_gateway.routing.running import Running
-from perilune_gateway.state.ejection import Cause
+from perilune_gateway.state.in_flight import Cause
 from perilune_gateway.state.pool_state import PoolState
+from perilune_gateway.state.request_facts import Answered, Decided, Ended, Rerouted
 from perilune_gateway.state.sessions import Session
+
+NOT_FOUND = 404
 
 
 class SessionTurns:
@@ -49,22 +51,33 @@ class SessionTurns:
             sessions.routed(session, (), cacheable(prompt.tokens, self._state.block_size))
         return session
 
-    def began(self, ticket: int, session: Session | None, prompt_tokens: int) -> None:
-        """The request with this ticket is a turn of the session."""
-        name, turns = (session.key, session.turns) if session else (ticket, 1)
-        self._new_sessions.turn_began(name, prompt_tokens, turns)
+    def on_decided(self, fact: Decided) -> None:
+        request, sessions, session = fact.request, self._state.sessions, fact.request.session
+        if session:
+            session.ticket = request.ticket
+        if request.cache_key:
+            sessions.hint(request.tenant, request.cache_key, request.target)
+        if request.prompt_tokens:
+            name, turns = (session.key, session.turns) if session else (request.ticket, 1)
+            self._new_sessions.turn_began(name, request.prompt_tokens, turns)
 
-    def ended(
-        self, ticket: int, running: Running, now: float, wrong: Cause | None, *, answered: bool
-    ) -> None:
-        """The request has ended. `wrong`: what was wrong with it."""
-        session, sessions = running.session, self._state.sessions
-        if session and session.host == running.target:
-            self._count_failures(session, running.status, wrong, answered=answered)
-        if running.final and session and (session.ticket == ticket or not session.inferred):
+    def on_answered(self, fact: Answered) -> None:
+        if fact.request.status == NOT_FOUND and (session := fact.request.session):
+            session.unserved = True
+
+    def on_rerouted(self, fact: Rerouted) -> None:
+        request, session = fact.request, fact.request.session
+        if session and session.ticket == request.ticket:
+            self._state.sessions.bind(session, request.target, fact.now)
+
+    def on_ended(self, fact: Ended) -> None:
+        request, session, sessions = fact.request, fact.request.session, self._state.sessions
+        if session and session.host == request.target:
+            self._count_failures(session, request.status, fact.wrong, answered=fact.answered)
+        if request.final and session and (session.ticket == request.ticket or not session.inferred):
             sessions.free(session.key)
-        name, tokens = (session.key, session.context_tokens) if session else (ticket, 0)
-        self._new_sessions.turn_ended(name, tokens, now, final=running.final or session is None)
+        name, tokens = (session.key, session.context_tokens) if session else (request.ticket, 0)
+        self._new_sessions.turn_ended(name, tokens, fact.now, final=request.final or session is None)
         if session:
             sessions.turn_ended(session)
 

@@ -1,8 +1,8 @@
 """Applies verdicts: what follows from a decision for the state, the engine, the client and the records.
 
-    routed / unprompted ──▶ the session is bound, the load begins (lifecycle.py follows the request), the
-                            blocks count as cached, the record goes to the observer ──▶ Routed
-    refused ──────────────▶ the record goes to the observer ──▶ Refusal
+    routed / unprompted ──▶ the session is bound, the request's record begins (lifecycle.py), all who have to
+                            know hear of it ──▶ Routed
+    refused ──────────────▶ those who record hear of it ──▶ Refusal
 
 Each verdict is applied once, and at once. Does not decide.
 """
@@ -10,7 +10,6 @@ Each verdict is applied once, and at once. Does not decide.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf
 
 from msgspec.structs import replace
 
@@ -32,21 +31,22 @@ from perilune_gateway.model import (
     rank_of,
     server_of,
 )
+from perilune_gateway.model.forecast import PrefillForecast
 from perilune_gateway.policy.cost import target_of
 from perilune_gateway.request.aliases import Aliases
 from perilune_gateway.routing.admission import engine_priority
 from perilune_gateway.routing.context import RequestContext, StepTimer
 from perilune_gateway.routing.full_reports import FullReports
 from perilune_gateway.routing.lifecycle import Lifecycle
-from perilune_gateway.routing.observer import Observer
-from perilune_gateway.routing.peer_reads import HANGS_S, PeerReads
-from perilune_gateway.routing.prefill_forecast import PrefillForecast, forecast, forecast_alone
-from perilune_gateway.routing.pulling import Pulling
-from perilune_gateway.routing.remote_prefills import RemotePrefills
-from perilune_gateway.routing.running import Running
+from perilune_gateway.routing.peer_reads import HANGS_S, PeerRead
+from perilune_gateway.routing.prefill_forecast import forecast, forecast_alone
+from perilune_gateway.routing.pulling import Pull
+from perilune_gateway.routing.remote_prefills import Prefilling
 from perilune_gateway.routing.session_turns import SessionTurns
 from perilune_gateway.state.fleet import EndpointView
+from perilune_gateway.state.in_flight import InFlight
 from perilune_gateway.state.pool_state import PoolState
+from perilune_gateway.state.request_facts import FirstToken, Recorded
 from perilune_gateway.state.sessions import Session
 
 APPROXIMATE_TTL_S = 600.0
@@ -65,24 +65,14 @@ class Verdicts:
         lifecycle: Lifecycle,
         turns: SessionTurns,
         reports: FullReports,
-        remote_prefills: RemotePrefills,
-        pulling: Pulling,
-        peer_reads: PeerReads,
-        observer: Observer,
         aliases: Aliases,
-        clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
         self._state = state
         self._lifecycle = lifecycle
         self._turns = turns
         self._reports = reports
-        self._remote_prefills = remote_prefills
-        self._pulling = pulling
-        self._peer_reads = peer_reads
-        self._observer = observer
         self._aliases = aliases
-        self._clock = clock
         self._wall_clock = wall_clock
         self.ordinal = 0
         """Counts verdicts. The next request gets this number as its ticket."""
@@ -104,38 +94,13 @@ class Verdicts:
 
     def routed(self, context: RequestContext, view: RequestView, decision: Decision, policy: str) -> Routed:
         """A policy has chosen an endpoint."""
-        prompt, identity, now, target = context.prompt, context.identity, context.now, decision.target
+        prompt, identity = context.prompt, context.identity
         chosen, believed = target_of(decision, context.candidates), self._state.calibration.engine
-        from_host = view.prefix.from_host
-        work = forecast(decision, chosen, prompt.tokens, believed, from_host=from_host)
+        work = forecast(decision, chosen, prompt.tokens, believed, from_host=view.prefix.from_host)
         session = self._turns.bind(context, chosen.endpoint)
-        running = self._running(context, decision, chosen, work, session)
-        alone_s = work.alone_s
-        if running.alone and from_host:  # it is not late while its endpoint waits for one that hangs
-            alone_s = running.alone.alone_s + HANGS_S
-        elif context.content and decision.replicate_from:  # nor while it is held
-            alone_s += self._held_s
         priority = self._priority(identity.tenant, work.calibrated_s)
-        ticket = self._next_ticket()
-        with self._lifecycle.begun(
-            ticket, running, decision.move, context_tokens=prompt.tokens, tenant=identity.tenant
-        ):
-            self._state.ejection.sent(
-                ticket,
-                target,
-                now,
-                tenant=identity.tenant,
-                source=session.key if session else ticket,
-                alone_s=alone_s,
-                by_event=bool(running.awaited),
-            )
-            if session:
-                session.ticket = ticket
-            if prompt.cache_key:
-                self._state.sessions.hint(identity.tenant, prompt.cache_key, target)
-            if decision.moved_from:
-                self._state.fleet.moved(decision.moved_from, target, now)
-            self._state.claim(target, prompt.blocks, now, running.claim_s)
+        request = self._in_flight(context, decision, chosen, work, session)
+        with self._lifecycle.begun(request, view, decision, context.candidates):
             record = DecisionRecord(
                 view,
                 decision,
@@ -151,20 +116,25 @@ class Verdicts:
                 queued_s=context.queued_s,
                 trace=context.head.trace,
             )
-            routed = self._answer(context.head, ticket, running, record)
-            routed = self._fetching(routed, context, decision, running)
-            self._turns.began(ticket, session, prompt.tokens)
-            return replace(routed, fields=self._engine_fields(context, target, priority))
+            routed = self._answer(context.head, request, record)
+            return replace(routed, fields=self._engine_fields(context, decision.target, priority))
 
     def unprompted(self, context: RequestContext, order: Sequence[EndpointView], reason: Reason) -> Routed:
         """No policy was asked: the request goes to the first of `order`, the rest are fallbacks."""
         target = order[0].endpoint.address
         request_id, ticket = self.request_id(context.head), self._next_ticket()
-        running = Running(target, self._state.fleet.join(target), context.now, context.now)
-        with self._lifecycle.begun(ticket, running):
+        view, decision = RequestView(request_id, ticket, 0, Phase.HEADERS), Decision(target, reason)
+        request = InFlight(
+            ticket=ticket,
+            target=target,
+            join=self._state.fleet.join(target),
+            started_at=context.now,
+            sent_at=context.now,
+        )
+        with self._lifecycle.begun(request, view, decision):
             record = DecisionRecord(
-                RequestView(request_id, ticket, 0, Phase.HEADERS),
-                Decision(target, reason),
+                view,
+                decision,
                 "",
                 excluded=context.excluded,
                 destinations=self._servers(target, [e.endpoint.address for e in order]),
@@ -172,7 +142,7 @@ class Verdicts:
                 time=self._wall_clock(),
                 trace=context.head.trace,
             )
-            return self._answer(context.head, ticket, running, record)
+            return self._answer(context.head, request, record)
 
     def refused(
         self,
@@ -198,16 +168,16 @@ class Verdicts:
             queued_s=context.queued_s if context else 0.0,
             trace=head.trace,
         )
-        self._observer.decided(record)
-        if record.queued_s:
-            self.waited_in_vain(head)
+        self._state.facts.tell(Recorded(record))
+        if context and context.queued_s:
+            self.gave_up(head, context.now)
         self._next_ticket()
         return refusal
 
-    def waited_in_vain(self, head: RequestHead) -> None:
+    def gave_up(self, head: RequestHead, now: float) -> None:
         """The request's session waited to begin, and its client left or was refused."""
         if head.arrived_at is not None:
-            self._observer.first_token(self._clock() - head.arrived_at)
+            self._state.facts.tell(FirstToken(now - head.arrived_at))
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -216,74 +186,64 @@ class Verdicts:
         self.ordinal += 1
         return ticket
 
-    def _running(
+    def _in_flight(
         self,
         context: RequestContext,
         decision: Decision,
         chosen: Candidate,
         work: PrefillForecast,
         session: Session | None,
-    ) -> Running:
-        """What `lifecycle` has to know of the request."""
-        prompt, block_size = context.prompt, self._state.block_size
+    ) -> InFlight:
+        """Return the record of the request."""
+        prompt, state, block_size = context.prompt, self._state, self._state.block_size
         announces = chosen.endpoint.events and prompt.source is not TokenSource.ESTIMATE
-        whole = self._state.fleet.whole_blocks(decision.target, len(prompt.blocks))
+        whole = state.fleet.whole_blocks(decision.target, len(prompt.blocks))
         covers_new = whole * block_size > work.held_tokens
         awaited = prompt.blocks[whole - 1] if announces and covers_new else 0
         continues = session is not None and (announces or not prompt.model)
-        fetches = context.content or context.prefix.from_host
-        from_peer = decision.prefill or (fetches and decision.replicate_from)
-        believed = self._state.calibration.engine
-        return Running(
-            decision.target,
-            self._state.fleet.join(decision.target),
-            context.now,
-            context.now,
-            prompt.tokens,
-            session,
-            context.identity.final,
-            prompt.blocks,
-            prompt.blocks[chosen.overlap.device_tokens // block_size :],
-            chosen.overlap.device_tokens if announces and not from_peer else 0,
-            None if announces else APPROXIMATE_TTL_S,
-            awaited,
-            bool(awaited or (continues and chosen.endpoint.events)),
-            0.0 if awaited else max(1.0, chosen.ttft_ratio),
-            work,
-            forecast_alone(decision, chosen, prompt.tokens, believed) if from_peer else None,
+        from_host = context.prefix.from_host
+        from_peer = decision.prefill or ((context.content or from_host) and decision.replicate_from)
+        alone = (
+            forecast_alone(decision, chosen, prompt.tokens, state.calibration.engine) if from_peer else None
+        )
+        patience_s = work.alone_s
+        if alone and from_host:  # it is not late while its endpoint waits for one that hangs
+            patience_s = alone.alone_s + HANGS_S
+        elif context.content and decision.replicate_from:  # nor while it is held
+            patience_s += self._held_s
+        return InFlight(
+            ticket=self._next_ticket(),
+            target=decision.target,
+            join=state.fleet.join(decision.target),
+            started_at=context.now,
+            sent_at=context.now,
+            tenant=context.identity.tenant,
+            prompt_tokens=prompt.tokens,
+            session=session,
+            final=context.identity.final,
+            cache_key=prompt.cache_key,
+            blocks=prompt.blocks,
+            claimed=prompt.blocks[chosen.overlap.device_tokens // block_size :],
+            announced_tokens=chosen.overlap.device_tokens if announces and not from_peer else 0,
+            claim_s=None if announces else APPROXIMATE_TTL_S,
+            awaited=awaited,
+            told=bool(awaited or (continues and chosen.endpoint.events)),
+            expects_ratio=0.0 if awaited else max(1.0, chosen.ttft_ratio),
+            patience_s=patience_s,
+            forecast=work,
+            alone=alone,
+            content=context.content,
             learns=not decision.prefill,
             arrived_at=context.head.arrived_at,
             name=context.head.name,
         )
-
-    def _fetching(
-        self, routed: Routed, context: RequestContext, decision: Decision, running: Running
-    ) -> Routed:
-        """The answer with the KV that comes from another endpoint, if any does."""
-        ticket, prompt, session = routed.ticket, context.prompt, running.session
-        subject = session.key if session else routed.request_id
-        if decision.prefill:
-            remote = self._remote_prefills.begin(
-                *(ticket, subject, decision, context.candidates, prompt.blocks, prompt.tokens),
-                tenant=context.identity.tenant,
-            )
-            return replace(routed, remote=remote)
-        if context.content and decision.replicate_from:
-            pull = self._pulling.begin(ticket, subject, decision, context.candidates, context.content)
-            return replace(routed, pull=pull)
-        if context.prefix.from_host and decision.replicate_from:
-            assert running.alone, "it comes from another endpoint"
-            alone_s = running.alone.ttft_s if running.awaited else inf
-            attachment = self._peer_reads.begin(ticket, subject, decision, context.candidates, alone_s)
-            return replace(routed, attachment=attachment)
-        return routed
 
     def _priority(self, tenant: str, prefill_s: float) -> int | None:
         """The request's rank in the engine's queue; None: first come, first served."""
         ranks = self._engine_priority
         if not ranks.used:
             return None
-        ahead_s = self._state.in_flight.share_of_queue_s(tenant) if ranks.fair_share else 0.0
+        ahead_s = self._state.loads.share_of_queue_s(tenant) if ranks.fair_share else 0.0
         return engine_priority(self._wall_clock() + ahead_s, prefill_s, ranks.ageing_weight)
 
     def _engine_fields(self, context: RequestContext, target: str, priority: int | None) -> EngineFields:
@@ -309,13 +269,23 @@ class Verdicts:
         alike = [a for a in others if a != target and rank_of(a) == rank_of(target)]
         return tuple(server_of(address) for address in (target, *alike[: self._fallbacks]))
 
-    def _answer(self, head: RequestHead, ticket: int, running: Running, record: DecisionRecord) -> Routed:
-        """Tell the observer of the record. Returns the answer for Envoy."""
-        running.record = self._observer.decided(record)
+    def _answer(self, head: RequestHead, request: InFlight, record: DecisionRecord) -> Routed:
+        """Complete the verdict. Return the answer for Envoy, with what comes from another endpoint."""
+        self._state.facts.tell(Recorded(record, request))
         wants_header = head.headers.get(names.DECISION_HEADER, "") not in NO_DECISION_HEADER
         header = ""
         if wants_header and self._decision_header != "off":
             target = record.target
             named = target if self._decision_header == "address" else self._aliases.endpoint(target)
             header = f"{named}; {record.reason}; request={record.request_id}"
-        return Routed(ticket, record.destinations, record.request_id, header, rank=rank_of(record.target))
+        transfer = request.transfer
+        return Routed(
+            request.ticket,
+            record.destinations,
+            record.request_id,
+            header,
+            rank=rank_of(record.target),
+            remote=transfer.remote if isinstance(transfer, Prefilling) else None,
+            pull=transfer.pull if isinstance(transfer, Pull) else None,
+            attachment=transfer.attachment if isinstance(transfer, PeerRead) else None,
+        )

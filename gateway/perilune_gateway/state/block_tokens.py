@@ -21,9 +21,10 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 
 from perilune_gateway.model import Tier
+from perilune_gateway.model.applied import Applied
 from perilune_gateway.model.handoff import Content, Immovable
 from perilune_gateway.model.kv_events import BlockStored
-from perilune_gateway.state.engine_blocks import Applied, lora_of, mm_of, salt_of
+from perilune_gateway.state.engine_blocks import lora_of, mm_of, salt_of
 
 RUN_BYTES, BLOCK_BYTES = 600, 150
 """Bytes that a run and a block take besides the token ids (measured)."""

@@ -23,13 +23,14 @@ The calibration also averages the seconds that a request decodes on an endpoint,
 an argument, reading changes nothing, and every method except `forget` and `links` costs O(1).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 
 from perilune_gateway.model import H20_30B, EngineModel
 from perilune_gateway.model.shared import Measure, Measured
+from perilune_gateway.state import facts
 
 LOW, HIGH = 0.1, 30.0
 GAIN = 0.1
@@ -142,13 +143,11 @@ class Speed(NamedTuple):
 class Calibration:
     """The ratios of a pool."""
 
-    def __init__(
-        self, engine: EngineModel = H20_30B, on_measured: Callable[[Measured], object] = lambda seen: None
-    ) -> None:
-        """`engine` is the assumed speed of the pool's engines before any observation. `on_measured` is called
-        with each measurement of this replica."""
+    def __init__(self, engine: EngineModel = H20_30B, tell: facts.Tell = facts.nobody) -> None:
+        """`engine` is the assumed speed of the pool's engines before any observation. `tell` hears of each
+        measurement of this replica."""
         self.engine = engine
-        self._on_measured = on_measured
+        self._tell = tell
         self.transfers = 0
         """Number of transfers between endpoints that were observed."""
         self._speeds: dict[str, tuple[float, Speed]] = {}
@@ -182,7 +181,7 @@ class Calibration:
 
     def _record(self, seen: Measured, now: float) -> None:
         self.learn(seen, now)
-        self._on_measured(seen)
+        self._tell(facts.Measured(seen))
 
     def learn(self, seen: Measured, now: float) -> None:
         """Take over a measurement of this or another replica."""
@@ -210,8 +209,8 @@ class Calibration:
             return pool.ttft, endpoint.ttft
         return pool.store, endpoint.store
 
-    def forget(self, address: str) -> None:
-        """Forget an endpoint that left the pool; another one may get its address."""
+    def on_endpoint_left(self, fact: facts.EndpointLeft) -> None:
+        address = fact.address  # another endpoint may get it
         self._speeds.clear()
         self._endpoints.pop(address, None)
         for link in [link for link in self._links if address in link]:

@@ -1,16 +1,15 @@
 """What happens at this replica of the gateway and is still to be told to the others.
 
-    load, ejection, calibration, claims, offers, session admission ─▶ PendingChanges ─▶ Replicas.take
+    load, ejection, calibration, claims, offers, session admission ─ facts ─▶ PendingChanges ─▶ Replicas.take
 
-The state's parts get the method that they call when they are constructed; with NOT_SHARED there is nobody to
-tell. Turns of sessions are kept by sessions_elsewhere.py. Costs about 1 µs for each change.
+A listener (facts.py) where the state is shared. Turns of sessions are kept by sessions_elsewhere.py. Costs
+about 1 µs for each change.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -26,6 +25,7 @@ from perilune_gateway.model.shared import (
     Stamp,
     packed,
 )
+from perilune_gateway.state import facts
 
 MAX_CLAIMS = 1_000
 """Maximum number of claims that wait to be sent; the oldest are dropped, because claims soon expire."""
@@ -33,60 +33,6 @@ MAX_MEASURED = 1_000
 """Maximum number of measurements that wait to be sent; the oldest are dropped."""
 MAX_JUDGEMENTS = 10_000
 """Maximum number of addresses of which the last judgement is known."""
-
-
-class Changes(Protocol):
-    """Is told what happens at this replica."""
-
-    def loaded(self, endpoint: str) -> None:
-        """The load that this replica has sent to the endpoint has changed."""
-
-    def judged(self, endpoint: str, cause: str) -> None:
-        """This replica has ejected the endpoint or, with an empty cause, found it healthy again."""
-
-    def measured(self, seen: Measured) -> None:
-        """A request here has told how fast an endpoint or a link is."""
-
-    def claimed(self, endpoint: str, blocks: Sequence[int], seconds: float | None, parent: int) -> None:
-        """Blocks of a prompt that was sent to the endpoint begin to count as cached, for so long; None: as
-        the pool says. `parent`: the block before them, 0 for none."""
-
-    def left(self, endpoint: str) -> None:
-        """The endpoint left the pool: what is known of it holds for no other one at its address."""
-
-    def offers_changed(self) -> None:
-        """This replica may have begun, changed or ended an offer or a move."""
-
-    def counts_changed(self) -> None:
-        """What this replica counts for session admission has changed otherwise than by a turn that was
-        decided here."""
-
-    def now_us(self, now: float) -> int:
-        """Return the time by the clock that all replicas share, in microseconds. `now`: by this one's."""
-
-
-class _NotShared:
-    """Nobody is told."""
-
-    def loaded(self, endpoint: str) -> None: ...
-
-    def judged(self, endpoint: str, cause: str) -> None: ...
-
-    def measured(self, seen: Measured) -> None: ...
-
-    def claimed(self, endpoint: str, blocks: Sequence[int], seconds: float | None, parent: int) -> None: ...
-
-    def left(self, endpoint: str) -> None: ...
-
-    def offers_changed(self) -> None: ...
-
-    def counts_changed(self) -> None: ...
-
-    def now_us(self, now: float) -> int:
-        return int(now * 1e6)
-
-
-NOT_SHARED: Changes = _NotShared()
 
 
 class Stamps:
@@ -137,24 +83,28 @@ class PendingChanges:
         self._measured: deque[Measured] = deque(maxlen=MAX_MEASURED)
         self._offers_changed = False
 
-    def loaded(self, endpoint: str) -> None:
-        self._loaded.add(endpoint)
+    def on_load_changed(self, fact: facts.LoadChanged) -> None:
+        if fact.here:
+            self._loaded.add(fact.address)
+            self._wake()
+
+    def on_judged(self, fact: facts.Judged) -> None:
+        if fact.here:
+            self._judgements[fact.address] = self._stamps.next(), fact.cause
+            self._judged.add(fact.address)
+            self._wake()
+
+    def on_measured(self, fact: facts.Measured) -> None:
+        self._measured.append(replace(fact.seen, at_us=self._stamps.next_us()))
         self._wake()
 
-    def judged(self, endpoint: str, cause: str) -> None:
-        self._judgements[endpoint] = self._stamps.next(), cause
-        self._judged.add(endpoint)
+    def on_claimed(self, fact: facts.Claimed) -> None:
+        blocks = packed(fact.blocks[:MAX_CLAIMED_BLOCKS])
+        self._claims.append(Claimed(fact.address, blocks, fact.seconds, fact.parent))
         self._wake()
 
-    def measured(self, seen: Measured) -> None:
-        self._measured.append(replace(seen, at_us=self._stamps.next_us()))
-        self._wake()
-
-    def claimed(self, endpoint: str, blocks: Sequence[int], seconds: float | None, parent: int) -> None:
-        self._claims.append(Claimed(endpoint, packed(blocks[:MAX_CLAIMED_BLOCKS]), seconds, parent))
-        self._wake()
-
-    def left(self, endpoint: str) -> None:
+    def on_endpoint_left(self, fact: facts.EndpointLeft) -> None:
+        endpoint = fact.address
         self._judgements.pop(endpoint, None)
         self._judgements[endpoint] = self._stamps.next(), ""
         self._judged.discard(endpoint)
@@ -165,15 +115,12 @@ class PendingChanges:
         self._claims.clear()
         self._claims.extend(kept)
 
-    def offers_changed(self) -> None:
+    def on_offers_changed(self, fact: facts.OffersChanged) -> None:
         self._offers_changed = True
         self._wake()
 
-    def counts_changed(self) -> None:
+    def on_line_changed(self, fact: facts.LineChanged) -> None:
         self._wake()
-
-    def now_us(self, now: float) -> int:
-        return self._stamps.now_us()
 
     def judged_elsewhere(self, endpoint: str, cause: str, stamp: Stamp) -> bool:
         """Another replica has judged the endpoint. Returns whether that is later than what is known here."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from perilune_gateway.state.facts import EndpointLeft
+
 LATEST, ENOUGH = 8, 7
 """Number of an endpoint's latest reports, and how many of them must agree."""
 
@@ -39,7 +41,6 @@ class ComputedAgain:
         elif latest.count(block_tokens) >= ENOUGH and self._tokens.pop(endpoint, 0):
             latest.clear()
 
-    def forget(self, endpoint: str) -> None:
-        """The endpoint left the pool."""
-        self._tokens.pop(endpoint, None)
-        self._reports.pop(endpoint, None)
+    def on_endpoint_left(self, fact: EndpointLeft) -> None:
+        self._tokens.pop(fact.address, None)
+        self._reports.pop(fact.address, None)

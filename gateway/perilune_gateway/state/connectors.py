@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from perilune_gateway.model.handoff import Immovable
+from perilune_gateway.state.facts import EndpointLeft
 
 
 class Connector(NamedTuple):
@@ -31,8 +32,11 @@ class Connectors:
         self._known[address] = connector
 
     def forget(self, address: str) -> None:
-        """The endpoint's page does not answer any more, or the endpoint left the pool."""
+        """The endpoint's page does not answer any more."""
         self._known.pop(address, None)
+
+    def on_endpoint_left(self, fact: EndpointLeft) -> None:
+        self.forget(fact.address)
 
     @property
     def known(self) -> Mapping[str, Connector]:

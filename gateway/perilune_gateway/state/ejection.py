@@ -29,7 +29,7 @@ Without KV events the first sign of a streamed answer is its head, which engines
 endpoint is found hanging, but not found slow. An endpoint from which no KV events come although its answers
 end well is judged by the heads of its answers until it is heard again.
 
-Time is an argument. Evidence costs O(1). `judge` costs O(requests without a sign), at most every JUDGE_S.
+Time is an argument. Evidence costs O(1). `judge` costs O(requests in flight), at most every JUDGE_S.
 """
 
 from __future__ import annotations
@@ -42,6 +42,18 @@ from math import inf
 from msgspec import Struct, field
 
 from perilune_api.pool import Ejection as Rules
+from perilune_gateway.model import Tier
+from perilune_gateway.state.facts import BlocksChanged, EndpointLeft, Judged, Tell
+from perilune_gateway.state.in_flight import Cause, InFlight, Requests, Wait
+from perilune_gateway.state.request_facts import (
+    Answered,
+    Decided,
+    Ended,
+    Prefilled,
+    Rerouted,
+    Sent,
+    Withdrawn,
+)
 
 SOURCES = 3
 """Evidence from this many different sessions is needed for an ejection, and from as many tenants, if so many
@@ -65,21 +77,12 @@ ENOUGH_SAMPLES = 10
 COLD_RATIO = 10.0
 """Observed over predicted seconds that is tolerated before anything was measured."""
 SLACK_S = 0.05
-"""Seconds that every request takes beside what is predicted."""
+"""Seconds that every request takes besides what is predicted."""
 LEAST_PATIENCE_S = 1.0
 NOT_IMPLEMENTED = 501
 """Engines answer so to what their model or version does not offer."""
 EAGER_S = 2.0
 """Seconds for which a trial waits for a new session; after that, a session's next turn is the trial."""
-
-
-class Cause(StrEnum):
-    """The fault of an endpoint, or of one answer."""
-
-    FAILURES = "failures"
-    """Answers with statuses that clients cannot cause, see `Ejection.is_failure`."""
-    LATE = "late"
-    """No first token, or too late."""
 
 
 class Standing(StrEnum):
@@ -143,7 +146,7 @@ class _Record(Struct, gc=False):
     pauses: float = 1.0
     """Length of its pause in units of the first."""
     trial: int = -1
-    """Ticket of the request that is its trial."""
+    """Ticket of the request that is its trial. -1 if there is none."""
     bad: int = 0
     of: int = 0
     blind: bool = False
@@ -155,40 +158,19 @@ class _Record(Struct, gc=False):
     """Observed over predicted seconds of first signs: of heads, of KV events."""
 
 
-class _Wait(Struct, gc=False):
-    """A request without a first sign, or one of which that is not expected any more."""
-
-    address: str
-    tenant: str
-    source: Hashable
-    since: float
-    alone_s: float
-    by_event: bool
-    cause: Cause | None = None
-    """The bad evidence that it has given; then it gives no more."""
-
-
 class Ejection:
     """The standing of every endpoint of a pool."""
 
-    def __init__(
-        self,
-        rules: Rules,
-        on_change: Callable[[str, str], object],
-        on_judged: Callable[[str, str], object] = lambda address, cause: None,
-        keyed: bool = False,
-    ) -> None:
-        """`on_change(address, cause)` is called when an endpoint is ejected and, with an empty cause, when it
-        is healthy again. `on_judged` is called likewise, but only for what this gateway has found out itself.
-        `keyed`: the gateway sends the key that engines demand, in place of what clients send."""
+    def __init__(self, rules: Rules, requests: Requests, tell: Tell, *, keyed: bool = False) -> None:
+        """`tell` hears `Judged`. `keyed`: the gateway sends the key that engines demand, in place of what
+        clients send."""
         self.rules = rules
+        self._requests = requests
+        self._tell = tell
         self._keyed = keyed
         self.ejections: Counter[tuple[str, Cause]] = Counter()
         """(address, cause) → number of ejections."""
-        self._on_change = on_change
-        self._on_judged = on_judged
         self._records: dict[str, _Record] = {}
-        self._waits: dict[int, _Wait] = {}
         self._accused: set[str] = set()
         """Endpoints with bad evidence that was not judged yet, or that could not be acted on."""
         self._judged_at = -inf
@@ -198,90 +180,99 @@ class Ejection:
 
     # -- evidence ----------------------------------------------------------------------------------
 
-    def sent(
-        self,
-        ticket: int,
-        address: str,
-        now: float,
-        *,
-        tenant: str = "",
-        source: Hashable,
-        alone_s: float,
-        by_event: bool,
-    ) -> None:
-        """A request was sent. `alone_s`: predicted seconds until its first sign on a healthy and idle
-        endpoint; `by_event`: a KV event will be that sign; `source`: the session that it belongs to."""
-        record = self._record(address)
-        self._waits[ticket] = _Wait(address, tenant, source, now, alone_s, by_event and not record.blind)
-        if record.standing is Standing.EJECTED and now >= record.until:
-            record.trial = ticket
-            self._step(address, record, Event.TRIED, now)
+    def on_decided(self, fact: Decided) -> None:
+        request = fact.request
+        if request.patience_s is not None:
+            source = request.session.key if request.session else request.ticket
+            self._sent(request, request.tenant, source, fact.now, request.patience_s)
 
-    def sent_now(self, ticket: int, now: float, *, alone_s: float) -> None:
-        """The request was held, and is sent only now. Ignores requests of endpoints that left."""
-        if wait := self._waits.get(ticket):
-            wait.since, wait.alone_s = now, alone_s
+    def on_sent(self, fact: Sent) -> None:
+        if wait := fact.request.wait:
+            wait.since, wait.alone_s = fact.now, fact.request.forecast.alone_s
 
-    def head(self, ticket: int, status: int, now: float) -> None:
-        """The head of its answer has come."""
-        wait = self._waits.get(ticket)
+    def on_rerouted(self, fact: Rerouted) -> None:
+        request, now = fact.request, fact.now
+        if wait := request.wait:
+            self._bad(request.ticket, wait, Cause.FAILURES, now)
+            self._sent(request, wait.tenant, wait.source, now, wait.alone_s, by_event=False)
+
+    def on_answered(self, fact: Answered) -> None:
+        request, now, wait = fact.request, fact.now, fact.request.wait
         if wait is None:
             return
-        if self.is_failure(status):
-            self._bad(ticket, wait, Cause.FAILURES, now)
-        elif status >= 400:
-            self._abandon(ticket)  # the request's own mistake says nothing about the endpoint
+        if self.is_failure(request.status):
+            self._bad(request.ticket, wait, Cause.FAILURES, now)
+        elif request.status >= 400:
+            self._abandon(request, wait)  # the request's own mistake says nothing about the endpoint
         elif not wait.by_event:
-            self._good(ticket, wait, now)
+            self._good(request, wait, now)
 
-    def prefilled(self, ticket: int, now: float) -> None:
-        """A KV event has ended its prefill."""
-        if wait := self._waits.get(ticket):
-            self._good(ticket, wait, now)
+    def on_prefilled(self, fact: Prefilled) -> None:
+        if wait := fact.request.wait:
+            self._good(fact.request, wait, fact.now)
 
-    def heard(self, address: str) -> None:
-        """A KV event has come from the endpoint."""
-        self._record(address).blind = False
+    def on_blocks_changed(self, fact: BlocksChanged) -> None:
+        if fact.applied.stored and fact.applied.tier is Tier.DEVICE:
+            self._record(fact.applied.endpoint).blind = False
 
-    def served_by(self, ticket: int, address: str, now: float) -> None:
-        """Envoy used another endpoint, because it could not reach the one it was sent to."""
-        wait = self._waits.get(ticket)
-        if wait is None:
-            return
-        self._bad(ticket, wait, Cause.FAILURES, now)
-        self.sent(
-            ticket,
-            address,
-            now,
-            tenant=wait.tenant,
-            source=wait.source,
-            alone_s=wait.alone_s,
-            by_event=False,
-        )
+    def on_ended(self, fact: Ended) -> None:
+        self._ended(fact.request, fact.now, well=fact.answered)
 
-    def ended(self, ticket: int, now: float, *, well: bool) -> Cause | None:
-        """The request has ended, `well` if its answer is complete. Returns what was wrong with it."""
-        wait = self._waits.get(ticket)
-        if wait is None:
-            return None
-        if wait.cause is None and well:
-            self._record(wait.address).blind |= wait.by_event
-            self._good(ticket, wait, now)
-        elif self._is_late(wait, now):
-            self._bad(ticket, wait, Cause.LATE, now)
-        else:
-            self._abandon(ticket)
-        self._waits.pop(ticket, None)
-        return wait.cause
+    def on_withdrawn(self, fact: Withdrawn) -> None:
+        self._ended(fact.request, fact.now, well=False)
 
-    def forget(self, address: str) -> None:
-        """The endpoint left the pool."""
+    def on_endpoint_left(self, fact: EndpointLeft) -> None:
+        address = fact.address
         self._records.pop(address, None)
         self._accused.discard(address)
         for key in [key for key in self.ejections if key[0] == address]:
             del self.ejections[key]
-        for ticket in [ticket for ticket, wait in self._waits.items() if wait.address == address]:
-            del self._waits[ticket]
+        for request in self._requests.all():
+            if request.wait and request.wait.address == address:
+                request.wait = None
+
+    def verdict(self, request: InFlight, now: float, *, answered: bool) -> Cause | None:
+        """Return what is wrong with a request that ends now."""
+        wait = request.wait
+        if wait is None or wait.cause or answered:
+            return wait.cause if wait else None
+        return Cause.LATE if self._is_late(wait, now) else None
+
+    def _sent(
+        self,
+        request: InFlight,
+        tenant: str,
+        source: Hashable,
+        now: float,
+        alone_s: float,
+        *,
+        by_event: bool = True,
+    ) -> None:
+        record = self._record(request.target)
+        request.wait = Wait(
+            address=request.target,
+            tenant=tenant,
+            source=source,
+            since=now,
+            alone_s=alone_s,
+            by_event=by_event and bool(request.awaited) and not record.blind,
+        )
+        if record.standing is Standing.EJECTED and now >= record.until:
+            record.trial = request.ticket
+            self._step(request.target, record, Event.TRIED, now)
+
+    def _ended(self, request: InFlight, now: float, *, well: bool) -> None:
+        wait = request.wait
+        if wait is None:
+            return
+        if wait.cause is None and well:
+            self._record(wait.address).blind |= wait.by_event
+            self._good(request, wait, now)
+        elif self._is_late(wait, now):
+            self._bad(request.ticket, wait, Cause.LATE, now)
+        else:
+            self._abandon(request, wait)
+        request.wait = None
 
     # -- judgement ---------------------------------------------------------------------------------
 
@@ -295,10 +286,11 @@ class Ejection:
             return
         for record in self._records.values():
             record.longest_s = 0.0
-        for wait in self._waits.values():
+        waiting = [(request.ticket, request.wait) for request in self._requests.all() if request.wait]
+        for _, wait in waiting:
             record = self._record(wait.address)
             record.longest_s = max(record.longest_s, wait.alone_s)
-        for ticket, wait in self._waits.items():
+        for ticket, wait in waiting:
             if wait.cause is None and self._is_late(wait, now):
                 self._bad(ticket, wait, Cause.LATE, now)
         if not self._accused:
@@ -326,7 +318,7 @@ class Ejection:
             record.cause, record.until = Cause(cause), now + LONGEST_PAUSE * self.rules.pause_seconds
         else:
             record.evidence.clear()
-        self._on_change(address, cause)
+        self._tell(Judged(address, cause, False))
 
     def trial(self, now: float, *, new_session: bool) -> str:
         """Return the endpoint that wants this request as its trial, or an empty string."""
@@ -348,9 +340,9 @@ class Ejection:
     def _record(self, address: str) -> _Record:
         return self._records.setdefault(address, _Record())
 
-    def _good(self, ticket: int, wait: _Wait, now: float) -> None:
+    def _good(self, request: InFlight, wait: Wait, now: float) -> None:
         """The first sign has come, perhaps late."""
-        del self._waits[ticket]
+        request.wait = None
         record = self._record(wait.address)
         took_s = now - self._begun(wait, record)
         record.ratios[wait.by_event].append((took_s + SLACK_S) / (wait.alone_s + SLACK_S))
@@ -358,9 +350,9 @@ class Ejection:
             record.sign_at = now
         if wait.cause is None:
             self._add(record, _Evidence(now, wait.tenant, wait.source, None))
-            self._tried(ticket, wait.address, record, Event.GOOD, now)
+            self._tried(request.ticket, wait.address, record, Event.GOOD, now)
 
-    def _bad(self, ticket: int, wait: _Wait, cause: Cause, now: float) -> None:
+    def _bad(self, ticket: int, wait: Wait, cause: Cause, now: float) -> None:
         if wait.cause is None:
             wait.cause = cause
             record = self._record(wait.address)
@@ -368,9 +360,9 @@ class Ejection:
             self._accused.add(wait.address)
             self._tried(ticket, wait.address, record, Event.BAD, now)
 
-    def _abandon(self, ticket: int) -> None:
-        wait = self._waits.pop(ticket)
-        self._tried(ticket, wait.address, self._record(wait.address), Event.ABANDONED, wait.since)
+    def _abandon(self, request: InFlight, wait: Wait) -> None:
+        request.wait = None
+        self._tried(request.ticket, wait.address, self._record(wait.address), Event.ABANDONED, wait.since)
 
     def _tried(self, ticket: int, address: str, record: _Record, event: Event, now: float) -> None:
         """If the request is the endpoint's trial, the trial is over."""
@@ -386,16 +378,14 @@ class Ejection:
                 record.pauses = 1.0 if now - record.since > FORGIVEN_S else record.pauses
                 record.since = now
                 self.ejections[address, record.cause] += 1
-                self._on_change(address, record.cause)
-                self._on_judged(address, record.cause)
+                self._tell(Judged(address, record.cause, True))
             else:
                 record.pauses = min(LONGEST_PAUSE, 2 * record.pauses)
             record.until = now + record.pauses * self.rules.pause_seconds
         elif before is Standing.TRIAL and after is Standing.HEALTHY:
             record.since = now
             record.evidence.clear()
-            self._on_change(address, "")
-            self._on_judged(address, "")
+            self._tell(Judged(address, "", True))
 
     @staticmethod
     def _add(record: _Record, evidence: _Evidence) -> None:
@@ -444,11 +434,11 @@ class Ejection:
         return (status >= 500 and status != NOT_IMPLEMENTED) or (self._keyed and status in (401, 403))
 
     @staticmethod
-    def _begun(wait: _Wait, record: _Record) -> float:
+    def _begun(wait: Wait, record: _Record) -> float:
         """Return the time from which the endpoint has worked for this request, at the latest."""
         return max(wait.since, record.sign_at) if wait.by_event else wait.since
 
-    def _is_late(self, wait: _Wait, now: float) -> bool:
+    def _is_late(self, wait: Wait, now: float) -> bool:
         """Whether a request without a sign has waited longer than the patience."""
         if now - self._measured_at > RATIO_S:
             self._ratios, self._measured_at = (self._tolerated(0), self._tolerated(1)), now

@@ -38,9 +38,11 @@ from typing import Any
 import msgspec
 
 from perilune_gateway.model import Tier
+from perilune_gateway.model.applied import Applied
 from perilune_gateway.model.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
 from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.state.block_names import Names
+from perilune_gateway.state.facts import EndpointLeft
 from perilune_gateway.state.prefix_index import FULL, Group, PrefixIndex
 from perilune_gateway.state.prompt_names import PromptNames
 from perilune_gateway.state.store_claims import StoreClaims
@@ -76,28 +78,6 @@ class Unused(StrEnum):
     """The kind of the KV cache group is not known, see `EngineBlocks.strange_groups`."""
     MEDIUM = "medium"
     """The medium is not a tier of this pool (disk, or a store that the pool does not have)."""
-
-
-class Applied(msgspec.Struct, frozen=True, gc=False):
-    """The changes that one event made."""
-
-    endpoint: str
-    tier: Tier = Tier.DEVICE
-    parent: int = 0
-    """Our hash of the block before the first stored one, or the root of the chain. Only for the device."""
-    stored: Sequence[int] = ()
-    """Our hashes of the stored blocks, on the device in prompt order. An engine's block is `stride` of
-    them."""
-    removed: int = 0
-    """Number of removed blocks."""
-    cleared: bool = False
-    """Whether the cache was emptied."""
-    session_id: str = ""
-    """Session id that the client sent to the engine; mostly empty."""
-    unused: int = 0
-    """Number of blocks in the event that changed nothing yet."""
-    stride: int = 1
-    """The engine's block size over the pool's."""
 
 
 _Holding = tuple[str, Tier, Group]
@@ -244,10 +224,9 @@ class EngineBlocks:
         hybrid models: what they tell again are also blocks of sliding windows that they no longer have."""
         return self.waiting[endpoint] > 0 and not self._index.is_hybrid(endpoint)
 
-    def forget(self, endpoint: str) -> None:
-        """Forget an endpoint that left the pool."""
-        self.reset(endpoint, 0.0)
-        del self.emptied_at[endpoint]
+    def on_endpoint_left(self, fact: EndpointLeft) -> None:
+        self.reset(fact.address, 0.0)
+        del self.emptied_at[fact.address]
 
     # -- stored ------------------------------------------------------------------------------------
 

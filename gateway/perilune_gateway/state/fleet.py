@@ -1,6 +1,6 @@
 """The endpoints: which there are, which may be used, and how loaded each one is.
 
-The load of an endpoint is that of the requests in flight there (`in_flight.py`), corrected by the engine's
+The load of an endpoint is that of the requests in flight there (`loads.py`), corrected by the engine's
 metrics.
 
 An endpoint is ready until it is suspected dead: Envoy used another endpoint, a connection failed (`suspect`),
@@ -9,8 +9,7 @@ its metrics are not scraped. One whose engine sleeps, by its metrics, is not rea
 endpoint is left, `as_last_resort` admits those whose metrics alone fail, because engines that are too busy to
 answer scrapes may still serve.
 
-`view` and `recent` only release prefills whose predicted time is over, and cost O(endpoints); `recent` reuses
-what has not changed.
+`view` and `recent` only read, and cost O(endpoints); `recent` reuses what has not changed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,8 +20,10 @@ from typing import NamedTuple
 
 from perilune_api.pool import Role, Topology
 from perilune_api.topology import Link
-from perilune_gateway.model import Endpoint, EngineMetrics, Load
-from perilune_gateway.state.in_flight import InFlight
+from perilune_gateway.model import Endpoint, EngineMetrics, Load, Tier
+from perilune_gateway.state.facts import BlocksChanged, Judged, LoadChanged, SessionsChanged, Unreached
+from perilune_gateway.state.loads import Loads
+from perilune_gateway.state.request_facts import Decided
 
 SUSPECT_S = 5.0
 """Seconds after which a suspected endpoint without metrics is ready again."""
@@ -84,11 +85,11 @@ class _State:
 class Fleet:
     """The endpoints of a pool."""
 
-    def __init__(self, kv_pool_tokens: int, in_flight: InFlight) -> None:
-        """`kv_pool_tokens`: tokens that fit into an endpoint's KV pool if its metrics do not say.
-        `in_flight`: its requests; this fleet tells it which endpoints there are."""
+    def __init__(self, kv_pool_tokens: int, loads: Loads) -> None:
+        """`kv_pool_tokens`: tokens that fit into an endpoint's KV pool if its metrics do not say. `loads`:
+        what its requests are; this fleet tells it which endpoints there are."""
         self.kv_pool_tokens = kv_pool_tokens
-        self._in_flight = in_flight
+        self._loads = loads
         self._states: dict[str, _State] = {}
         self._joins = 0
         self._recent: list[EndpointView] = []
@@ -98,9 +99,32 @@ class Fleet:
         self._changed: set[str] = set()
         """Addresses of endpoints that have changed since the last result of `recent`."""
 
-    def sessions_changed(self, address: str) -> None:
-        """Note that the number of sessions bound to the endpoint has changed."""
-        self._changed.add(address)
+    # -- what happens ------------------------------------------------------------------------------
+
+    def on_load_changed(self, fact: LoadChanged) -> None:
+        self._changed.add(fact.address)
+
+    def on_sessions_changed(self, fact: SessionsChanged) -> None:
+        self._changed.add(fact.address)
+
+    def on_judged(self, fact: Judged) -> None:
+        if state := self._states.get(fact.address):
+            state.ejected = fact.cause
+            self._changed.add(fact.address)
+
+    def on_unreached(self, fact: Unreached) -> None:
+        if state := self._states.get(fact.address):
+            state.suspect_at = state.unreached_at = fact.now
+            self._changed.add(fact.address)
+
+    def on_decided(self, fact: Decided) -> None:
+        if source := fact.decision.moved_from:
+            self.moved(source, fact.request.target, fact.now)
+
+    def on_blocks_changed(self, fact: BlocksChanged) -> None:
+        applied = fact.applied
+        if applied.stored and applied.tier is Tier.DEVICE and (state := self._states.get(applied.endpoint)):
+            state.stride = applied.stride
 
     # -- endpoints ---------------------------------------------------------------------------------
 
@@ -121,8 +145,8 @@ class Fleet:
             )
             state = self._states[address] = old.get(address) or self._joined(endpoint, links)
             state.endpoint, state.links, state.position = endpoint, links, position
-        self._in_flight.follow(old)
-        self._in_flight.follow(wanted)
+        self._loads.follow(old)
+        self._loads.follow(wanted)
         self._recent_until = -inf
         return left
 
@@ -166,14 +190,10 @@ class Fleet:
     def view(self, now: float, sessions: Mapping[str, int] = MappingProxyType({})) -> list[EndpointView]:
         """Return every endpoint with its load, in the pool's order. `sessions` maps addresses to the number
         of sessions bound there."""
-        self._in_flight.release(now)
         return [self._view(state, now, sessions.get(address, 0)) for address, state in self._states.items()]
 
     def recent(self, now: float, sessions: Mapping[str, int] = MappingProxyType({})) -> list[EndpointView]:
-        """Return what `view` returns, with entries of unchanged endpoints up to RECENT_S old. The caller must
-        report changes of `sessions` with `sessions_changed`."""
-        self._in_flight.release(now)
-        self._changed |= self._in_flight.take_changed()
+        """Return what `view` returns, with entries of unchanged endpoints up to RECENT_S old."""
         if now >= self._recent_until:
             self._recent_until = now + RECENT_S
             self._recent = [
@@ -219,12 +239,6 @@ class Fleet:
             and not (state.endpoint.draining or state.ejected or state.asleep or self._is_suspect(state, now))
         }
 
-    def set_ejected(self, address: str, cause: str) -> None:
-        """Record why the endpoint is ejected; with an empty cause, that it is not any more."""
-        if state := self._states.get(address):
-            state.ejected = cause
-            self._changed.add(address)
-
     def _look(self, state: _State, now: float, sessions: int) -> EndpointView:
         view = self._view(state, now, sessions)
         if self._recent_until > (turn := state.metrics_at + FRESH_S) > now:
@@ -235,7 +249,7 @@ class Fleet:
 
     def _view(self, state: _State, now: float, sessions: int) -> EndpointView:
         metrics, metrics_age_s = state.metrics, now - state.metrics_at
-        requests = self._in_flight.at(state.endpoint.address)
+        requests = self._loads.at(state.endpoint.address)
         pool = (metrics.kv_tokens if metrics else 0) or self.kv_pool_tokens
         uncommitted = max(0, pool - requests.context_tokens)
         if metrics and metrics_age_s <= FRESH_S:
@@ -270,8 +284,8 @@ class Fleet:
         of them have not ended."""
         there = [a for a, state in self._states.items() if state.endpoint.server == server]
         return (
-            sum(self._in_flight.begun(address) for address in there),
-            sum(self._in_flight.own(address).in_flight for address in there),
+            sum(self._loads.begun(address) for address in there),
+            sum(self._loads.own(address).in_flight for address in there),
         )
 
     # -- observations ------------------------------------------------------------------------------
@@ -304,7 +318,7 @@ class Fleet:
         if state is None:
             return
         self._changed.add(address)
-        if self._in_flight.at(address).in_flight or (metrics and (metrics.running or metrics.waiting)):
+        if self._loads.at(address).in_flight or (metrics and (metrics.running or metrics.waiting)):
             state.busy_at = now
         if metrics is None:
             state.failed_scrapes += 1
@@ -325,17 +339,6 @@ class Fleet:
         """Return how many of the pool's blocks one block of the endpoint's engine is."""
         state = self._states.get(address)
         return state.stride if state else 1
-
-    def announced(self, address: str, stride: int) -> None:
-        """Record that the endpoint has announced blocks as long as `stride` of the pool's."""
-        if state := self._states.get(address):
-            state.stride = stride
-
-    def suspect(self, address: str, now: float) -> None:
-        """Record that the endpoint could not be reached."""
-        if state := self._states.get(address):
-            state.suspect_at = state.unreached_at = now
-            self._changed.add(address)
 
     def moved(self, source: str, target: str, now: float) -> None:
         """Record that a session moved from `source` to `target`."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+from perilune_gateway.state.facts import EndpointLeft
+
 
 class HostTiers:
     """The endpoints of a pool whose port for peers answers."""
@@ -16,8 +18,11 @@ class HostTiers:
         self._answering.add(address)
 
     def forget(self, address: str) -> None:
-        """The port does not answer any more, or the endpoint left the pool."""
+        """The port does not answer any more."""
         self._answering.discard(address)
+
+    def on_endpoint_left(self, fact: EndpointLeft) -> None:
+        self.forget(fact.address)
 
     @property
     def known(self) -> Set[str]:

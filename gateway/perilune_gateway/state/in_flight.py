@@ -1,40 +1,51 @@
-"""The requests in flight, and the load that they are at each endpoint.
+"""The record of a routed request until its end, and all requests that are in flight.
 
-A request is load from `start` to `finish`, which raises KeyError if called twice. Its pending prefill is
-counted in tokens and seconds. It ends with the first of these: a KV event with the prompt's last block
-(`blocks_stored`), the head of an answer that is not streamed (`prefill_done`), the predicted time where no
-event is expected (`expect_prefilled`), or the end of the request. `progress` releases it in steps where KV
-events only show a session's growth.
-
-Where several gateways share their state, `set_elsewhere` adds the load that another one has sent to an
-endpoint, and `own` returns what they are told of this one's. Every method costs O(1), except `follow`.
+A decision makes the record. Lifecycle (routing/lifecycle.py) writes what happens to the request, and each
+listener that has to remember something of it has one field for that: `load`, `wait`, `move`, `transfer`,
+`number`. Nothing else is kept by request anywhere.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from heapq import heappop, heappush
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from enum import StrEnum
 from math import inf
-from typing import NamedTuple
 
-from msgspec import Struct, field
+from msgspec import Struct
+
+from perilune_gateway.model import Move
+from perilune_gateway.model.forecast import NO_PREFILL, PrefillForecast
+from perilune_gateway.model.handoff import Content, GivenUp
+from perilune_gateway.state.sessions import Session
 
 
-class Requests(NamedTuple):
-    """Requests in flight at an endpoint, as numbers that add up."""
+class Cause(StrEnum):
+    """The fault of an endpoint, or of one answer."""
+
+    FAILURES = "failures"
+    """Answers with statuses that clients cannot cause, see `Ejection.is_failure`."""
+    LATE = "late"
+    """No first token, or too late."""
+
+
+class Sums(Struct, gc=False):
+    """The load at one endpoint, as sums over its requests."""
 
     in_flight: int = 0
+    begun: int = 0
+    """Number of requests that were ever in flight."""
     prefilling: int = 0
     pending_tokens: int = 0
     pending_s: float = 0.0
     context_tokens: int = 0
 
 
-NO_REQUESTS = Requests()
-
-
-class _Request(Struct, gc=False):
-    """A request that has not ended."""
+class Load(Struct, gc=False, kw_only=True, eq=False):
+    """What a request, or a leg of a transfer, is as load; state/loads.py counts it."""
 
     address: str
+    sums: Sums
+    """Where it counts."""
     tokens: int
     """Number of prefill tokens that are still pending."""
     total_tokens: int
@@ -42,254 +53,138 @@ class _Request(Struct, gc=False):
     context_tokens: int
     tenant: str
     awaited: int
-    """Block whose KV event ends the prefill; 0: unknown, or the prefill has ended."""
+    """Block whose KV event ends the prefill. 0 if it is unknown, or if the prefill has ended."""
+    ticket: int
+    """Of the request. -1 for a leg, which the gateway sends itself."""
     expected_at: float = inf
     """When the prefill counts as done if nothing ended it before."""
+    over: bool = False
 
 
-class _Queued(Struct, gc=False):
-    """The pending prefill of one tenant in the whole pool."""
+class Wait(Struct, gc=False, kw_only=True):
+    """That a request has no first sign yet; state/ejection.py judges by it."""
 
-    requests: int = 0
-    seconds: float = 0.0
-
-
-class _Load(Struct, gc=False):
-    """The requests at one endpoint."""
-
-    in_flight: set[int] = field(default_factory=set)
-    """Tickets."""
-    begun: int = 0
-    """Number of requests that were ever in flight."""
-    prefilling: int = 0
-    pending_tokens: int = 0
-    pending_s: float = 0.0
-    context_tokens: int = 0
-    by_replica: dict[str, Requests] = field(default_factory=dict)
-    """Other replica of the gateway → the requests that it has sent here."""
-    elsewhere: Requests = NO_REQUESTS
-    """Their sum."""
+    address: str
+    tenant: str
+    source: Hashable
+    """Its session, or the request itself."""
+    since: float
+    alone_s: float
+    """Predicted seconds until the first sign on a healthy and idle endpoint."""
+    by_event: bool
+    """Whether that sign is a KV event."""
+    cause: Cause | None = None
+    """The bad evidence that it has given; then it gives no more."""
 
 
-class InFlight:
-    """The requests in flight at a pool's endpoints, by their tickets."""
+class Transfer(Struct, gc=False, kw_only=True, eq=False):
+    """The KV that comes from another endpoint for a request; routing/request_transfers.py lists who writes
+    it."""
 
-    def __init__(self, on_load: Callable[[str], object] = lambda address: None) -> None:
-        """`on_load` is called with every endpoint whose load of this gateway's requests changes."""
-        self._on_load = on_load
-        self._changed: set[str] = set()
-        self._loads: dict[str, _Load] = {}
-        self._requests: dict[int, _Request] = {}
-        self._queued: dict[str, _Queued] = {}
-        """Tenant → its pending prefill; only tenants that have some."""
-        self._awaited: dict[tuple[str, int], list[int]] = {}
-        """(address, last block of a prompt) → tickets of the requests whose prefill that block's event
-        ends."""
-        self._expected: list[tuple[float, int]] = []
-        """(time, ticket) of prefills that end at a predicted time; a heap."""
-        self._legs = 0
-
-    def follow(self, addresses: Iterable[str]) -> None:
-        """Count the load of these endpoints from now on; those that stay keep theirs."""
-        self._loads = {address: self._loads.get(address) or _Load() for address in addresses}
-
-    def own(self, address: str) -> Requests:
-        """Return the requests that this gateway has sent to the endpoint."""
-        load = self._loads.get(address)
-        return _own(load) if load else NO_REQUESTS
-
-    def at(self, address: str) -> Requests:
-        """Return the requests of all gateways at the endpoint."""
-        load = self._loads.get(address)
-        if load is None:
-            return NO_REQUESTS
-        return _sum(_own(load), load.elsewhere) if load.by_replica else _own(load)
-
-    def take_changed(self) -> set[str]:
-        """Return the endpoints whose load has changed since the last call."""
-        changed, self._changed = self._changed, set()
-        return changed
-
-    def begun(self, address: str) -> int:
-        """Return how many requests this gateway has begun at the endpoint since it joined the pool."""
-        load = self._loads.get(address)
-        return load.begun if load else 0
-
-    # -- this gateway's requests -------------------------------------------------------------------
-
-    def leg_ticket(self) -> int:
-        """Return a ticket for a request that the gateway itself makes. It is negative; those of clients'
-        requests are not."""
-        self._legs += 1
-        return -self._legs
-
-    def start(
-        self,
-        ticket: int,
-        address: str,
-        *,
-        uncached_tokens: int,
-        prefill_s: float,
-        context_tokens: int,
-        last_block: int = 0,
-        tenant: str = "",
-    ) -> None:
-        """Add a request to the load of `address`. `last_block` is our hash of the prompt's last full block,
-        or 0 if it is unknown or already cached there."""
-        request = _Request(
-            address, uncached_tokens, uncached_tokens, prefill_s, context_tokens, tenant, last_block
-        )
-        self._requests[ticket] = request
-        if uncached_tokens:
-            queued = self._queued.setdefault(tenant, _Queued())
-            queued.requests += 1
-            queued.seconds += prefill_s
-        if last_block:
-            self._awaited.setdefault((address, last_block), []).append(ticket)
-        if load := self._loads.get(address):
-            self._loaded(address)
-            load.in_flight.add(ticket)
-            load.begun += 1
-            load.context_tokens += context_tokens
-            if uncached_tokens:
-                load.prefilling += 1
-                load.pending_tokens += uncached_tokens
-                load.pending_s += prefill_s
-
-    def blocks_stored(self, address: str, blocks: Sequence[int]) -> list[int]:
-        """Record a KV event: it ends the prefills whose last block is in `blocks`. Returns their tickets."""
-        if not self._awaited:
-            return []
-        awaited = self._awaited
-        done = [ticket for block in blocks for ticket in awaited.get((address, block), ())]
-        for ticket in done:
-            self.prefill_done(ticket)
-        return done
-
-    def progress(self, ticket: int, tokens: int) -> float:
-        """Record that `tokens` more tokens of the request's prompt are cached. Returns the share of its
-        prefill that is left. Ignores ended requests, and endpoints that left the pool in between."""
-        request = self._requests.get(ticket)
-        if request is None:
-            return 0.0
-        self._progress(ticket, request, min(tokens, request.tokens))
-        return request.tokens / request.total_tokens if request.tokens else 0.0
-
-    def _progress(self, ticket: int, request: _Request, done: int) -> None:
-        """Release `done` of the request's pending tokens."""
-        if not done:
-            return
-        request.tokens -= done
-        released_s = request.total_s * done / request.total_tokens
-        queued = self._queued[request.tenant]
-        queued.seconds -= released_s
-        queued.requests -= not request.tokens
-        if not queued.requests:
-            del self._queued[request.tenant]
-        if (load := self._loads.get(request.address)) and ticket in load.in_flight:
-            self._loaded(request.address)
-            load.prefilling -= not request.tokens
-            load.pending_tokens -= done
-            if load.prefilling:
-                load.pending_s -= released_s
-            else:
-                load.pending_s = 0.0  # removes rounding errors
-
-    def prefill_done(self, ticket: int) -> None:
-        """Release the request's whole pending prefill. Ignores ended requests."""
-        request = self._requests.get(ticket)
-        if request is not None:
-            self._prefilled(ticket, request)
-
-    def _prefilled(self, ticket: int, request: _Request) -> None:
-        self._progress(ticket, request, request.tokens)
-        if request.awaited and (tickets := self._awaited.get((request.address, request.awaited))):
-            if ticket in tickets:
-                tickets.remove(ticket)
-            if not tickets:
-                del self._awaited[request.address, request.awaited]
-        request.awaited = 0
-
-    def expect_prefilled(self, ticket: int, at: float) -> None:
-        """The request's prefill counts as done at the time `at`, if nothing ended it before. A later call
-        replaces an earlier one."""
-        self._requests[ticket].expected_at = at
-        heappush(self._expected, (at, ticket))
-
-    def release(self, now: float) -> None:
-        """End the prefills whose predicted time is over."""
-        while self._expected and self._expected[0][0] <= now:
-            at, ticket = heappop(self._expected)
-            request = self._requests.get(ticket)
-            if request and request.expected_at == at:
-                self._prefilled(ticket, request)
-
-    def begin_again(
-        self, ticket: int, address: str, *, uncached_tokens: int, prefill_s: float, last_block: int
-    ) -> None:
-        """The request has another prefill than it had at its start, there or at another endpoint. Its tenant
-        and its context stay."""
-        request = self._requests[ticket]
-        self.finish(ticket)
-        self.start(
-            ticket,
-            address,
-            uncached_tokens=uncached_tokens,
-            prefill_s=prefill_s,
-            context_tokens=request.context_tokens,
-            last_block=last_block,
-            tenant=request.tenant,
-        )
-
-    def share_of_queue_s(self, tenant: str) -> float:
-        """Return how many seconds the tenant's pending prefill takes if all tenants that have some get equal
-        shares of all endpoints."""
-        queued = self._queued.get(tenant)
-        return queued.seconds * len(self._queued) / max(1, len(self._loads)) if queued else 0.0
-
-    def finish(self, ticket: int) -> None:
-        """End the request. Raises KeyError if it has already ended."""
-        request = self._requests.pop(ticket)
-        if request.tokens or request.awaited:
-            self._prefilled(ticket, request)
-        load = self._loads.get(request.address)
-        if load is None:
-            return
-        self._loaded(request.address)
-        if ticket in load.in_flight:
-            load.in_flight.remove(ticket)
-            load.context_tokens -= request.context_tokens
-
-    def runs(self, ticket: int) -> bool:
-        """Whether this request has started and not ended."""
-        return ticket in self._requests
-
-    @property
-    def count(self) -> int:
-        """Number of requests that have started and not ended."""
-        return len(self._requests)
-
-    # -- other replicas of the gateway -------------------------------------------------------------
-
-    def set_elsewhere(self, replica: str, address: str, requests: Requests) -> None:
-        """Record which requests another replica has in flight at the endpoint."""
-        if load := self._loads.get(address):
-            self._changed.add(address)
-            if requests.in_flight:
-                load.by_replica[replica] = requests
-            else:
-                load.by_replica.pop(replica, None)
-            load.elsewhere = _sum(*load.by_replica.values())
-
-    def _loaded(self, address: str) -> None:
-        self._changed.add(address)
-        self._on_load(address)
+    move: Move
+    began_at: float
+    tokens: int
+    """Prompt tokens that the transfer is about."""
+    cause: GivenUp | None = None
+    """Why it was given up. None if it was not."""
 
 
-def _own(load: _Load) -> Requests:
-    pending_s = load.pending_s if load.pending_s > 0.0 else 0.0  # rounding may leave less
-    return Requests(len(load.in_flight), load.prefilling, load.pending_tokens, pending_s, load.context_tokens)
+class InFlight(Struct, gc=False, kw_only=True, eq=False):
+    """A routed request that has not ended: what was decided, what is predicted, and what has happened. Times
+    are monotonic seconds."""
+
+    ticket: int
+    target: str
+    """The endpoint that has it, as far as is known."""
+    join: int
+    """Number of the target's joining the pool. With another one, another endpoint is at its address."""
+    started_at: float
+    sent_at: float
+    """When the endpoint got the request: when it started, or later if it was held before."""
+    tenant: str = ""
+    prompt_tokens: int = 0
+    session: Session | None = None
+    final: bool = False
+    """Whether it is the last one of its session."""
+    cache_key: str = ""
+    """OpenAI's `prompt_cache_key`."""
+    blocks: Sequence[int] = ()
+    claimed: Sequence[int] = ()
+    """Those of its blocks that were neither announced nor claimed before."""
+    announced_tokens: int = 0
+    """Prompt tokens that its endpoint itself has on its device, by its KV events. 0 if they do not say."""
+    claim_s: float | None = None
+    """Seconds for which its blocks count as cached if they are not announced. None if as the pool says."""
+    awaited: int = 0
+    """The block whose KV event ends the prefill. 0 if none is known."""
+    told: bool = False
+    """Whether KV events end its prefill: the awaited block's, or those that continue the session."""
+    expects_ratio: float = 0.0
+    """Where no KV event ends the prefill: its time over the predicted one, at most. 0 if an event does."""
+    patience_s: float | None = None
+    """Predicted seconds until the first sign on a healthy and idle endpoint. None if nobody judges the
+    endpoint by this request."""
+    forecast: PrefillForecast = NO_PREFILL
+    alone: PrefillForecast | None = None
+    """The forecast if the KV does not come from another endpoint after all. None if none would come."""
+    content: Content | None = None
+    """What its endpoint fetches from another one before it gets the request."""
+    learns: bool = False
+    """Whether its prefill tells how fast the endpoint is."""
+    arrived_at: float | None = None
+    """When the request arrived. None if its first token is counted already, or if it has none."""
+    name: int = 0
+    """What it is called if it breaks engines, see state/resets.py."""
+
+    # What has happened.
+    prefilled_at: float = 0.0
+    answered_at: float = 0.0
+    served: str = ""
+    """The endpoint that answers. Empty if no answer has come, or if it is unknown."""
+    status: int = 0
+    streamed: bool = False
+    """Whether the answer's head has come, and the answer is a stream."""
+    cached_tokens: int | None = None
+    """Prompt tokens that the engine had cached, as it reports. None if it has not reported."""
+
+    # What listeners keep.
+    load: Load | None = None
+    wait: Wait | None = None
+    transfer: Transfer | None = None
+    move: int = -1
+    """The planner's ticket of the move that this request carries out. -1 if there is none, or if it is
+    over."""
+    number: int = -1
+    """Number of its record among the kept decisions."""
 
 
-def _sum(*many: Requests) -> Requests:
-    return Requests(*map(sum, zip(*many, strict=True)))
+class Requests:
+    """The routed requests of one pool that have not ended. Lifecycle adds and removes them."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, InFlight] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def all(self) -> Iterable[InFlight]:
+        """Return all that are in flight, the oldest first. Nothing may be added or removed meanwhile."""
+        return self._open.values()
+
+    def get(self, ticket: int) -> InFlight | None:
+        """Return the request with this ticket. None if it has ended."""
+        return self._open.get(ticket)
+
+    def __getitem__(self, ticket: int) -> InFlight:
+        """Return the request with this ticket. Raise KeyError if it has ended."""
+        return self._open[ticket]
+
+    def __contains__(self, ticket: int) -> bool:
+        return ticket in self._open
+
+    def add(self, request: InFlight) -> None:
+        self._open[request.ticket] = request
+
+    def pop(self, ticket: int) -> InFlight:
+        """Remove a request that ends. Raise KeyError if it has ended before."""
+        return self._open.pop(ticket)

@@ -30,6 +30,7 @@ from perilune_api.pool import ExtraKeys, HashAlgorithm, Hashing, SpecError
 from perilune_gateway.model.kv_events import BlockStored
 from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.state.engine_blocks import has_full_attention, mm_of, salt_of
+from perilune_gateway.state.facts import EndpointLeft
 
 _RECENT = 32
 """Number of last results that a report uses."""
@@ -136,6 +137,9 @@ class ParityCheck:
         if state is None or (not seen and (state.late or state.waited_at >= since)):
             return
         state.recent_requests.append(seen)
+
+    def on_endpoint_left(self, fact: EndpointLeft) -> None:
+        self.forget(fact.address)
 
     def forget(self, endpoint: str) -> None:
         """Forget an endpoint that is gone or was restarted."""

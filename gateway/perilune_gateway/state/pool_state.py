@@ -5,20 +5,20 @@ Each object has one writer: the router and the feeds call it from one event loop
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from perilune_api.pool import Pool
 from perilune_gateway.model import EngineModel
 from perilune_gateway.state.block_tokens import BlockTokens
 from perilune_gateway.state.calibration import Calibration
-from perilune_gateway.state.changes import NOT_SHARED, Changes
 from perilune_gateway.state.computed_again import ComputedAgain
 from perilune_gateway.state.connectors import Connectors
 from perilune_gateway.state.ejection import Ejection
+from perilune_gateway.state.facts import Facts
 from perilune_gateway.state.fleet import Fleet
 from perilune_gateway.state.host_tiers import HostTiers
-from perilune_gateway.state.in_flight import InFlight
+from perilune_gateway.state.in_flight import Requests
+from perilune_gateway.state.loads import Loads
 from perilune_gateway.state.offers import Offers
 from perilune_gateway.state.parity import ParityCheck
 from perilune_gateway.state.prefix_index import Matches, PrefixIndex
@@ -39,8 +39,11 @@ MIN_INDEX_BLOCKS = 1_000_000
 class PoolState:
     """The state of one pool."""
 
+    facts: Facts
+    """Tells the pool's listeners what happens."""
+    requests: Requests
+    loads: Loads
     fleet: Fleet
-    in_flight: InFlight
     sessions: Sessions
     index: PrefixIndex
     calibration: Calibration
@@ -52,8 +55,8 @@ class PoolState:
     host_tiers: HostTiers
     offers: Offers
     resets: Resets
-    changes: Changes
-    """Is told what other replicas of the gateway have to know."""
+    sharing: Sharing | None
+    """With other replicas of the gateway. None if nothing is shared."""
     block_size: int
 
     @classmethod
@@ -69,54 +72,55 @@ class PoolState:
         `prefillScale`. `sharing`: with other replicas of the gateway; None: nothing is shared. `keyed`:
         the gateway sends the key that engines demand."""
         spec = pool.spec
-        changes = sharing.changes if sharing else NOT_SHARED
-        in_flight = InFlight(changes.loaded)
-        fleet = Fleet(spec.engine.kv_pool_tokens, in_flight)
+        facts, requests = Facts(), Requests()
+        loads = Loads(facts.tell)
+        fleet = Fleet(spec.engine.kv_pool_tokens, loads)
         keys = spec.routing.session
         index = PrefixIndex(index_blocks(pool), SPECULATIVE_TTL_S, claims_per_endpoint=_kv_blocks(pool))
         believed = replace(
             engine.scaled(spec.engine.prefill_scale), kv_bytes_per_token=spec.model.kv_bytes_per_token
         )
         return cls(
+            facts,
+            requests,
+            loads,
             fleet,
-            in_flight,
             Sessions(
                 keys.max_sessions,
                 keys.idle_seconds,
-                on_rebound=fleet.sessions_changed,
+                tell=facts.tell,
                 max_blocks=index_blocks(pool),
                 elsewhere=sharing.sessions if sharing else None,
             ),
             index,
-            Calibration(believed, changes.measured),
+            Calibration(believed, facts.tell),
             ComputedAgain(),
             ParityCheck(
                 spec.engine.hashing,
                 spec.engine.block_size,
                 lora_paths={lora.name: lora.path for lora in spec.model.loras},
             ),
-            Ejection(
-                spec.routing.ejection, on_change=fleet.set_ejected, on_judged=changes.judged, keyed=keyed
-            ),
+            Ejection(spec.routing.ejection, requests, facts.tell, keyed=keyed),
             BlockTokens(spec.engine.block_size, cached=index.__contains__),
             Connectors(),
             HostTiers(),
             Offers(sharing.replica if sharing else ""),
             Resets(),
-            changes,
+            sharing,
             spec.engine.block_size,
         )
 
-    def judge(self, now: float) -> None:
-        """Eject the endpoints that fail or hang. Costs O(requests that wait for their first token)."""
+    def pass_time(self, now: float) -> None:
+        """Let happen what time alone brings about: claims expire, predicted prefills end, and endpoints that
+        fail or hang are ejected. Called when a request comes and several times per second. Costs O(requests
+        in flight), at most every `ejection.JUDGE_S`."""
+        self.loads.pass_time(now)
+        self.index.expire(now)
         self.ejection.judge(now, lambda: self.fleet.usable(now), len(self.fleet))
 
-    def claim(self, address: str, blocks: Sequence[int], now: float, ttl_s: float | None) -> None:
-        """Count the blocks of a prompt that was sent to the endpoint as cached there before it announces
-        them, for `ttl_s` seconds at most; None: as the pool says."""
-        if blocks and (claimed := self.index.speculate(address, blocks, now, ttl_s=ttl_s)):
-            before = len(blocks) - len(claimed)
-            self.changes.claimed(address, claimed, ttl_s, blocks[before - 1] if before else 0)
+    def now_us(self, now: float) -> int:
+        """Return the time by the clock that all replicas share, in microseconds. `now`: by this one's."""
+        return self.sharing.stamps.now_us() if self.sharing else int(now * 1e6)
 
     def held(self, session: Session, now: float) -> Matches:
         """Return what is held of the session's context. While its host's device has all of it, the others are
@@ -156,19 +160,6 @@ class PoolState:
         if not session.follows and offloaded(session.host, (session.shared_tail,)):
             return session.shared_blocks * self.block_size
         return offloaded(session.host, session.chain) * self.block_size
-
-    def forget(self, address: str) -> None:
-        """Forget an endpoint that left the pool. The fleet has dropped it already, or knows another one at
-        its address."""
-        self.changes.left(address)
-        self.index.forget(address)
-        self.sessions.forget_host(address)
-        self.calibration.forget(address)
-        self.computed_again.forget(address)
-        self.ejection.forget(address)
-        self.parity.forget(address)
-        self.connectors.forget(address)
-        self.host_tiers.forget(address)
 
 
 def index_blocks(pool: Pool) -> int:

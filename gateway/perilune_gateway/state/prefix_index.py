@@ -44,6 +44,7 @@ from msgspec import Struct
 from perilune_gateway.model import Tier
 from perilune_gateway.state.block_map import BORN, BlockMap, Steps
 from perilune_gateway.state.claims import Before, Claims, Heads, Leaving, Run
+from perilune_gateway.state.facts import EndpointLeft
 
 _CLAIMED, _ON_HOST = 1, 2
 """Where an endpoint's bits are, after the one for its device."""
@@ -322,6 +323,9 @@ class PrefixIndex:
                 break
             lost.append(block)
         self.lost(lost)
+
+    def on_endpoint_left(self, fact: EndpointLeft) -> None:
+        self.forget(fact.address)
 
     def forget(self, endpoint: str) -> None:
         """Forget all blocks and claims of an endpoint: its cache was emptied, or it is gone."""

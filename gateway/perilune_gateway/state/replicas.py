@@ -52,12 +52,12 @@ from perilune_gateway.model.shared import (
     implausible,
     unpacked,
 )
-from perilune_gateway.state.in_flight import NO_REQUESTS, Requests
+from perilune_gateway.state.loads import NOTHING, AtEndpoint
 from perilune_gateway.state.offers import same
 from perilune_gateway.state.pool_state import PoolState
+from perilune_gateway.state.request_facts import TurnOver
 from perilune_gateway.state.session_queue import Given, Line, Place
 from perilune_gateway.state.sessions import Session
-from perilune_gateway.state.sharing import Sharing
 
 log = logging.getLogger(__name__)
 
@@ -98,15 +98,14 @@ class Moving(Protocol):
     def offers(self) -> Sequence[Offered]:
         """Return what it offers, copies, or began within the last minute, without stamps."""
 
-    def turn_ended(self) -> None:
-        """A turn has ended."""
-
 
 class Replicas:
     """The other replicas, as one replica sees them."""
 
-    def __init__(self, state: PoolState, sharing: Sharing, admission: Admission, moving: Moving) -> None:
-        """`sharing`: the one with which the state was made."""
+    def __init__(self, state: PoolState, admission: Admission, moving: Moving) -> None:
+        """`state`: one that is shared."""
+        sharing = state.sharing
+        assert sharing, "with others"
         self.replica = sharing.replica
         self.received = 0
         """Number of changes applied."""
@@ -142,15 +141,15 @@ class Replicas:
 
     def take(self, *, alive: bool = False, leaving: bool = False) -> Outbox:
         """Return what has changed since the last call. `alive`: with a sign of life; `leaving`: the last."""
-        repeat, requests = alive or leaving, self._state.in_flight
+        repeat, loads = alive or leaving, self._state.loads
         changes: list[Change] = [*self._changes.take_events()]
         loaded = self._changes.take_loaded()
         if repeat:
             changes.append(Alive(leaving))
-            loaded.update(e for e in self._state.fleet.addresses() if requests.own(e).in_flight)
+            loaded.update(e for e in self._state.fleet.addresses() if loads.own(e).in_flight)
         if self._changes.take_offers_changed() or repeat:
             changes += self._offers(repeat=alive, leaving=leaving)
-        changes += [Loaded(self._stamps.next_us(), e, *requests.own(e)) for e in loaded]
+        changes += [Loaded(self._stamps.next_us(), e, *loads.own(e)) for e in loaded]
         changes += self._changes.take_judged(repeat=repeat)
         counted = self._admission.counted(self._clock(), self._counted.at_us)
         if counted != self._counted or (alive and counted.at_us):
@@ -209,7 +208,7 @@ class Replicas:
 
     def _tell_turn(self, session: Session) -> None:
         """Tell that the session's latest turn has ended, if that is so and it was decided here."""
-        if session.stamp.replica == self.replica and not self._state.in_flight.runs(session.ticket):
+        if session.stamp.replica == self.replica and session.ticket not in self._state.requests:
             self._elsewhere.tell(session.name)
 
     def _offers(self, *, repeat: bool, leaving: bool) -> list[Offered]:
@@ -287,7 +286,7 @@ class Replicas:
             session.key.session_id if session.inferred else "",
             self._elsewhere.tenant(session.key.tenant) if session.inferred else b"",
             session.chained,
-            bool(session.runs_at) or self._state.in_flight.runs(session.ticket),
+            bool(session.runs_at) or session.ticket in self._state.requests,
         )
 
     # -- what the others tell ----------------------------------------------------------------------
@@ -382,7 +381,7 @@ class Replicas:
         self._admission.gone(replica, self._clock())
         for there, endpoint in [load for load in self._loads if load[0] == replica]:
             del self._loads[there, endpoint]
-            self._state.in_flight.set_elsewhere(replica, endpoint, NO_REQUESTS)
+            self._state.loads.set_elsewhere(replica, endpoint, NOTHING)
 
     def _session(self, bound: Bound, stamp: Stamp, heard_at: float) -> None:
         self._stamps.saw(bound.at_us)
@@ -393,7 +392,7 @@ class Replicas:
             if before is None or (stamp, not bound.running) > (before.stamp, not before.bound.running):
                 elsewhere.hear(bound, stamp, heard_at)
                 if not bound.running and self._state.offers.stands(bound.session, self._clock()):
-                    self._moving.turn_ended()
+                    self._state.facts.tell(TurnOver())
         elif stamp > session.stamp and bound.moved_from and session.stamp.replica == self.replica:
             if session.host == bound.moved_from:  # else a later turn here has moved it
                 sessions.hand_over(session, bound.host, heard_at)
@@ -408,7 +407,7 @@ class Replicas:
                 elsewhere.hear(bound, stamp, heard_at)
         elif stamp == session.stamp and session.runs_at and not bound.running:
             session.runs_at = ""
-            self._moving.turn_ended()
+            self._state.facts.tell(TurnOver())
 
     def _load(self, change: Loaded, replica: str) -> None:
         self._stamps.saw(change.at_us)
@@ -416,10 +415,10 @@ class Replicas:
             return
         if change.at_us > self._loads.get((replica, change.endpoint), 0):
             self._loads[replica, change.endpoint] = change.at_us
-            self._state.in_flight.set_elsewhere(
+            self._state.loads.set_elsewhere(
                 replica,
                 change.endpoint,
-                Requests(
+                AtEndpoint(
                     change.in_flight,
                     change.prefilling,
                     change.pending_tokens,

@@ -16,8 +16,12 @@ from collections.abc import Hashable
 
 from xxhash import xxh3_64_intdigest
 
+from perilune_gateway.state.request_facts import Answered, Broken
+
 RESETS = 2
 REFUSED_S = 600.0
+FAILED = 500
+"""Least status of an answer that is a failure."""
 MOST = 10_000
 """Number of names that are kept."""
 
@@ -40,19 +44,19 @@ class Resets:
         """Name → (times, when last), by time."""
         self._last_at = 0.0
 
-    def reset(self, name: int, now: float, times: int) -> None:
-        """The request broke off at so many engines."""
+    def on_broken(self, fact: Broken) -> None:
+        name, now = fact.request.name, fact.now
         if not name:
             return
         before, _ = self._seen.pop(name, (0, now))
-        self._seen[name] = before + times, now
+        self._seen[name] = before + fact.times, now
         self._last_at = now
         while len(self._seen) > MOST or now - next(iter(self._seen.values()))[1] > REFUSED_S:
             del self._seen[next(iter(self._seen))]
 
-    def answered(self, name: int) -> None:
-        """An engine has answered the request."""
-        self._seen.pop(name, None)
+    def on_answered(self, fact: Answered) -> None:
+        if fact.request.status < FAILED:
+            self._seen.pop(fact.request.name, None)
 
     def refused_s(self, name: int, now: float) -> float:
         """Return for how many more seconds the request is refused; 0 if it is not."""

@@ -20,7 +20,7 @@ length of the tenant's prompts, at most one per block of the prompt."""
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from heapq import merge
 from math import inf
 from typing import Protocol
@@ -29,6 +29,7 @@ from msgspec import Struct
 
 from perilune_gateway.model import Identity, SessionKey, SessionView, Subject
 from perilune_gateway.model.shared import NEVER, Bound, BoundElsewhere, Stamp
+from perilune_gateway.state.facts import BlocksChanged, EndpointLeft, SessionsChanged, Tell, nobody
 
 UNKNOWN = SessionKey("", "")
 """Key of a session that only other replicas have routed."""
@@ -217,13 +218,13 @@ class Sessions:
         self,
         max_sessions: int,
         idle_s: float,
-        on_rebound: Callable[[str], object] = lambda host: None,
         max_blocks: int = 4_000_000,
         elsewhere: Elsewhere | None = None,
+        tell: Tell = nobody,
     ) -> None:
-        """A session that was idle for more than `idle_s` seconds is forgotten. `on_rebound` is called with
-        every host whose number of sessions changes. `max_blocks`: of all chains. `elsewhere`: the sessions of
-        other replicas; None: nothing is shared."""
+        """A session that was idle for more than `idle_s` seconds is forgotten. `max_blocks`: of all chains.
+        `elsewhere`: the sessions of other replicas; None: nothing is shared. `tell` hears
+        `SessionsChanged`."""
         self._elsewhere = elsewhere
         self.max_blocks = max_blocks
         self.max_sessions = max_sessions
@@ -246,7 +247,7 @@ class Sessions:
         """(tenant, hint) → host of the last request with that hint, see `hint`."""
         self.bound: Counter[str] = Counter()
         """Host → number of sessions bound to it."""
-        self._on_rebound = on_rebound
+        self._tell = tell
         self._at: dict[str, dict[SessionKey, Session]] = {}
         """Host → the sessions bound to it, the least recently used first."""
 
@@ -497,6 +498,13 @@ class Sessions:
         for session in self._at.get(host, {}).values():
             session.unblocked_tokens = 0
 
+    def on_endpoint_left(self, fact: EndpointLeft) -> None:
+        self.forget_host(fact.address)
+
+    def on_blocks_changed(self, fact: BlocksChanged) -> None:
+        if fact.applied.cleared:
+            self.forget_host(fact.applied.endpoint)
+
     def unbind(self, host: str) -> None:
         """Another endpoint is at this address: no session is bound to it. What is known of the sessions
         stays."""
@@ -526,7 +534,7 @@ class Sessions:
         if not session.host:
             return
         self.bound[session.host] += 1
-        self._on_rebound(session.host)
+        self._tell(SessionsChanged(session.host))
         at = self._at.get(session.host)
         if at is None:
             at = self._at[session.host] = {}
@@ -536,7 +544,7 @@ class Sessions:
         if not session.host:
             return
         self.bound[session.host] -= 1
-        self._on_rebound(session.host)
+        self._tell(SessionsChanged(session.host))
         del self._at[session.host][session.key]
         if not self.bound[session.host]:
             del self.bound[session.host], self._at[session.host]

@@ -131,7 +131,7 @@ class Rig:
             self._pool,
             state,
             _NoTokenizer(),
-            Recorder(Metrics(CollectorRegistry(), lambda: self.now), Decisions()),
+            (Recorder(Metrics(CollectorRegistry(), lambda: self.now), Decisions()),),
             clock=lambda: self.now,
             stopwatch=lambda: self.now,
             wall_clock=lambda: self.now,

@@ -11,7 +11,7 @@ from perilune_api.pool import Topology
 from perilune_gateway.feeds.drained import SILENT_S, drained, is_idle
 from perilune_gateway.model import EngineMetrics, SessionKey
 from perilune_gateway.state.fleet import Fleet
-from perilune_gateway.state.in_flight import InFlight
+from perilune_gateway.state.loads import Loads
 from perilune_gateway.state.sessions import Sessions
 
 Object = dict[str, Any]
@@ -46,18 +46,18 @@ def test_which_pods_are_drained(given: Object, busy: tuple[str, ...], expected: 
     assert drained([given], lambda address: address not in busy) == expected
 
 
-def test_idle_is_nothing_in_flight_and_no_session_of_late() -> None:
-    in_flight = InFlight()
-    fleet, sessions = Fleet(10_000, in_flight), Sessions(max_sessions=10, idle_s=1800.0)
+def test_idle_is_nothing_loads_and_no_session_of_late() -> None:
+    loads = Loads()
+    fleet, sessions = Fleet(10_000, loads), Sessions(max_sessions=10, idle_s=1800.0)
     fleet.set_endpoints([endpoint("a"), endpoint("b")], Topology())
 
     def idle(now: float) -> bool:
         return is_idle(fleet, sessions, "a", now)
 
     assert idle(0.0)
-    in_flight.start(1, "a", uncached_tokens=10, prefill_s=0.1, context_tokens=10)
+    load = loads.start("a", uncached_tokens=10, prefill_s=0.1, context_tokens=10)
     assert not idle(0.0)
-    in_flight.finish(1)
+    loads.finish(load)
     sessions.bind(sessions.touch(SessionKey("t", "old"), 0.0), "a", 0.0)
     sessions.bind(sessions.touch(SessionKey("t", "new"), 10.0), "a", 10.0)
     assert not idle(10.0 + SILENT_S)
@@ -68,7 +68,7 @@ def test_idle_is_nothing_in_flight_and_no_session_of_late() -> None:
 
 @pytest.fixture
 def fleet() -> Fleet:
-    fleet = Fleet(10_000, InFlight())
+    fleet = Fleet(10_000, Loads())
     fleet.set_endpoints([endpoint("a"), endpoint("b")], Topology())
     return fleet
 
@@ -85,13 +85,13 @@ def test_requests_that_the_engine_reports_count_whoever_sent_them(fleet: Fleet, 
 
 
 def test_silence_begins_with_the_end_of_a_long_turn() -> None:
-    in_flight = InFlight()
-    fleet, sessions = Fleet(10_000, in_flight), Sessions(max_sessions=10, idle_s=1800.0)
+    loads = Loads()
+    fleet, sessions = Fleet(10_000, loads), Sessions(max_sessions=10, idle_s=1800.0)
     fleet.set_endpoints([endpoint("a")], Topology())
     sessions.bind(sessions.touch(SessionKey("t", "s"), 0.0), "a", 0.0)
-    in_flight.start(1, "a", uncached_tokens=10, prefill_s=0.1, context_tokens=10)
+    load = loads.start("a", uncached_tokens=10, prefill_s=0.1, context_tokens=10)
     fleet.metrics("a", EngineMetrics(), 500.0)
-    in_flight.finish(1)
+    loads.finish(load)
     fleet.metrics("a", EngineMetrics(), 501.0)
     assert not is_idle(fleet, sessions, "a", 500.0 + SILENT_S)
     assert is_idle(fleet, sessions, "a", 500.1 + SILENT_S)

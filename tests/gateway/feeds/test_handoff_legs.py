@@ -54,8 +54,8 @@ async def scene(connectors: Connectors | None = None) -> AsyncIterator[Scene]:
     async with contextlib.AsyncExitStack() as stack:
         engines = [Engine(), Engine()]
         addresses = [await stack.enter_async_context(engine.served()) for engine in engines]
-        due = asyncio.Event()
-        rig = Handing(pages=dict(zip(addresses, addresses, strict=True)), on_legs_due=due.set)
+        due = handoff_legs.Due()
+        rig = Handing(pages=dict(zip(addresses, addresses, strict=True)), listeners=(due,))
         made = Scene(rig, dict(zip(addresses, engines, strict=True)))
         made.source = rig.turn("s", PROMPT).target
         http = await stack.enter_async_context(aiohttp.ClientSession())

@@ -13,8 +13,9 @@ from perilune_api.pool import Hashing
 from perilune_gateway.feeds.kv_events import Batch, decode
 from perilune_gateway.feeds.pool_events import EventSink
 from perilune_gateway.model import ProtocolError
+from perilune_gateway.model.applied import Applied
 from perilune_gateway.state.block_tokens import BlockTokens
-from perilune_gateway.state.engine_blocks import Applied, EngineBlocks
+from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.parity import ParityCheck
 from perilune_gateway.state.prefix_index import PrefixIndex
 

@@ -18,10 +18,11 @@ from perilune_gateway.feeds.kv_events import Batch
 from perilune_gateway.feeds.kv_feed import ResetCause
 from perilune_gateway.feeds.pool_events import EventFeeds, EventSink
 from perilune_gateway.model import Endpoint, ProtocolError
+from perilune_gateway.model.applied import Applied
 from perilune_gateway.model.kv_events import BlockStored, EventStats
 from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.state.block_tokens import BlockTokens
-from perilune_gateway.state.engine_blocks import Applied, EngineBlocks
+from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.parity import Parity, ParityCheck
 from perilune_gateway.state.prefix_index import PrefixIndex
 

@@ -10,7 +10,8 @@ from perilune_gateway.observe.health import ProblemKind, Status, diagnose, repor
 from perilune_gateway.observe.stats import EndpointStats, LogStats
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_gateway.state.calibration import EndpointCalibration, RatioStats
-from perilune_gateway.state.ejection import Cause, EjectionStats
+from perilune_gateway.state.ejection import EjectionStats
+from perilune_gateway.state.in_flight import Cause
 from perilune_gateway.state.parity import Parity
 
 

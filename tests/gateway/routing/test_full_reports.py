@@ -1,6 +1,7 @@
 """Which endpoints are asked to announce their cached blocks again."""
 
 from perilune_gateway.routing.full_reports import MAX_ASKING, FullReports
+from perilune_gateway.state.facts import EndpointLeft
 
 
 def ask(reports: FullReports, endpoint: str) -> int:
@@ -15,20 +16,20 @@ def ask(reports: FullReports, endpoint: str) -> int:
 def test_an_endpoint_that_is_learnt_is_asked_within_a_budget_until_it_has_told_all() -> None:
     reports = FullReports()
     assert not reports.wanted("a")
-    reports.on_learning("a", True)
+    reports.learning("a", True)
     assert not reports.wanted("b")
     assert ask(reports, "a") == MAX_ASKING
-    reports.on_learning("a", True)
+    reports.learning("a", True)
     assert not reports.wanted("a")
-    reports.on_learning("a", False)
-    reports.on_learning("a", True)
+    reports.learning("a", False)
+    reports.learning("a", True)
     assert ask(reports, "a") == MAX_ASKING
 
 
 def test_another_endpoint_of_the_same_address_begins_with_a_full_budget() -> None:
     reports = FullReports()
-    reports.on_learning("a", True)
+    reports.learning("a", True)
     ask(reports, "a")
-    reports.forget("a")
-    reports.on_learning("a", True)
+    reports.on_endpoint_left(EndpointLeft("a"))
+    reports.learning("a", True)
     assert reports.wanted("a")

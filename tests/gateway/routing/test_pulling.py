@@ -6,6 +6,7 @@ import pytest
 from handing_rig import PAGES, Handing, text
 from msgspec import structs
 from prometheus_client import generate_latest
+from request_records import decided, in_flight
 from router_rig import A, B, C, completion
 from routing_objects import head
 
@@ -16,6 +17,7 @@ from perilune_gateway.observe import moves as move_rows
 from perilune_gateway.observe.explain import to_json
 from perilune_gateway.observe.stats import Snapshot
 from perilune_gateway.state.connectors import Connector
+from perilune_gateway.state.request_facts import Prefilled
 
 HELD = text(1, 6_400)
 PROMPT = [*HELD, *text(2, 100)]
@@ -213,10 +215,11 @@ def test_a_hanging_giver_is_not_its_takers_fault() -> None:
     as fast as predicted, so its patience is short."""
     rig = Pulls(rules=Pull(max_seconds=3.0))
     ejection, engine = rig.state.ejection, rig.state.calibration.engine
-    for ticket in range(-1_000, -980):
-        ejection.sent(ticket, (A, B)[ticket % 2], rig.now, source=ticket, alone_s=1.0, by_event=True)
+    for ticket in range(20):
+        prompt = in_flight(ticket, (A, B)[ticket % 2], at=rig.now, patience_s=1.0, awaited=1)
+        ejection.on_decided(decided(prompt))
         rig.now += 1.0
-        ejection.prefilled(ticket, rig.now)
+        ejection.on_prefilled(Prefilled(prompt, rig.now, True))
     rig.now += 30.0
     prompts = [rig.another(10 + i, 36_000) for i in range(4)]
     held = [rig.ask_b(prompt) for prompt in prompts]
@@ -245,11 +248,11 @@ def test_a_request_that_is_held_for_long_is_not_late() -> None:
 def test_a_prefill_after_a_failed_pull_counts_in_its_tenants_share() -> None:
     rig = Pulls()
     routed = rig.ask_b(tenant="t")
-    before_s = rig.state.in_flight.share_of_queue_s("t")
+    before_s = rig.state.loads.share_of_queue_s("t")
     assert before_s > 0.0
     rig.fails(routed, Leg.GIVE, GivenUp.NOT_TAKEN)
-    assert rig.state.in_flight.share_of_queue_s("t") > before_s
-    assert rig.state.in_flight.share_of_queue_s("") == 0.0
+    assert rig.state.loads.share_of_queue_s("t") > before_s
+    assert rig.state.loads.share_of_queue_s("") == 0.0
 
 
 @pytest.mark.parametrize("fails", [True, False])

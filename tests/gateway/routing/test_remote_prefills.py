@@ -135,7 +135,7 @@ def test_the_queue_of_a_tenant_is_its_own_wherever_its_prompts_are_prefilled() -
     rig = Split()
     routed = rig.route(PROMPT, head("/v1/completions", x_session_id="s", authorization="ann"))
     assert routed.remote
-    queue_s = rig.state.in_flight.share_of_queue_s
+    queue_s = rig.state.loads.share_of_queue_s
     tenant = rig.record(routed).tenant
     at_the_source = queue_s(tenant)
     assert at_the_source > 0.0

@@ -70,7 +70,7 @@ def test_an_ejection_is_not_inherited() -> None:
         rig.router.on_response(routed.ticket, 500, A, False)
         rig.finish(routed, Outcome.FAILED)
     rig.now += 1.0
-    rig.state.judge(rig.now)
+    rig.state.pass_time(rig.now)
     assert rig.state.fleet.usable(rig.now) == {B}
     replaced(rig)
     assert rig.state.fleet.usable(rig.now) == {A, B}

@@ -37,7 +37,7 @@ def test_what_is_not_for_the_model_goes_to_any_ready_endpoint(rig: Rig, h: Reque
     assert rig.record(routed).reason == Reason.PASS_THROUGH
     assert len(routed.destinations) == 2
     rig.finish(routed)
-    assert rig.router.state.in_flight.count == 0
+    assert len(rig.state.requests) == 0
 
 
 def test_the_conformance_header_counts_only_in_conformance_mode(rig: Rig) -> None:

@@ -8,6 +8,7 @@ from routing_objects import chosen
 from perilune_api.pool import EndpointSpec, Engine, Migration, MoveTrigger, Routing
 from perilune_gateway.model import Refusal, RefuseReason, RequestHead, Routed
 from perilune_gateway.policy import POLICIES
+from perilune_gateway.state.facts import Unreached
 
 ENGINE = Engine(block_size=16, kv_pool_tokens=10_000)
 ADDRESSES = [f"10.0.0.{i}:8000" for i in range(1, 6)]
@@ -51,7 +52,7 @@ def test_no_request_goes_where_it_may_not(policy, before, after, dead, turns) ->
         by_address = {e.address: e for e in endpoints}
         if half:
             for address in dead:
-                router.state.fleet.suspect(address, rig.now)
+                router.state.facts.tell(Unreached(address, rig.now))
         for name, tokens, subset, ends, wait_s in turns:
             rig.now += wait_s
             router.plan_moves()

@@ -8,6 +8,7 @@ from routing_objects import chosen, head
 
 from perilune_api.pool import EndpointSpec, Limits, Lora, Model, Routing
 from perilune_gateway.model import NeedBody, Refusal, RefuseReason, RequestHead, Routed
+from perilune_gateway.state.facts import Unreached
 
 
 def test_only_endpoints_of_the_subset_hint_are_chosen(rig: Rig) -> None:
@@ -66,7 +67,7 @@ def test_a_body_that_cannot_be_served_is_refused_with_its_reason(
     refusal = rig.router.on_body(head("/v1/completions"), body)
     assert isinstance(refusal, Refusal)
     assert (refusal.reason, refusal.status) == (reason, status)
-    assert rig.router.state.in_flight.count == 0
+    assert len(rig.state.requests) == 0
     kept = rig.decisions.query(n=1)[0]
     assert kept.reason == reason
     assert kept.timings_us["total"] > 0
@@ -96,7 +97,7 @@ def test_overload_is_429_with_the_time_until_the_shortest_queue_fits() -> None:
 
 def test_a_client_learns_no_addresses_from_a_refusal(rig: Rig) -> None:
     for address in (A, B):
-        rig.router.state.fleet.suspect(address, rig.now)
+        rig.state.facts.tell(Unreached(address, rig.now))
     refusal = rig.ask()
     assert isinstance(refusal, Refusal)
     assert "not_ready: 2" in refusal.message

@@ -2,26 +2,33 @@
 
 import pytest
 
-from perilune_gateway.routing.prefill_forecast import PrefillForecast
-from perilune_gateway.routing.running import Running
+from perilune_gateway.model.forecast import PrefillForecast
 from perilune_gateway.routing.speed_learning import SpeedLearning
+from perilune_gateway.state import facts
 from perilune_gateway.state.calibration import Calibration, Measure, Measured
+from perilune_gateway.state.in_flight import InFlight
+from perilune_gateway.state.request_facts import Prefilled
 
 PREFILL = PrefillForecast(uncached_tokens=1_000, calibrated_s=1.0, prefill_s=1.0, overhead_s=0.5, ttft_s=4.0)
 PULL = PrefillForecast(prefill_s=1.0, fetch_s=2.0, peer="b", overhead_s=0.5, ttft_s=4.0)
 LOAD = PrefillForecast(prefill_s=1.0, fetch_s=2.0, overhead_s=0.5, ttft_s=4.0)
 
 
-def sent(at: float, forecast: PrefillForecast = PREFILL, *, learns: bool = True) -> Running:
-    return Running("a", 1, at, at, forecast=forecast, learns=learns)
+def sent(at: float, forecast: PrefillForecast = PREFILL, *, learns: bool = True) -> InFlight:
+    return InFlight(ticket=1, target="a", join=1, started_at=at, sent_at=at, forecast=forecast, learns=learns)
 
 
-def learnt(*prefills: tuple[Running, float]) -> list[Measured]:
+def learnt(*prefills: tuple[InFlight, float]) -> list[Measured]:
     """Return what is learnt when these prefills end at these times."""
     measured: list[Measured] = []
-    learning = SpeedLearning(Calibration(on_measured=measured.append))
-    for running, ended_at in prefills:
-        learning.prefilled(running, ended_at)
+
+    def tell(fact: facts.Fact) -> None:
+        assert isinstance(fact, facts.Measured)
+        measured.append(fact.seen)
+
+    learning = SpeedLearning(Calibration(tell=tell))
+    for request, ended_at in prefills:
+        learning.on_prefilled(Prefilled(request, ended_at, True))
     return measured
 
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from perilune_gateway.model.applied import Applied
 from perilune_gateway.model.handoff import Content, Immovable
 from perilune_gateway.model.kv_events import BlockStored
 from perilune_gateway.request import block_hashes
 from perilune_gateway.state.block_tokens import BLOCK_BYTES, RUN_BYTES, BlockTokens
-from perilune_gateway.state.engine_blocks import Applied
 
 SIZE = 4
 A_BLOCK = BLOCK_BYTES + 4 * SIZE

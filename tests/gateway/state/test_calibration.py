@@ -13,6 +13,7 @@ from perilune_gateway.state.calibration import (
     EndpointCalibration,
     Ratio,
 )
+from perilune_gateway.state.facts import EndpointLeft
 
 
 def test_nothing_observed_is_as_predicted() -> None:
@@ -127,7 +128,7 @@ def test_who_left_is_forgotten() -> None:
     known = Calibration()
     known.prefill("a", 3.0, 1.0, 0.0)
     known.transfer("b", "a", 3.0, 1.0, 0.0)
-    known.forget("a")
+    known.on_endpoint_left(EndpointLeft("a"))
     assert known.of("a", 0.0).prefill.observations == 0
     assert known.prefill_ratio("a", 0.0) == known.prefill_ratio("other", 0.0)
     assert known.prefill_ratio("a", 0.0) == pytest.approx(2.0, rel=1e-3), "as the pool"

@@ -1,6 +1,7 @@
 """What waits to be told to the other replicas."""
 
 from perilune_gateway.model.shared import Claimed, Ejected, Measure, Measured, Stamp, packed
+from perilune_gateway.state import facts
 from perilune_gateway.state.changes import MAX_CLAIMED_BLOCKS, PendingChanges, Stamps
 
 NOW_US = 1_700_000_000_000_000
@@ -22,11 +23,11 @@ def test_a_stamp_is_later_than_all_that_was_seen() -> None:
 
 def test_each_change_is_taken_once() -> None:
     changes, woken = pending()
-    changes.claimed("a", range(MAX_CLAIMED_BLOCKS + 1), 5.0, 7)
-    changes.measured(Measured(Measure.PREFILL, "a", 2.0, 1.0))
-    changes.loaded("a")
-    changes.loaded("a")
-    changes.offers_changed()
+    changes.on_claimed(facts.Claimed("a", range(MAX_CLAIMED_BLOCKS + 1), 5.0, 7))
+    changes.on_measured(facts.Measured(Measured(Measure.PREFILL, "a", 2.0, 1.0)))
+    for here in (True, True, False):
+        changes.on_load_changed(facts.LoadChanged("a", here))
+    changes.on_offers_changed(facts.OffersChanged())
     assert len(woken) == 5
     assert changes.take_events() == [
         Claimed("a", packed(range(MAX_CLAIMED_BLOCKS)), 5.0, 7),
@@ -39,9 +40,9 @@ def test_each_change_is_taken_once() -> None:
 
 def test_own_ejections_that_stand_are_told_again_with_a_sign_of_life() -> None:
     changes, _ = pending()
-    changes.judged("a", "failures")
-    changes.judged("b", "late")
-    changes.judged("b", "")
+    changes.on_judged(facts.Judged("a", "failures", True))
+    changes.on_judged(facts.Judged("b", "late", True))
+    changes.on_judged(facts.Judged("b", "", True))
     ejected = {Ejected(NOW_US, "a", "failures"), Ejected(NOW_US + 2, "b", "")}
     assert set(changes.take_judged(repeat=False)) == ejected
     assert changes.take_judged(repeat=False) == []
@@ -50,7 +51,7 @@ def test_own_ejections_that_stand_are_told_again_with_a_sign_of_life() -> None:
 
 def test_of_two_judgements_the_later_one_wins() -> None:
     changes, _ = pending()
-    changes.judged("a", "failures")
+    changes.on_judged(facts.Judged("a", "failures", True))
     assert not changes.judged_elsewhere("a", "", Stamp(NOW_US - 1, "c"))
     assert changes.judged_elsewhere("a", "", Stamp(NOW_US + 1, "c"))
     assert changes.take_judged(repeat=True) == [], "it is not true any more"
@@ -58,11 +59,11 @@ def test_of_two_judgements_the_later_one_wins() -> None:
 
 def test_what_was_found_out_of_an_endpoint_that_left_holds_for_no_other_at_its_address() -> None:
     changes, _ = pending()
-    changes.judged("a", "failures")
-    changes.claimed("a", [1, 2], 5.0, 0)
-    changes.claimed("b", [1], 5.0, 0)
+    changes.on_judged(facts.Judged("a", "failures", True))
+    changes.on_claimed(facts.Claimed("a", [1, 2], 5.0, 0))
+    changes.on_claimed(facts.Claimed("b", [1], 5.0, 0))
     for endpoint in ("a", "c"):
-        changes.left(endpoint)
+        changes.on_endpoint_left(facts.EndpointLeft(endpoint))
     assert changes.take_judged(repeat=True) == []
     assert changes.take_events() == [Claimed("b", packed([1]), 5.0, 0)]
     for endpoint in ("a", "c"):

@@ -3,9 +3,15 @@
 from collections.abc import Collection
 
 import pytest
+from request_records import answered, decided, ended, in_flight
 
 from perilune_api.pool import Ejection as Rules
-from perilune_gateway.state.ejection import TABLE, Cause, Ejection, Event, Standing
+from perilune_gateway.model import SessionKey
+from perilune_gateway.state.ejection import TABLE, Ejection, Event, Standing
+from perilune_gateway.state.facts import EndpointLeft, Fact, Judged
+from perilune_gateway.state.in_flight import Cause, InFlight, Requests
+from perilune_gateway.state.request_facts import Prefilled, Rerouted
+from perilune_gateway.state.sessions import Session
 
 PAUSE_S = 2.0
 
@@ -23,31 +29,48 @@ class Pool:
         self.now = 100.0
         self.addresses = [f"e{i}" for i in range(size)]
         self.out: dict[str, str] = {}
-        self.ejection = Ejection(rules, self.changed, keyed=keyed)
+        self.requests = Requests()
+        self.ejection = Ejection(rules, self.requests, self.judged, keyed=keyed)
         self.alone_s = 1.0
         self._tickets = iter(range(1_000_000))
 
-    def changed(self, address: str, cause: str) -> None:
-        if cause:
-            self.out[address] = cause
+    def judged(self, fact: Fact) -> None:
+        assert isinstance(fact, Judged)
+        if fact.cause:
+            self.out[fact.address] = fact.cause
         else:
-            del self.out[address]
+            del self.out[fact.address]
 
     def usable(self) -> Collection[str]:
         return set(self.addresses) - set(self.out)
 
-    def send(self, address: str, source: object = None, *, by_event: bool = False, tenant: str = "") -> int:
+    def send(
+        self, address: str, source: object = None, *, by_event: bool = False, tenant: str = ""
+    ) -> InFlight:
         ticket = next(self._tickets)
-        self.ejection.sent(
+        session = None if source is None else Session(SessionKey(tenant, str(source)))
+        request = in_flight(
             ticket,
             address,
-            self.now,
+            at=self.now,
             tenant=tenant,
-            source=ticket if source is None else source,
-            alone_s=self.alone_s,
-            by_event=by_event,
+            session=session,
+            patience_s=self.alone_s,
+            awaited=1 if by_event else 0,
         )
-        return ticket
+        self.requests.add(request)
+        self.ejection.on_decided(decided(request))
+        return request
+
+    def head(self, request: InFlight, status: int = 200) -> None:
+        self.ejection.on_answered(answered(request, status, self.now))
+
+    def end(self, request: InFlight, *, well: bool = True) -> Cause | None:
+        """Return what was wrong."""
+        self.requests.pop(request.ticket)
+        wrong = self.ejection.verdict(request, self.now, answered=well)
+        self.ejection.on_ended(ended(request, self.now, well=well, wrong=wrong))
+        return wrong
 
     def ask(
         self,
@@ -57,10 +80,10 @@ class Pool:
         source: object = None,
         tenant: str = "",
     ) -> None:
-        ticket = self.send(address, source, tenant=tenant)
+        request = self.send(address, source, tenant=tenant)
         self.now += after_s
-        self.ejection.head(ticket, status, self.now)
-        self.ejection.ended(ticket, self.now, well=status < 400)
+        self.head(request, status)
+        self.end(request, well=status < 400)
 
     def judge(self) -> dict[str, str]:
         self.now += 0.11
@@ -70,11 +93,11 @@ class Pool:
     def serves(self, seconds: int = 20, ttft_s: float = 1.0) -> None:
         """Let every endpoint answer one request after the other."""
         for _ in range(seconds):
-            tickets = [self.send(address) for address in self.addresses]
+            requests = [self.send(address) for address in self.addresses]
             self.now += ttft_s
-            for ticket in tickets:
-                self.ejection.head(ticket, 200, self.now)
-                self.ejection.ended(ticket, self.now, well=True)
+            for request in requests:
+                self.head(request)
+                self.end(request)
 
 
 def test_every_step_of_a_standing_is_in_the_table() -> None:
@@ -158,7 +181,7 @@ def test_one_tenants_late_answers_eject_nobody_whom_others_find_well() -> None:
     for i in range(20):
         pool.ask(f"e{i % 4}", tenant=f"t{i % 5}")
     assert pool.judge() == {}
-    assert pool.ejection.ended(hanging[0], pool.now, well=False) is Cause.LATE
+    assert pool.end(hanging[0], well=False) is Cause.LATE
 
 
 def test_at_least_half_of_the_pool_stays() -> None:
@@ -189,7 +212,7 @@ def test_hanging_ejects_within_twice_the_usual_time() -> None:
         hanging += [pool.send("e0"), pool.send("e0")]
     assert pool.out == {"e0": Cause.LATE}
     assert pool.now - turned_bad <= 2.01, "1 s is usual"
-    assert pool.ejection.ended(hanging[0], pool.now, well=False) is Cause.LATE
+    assert pool.end(hanging[0], well=False) is Cause.LATE
 
 
 def test_ten_times_slower_ejects_before_its_first_answer() -> None:
@@ -207,8 +230,9 @@ def test_ten_times_slower_ejects_before_its_first_answer() -> None:
 def test_what_is_predicted_to_take_long_may_take_long() -> None:
     pool = Pool()
     pool.serves()
-    for ticket in range(2_000_000, 2_000_010):
-        pool.ejection.sent(ticket, "e0", pool.now, source=ticket, alone_s=30.0, by_event=False)
+    pool.alone_s = 30.0
+    for _ in range(10):
+        pool.send("e0")
     pool.now += 30.0
     assert pool.judge() == {}
 
@@ -228,10 +252,10 @@ def test_one_request_at_a_time_is_the_trial_and_a_good_one_ends_the_ejection() -
     pool.now += PAUSE_S
     assert pool.ejection.trial(pool.now, new_session=False) == "", "first a new session"
     assert pool.ejection.trial(pool.now, new_session=True) == "e0"
-    ticket = pool.send("e0")
+    request = pool.send("e0")
     assert pool.ejection.trial(pool.now, new_session=True) == "", "one trial at a time"
     assert pool.out, "not yet"
-    pool.ejection.head(ticket, 200, pool.now)
+    pool.head(request)
     assert pool.out == {}
     assert pool.judge() == {}, "old evidence does not count again"
 
@@ -258,7 +282,7 @@ def test_without_new_sessions_a_known_one_is_the_trial() -> None:
 def test_a_trial_whose_client_leaves_is_repeated() -> None:
     pool = ejected_pool()
     pool.now += PAUSE_S
-    pool.ejection.ended(pool.send("e0"), pool.now, well=False)
+    pool.end(pool.send("e0"), well=False)
     assert pool.out
     assert pool.ejection.trial(pool.now, new_session=True) == "e0"
 
@@ -267,7 +291,7 @@ def test_a_streams_head_is_no_sign_where_a_kv_event_is_expected() -> None:
     pool = Pool()
     pool.serves()
     for _ in range(6):
-        pool.ejection.head(pool.send("e0", by_event=True), 200, pool.now)
+        pool.head(pool.send("e0", by_event=True))
     pool.now += 20.0
     assert pool.judge() == {"e0": Cause.LATE}
 
@@ -275,9 +299,9 @@ def test_a_streams_head_is_no_sign_where_a_kv_event_is_expected() -> None:
 def test_a_queue_is_not_late_while_it_moves() -> None:
     pool = Pool()
     waiting = [pool.send("e0", by_event=True) for _ in range(40)]
-    for ticket in waiting:
+    for request in waiting:
         pool.now += 1.0
-        pool.ejection.prefilled(ticket, pool.now)
+        pool.ejection.on_prefilled(Prefilled(request, pool.now, True))
         assert pool.judge() == {}
 
 
@@ -285,12 +309,12 @@ def test_missing_events_are_not_taken_for_missing_tokens() -> None:
     pool = Pool()
     pool.serves()
     for _ in range(20):
-        ticket = pool.send("e0", by_event=True)
+        request = pool.send("e0", by_event=True)
         pool.now += 1.0
-        pool.ejection.head(ticket, 200, pool.now)
-        pool.ejection.ended(ticket, pool.now, well=True)
+        pool.head(request)
+        pool.end(request)
     for _ in range(6):
-        pool.ejection.head(pool.send("e0", by_event=True), 200, pool.now)
+        pool.head(pool.send("e0", by_event=True))
     pool.now += 60.0
     assert pool.judge() == {}, "its answers ended well all the same"
 
@@ -299,10 +323,11 @@ def test_an_endpoint_that_envoy_could_not_reach_has_failed() -> None:
     pool = Pool()
     pool.serves()
     for _ in range(10):
-        ticket = pool.send("e0")
-        pool.ejection.served_by(ticket, "e1", pool.now)
-        pool.ejection.head(ticket, 200, pool.now)
-        pool.ejection.ended(ticket, pool.now, well=True)
+        request = pool.send("e0")
+        request.target = "e1"
+        pool.ejection.on_rerouted(Rerouted(request, pool.now, "e0", True, ()))
+        pool.head(request)
+        pool.end(request)
     assert pool.judge() == {"e0": Cause.FAILURES}
 
 
@@ -315,6 +340,6 @@ def test_nobody_is_ejected_where_it_is_switched_off() -> None:
 
 def test_an_endpoint_that_left_leaves_nothing() -> None:
     pool = ejected_pool()
-    pool.ejection.forget("e0")
+    pool.ejection.on_endpoint_left(EndpointLeft("e0"))
     assert pool.ejection.of("e0", pool.now) is None
     assert not pool.ejection.ejections

@@ -6,15 +6,16 @@ from routing_objects import endpoint
 from perilune_api.pool import NodePlace, Topology
 from perilune_api.topology import Level
 from perilune_gateway.model import EngineMetrics, Load
+from perilune_gateway.state.facts import Facts, Unreached
 from perilune_gateway.state.fleet import FRESH_S, HITS_HALF_S, SUSPECT_S, Fleet
-from perilune_gateway.state.in_flight import InFlight
+from perilune_gateway.state.loads import Loads
 
 POOL = 10_000
 
 
 @pytest.fixture
 def fleet() -> Fleet:
-    made = Fleet(POOL, InFlight())
+    made = Fleet(POOL, Loads())
     made.set_endpoints([endpoint("a"), endpoint("b")], Topology())
     return made
 
@@ -37,11 +38,11 @@ def test_tokens_found_in_the_prefix_cache_count_half_as_much_five_minutes_later(
 
 
 def test_kv_room_from_fresh_metrics_or_from_what_was_sent() -> None:
-    requests = InFlight()
+    requests = Loads()
     fleet = Fleet(POOL, requests)
     fleet.set_endpoints([endpoint("a")], Topology())
     assert load(fleet).kv_free_tokens == POOL
-    requests.start(1, "a", uncached_tokens=0, prefill_s=0.0, context_tokens=2_000)
+    requests.start("a", uncached_tokens=0, prefill_s=0.0, context_tokens=2_000)
     assert load(fleet).kv_free_tokens == POOL - 2_000
     fleet.metrics("a", EngineMetrics(kv_usage=0.5, running=3, waiting=4), 10.0)
     fresh = load(fleet, now=10.0)
@@ -57,7 +58,7 @@ def ready(fleet: Fleet, now: float) -> list[str]:
 
 
 def test_without_scrapes_a_suspect_comes_back_after_a_while(fleet: Fleet) -> None:
-    fleet.suspect("a", 10.0)
+    fleet.on_unreached(Unreached("a", 10.0))
     assert ready(fleet, 10.0) == ["b"]
     assert ready(fleet, 10.0 + SUSPECT_S) == ["a", "b"]
 
@@ -81,7 +82,7 @@ def test_silent_is_whose_metrics_fail_and_nothing_else(fleet: Fleet) -> None:
     assert fleet.silent(3.0) == set(), "ready all the same"
     fleet.metrics("a", None, 4.0)
     assert fleet.silent(4.0) == {"a"}
-    fleet.suspect("a", 5.0)
+    fleet.on_unreached(Unreached("a", 5.0))
     assert fleet.silent(5.0) == set(), "found dead"
     assert fleet.silent(5.0 + SUSPECT_S) == {"a"}
     views = fleet.as_last_resort(fleet.view(20.0), 20.0)
@@ -92,7 +93,7 @@ def test_silent_is_whose_metrics_fail_and_nothing_else(fleet: Fleet) -> None:
 
 def test_links_to_the_others() -> None:
     topology = Topology(nodes={"n1": NodePlace("r1", "s1"), "n2": NodePlace("r1", "s1")})
-    made = Fleet(POOL, InFlight())
+    made = Fleet(POOL, Loads())
     made.set_endpoints(
         [endpoint("a", place=topology.place("n1")), endpoint("b", place=topology.place("n2"))], topology
     )
@@ -109,19 +110,23 @@ def test_endpoints_come_and_go(fleet: Fleet) -> None:
 
 
 def test_recent_views_follow_the_requests() -> None:
-    requests = InFlight()
+    facts = Facts()
+    requests = Loads(facts.tell)
     fleet = Fleet(POOL, requests)
+    facts.listen(fleet)
     fleet.set_endpoints([endpoint("a"), endpoint("b")], Topology())
     assert [view.load.in_flight for view in fleet.recent(0.0)] == [0, 0]
-    requests.start(1, "b", uncached_tokens=0, prefill_s=0.0, context_tokens=0)
+    requests.start("b", uncached_tokens=0, prefill_s=0.0, context_tokens=0)
     assert [view.load.in_flight for view in fleet.recent(0.1)] == [0, 1]
 
 
 def test_a_servers_use_is_that_of_all_its_ranks() -> None:
-    requests = InFlight()
+    requests = Loads()
     fleet = Fleet(POOL, requests)
     fleet.set_endpoints([endpoint("s#0"), endpoint("s#1"), endpoint("t")], Topology())
-    for ticket, address in enumerate(("s#0", "s#1", "t")):
-        requests.start(ticket, address, uncached_tokens=0, prefill_s=0.0, context_tokens=0)
-    requests.finish(0)
+    loads = [
+        requests.start(address, uncached_tokens=0, prefill_s=0.0, context_tokens=0)
+        for address in ("s#0", "s#1", "t")
+    ]
+    requests.finish(loads[0])
     assert fleet.use("s") == (2, 1)

@@ -29,8 +29,9 @@ from perilune_gateway.model.shared import (
     encode,
 )
 from perilune_gateway.routing.new_sessions import Queued
+from perilune_gateway.state import facts
 from perilune_gateway.state.active_contexts import HORIZON_S
-from perilune_gateway.state.ejection import Cause
+from perilune_gateway.state.in_flight import Cause
 from perilune_gateway.state.peers import LEASE_S
 from perilune_gateway.state.replicas import MAX_BATCH, Replicas
 from perilune_gateway.state.sessions_elsewhere import MAX_TOLD
@@ -52,7 +53,7 @@ class Replica(Rig):
         sharing = Sharing(name, Names(b"key"), lambda: self.now, lambda: 1_700_000_000.0 + self.now)
         super().__init__(document or pool(routing=ROUTING), seed=seed, sharing=sharing)
         self.name = name
-        self.shared = Replicas(self.state, sharing, self.router.new_sessions, self.router.handing_over)
+        self.shared = Replicas(self.state, self.router.new_sessions, self.router.handing_over)
 
     def tells(self, *others: "Replica", alive: bool = False) -> bytes:
         """Send what has changed to the others, and return it."""
@@ -384,11 +385,11 @@ def test_what_one_replica_measures_corrects_the_predictions_of_all_once():
 
 def test_an_endpoint_that_one_replica_ejects_is_avoided_by_all_until_it_is_healthy():
     first, second = two()
-    first.state.changes.judged(A, Cause.FAILURES)
+    first.state.facts.tell(facts.Judged(A, Cause.FAILURES, True))
     first.tells(second)
     assert second.ejected() == {A}
     assert {second.route(range(9 * n, 9 * n + 20)).destinations[0] for n in range(9)} == {B}
-    first.state.changes.judged(A, "")
+    first.state.facts.tell(facts.Judged(A, "", True))
     first.tells(second)
     assert second.ejected() == set()
 
@@ -441,7 +442,7 @@ def test_what_waits_for_the_server_is_bounded_and_sent_in_batches():
 
 def test_what_a_failed_write_would_have_told_is_told_again():
     first, second = two()
-    first.state.changes.judged(B, Cause.FAILURES)
+    first.state.facts.tell(facts.Judged(B, Cause.FAILURES, True))
     kept = first.route(range(20), turn("kept"))
     ended = first.route(range(20), turn("ended"))
     first.tells(second)
@@ -450,8 +451,8 @@ def test_what_a_failed_write_would_have_told_is_told_again():
     first.state.sessions.free(SessionKey("", "ended"))
     first.finish(kept)
     first.route(range(24), turn("kept"))
-    first.state.changes.judged(B, "")
-    first.state.changes.measured(Measured(Measure.DECODE, A, 2.0))
+    first.state.facts.tell(facts.Judged(B, "", True))
+    first.state.facts.tell(facts.Measured(Measured(Measure.DECODE, A, 2.0)))
     lost = first.shared.take()
     first.shared.failed(lost)
     again = first.shared.take()
@@ -498,7 +499,7 @@ def test_the_end_of_a_session_is_told_again_to_a_server_that_still_has_its_turn(
 
 def test_an_ejection_ends_with_its_endpoint():
     first, second = two()
-    first.state.changes.judged(A, Cause.FAILURES)
+    first.state.facts.tell(facts.Judged(A, Cause.FAILURES, True))
     first.tells(second)
     for replica in (first, second):
         replica.router.configure(pool(endpoints=[B], routing=ROUTING))

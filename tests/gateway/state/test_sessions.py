@@ -3,6 +3,7 @@
 import pytest
 
 from perilune_gateway.model import Identity, SessionKey
+from perilune_gateway.state.facts import Fact, SessionsChanged
 from perilune_gateway.state.sessions import Session, Sessions
 
 A, B = SessionKey("t", "a"), SessionKey("t", "b")
@@ -234,13 +235,13 @@ def test_sessions_are_counted_by_host(sessions: Sessions) -> None:
 
 
 def test_whoever_counts_the_bound_is_told_whose_number_changes() -> None:
-    told: list[str] = []
-    sessions = Sessions(100, 60.0, told.append)
+    told: list[Fact] = []
+    sessions = Sessions(100, 60.0, tell=told.append)
     session = bound(sessions, A, "h")
     sessions.bind(session, "h", 1.0)
     sessions.bind(session, "other", 1.0)
     sessions.free(A)
-    assert told == ["h", "h", "other", "other"]
+    assert told == [SessionsChanged(host) for host in ("h", "h", "other", "other")]
 
 
 def test_a_superseded_session_begins_anew_and_keeps_no_host(sessions: Sessions) -> None:

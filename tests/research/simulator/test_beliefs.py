@@ -7,7 +7,8 @@ import pytest
 from perilune_api.pool import Role, Topology
 from perilune_gateway.model import EngineMetrics
 from perilune_gateway.state.fleet import Fleet
-from perilune_gateway.state.in_flight import InFlight
+from perilune_gateway.state.in_flight import Load
+from perilune_gateway.state.loads import Loads
 from perilune_research.simulator.beliefs import Beliefs, KnownSession
 from perilune_research.simulator.fabric import SimulatedFabric
 from perilune_research.simulator.faults import Faults
@@ -24,12 +25,13 @@ def test_load_is_kept_as_the_gateway_keeps_it(seed: int):
     rng = Random(seed)
     engines = [FakeEngine() for _ in range(3)]
     ours = Beliefs(engines, H20, Faults(), SimulatedFabric(H20, Faults(), rng), [Role.BOTH] * 3)
-    requests = InFlight()
+    requests = Loads()
     theirs = Fleet(H20.kv_pool_tokens, requests)
     theirs.set_endpoints(ours.endpoints, Topology())
     bound = {e.address: 0 for e in ours.endpoints}
     sessions = [KnownSession(str(n)) for n in range(5)]
     running: dict[int, tuple[int, int, float, int, bool]] = {}
+    loads: dict[int, Load] = {}
     now = 1000.0
     ours.scrape(now)
     for endpoint in ours.endpoints:
@@ -41,19 +43,21 @@ def test_load_is_kept_as_the_gateway_keeps_it(seed: int):
             e, new, prefill_s, context, known = running.pop(done)
             if not known:
                 ours.prefill_done(e, new, prefill_s)
-                requests.prefill_done(done)
+                requests.prefilled(loads[done])
             if not known and rng.random() < 0.5:
                 running[done] = (e, new, prefill_s, context, True)
             else:
                 ours.finish(e, context, 0.0)
-                requests.finish(done)
+                requests.finish(loads.pop(done))
         else:
             e, new, context = rng.randrange(3), rng.choice([0, 100, 9000]), rng.randrange(1, 50_000)
             prefill_s = new / 1000
             ours.start(e, context)
             ours.prefill_starts(e, new, prefill_s)
             address = ours.endpoints[e].address
-            requests.start(ticket, address, uncached_tokens=new, prefill_s=prefill_s, context_tokens=context)
+            loads[ticket] = requests.start(
+                address, uncached_tokens=new, prefill_s=prefill_s, context_tokens=context
+            )
             running[ticket] = (e, new, prefill_s, context, False)
             session = rng.choice(sessions)
             if session.host >= 0:

@@ -12,8 +12,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
+from request_records import ended, in_flight
 from routing_objects import candidate, chosen, request
 
 from perilune_api.pool import Metadata, Model, Pool, Routing, Spec
@@ -22,6 +24,9 @@ from perilune_gateway.observe.decision_log import Cut, DecisionLog, Ended, Logge
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.recorder import Recorder
+from perilune_gateway.state import request_facts
+from perilune_gateway.state.in_flight import InFlight
+from perilune_gateway.state.request_facts import Recorded
 
 POOL = Pool(Metadata("p"), Spec(Model("m")))
 
@@ -72,14 +77,19 @@ class Full(RotatedFile):
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def over(request: InFlight, ending: Ending) -> request_facts.Ended:
+    return structs.replace(ended(request), ending=ending)
+
+
 class TestDecisionLog:
     async def test_decisions_and_endings_are_in_the_file_when_it_has_stopped(self, tmp_path):
         log = DecisionLog(RotatedFile(tmp_path / "log", 10**6, 1), POOL, "1", lambda: 7.0)
         async with running(log):
             ring = Recorder(Metrics(CollectorRegistry()), Decisions(), log)
-            first = ring.decided(record(0))
-            ring.ended(first, "a", Ending(Outcome.COMPLETED, 1.5, "a", 200))
-            ring.decided(record(1))
+            first = in_flight()
+            ring.on_recorded(Recorded(record(0), first))
+            ring.on_ended(over(first, Ending(Outcome.COMPLETED, 1.5, "a", 200)))
+            ring.on_recorded(Recorded(record(1), in_flight()))
         found = entries(tmp_path / "log")
         assert [type(entry) for entry in found] == [Logged, Ended, Logged]
         assert found[0].record == record(0)
@@ -96,9 +106,10 @@ class TestDecisionLog:
         log = DecisionLog(RotatedFile(tmp_path / "log", 10**6, 1), POOL, "1", lambda: 7.0)
         async with running(log):
             ring = Recorder(Metrics(CollectorRegistry()), Decisions(capacity=1), log)
-            first = ring.decided(record(0))
-            ring.decided(record(1))
-            ring.ended(first, "a", Ending(Outcome.FAILED, 2.0))
+            first = in_flight()
+            ring.on_recorded(Recorded(record(0), first))
+            ring.on_recorded(Recorded(record(1), in_flight()))
+            ring.on_ended(over(first, Ending(Outcome.FAILED, 2.0)))
         assert [e.number for e in entries(tmp_path / "log") if isinstance(e, Ended)] == [0]
 
     async def test_a_changed_pool_holds_from_the_next_decision_on(self, tmp_path):
