@@ -3,7 +3,6 @@
 import asyncio
 
 from handing_rig import Handing
-from routing_objects import chosen
 
 from perilune_api.pool import Migration, MoveTrigger, Pool, Routing
 from perilune_gateway.model.shared import Batch, Names, decode, encode
@@ -25,7 +24,7 @@ class HandingReplica(Handing):
 
     def pool(self, draining: str = "") -> Pool:
         migration = Migration((MoveTrigger.DRAIN,), moves_per_minute=self.moves_per_minute)
-        self.routing = Routing(chosen("sticky"), migration)
+        self.routing = Routing(migration=migration)
         return super().pool(draining)
 
     def tells(self, *others: "HandingReplica", alive: bool = False) -> bytes:
