@@ -79,17 +79,15 @@ async def test_a_session_leaves_a_hot_host_and_stays_away(user: User) -> None:
 
     async def is_hot() -> bool:
         assert not blocker.done(), "the host is not hot any more"
-        return await user.metric(f'perilune_endpoint_pending_seconds{{endpoint="{host}"}}') > 0.5
+        return await user.metric(f'perilune_endpoint_pending_prefill_seconds{{endpoint="{host}"}}') > 0.5
 
     await until_true(is_hot)
     endpoint, reason = await user.turn("calm", 150)
-    assert endpoint != host
-    print("REASON", reason)
+    assert (endpoint != host, reason) == (True, "moved"), "the policy judges hot hosts itself"
     await blocker
     assert (await user.turn("calm", 200))[0] == endpoint
     page = await user.moves()
-    planned = [one for one in page["ended"] if one.get("session_id") == "calm"]
-    assert planned == [], "the policy judges hot hosts itself"
+    assert [one for one in page["ended"] if one.get("session_id") == "calm"] == [], "nothing was planned"
 
 
 async def test_sessions_of_a_draining_endpoint_leave_it_with_their_next_requests(user: User) -> None:
@@ -104,7 +102,8 @@ async def test_sessions_of_a_draining_endpoint_leave_it_with_their_next_requests
 
         await until_true(is_offered)
         endpoint, reason = await user.turn(name, 150)
-        assert (endpoint != leaving, reason) == (True, "planned")
+        assert endpoint != leaving
+        assert reason in ("moved", "planned"), "by the policy or by the planner, whichever comes first"
     for name, host in hosts.items():
         if host != leaving:
             assert (await user.turn(name, 150))[0] == host, "nobody else moves"
