@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from perilune_api import names
 from perilune_api.inference_pool.checks import convert
 from perilune_operator.observe.facts import Observed
 from perilune_operator.plan import plan
@@ -95,8 +96,16 @@ def callers(gateway: Object, kinds: list[str], component: str, port: int) -> set
             ENVOY_GATEWAY,
             "engine",
             8000,
-            {*POOLS_OWN, *ENVOYS, "prometheus"},
-            id="an engine answers its own Gateway's Envoys, its pool, and who scrapes",
+            {*POOLS_OWN, *ENVOYS},
+            id="an engine answers its own Gateway's Envoys, and its pool",
+        ),
+        pytest.param(
+            ATTACHED,
+            ENVOY_GATEWAY,
+            "engine",
+            names.METRICS_PORT,
+            {*POOLS_OWN, "prometheus"},
+            id="who scrapes reaches the port that has nothing but metrics",
         ),
         pytest.param(
             ATTACHED, ENVOY_GATEWAY, "engine", 5557, POOLS_OWN, id="its other ports are the pool's alone"
@@ -117,7 +126,7 @@ def callers(gateway: Object, kinds: list[str], component: str, port: int) -> set
             ENVOY_GATEWAY,
             "engine",
             8000,
-            {*POOLS_OWN, *ENVOYS, "batch", "prometheus"},
+            {*POOLS_OWN, *ENVOYS, "batch"},
             id="clients that the pool names besides",
         ),
         pytest.param(
@@ -125,7 +134,7 @@ def callers(gateway: Object, kinds: list[str], component: str, port: int) -> set
             EXTENSION,
             "engine",
             8000,
-            {*POOLS_OWN, "batch", "prometheus"},
+            {*POOLS_OWN, "batch"},
             id="another implementation's Envoys are those that the pool names",
         ),
         pytest.param(

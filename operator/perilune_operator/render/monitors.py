@@ -9,9 +9,9 @@ from perilune_operator.render.objects import Context
 
 def monitors(pool: Context) -> Iterator[Object]:
     if pool.has("PodMonitor"):
-        yield _monitor(pool, "engine", "http", "PodMonitor")
+        yield _monitor(pool, "engine", "metrics", "PodMonitor")
         if pool.spec.prefill_replicas:
-            yield _monitor(pool, "prefill", "http", "PodMonitor")
+            yield _monitor(pool, "prefill", "metrics", "PodMonitor")
         if pool.spec.mooncake.store.enabled:
             yield _monitor(pool, "master", "http", "PodMonitor")
     if pool.has("ServiceMonitor") and not pool.spec.gateway.served_by:
