@@ -88,6 +88,17 @@ def callers(gateway: Object, kinds: list[str], component: str, port: int) -> set
     }
 
 
+def test_nobody_outside_of_the_pool_reaches_the_stores_master() -> None:
+    """Its HTTP port has metrics, and requests that empty the store."""
+    spec = convert({"model": {"name": "m"}, "mooncake": {"store": {"enabled": True}}, "gateway": ATTACHED})
+    made = plan("p", "ns", spec, Observed("u", 1, kinds=frozenset(ENVOY_GATEWAY)), 0.0, Defaults())
+    (policy,) = [
+        o for o in made.objects or () if o["metadata"]["name"] == "p-master" and "ingress" in o["spec"]
+    ]
+    peers = [peer for rule in policy["spec"]["ingress"] for peer in rule["from"]]
+    assert {name for name, (at, has) in PODS.items() if any(matches(p, at, has) for p in peers)} == POOLS_OWN
+
+
 @pytest.mark.parametrize(
     ("gateway", "kinds", "component", "port", "may"),
     [

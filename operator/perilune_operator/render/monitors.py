@@ -1,4 +1,5 @@
-"""What Prometheus scrapes, where the cluster has the Prometheus operator's kinds."""
+"""What Prometheus scrapes, where the cluster has the Prometheus operator's kinds. Mooncake's master is not
+among it: its port for metrics also takes requests that empty the store (network_policies.py)."""
 
 from collections.abc import Iterator
 
@@ -12,8 +13,6 @@ def monitors(pool: Context) -> Iterator[Object]:
         yield _monitor(pool, "engine", "metrics", "PodMonitor")
         if pool.spec.prefill_replicas:
             yield _monitor(pool, "prefill", "metrics", "PodMonitor")
-        if pool.spec.mooncake.store.enabled:
-            yield _monitor(pool, "master", "http", "PodMonitor")
     if pool.has("ServiceMonitor") and not pool.spec.gateway.served_by:
         yield _monitor(pool, "gateway", "admin", "ServiceMonitor")
 
