@@ -282,7 +282,7 @@ class Reconciler:
         body, now = pool.body, self._wall_clock()
         spec = _spec(body)
         parent = None if isinstance(spec, SpecError) else spec.gateway.parent
-        if pool.applier.is_overwritten(body):
+        if pool.applier.take_overwritten(body):
             pool.overwritten = readers.writer_of_replicas(body), now
         who, at = pool.overwritten
         observed = replace(

@@ -140,7 +140,7 @@ class Server:
         return app
 
     def metrics_app(self) -> web.Application:
-        """The page of metrics alone, for a port of its own."""
+        """Return the page of metrics alone, for a port of its own."""
         app = web.Application()
         app.router.add_get("/metrics", self._metrics)
         return app

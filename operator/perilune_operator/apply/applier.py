@@ -281,9 +281,9 @@ class Applier:
         stored = await self._writer.merge(f"{self._owner.path}/scale", KIND, {"spec": {"replicas": replicas}})
         self._scaled = version(stored), replicas
 
-    def is_overwritten(self, pool: Object) -> bool:
-        """Whether somebody has changed the number of endpoints that was written last; true once for each
-        time."""
+    def take_overwritten(self, pool: Object) -> bool:
+        """Return whether somebody has changed the number of endpoints that was written last; true once for
+        each change."""
         if self._scaled is None or version(pool) <= self._scaled[0]:
             return False
         _, written = self._scaled

@@ -147,7 +147,7 @@ def _route(
 
 
 def _refusing(pool: Context) -> Object:
-    """The rule of the requests that Envoy refuses."""
+    """Return the rule of the requests that Envoy refuses."""
     reference = {"group": ENVOY_GATEWAY, "kind": "HTTPRouteFilter", "name": pool.name}
     return {"matches": list(REFUSED), "filters": [{"type": "ExtensionRef", "extensionRef": reference}]}
 

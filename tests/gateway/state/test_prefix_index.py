@@ -595,7 +595,7 @@ class AgainstSets(RuleBasedStateMachine):
 
     @rule(endpoint=ENDPOINTS, prompt=PROMPTS)
     def refused(self, endpoint, prompt):
-        """What other prompts have claimed stays, for as long as if this one had been served."""
+        """Keep what other prompts have claimed, for as long as if this one had been served."""
         before = {block for block in prompt if self.claims.get((endpoint, block), -1.0) > self.now}
         claimed = self.it.speculate(endpoint, prompt, self.now)
         self.it.unclaim(endpoint, claimed)
@@ -740,7 +740,7 @@ class AgainstEngines(RuleBasedStateMachine):
 
     @rule(endpoint=both, prompt=prompts)
     def refused(self, endpoint, prompt):
-        """What other prompts have claimed stays."""
+        """Keep what other prompts have claimed."""
         self._follow(prompt)
         before = self._live(endpoint)
         claimed = self.it.speculate(endpoint, prompt, self.now)
