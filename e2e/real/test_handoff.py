@@ -103,7 +103,6 @@ async def served(rig, tiny) -> Served:
             "engine": {"args": ["--num-gpu-blocks-override=4500", "--dtype=float32"]},
             "mooncake": {"transfer": "handoff"},
             "routing": {
-                "policy": {"name": "sticky"},
                 "allowPolicyHeader": True,
                 "migration": {"intervalSeconds": 0.2},
                 "pull": {"maxSeconds": 1.0},

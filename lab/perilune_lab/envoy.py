@@ -41,6 +41,7 @@ from perilune_lab.exits import wrong_call
 Json = dict[str, Any]
 MIB = 1024 * 1024
 EXTENSIONS = "type.googleapis.com/envoy.extensions"
+EXT_PROC = "envoy.filters.http.ext_proc"
 
 _NEVER_A_CLIENTS = (DESTINATION_HEADER, *INTERNAL_HEADERS)
 """Request headers that are removed from clients' requests before any filter."""
@@ -183,8 +184,8 @@ def _address(address: str) -> Json:
 
 
 def _routes(retry_on: str, allowed: Sequence[str]) -> Json:
-    """Return the routes. Envoy refuses other paths than the `allowed` ones (exact, or with all that follows a
-    slash), also while no gateway runs; while one does, the gateway refuses them itself."""
+    """Return the routes. Envoy itself refuses other paths than the `allowed` ones (exact, or with all that
+    follows a slash), without asking a gateway: none may run."""
     to_engines = {
         "cluster": "endpoints",
         "timeout": "0s",  # Envoy's default of 15 s would cut every longer stream
@@ -202,13 +203,21 @@ def _routes(retry_on: str, allowed: Sequence[str]) -> Json:
     else:
         matches = [{"path": path} for path in allowed]
         matches += [{"path_separated_prefix": path} for path in paths.PREFIXES]
-        message = f"This path is not supported. Supported are {', '.join(paths.SUPPORTED)}"
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": "not_found"}
-        refused = {"status": 404, "body": {"inline_string": json.dumps({"error": error})}}
+        refused = {"status": 404, "body": {"inline_string": paths.refusal()}}
         json_type = {"header": {"key": "content-type", "value": "application/json"}}
         routes = [
             *({"match": match, "route": to_engines} for match in matches),
-            {"match": {"prefix": "/"}, "direct_response": refused, "response_headers_to_add": [json_type]},
+            {
+                "match": {"prefix": "/"},
+                "direct_response": refused,
+                "response_headers_to_add": [json_type],
+                "typed_per_filter_config": {
+                    EXT_PROC: {
+                        "@type": f"{EXTENSIONS}.filters.http.ext_proc.v3.ExtProcPerRoute",
+                        "disabled": True,
+                    }
+                },
+            },
         ]
     return {"name": "http", "virtual_hosts": [{"name": "all", "domains": ["*"], "routes": routes}]}
 
@@ -266,9 +275,7 @@ def _ext_proc(
     }
     if status_on_error:
         fields["status_on_error"] = {"code": status_on_error}
-    return _named(
-        "envoy.filters.http.ext_proc", "filters.http.ext_proc.v3.ExternalProcessor", **{**fields, **replaced}
-    )
+    return _named(EXT_PROC, "filters.http.ext_proc.v3.ExternalProcessor", **{**fields, **replaced})
 
 
 def _asked_again(opens: bool, retries: int | None) -> Json:

@@ -39,6 +39,7 @@ KINDS: Mapping[str, Kind] = {
     "BackendTLSPolicy": Kind(f"{GATEWAY_API}/v1", "backendtlspolicies", optional=True),
     "BackendTrafficPolicy": Kind(f"{ENVOY_GATEWAY}/v1alpha1", "backendtrafficpolicies", optional=True),
     "EnvoyExtensionPolicy": Kind(f"{ENVOY_GATEWAY}/v1alpha1", "envoyextensionpolicies", optional=True),
+    "HTTPRouteFilter": Kind(f"{ENVOY_GATEWAY}/v1alpha1", "httproutefilters", optional=True),
     "ClientTrafficPolicy": Kind(f"{ENVOY_GATEWAY}/v1alpha1", "clienttrafficpolicies", optional=True),
     "InferencePool": Kind(f"{INFERENCE}/v1", "inferencepools", optional=True),
     "PodMonitor": Kind(f"{MONITORING}/v1", "podmonitors", optional=True),

@@ -75,6 +75,9 @@ POOLS_AT_ONCE = 2
 """The most pools whose pods follow a new version of the operator at a time, unless told otherwise."""
 KEPT_DEMANDS = 4_000
 """More than the readings of the longest time to scale down, one hour, of which some come every second."""
+CONTESTED_S = 600.0
+"""Seconds for which the operator leaves a number of endpoints alone that somebody else has written over its
+own: longer than tools that apply manifests again wait in between."""
 DUTIES: tuple[names.Duty, ...] = ("serve", "prefill")
 BUSY_S = 0.001
 """An endpoint with more seconds of queued prefill has something to prefill."""
@@ -121,6 +124,8 @@ class _Pool:
     """Gateway, by pod → its requests and those whose first token came in time, as it last reported them."""
     pages_due: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the gateways' pages should be read at once."""
+    overwritten: tuple[str, float] = "", -inf
+    """Who has set its number of endpoints to another one than the operator had, and when that was seen."""
     carried_out: int = -1
     """The generation of the spec that the last successful round carried out."""
 
@@ -277,9 +282,13 @@ class Reconciler:
         body, now = pool.body, self._wall_clock()
         spec = _spec(body)
         parent = None if isinstance(spec, SpecError) else spec.gateway.parent
+        if pool.applier.take_overwritten(body):
+            pool.overwritten = readers.writer_of_replicas(body), now
+        who, at = pool.overwritten
         observed = replace(
             self.cluster.observe(pool.name, pool.body, parent, pool.stats),
             demands={duty: tuple(read) for duty, read in pool.demands.items()},
+            overwritten_by=who if now - at < CONTESTED_S else "",
             is_turn=self._is_turn(pool),
         )
         newest = replace(observed, children=pool.applier.newest(observed.children))

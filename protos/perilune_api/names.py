@@ -140,6 +140,8 @@ NIC_GBITS = "perilune.dev/nic-gbits"
 """Label of a node: the speed of each such card, in Gbit/s."""
 ENGINE_PORT = 8000
 """Port at which an engine pod serves HTTP."""
+METRICS_PORT = 8001
+"""Port at which an engine pod serves its metrics and nothing else."""
 ADMIN_PORT = 9003
 """Port at which a gateway pod serves its metrics and admin pages."""
 BUSY_INGEST = 0.5

@@ -5,6 +5,7 @@ Routes (the operator's, `perilune envoy`) and the gateway use the same lists, so
 gateway runs.
 """
 
+import json
 from collections.abc import Sequence
 
 GENERATING: Sequence[str] = (
@@ -42,3 +43,12 @@ SUPPORTED: Sequence[str] = (*GENERATING, *POOLING, *COUNTING, MODELS, f"{RESPONS
 EXACT: Sequence[str] = (*GENERATING, *POOLING, *COUNTING, *PAGES)
 PREFIXES: Sequence[str] = (MODELS, RESPONSES)
 """Paths that are supported with all that follows them after a slash."""
+REFUSED: Sequence[str] = ("/v1", "/v2", "/inference", "/invocations", "/generative_scoring", "/metrics")
+"""Paths of engines below which clients look for more than is supported. Routes answer `refusal` there."""
+
+
+def refusal(supported: Sequence[str] = SUPPORTED) -> str:
+    """Return the body of a route's 404, in the form of OpenAI's errors."""
+    message = f"This path is not supported. Supported are {', '.join(supported)}"
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": "not_found"}
+    return json.dumps({"error": error})

@@ -45,7 +45,7 @@ def test_the_committed_file_is_current(file: str) -> None:
         ),
         pytest.param(
             "spec.rollout",
-            {"default": {"maxUnavailable": 0, "maxSurge": 1, "sessionSeconds": 30, "drainSeconds": 120}},
+            {"default": {"maxUnavailable": 0, "maxSurge": 1, "sessionSeconds": 90, "drainSeconds": 120}},
             id="a group is always there",
         ),
         pytest.param("spec.engine.kind", {"enum": ["vllm", "simulated"], "default": "vllm"}, id="enum"),

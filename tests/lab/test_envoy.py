@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import aiohttp
 import pytest
 from running_envoy import Envoy
 
@@ -109,6 +110,20 @@ async def test_process_serves_and_leaves_nothing():
         assert running.admin_url.startswith("http://127.0.0.1:")
     with pytest.raises(OSError, match="Connect call failed"):
         await asyncio.open_connection(host, int(port))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("fail_open", [True, False], ids=["open", "closed"])
+async def test_without_a_gateway_other_paths_are_refused_by_name(fail_open):
+    """Nobody listens at GATEWAY, nor at the endpoints."""
+    bootstrap = config(ENDPOINTS, GATEWAY, fail_open=fail_open)
+    async with Envoy(bootstrap) as running, aiohttp.ClientSession() as http:
+        for path in ("/v1/audio/transcriptions", "/v1/chat/completions/batch", "/metrics", "/"):
+            async with http.post(running.url + path, json={"model": "m"}) as answer:
+                assert (answer.status, answer.content_type) == (404, "application/json")
+                error = (await answer.json())["error"]
+                assert error["code"] == "not_found"
+                assert all(path in error["message"] for path in paths.SUPPORTED)
 
 
 @pytest.mark.processes

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import socket
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,16 @@ import pytest
 
 from perilune_api import names
 from perilune_gateway.main import ENGINE_SECRET, PREVIOUS_SECRET
-from perilune_operator.render.engine_door import HEADER, PREVIOUS, SECRET, TARGET, Door
+from perilune_operator.render.engine_door import (
+    HEAD_BYTES,
+    HEADER,
+    METRICS_PORT,
+    PREVIOUS,
+    SECRET,
+    TARGET,
+    App,
+    Door,
+)
 
 PARAMETERS = {"do_remote_prefill": True, "remote_host": "10.0.0.9"}
 JSON = (b"content-type", b"application/json")
@@ -202,3 +213,80 @@ def test_requests_of_the_responses_api_reach_the_rank_that_they_name() -> None:
 
     asyncio.run(all_of_them())
     assert client.ranks == [1, 0, None, None, 7]
+
+
+async def page_of(port: int, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def test_metrics_have_a_port_with_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an ASGI server starts and ends the app; two API servers of one engine share the port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv(METRICS_PORT, str(port))
+    asked: list[tuple[str, str]] = []
+    up = [asyncio.Event(), asyncio.Event()]
+    end = asyncio.Event()
+
+    def app(number: int) -> App:
+        async def engine(scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] == "lifespan":
+                up[number].set()
+                await end.wait()
+                return
+            asked.append((scope["method"], scope["path"]))
+            assert (scope["app"], (await receive())["body"]) == ("fastapi", b"")
+            kind = (b"Content-Type", b"text/plain; version=1")
+            await send({"type": "http.response.start", "status": 200, "headers": [kind]})
+            await send({"type": "http.response.body", "body": b"vllm:x ", "more_body": True})
+            await send({"type": "http.response.body", "body": b"1\n"})
+
+        return engine
+
+    async def never() -> Any:
+        raise AssertionError
+
+    lifespan = {"type": "lifespan", "app": "fastapi"}
+    running = [asyncio.create_task(Door(app(n))(lifespan, never, never)) for n in (0, 1)]
+    for started in up:
+        await started.wait()
+    head, _, body = (await page_of(port, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"content-type: text/plain; version=1\r\n" in head
+    assert body == b"vllm:x 1\n"
+    for method, path in ((b"POST", b"/metrics"), (b"POST", b"/v1/completions"), (b"GET", b"/v1/models")):
+        refused = await page_of(port, method + b" " + path + b" HTTP/1.1\r\ncontent-length: 0\r\n\r\n")
+        assert refused.startswith(b"HTTP/1.1 404 ")
+    for broken in (b"\r\n\r\n", b"GET /" + b"x" * HEAD_BYTES * 8, b"\x16\x03\x01\r\n\r\n"):
+        with suppress(ConnectionError):
+            assert await page_of(port, broken) == b""
+    assert asked == [("GET", "/metrics")]
+    end.set()
+    await asyncio.gather(*running)
+    with pytest.raises(OSError, match="Connect call failed"):
+        await page_of(port, b"")
+
+
+async def test_a_taken_port_of_metrics_keeps_no_engine_from_serving(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    served: list[str] = []
+
+    async def engine(scope: Any, receive: Any, send: Any) -> None:
+        served.append(scope["type"])
+
+    async def never() -> Any:
+        raise AssertionError
+
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        monkeypatch.setenv(METRICS_PORT, str(taken.getsockname()[1]))
+        await Door(engine)({"type": "lifespan"}, never, never)
+    assert served == ["lifespan"]
+    assert "metrics have no port of their own" in caplog.text

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from perilune_api import names
 from perilune_api.inference_pool.checks import convert
 from perilune_operator.observe.facts import Observed
 from perilune_operator.plan import plan
@@ -87,6 +88,17 @@ def callers(gateway: Object, kinds: list[str], component: str, port: int) -> set
     }
 
 
+def test_nobody_outside_of_the_pool_reaches_the_stores_master() -> None:
+    """Its HTTP port has metrics, and requests that empty the store."""
+    spec = convert({"model": {"name": "m"}, "mooncake": {"store": {"enabled": True}}, "gateway": ATTACHED})
+    made = plan("p", "ns", spec, Observed("u", 1, kinds=frozenset(ENVOY_GATEWAY)), 0.0, Defaults())
+    (policy,) = [
+        o for o in made.objects or () if o["metadata"]["name"] == "p-master" and "ingress" in o["spec"]
+    ]
+    peers = [peer for rule in policy["spec"]["ingress"] for peer in rule["from"]]
+    assert {name for name, (at, has) in PODS.items() if any(matches(p, at, has) for p in peers)} == POOLS_OWN
+
+
 @pytest.mark.parametrize(
     ("gateway", "kinds", "component", "port", "may"),
     [
@@ -95,8 +107,16 @@ def callers(gateway: Object, kinds: list[str], component: str, port: int) -> set
             ENVOY_GATEWAY,
             "engine",
             8000,
-            {*POOLS_OWN, *ENVOYS, "prometheus"},
-            id="an engine answers its own Gateway's Envoys, its pool, and who scrapes",
+            {*POOLS_OWN, *ENVOYS},
+            id="an engine answers its own Gateway's Envoys, and its pool",
+        ),
+        pytest.param(
+            ATTACHED,
+            ENVOY_GATEWAY,
+            "engine",
+            names.METRICS_PORT,
+            {*POOLS_OWN, "prometheus"},
+            id="who scrapes reaches the port that has nothing but metrics",
         ),
         pytest.param(
             ATTACHED, ENVOY_GATEWAY, "engine", 5557, POOLS_OWN, id="its other ports are the pool's alone"
@@ -117,7 +137,7 @@ def callers(gateway: Object, kinds: list[str], component: str, port: int) -> set
             ENVOY_GATEWAY,
             "engine",
             8000,
-            {*POOLS_OWN, *ENVOYS, "batch", "prometheus"},
+            {*POOLS_OWN, *ENVOYS, "batch"},
             id="clients that the pool names besides",
         ),
         pytest.param(
@@ -125,7 +145,7 @@ def callers(gateway: Object, kinds: list[str], component: str, port: int) -> set
             EXTENSION,
             "engine",
             8000,
-            {*POOLS_OWN, "batch", "prometheus"},
+            {*POOLS_OWN, "batch"},
             id="another implementation's Envoys are those that the pool names",
         ),
         pytest.param(

@@ -10,7 +10,7 @@ from api_server import until
 from operator_process import Operator
 from pool_objects import becomes, condition, deployments, engines, gateway_page, merge, pool, pools, run_pods
 
-from perilune_api import names
+from perilune_api import kube, names
 from perilune_api.kube import Client
 
 Object = dict[str, Any]
@@ -132,6 +132,15 @@ async def test_a_pool_scales_itself_by_its_gateways_pages(
         await becomes(client, events, lambda found: said in {e["message"] for e in found["items"]})
         page.text = 'perilune_endpoint_pending_prefill_seconds{endpoint="10.1.0.1:8000"} 0.0\n'
         await becomes(client, pools(namespace, "/p"), lambda p: p["spec"]["replicas"] == 1)
+        # A tool applies its manifest again, which names another number.
+        again = {"spec": {"replicas": 3}}
+        where = pools(namespace, "/p")
+        await client.request(
+            "PATCH", where, again, params={"fieldManager": "gitops"}, content_type=kube.MERGE
+        )
+        contested = await becomes(client, where, lambda p: condition(p, "ReplicasContested"))
+        assert "spec.scaling, gitops (which writes" in condition(contested, "ReplicasContested")["message"]
+        assert contested["spec"]["replicas"] == 3, "it is not written to and fro"
     hpa = f"/apis/autoscaling/v2/namespaces/{namespace}/horizontalpodautoscalers"
     assert (await client.request("GET", hpa))["items"] == []
 

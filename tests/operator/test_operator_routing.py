@@ -76,7 +76,7 @@ async def route_is(client: Client, namespace: str, name: str, status: str, reaso
 
 
 async def test_two_pools_behind_one_envoy_gateway(routed: tuple[Client, str], router: Operator) -> None:
-    """All four objects pass Envoy Gateway's own schemas; the one on the Gateway belongs to both pools."""
+    """All five objects pass Envoy Gateway's own schemas; the one on the Gateway belongs to both pools."""
     client, namespace = routed
     gateway = {"parent": {"name": "g"}}
     await client.request("POST", GATEWAYS.format(namespace), GATEWAY)
@@ -87,6 +87,12 @@ async def test_two_pools_behind_one_envoy_gateway(routed: tuple[Client, str], ro
     shared = POLICIES.format(namespace) + "clienttrafficpolicies/g-perilune"
     await becomes(client, shared, lambda p: len(p["metadata"]["ownerReferences"]) == 2)
     await accept_routing(client, namespace, "p")
+    traffic = await client.request("GET", f"{POLICIES.format(namespace)}backendtrafficpolicies/p")
+    retried = traffic["spec"]["retry"]
+    assert (retried["numRetries"], retried["retryOn"]["httpStatusCodes"]) == (1, [500])
+    assert {"reset", "retriable-status-codes"} <= set(retried["retryOn"]["triggers"])
+    refusal = await becomes(client, f"{POLICIES.format(namespace)}httproutefilters/p")
+    assert refusal["spec"]["directResponse"]["statusCode"] == 404
 
     await route_is(client, namespace, "p", "False", "WaitingForRoute")
     await program(client, GATEWAYS.format(namespace) + "/g", "False")

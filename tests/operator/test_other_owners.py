@@ -1,5 +1,6 @@
 """What belongs to the Gateway's owner or to users themselves: routes, matches, client policies, buffers."""
 
+import json
 from typing import Any
 
 import pytest
@@ -33,12 +34,12 @@ def client_policy(
 
 
 def objects(
-    gateway: Object, *children: Object, limits: Object | None = None
+    gateway: Object, *children: Object, limits: Object | None = None, kinds: frozenset[str] = KINDS
 ) -> dict[tuple[str, str], Object]:
     spec: Object = {"model": {"name": "m"}, "gateway": {"parent": {"name": "g"}, **gateway}}
     if limits:
         spec["routing"] = {"limits": limits}
-    observed = Observed("u", 1, kinds=KINDS, children={key(child): child for child in children})
+    observed = Observed("u", 1, kinds=kinds, children={key(child): child for child in children})
     return {(o["kind"], o["metadata"]["name"]): o for o in made(spec, observed).objects or ()}
 
 
@@ -153,3 +154,29 @@ def test_a_pool_that_names_no_matches_gets_the_paths_that_the_gateway_supports()
     assert {value for kind, value in values if kind == "PathPrefix"} == {"/v1/models", "/v1/responses"}
     assert len(rule["matches"]) <= 64, "as many as a rule may have"
     assert all(is_supported(value) for _, value in values)
+
+
+def test_envoy_answers_at_other_paths_with_those_that_are_supported() -> None:
+    """In the form of OpenAI's errors, also while no gateway runs."""
+    made = objects({}, kinds=KINDS | {"gateway.envoyproxy.io/HTTPRouteFilter"})
+    served, rule = made["HTTPRoute", "p"]["spec"]["rules"]
+    prefixes = [match["path"]["value"] for match in rule["matches"]]
+    assert {"/v1", "/inference"} <= set(prefixes)
+    assert "/" not in prefixes, "the host may have other routes"
+    assert not any(map(is_supported, prefixes))
+    assert "backendRefs" not in rule, "nothing of this rule reaches an engine"
+    (reference,) = [each["extensionRef"] for each in rule["filters"]]
+    answer = made[reference["kind"], reference["name"]]["spec"]["directResponse"]
+    assert (answer["statusCode"], answer["contentType"]) == (404, "application/json")
+    error = json.loads(answer["body"]["inline"])["error"]
+    named = error["message"].partition("Supported are ")[2].split(", ")
+    assert {path.removesuffix("/ID") for path in named} == {m["path"]["value"] for m in served["matches"]}
+    assert error["code"] == "not_found"
+    assert len(answer["body"]["inline"]) <= 4096, "as long as Envoy lets it be"
+    assert "%" not in answer["body"]["inline"], "Envoy would take it for a variable"
+
+
+@pytest.mark.parametrize("gateway", [{"matches": [{"path": {"value": "/x"}}]}, {"route": "mine"}])
+def test_a_user_who_names_requests_also_says_what_happens_to_others(gateway: Object) -> None:
+    made = objects(gateway, kinds=KINDS | {"gateway.envoyproxy.io/HTTPRouteFilter"})
+    assert "HTTPRouteFilter" not in {kind for kind, _ in made}

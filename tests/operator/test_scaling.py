@@ -528,6 +528,21 @@ def test_several_writers_of_replicas_are_a_condition(
     assert (made.scale_to is not None) is (signal == "queueSeconds" and not writers)
 
 
+@pytest.mark.parametrize(("signal", "contested"), [("queueSeconds", True), ("metric", False), ("", False)])
+def test_who_writes_over_the_operators_number_is_a_writer(signal: str, *, contested: bool) -> None:
+    """As a tool does that applies a manifest with replicas again."""
+    scaling = {"scaling": {"signal": signal, "minReplicas": 1, "maxReplicas": 4, "upSeconds": 0}}
+    spec = convert({"model": {"name": "m"}, "replicas": 2, **(scaling if signal else {})})
+    demands: Demands = {"serve": of_a_pool_of(2, over(60, queue_s=20.0))}
+    observed = Observed("u", 1, demands=demands, overwritten_by="argocd")
+    made = plan("p", "n", spec, observed, NOW, Defaults())
+    told = [c.message for c in made.status.conditions if c.type == "ReplicasContested"]
+    assert ["spec.scaling, argocd (which writes spec.replicas)" in message for message in told] == (
+        [True] if contested else []
+    )
+    assert made.scale_to is None
+
+
 @pytest.mark.parametrize(
     ("signal", "replicas", "live", "scale_to", "handed_over"),
     [

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from handing_rig import Handing
+from handing_rig import DEFAULT, Handing
 from routing_objects import chosen
 
 from perilune_api.pool import Migration, MoveTrigger, Pool, Routing
@@ -12,7 +12,8 @@ from perilune_gateway.state.sharing import Sharing
 
 
 class HandingReplica(Handing):
-    def __init__(self, name: str, moves_per_minute: int = 50) -> None:
+    def __init__(self, name: str, moves_per_minute: int = 50, policy: str = DEFAULT) -> None:
+        self.policy = policy
         self.changed = asyncio.Event()
         self.moves_per_minute = moves_per_minute
         sharing = Sharing(
@@ -25,7 +26,7 @@ class HandingReplica(Handing):
 
     def pool(self, draining: str = "") -> Pool:
         migration = Migration((MoveTrigger.DRAIN,), moves_per_minute=self.moves_per_minute)
-        self.routing = Routing(chosen("sticky"), migration)
+        self.routing = Routing(chosen(self.policy), migration)
         return super().pool(draining)
 
     def tells(self, *others: "HandingReplica", alive: bool = False) -> bytes:

@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain as joined
 from struct import iter_unpack
 
-import cbor2
 import xxhash
 
 from perilune_api.pool import ExtraKeys, HashAlgorithm, Hashing, SpecError
@@ -200,7 +199,7 @@ def _sha256(value: object) -> bytes:
 
 
 def _sha256_cbor(value: object) -> bytes:
-    return hashlib.sha256(cbor2.dumps(value, canonical=True)).digest()
+    return hashlib.sha256(_cbor(value)).digest()
 
 
 def _xxhash(value: object) -> bytes:
@@ -208,7 +207,13 @@ def _xxhash(value: object) -> bytes:
 
 
 def _xxhash_cbor(value: object) -> bytes:
-    return xxhash.xxh3_128_digest(cbor2.dumps(value, canonical=True))
+    return xxhash.xxh3_128_digest(_cbor(value))
+
+
+def _cbor(value: object) -> bytes:
+    import cbor2  # few engines hash so
+
+    return cbor2.dumps(value, canonical=True)
 
 
 DIGESTS: dict[HashAlgorithm, Callable[[object], bytes]] = {

@@ -14,6 +14,10 @@ run's end, or found by bisection.
     announced              A B
     run                        C D E F X        found at C, ends after F
 
+A claim knows the *ends* of all prompts that it stands for, its own and those whose blocks it took over. A
+prompt that is withdrawn, because the endpoint will not compute it, takes along only what no other prompt
+claims.
+
 Claiming, expiring and dropping cost some µs for each claim, whatever its length, and a block takes eight
 bytes. Where an endpoint announces blocks, looking for heads in a row takes 0.03 µs per block. Only blocks
 that may be in the middle of a run are searched in sets of each claim's blocks, which are made when they are
@@ -30,6 +34,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, auto
 from itertools import islice
 from math import inf
+
+MAX_ENDS = 8
+"""Prompts' ends that a claim remembers; the shortest prompts are forgotten first, and then their blocks stay
+as long as those of a longer one."""
 
 
 class Before(Enum):
@@ -68,7 +76,7 @@ class Run:
 class Claim:
     """One prompt's."""
 
-    __slots__ = ("_members", "expiry_s", "known_s", "row", "runs")
+    __slots__ = ("_members", "ends", "expiry_s", "known_s", "row", "runs")
 
     def __init__(self, row: array[int], expiry_s: float, known_s: float) -> None:
         self.row = row
@@ -77,6 +85,8 @@ class Claim:
         """When the first of its blocks became known."""
         self.runs = [Run(self, 0, len(row))]
         """In the order of the row."""
+        self.ends = {len(row): 1}
+        """Position in the row → the prompts that claim all before it, and nothing after it."""
         self._members: frozenset[int] | None = None
 
     @property
@@ -85,6 +95,22 @@ class Claim:
         if self._members is None:
             self._members = frozenset(self.row)
         return self._members
+
+    def takes_over(self, older: Claim, end: int, at: int) -> None:
+        """Stand for the prompts of another claim, up to its position `end`, which is this one's `at`."""
+        for theirs, prompts in older.ends.items():
+            mine = at - max(0, end - theirs)
+            if mine > 0:
+                self.ends[mine] = self.ends.get(mine, 0) + prompts
+        if len(self.ends) > MAX_ENDS:
+            self.ends = dict(sorted(self.ends.items())[-MAX_ENDS:])
+
+    def withdraw(self, end: int) -> int:
+        """One prompt that ends here claims no more. Returns how far the others reach."""
+        left = self.ends.pop(end, 0) - 1
+        if left > 0:
+            self.ends[end] = left
+        return max(self.ends, default=0)
 
     def covers(self, at: int) -> bool:
         """Whether the block at this position of the row still counts."""
@@ -149,27 +175,39 @@ class Claims:
         expiry_s = self.last_expiry_s = max(self.last_expiry_s, now + ttl_s)
         if not blocks:
             return
-        known_s = min(now, self.cut(blocks, before))
-        claim = Claim(array("Q", blocks), expiry_s, known_s)
+        claim = Claim(array("Q", blocks), expiry_s, now)
+        claim.known_s = min(now, self.cut(blocks, before, claim))
         self._claims[claim] = None
         self._enter(claim.runs[0])
         self._count(len(blocks))
 
-    def cut(self, blocks: Sequence[int], before: Before) -> float:
-        """Drop the claims of these blocks. `before`: if they are a piece of a prompt. Returns when the first
-        block of the claims that had some became known."""
+    def cut(self, blocks: Sequence[int], before: Before, heir: Claim | None = None) -> float:
+        """Drop the claims of these blocks, which `heir` takes over. `before`: if they are a piece of a
+        prompt. Returns when the first block of the claims that had some became known."""
         self._gapless = before is Before.ANNOUNCED and (self._gapless or not self._claims)
         if not self._claims:
             return inf
         if before is Before.ANYTHING:
-            found: Iterable[tuple[Run, int, int]] = self._scattered(blocks)
+            found: Iterable[tuple[Run, int, int, int]] = self._scattered(blocks)
         else:
             found = self._leading(blocks) if self._gapless else self._overlaps(blocks)
         known_s = inf
-        for run, start, end in found:
+        for run, start, end, at in found:
             known_s = min(known_s, run.claim.known_s)
+            if heir:
+                heir.takes_over(run.claim, end, at)
             self._remove(run, start, end)
         return known_s
+
+    def withdraw(self, blocks: Sequence[int]) -> None:
+        """Drop what only this prompt claims, of which `blocks` is the end."""
+        ends: dict[Claim, int] = {}
+        for run, _, end, _ in self._scattered(blocks):
+            ends[run.claim] = max(end, ends.get(run.claim, 0))
+        for claim, end in ends.items():
+            left = claim.withdraw(end)
+            for run in [run for run in claim.runs if run.end > left]:
+                self._remove(run, max(run.start, left), run.end)
 
     def shrink(self, most: int) -> None:
         """Drop the oldest claims beyond `most` blocks, the end of a prompt before its beginning."""
@@ -201,25 +239,29 @@ class Claims:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _leading(self, blocks: Sequence[int]) -> Iterator[tuple[Run, int, int]]:
-        """The parts of runs that consist of the first blocks of a piece of a prompt."""
+    def _leading(self, blocks: Sequence[int]) -> Iterator[tuple[Run, int, int, int]]:
+        """The parts of runs that consist of the first blocks of a piece of a prompt, and where each ends in
+        it."""
         at = 0
         while at < len(blocks) and (run := self._runs.get(blocks[at])):
             length = run.common(blocks, at)
             at += length
-            yield run, run.start, run.start + length
+            yield run, run.start, run.start + length, at
 
-    def _overlaps(self, blocks: Sequence[int]) -> list[tuple[Run, int, int]]:
-        """The parts of runs that consist of blocks of a piece of a prompt, before which none has begun."""
+    def _overlaps(self, blocks: Sequence[int]) -> list[tuple[Run, int, int, int]]:
+        """The parts of runs that consist of blocks of a piece of a prompt, before which none has begun, and
+        where each ends in it."""
         runs = self._runs
         if runs.keys().isdisjoint(blocks):
             return []
         found = ((at, runs[block]) for at, block in enumerate(blocks) if block in runs)
-        return [(run, run.start, run.start + run.common(blocks, at)) for at, run in found]
+        parts = ((run, at, run.common(blocks, at)) for at, run in found)
+        return [(run, run.start, run.start + length, at + length) for run, at, length in parts]
 
-    def _scattered(self, blocks: Iterable[int]) -> Iterator[tuple[Run, int, int]]:
-        """The parts of runs that consist of any of these blocks, of each run the last part first."""
-        wanted = set(blocks)
+    def _scattered(self, blocks: Iterable[int]) -> Iterator[tuple[Run, int, int, int]]:
+        """The parts of runs that consist of any of these blocks, of each run the last part first, and the
+        position after the last of them."""
+        wanted = {block: at for at, block in enumerate(blocks, 1)}
         for claim in [claim for claim in self._claims if not claim.members.isdisjoint(wanted)]:
             for run in tuple(claim.runs):
                 parts: list[tuple[int, int]] = []
@@ -228,7 +270,7 @@ class Claims:
                         start = parts.pop()[0] if parts and parts[-1][1] == at else at
                         parts.append((start, at + 1))
                 for start, end in reversed(parts):
-                    yield run, start, end
+                    yield run, start, end, wanted[claim.row[end - 1]]
 
     def _remove(self, run: Run, start: int, end: int) -> None:
         """Cut these positions of the row out of a run."""
@@ -250,7 +292,9 @@ class Claims:
     def _enter(self, run: Run) -> None:
         if other := self._runs.get(run.head):  # an endpoint evicted in another order than it was trusted to
             row = other.claim.row[other.start : other.end]
-            self._remove(other, other.start, other.start + run.common(row, 0))
+            length = run.common(row, 0)
+            run.claim.takes_over(other.claim, other.start + length, run.start + length)
+            self._remove(other, other.start, other.start + length)
         self._runs[run.head] = run
         self._heads.runs.setdefault(run.head, {})[self.bit] = run
 

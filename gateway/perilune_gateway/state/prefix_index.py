@@ -373,9 +373,10 @@ class PrefixIndex:
         return claimed
 
     def unclaim(self, endpoint: str, blocks: Sequence[int]) -> None:
-        """Drop an endpoint's claims of these blocks: it will not cache them."""
+        """Withdraw a prompt that the endpoint will not compute, by the blocks that `speculate` returned for
+        it. Those that other prompts claim there stay."""
         if holder := self._holders.get(endpoint):
-            holder.claims.cut(blocks, Before.ANYTHING)
+            holder.claims.withdraw(blocks)
 
     def expire(self, now: float) -> None:
         """Drop what has expired, and a part of what forgotten endpoints have left. The other methods that are

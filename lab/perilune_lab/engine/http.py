@@ -139,6 +139,12 @@ class Server:
         app.router.add_get("/kv_event_sources", self._sources)
         return app
 
+    def metrics_app(self) -> web.Application:
+        """Return the page of metrics alone, for a port of its own."""
+        app = web.Application()
+        app.router.add_get("/metrics", self._metrics)
+        return app
+
     # generation
 
     def _generate_handler(self, api: Api) -> Handler:

@@ -95,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument_group("server").add_argument
     add("--listen", default="127.0.0.1:0", metavar="IP:PORT", help="HTTP address; port 0: any [%(default)s]")
+    add("--metrics-listen", default="none", metavar="IP:PORT", help="address of metrics alone [%(default)s]")
     add("--name", default="", help="name in the events' topic kv@NAME@MODEL [the address]")
     add("--model", default="sim-30b", help="what requests write in `model` [%(default)s]")
     add("--alias", action="append", default=[], metavar="NAME", help="another name of it; may be repeated")
@@ -337,16 +338,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error("--peer needs --host-tokens, and does not go with --bootstrap")
         if args.data_parallel_size > 1 and args.peer.endswith(":0"):
             parser.error("--peer needs a port where there are several ranks")
+    listening: list[socket.socket] = []
+    for option, wanted in (("--listen", args.listen), ("--metrics-listen", args.metrics_listen)):
+        try:
+            if wanted != "none":
+                listening.append(_listen(wanted))
+        except (ValueError, OverflowError):
+            parser.error(f"{option} wants IP:PORT, got {wanted!r}")
+        except OSError as error:
+            why = f"{error.strerror or error}; choose another port with {option}"
+            return _fail(f"cannot listen on {wanted}: {why}")
     try:
-        listening = _listen(args.listen)
-    except (ValueError, OverflowError):
-        parser.error(f"--listen wants IP:PORT, got {args.listen!r}")
-    except OSError as error:
-        return _fail(
-            f"cannot listen on {args.listen}: {error.strerror or error}; choose another port with --listen"
-        )
-    try:
-        return uvloop.run(_serve(args, adapters, listening))
+        return uvloop.run(_serve(args, adapters, *listening))
     except zmq.ZMQError as error:
         return _fail(
             f"cannot bind {args.events} and {args.replay} for KV events: {error.strerror};"
@@ -357,7 +360,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return _fail(str(error))
     finally:
-        listening.close()
+        for bound in listening:
+            bound.close()
 
 
 def _fail(message: str) -> int:
@@ -365,7 +369,12 @@ def _fail(message: str) -> int:
     return 1
 
 
-async def _serve(args: argparse.Namespace, adapters: dict[str, Namespace], listening: socket.socket) -> int:
+async def _serve(
+    args: argparse.Namespace,
+    adapters: dict[str, Namespace],
+    listening: socket.socket,
+    scraped_at: socket.socket | None = None,
+) -> int:
     host, port = listening.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     blocks = _blocks(args)
@@ -428,6 +437,10 @@ async def _serve(args: argparse.Namespace, adapters: dict[str, Namespace], liste
     )
     await runner.setup()
     await web.SockSite(runner, listening, backlog=1024).start()
+    scraped = web.AppRunner(server.metrics_app(), access_log=None, shutdown_timeout=0.1)
+    await scraped.setup()
+    if scraped_at is not None:
+        await web.SockSite(scraped, scraped_at).start()
     page = await BootstrapPage.of(connectors, args.bootstrap) if connectors else None
     cores = [asyncio.create_task(service.run()) for service in ranks]
     replays = [asyncio.create_task(publisher.serve_replay()) for publisher in published if publisher]
@@ -435,6 +448,7 @@ async def _serve(args: argparse.Namespace, adapters: dict[str, Namespace], liste
     gc.collect()
     gc.freeze()  # the vocabulary and the cache's tables live as long as the process
     said = f" bootstrap={page.address}" if page else ""
+    said += " metrics={}:{}".format(*scraped_at.getsockname()[:2]) if scraped_at else ""
     said += f" peer={','.join(tier.address for tier in tiers)}" if tiers else ""
     print(f"perilune-engine ready http={address}{_places(published)}{said}", flush=True)
     try:
@@ -444,6 +458,7 @@ async def _serve(args: argparse.Namespace, adapters: dict[str, Namespace], liste
             task.cancel()
         await asyncio.gather(*cores, *replays, return_exceptions=True)
         await runner.cleanup()
+        await scraped.cleanup()
         if page is not None:
             await page.close()
         for connector in connectors:

@@ -93,6 +93,8 @@ class Applier:
 
         self._secrets: set[str] = set()
         """Secrets that are there."""
+        self._scaled: tuple[int, int] | None = None
+        """The pool's version after its replicas were written last, and their number."""
 
     def is_own_write(self, obj: Object) -> bool:
         """Return whether this version of an object is the one that was written last."""
@@ -276,7 +278,18 @@ class Applier:
 
     async def _scale(self, replicas: int) -> None:
         """Write the pool's own replicas. Raises ApiError."""
-        await self._writer.merge(f"{self._owner.path}/scale", KIND, {"spec": {"replicas": replicas}})
+        stored = await self._writer.merge(f"{self._owner.path}/scale", KIND, {"spec": {"replicas": replicas}})
+        self._scaled = version(stored), replicas
+
+    def take_overwritten(self, pool: Object) -> bool:
+        """Return whether somebody has changed the number of endpoints that was written last; true once for
+        each change."""
+        if self._scaled is None or version(pool) <= self._scaled[0]:
+            return False
+        _, written = self._scaled
+        now = pool["spec"].get("replicas", 1)
+        self._scaled = version(pool), now
+        return bool(now != written)
 
     async def _mark(self, mark: Mark) -> Failure | None:
         """Annotate and label a pod through its status, so that the operator needs no right to change pods.

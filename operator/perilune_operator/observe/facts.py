@@ -249,5 +249,7 @@ class Observed:
     """The pods of the other pools that the pool's gateway serves."""
     demands: Demands = field(default_factory=dict)
     """What the gateways reported of the endpoints of each duty since their number last changed."""
+    overwritten_by: str = ""
+    """Who has lately set the pool's replicas to another number than the operator had; empty: nobody."""
     is_turn: bool = True
     """Few enough other pools follow a new version of the operator at present that this one may, too."""

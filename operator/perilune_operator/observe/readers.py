@@ -52,6 +52,14 @@ NAMESPACE_NAME = "kubernetes.io/metadata.name"
 """A label that every namespace carries."""
 
 
+def writer_of_replicas(pool: Object) -> str:
+    """Return who wrote the number of endpoints into the pool's spec last, as the API server notes it."""
+    for entry in pool["metadata"].get("managedFields") or ():
+        if "f:replicas" in ((entry.get("fieldsV1") or {}).get("f:spec") or {}):
+            return str(entry["manager"])
+    return "somebody"
+
+
 def node(obj: Object) -> NodeFacts:
     """Read a node. Extended resources that end in `/gpu` count as GPUs, such as nvidia.com/gpu and
     amd.com/gpu."""

@@ -5,6 +5,7 @@ has the sources of both; the rest is what an engine's pod needs to load them.
 
 from pathlib import Path
 
+from perilune_api import names
 from perilune_api.inference_pool.mooncake import Transfer
 from perilune_operator.observe.facts import Object
 from perilune_operator.render import engine_door
@@ -43,9 +44,10 @@ def volume(pool: Context) -> Object:
 
 
 def env(pool: Context) -> list[Object]:
-    """Return the environment by which the middleware is found, and the secrets that let transfer parameters
-    pass; gateways send one with the legs of hand-offs."""
-    return [{"name": "PYTHONPATH", "value": FOLDER}, *pool.secrets.engines.env()]
+    """Return the environment by which the middleware is found, the port for metrics, and the secrets that
+    let transfer parameters pass; gateways send one with the legs of hand-offs."""
+    port = {"name": engine_door.METRICS_PORT, "value": str(names.METRICS_PORT)}
+    return [{"name": "PYTHONPATH", "value": FOLDER}, port, *pool.secrets.engines.env()]
 
 
 def keep_path(variables: dict[str, Object]) -> None:

@@ -1,5 +1,6 @@
-"""A middleware for vLLM (`--middleware perilune_door.Door`): clients' transfer parameters do not pass, and
-requests of the Responses API reach the data-parallel rank that the gateway chose.
+"""A middleware for vLLM (`--middleware perilune_door.Door`): clients' transfer parameters do not pass,
+requests of the Responses API reach the data-parallel rank that the gateway chose, and metrics have a port of
+their own.
 
 The operator mounts this file into engine pods, so it needs nothing but the standard library.
 
@@ -13,10 +14,18 @@ that is already spent. Bodies without a trace of them are passed on as they are.
 
 **Ranks.** vLLM 0.32 obeys the header RANK in all of its APIs but Responses, whose requests it sends to the
 rank with the fewest requests, whatever that caches. There the rank is given to its engine client instead.
+
+**Metrics.** vLLM serves them where it generates, so a network policy cannot let a Prometheus in to them
+alone. Here they are also at the port that METRICS_PORT names, with which nothing else can be asked for.
+Several API servers of one engine share the port; each has the metrics of all.
 """
 
+from __future__ import annotations
+
+import asyncio
 import hmac
 import json
+import logging
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
@@ -30,6 +39,11 @@ SECRET = "PERILUNE_ENGINE_SECRET"
 """Environment variable with the pool's secret; without it nothing passes."""
 PREVIOUS = "PERILUNE_ENGINE_SECRET_PREVIOUS"
 """Environment variable with the secret before it, which gateways send until all engines know the new one."""
+METRICS_PORT = "PERILUNE_METRICS_PORT"
+"""Environment variable with the port for metrics; without it there is none."""
+METRICS_PATH = "/metrics"
+HEAD_BYTES, HEAD_S = 16_384, 10.0
+"""The longest head of a request for metrics, and the seconds within which it has to come."""
 TRACES = (b"_transfer_params", b"\\u", b"\0")
 """One of these is in every JSON text with a key of FIELDS: written out, with escapes, or in UTF-16 or 32."""
 
@@ -38,6 +52,8 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+log = logging.getLogger("perilune_door")
 
 _rank: ContextVar[int | None] = ContextVar("rank", default=None)
 """The rank that the request being served asks for, where vLLM does not read it itself."""
@@ -51,6 +67,8 @@ class Door:
         self.secrets = [os.environ[name].encode() for name in (SECRET, PREVIOUS) if os.environ.get(name)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" and (port := os.environ.get(METRICS_PORT)):
+            return await self._with_metrics(int(port), scope, receive, send)
         if scope["type"] != "http" or scope["method"] != "POST":
             return await self.app(scope, receive, send)
         obey_rank(scope)
@@ -78,6 +96,64 @@ class Door:
             scope = {**scope, "headers": [*kept, (b"content-length", length)]}
         left: list[Message] = [{"type": "http.request", "body": cleaned, "more_body": False}]
         return await self.app(scope, lambda: _next(left, receive), send)
+
+    async def _with_metrics(self, port: int, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve metrics at the port while the app runs."""
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), HEAD_S)
+                method, target, *_ = head.split(b" ", 2)
+                known = method == b"GET" and target.partition(b"?")[0] == METRICS_PATH.encode()
+                status, kind, body = await self._metrics(scope) if known else (404, b"text/plain", b"")
+                length = f"{len(body)}".encode()
+                writer.write(b"HTTP/1.1 %d -\r\ncontent-type: %s\r\n" % (status, kind))
+                writer.write(b"content-length: %s\r\nconnection: close\r\n\r\n" % length)
+                writer.write(body)
+                await writer.drain()
+            except (TimeoutError, OSError, EOFError, ValueError, asyncio.LimitOverrunError):
+                pass  # a wrong or broken request gets no answer
+            finally:
+                writer.close()
+
+        try:
+            server = await asyncio.start_server(answer, None, port, limit=HEAD_BYTES, reuse_port=True)
+        except OSError as error:
+            log.warning("metrics have no port of their own port=%d error=%s", port, error)
+            return await self.app(scope, receive, send)
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            server.close()
+
+    async def _metrics(self, lifespan: Scope) -> tuple[int, bytes, bytes]:
+        """Return status, content type and body of the app's own page."""
+        status, kind, parts = 500, b"text/plain", list[bytes]()
+
+        async def send(message: Message) -> None:
+            nonlocal status, kind
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                kind = {name.lower(): value for name, value in message["headers"]}.get(b"content-type", kind)
+            parts.append(message.get("body", b""))
+
+        asked: Scope = {
+            "type": "http",
+            "asgi": lifespan.get("asgi", {"version": "3.0"}),
+            "http_version": "1.1",
+            "method": "GET",
+            "scheme": "http",
+            "path": METRICS_PATH,
+            "raw_path": METRICS_PATH.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(b"host", b"localhost"), (b"accept", b"text/plain")],
+            "client": None,
+            "server": None,
+            **({"app": lifespan["app"]} if "app" in lifespan else {}),
+        }
+        await self.app(asked, _nothing_more, send)
+        return status, kind, b"".join(parts)
 
 
 def is_meant(scope: Scope) -> bool:
@@ -111,6 +187,10 @@ def _with_rank(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 async def _next(left: list[Message], receive: Receive) -> Message:
     return left.pop() if left else await receive()
+
+
+async def _nothing_more() -> Message:
+    return {"type": "http.request", "body": b"", "more_body": False}
 
 
 async def _refuse(send: Send) -> None:

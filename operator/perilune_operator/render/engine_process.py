@@ -126,6 +126,7 @@ def _simulated_args(pool: Context) -> list[str]:
     model, engine = pool.spec.model, pool.spec.engine
     return [
         f"--listen={pool.any_address}:{names.ENGINE_PORT}",
+        f"--metrics-listen={pool.any_address}:{names.METRICS_PORT}",
         f"--name={pool.pod_host}:{names.ENGINE_PORT}",
         f"--model={model.name}",
         *(f"--alias={alias}" for alias in model.aliases),

@@ -296,6 +296,7 @@ def _served(pool: Context) -> Object:
     return {
         "ports": [
             {"name": "http", "containerPort": names.ENGINE_PORT},
+            {"name": "metrics", "containerPort": names.METRICS_PORT},
             {"name": "kv-events", "containerPort": engine_process.EVENTS_PORT},
             {"name": "kv-replay", "containerPort": engine_process.replay_port(pool)},
             *(

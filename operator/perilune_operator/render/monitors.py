@@ -1,4 +1,5 @@
-"""What Prometheus scrapes, where the cluster has the Prometheus operator's kinds."""
+"""What Prometheus scrapes, where the cluster has the Prometheus operator's kinds. Mooncake's master is not
+among it: its port for metrics also takes requests that empty the store (network_policies.py)."""
 
 from collections.abc import Iterator
 
@@ -9,11 +10,9 @@ from perilune_operator.render.objects import Context
 
 def monitors(pool: Context) -> Iterator[Object]:
     if pool.has("PodMonitor"):
-        yield _monitor(pool, "engine", "http", "PodMonitor")
+        yield _monitor(pool, "engine", "metrics", "PodMonitor")
         if pool.spec.prefill_replicas:
-            yield _monitor(pool, "prefill", "http", "PodMonitor")
-        if pool.spec.mooncake.store.enabled:
-            yield _monitor(pool, "master", "http", "PodMonitor")
+            yield _monitor(pool, "prefill", "metrics", "PodMonitor")
     if pool.has("ServiceMonitor") and not pool.spec.gateway.served_by:
         yield _monitor(pool, "gateway", "admin", "ServiceMonitor")
 

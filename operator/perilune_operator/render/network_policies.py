@@ -4,7 +4,8 @@ An engine's HTTP port and a gateway are open to the Gateway's Envoys and to `gat
 cannot be known and no clients are given, they are open to all. Everything of the pool is open to the pool's
 own pods, except for the server of shared state, which is open to the pool's gateways alone. Ports with
 metrics are also open to namespaces with METRICS_LABEL, and those of gateways to the operator's namespace.
-The metrics of an engine are on its HTTP port.
+An engine's port for metrics has nothing else (engine_door.py). Mooncake's master has them beside requests
+that empty the store, so it is the pool's alone.
 
 Peers of other namespaces are named by their namespace, and labels of pods only choose among its pods:
 anybody who may create a pod can give it any label."""
@@ -16,7 +17,7 @@ from perilune_api.inference_pool.gateway import GatewayMode
 from perilune_operator.kinds import ENVOY_GATEWAY
 from perilune_operator.observe.facts import Object
 from perilune_operator.observe.readers import NAMESPACE_NAME
-from perilune_operator.render import mooncake, shared_state
+from perilune_operator.render import shared_state
 from perilune_operator.render.endpoints import nodes_per_endpoint, with_duty
 from perilune_operator.render.gateway import EXT_PROC_PORT
 from perilune_operator.render.objects import Context
@@ -36,7 +37,8 @@ def network_policies(pool: Context) -> Iterator[Object]:
     mine = {"podSelector": {"matchLabels": {names.POOL_LABEL: pool.name}}}
     scrapers = {"namespaceSelector": {"matchLabels": {METRICS_LABEL: "true"}}}
     callers = _callers(pool)
-    served = {"from": [*callers, scrapers]} if callers is not None else {}
+    served = {"from": callers} if callers is not None else {}
+    scraped = {"ports": _ports(names.METRICS_PORT), "from": [scrapers]}
     inside = [mine]
     if server := pool.spec.gateway.served_by:
         labels = {names.POOL_LABEL: server, names.COMPONENT_LABEL: "gateway"}
@@ -44,16 +46,11 @@ def network_policies(pool: Context) -> Iterator[Object]:
     yield _allow(
         pool,
         "engine",
-        [{"from": inside}, {"ports": _ports(names.ENGINE_PORT), **served}],
+        [{"from": inside}, {"ports": _ports(names.ENGINE_PORT), **served}, scraped],
         with_duty(pool, "serve"),
     )
     if pool.spec.prefill_replicas:
-        yield _allow(
-            pool,
-            "prefill",
-            [{"from": [mine]}, {"ports": _ports(names.ENGINE_PORT), "from": [scrapers]}],
-            with_duty(pool, "prefill"),
-        )
+        yield _allow(pool, "prefill", [{"from": [mine]}, scraped], with_duty(pool, "prefill"))
     if nodes_per_endpoint(pool) > 1:  # a client of a worker's queues could run any code there
         yield _allow(pool, "engine-worker", [{"from": [mine]}])
     if not server:
@@ -72,11 +69,7 @@ def network_policies(pool: Context) -> Iterator[Object]:
         gateways = {"podSelector": {"matchLabels": pool.labels("gateway")}}
         yield _allow(pool, "state", [{"ports": _ports(shared_state.PORT), "from": [gateways]}])
     if pool.spec.mooncake.store.enabled:
-        yield _allow(
-            pool,
-            "master",
-            [{"from": inside}, {"ports": _ports(mooncake.HTTP_PORT), "from": [mine, scrapers]}],
-        )
+        yield _allow(pool, "master", [{"from": inside}])
 
 
 def _callers(pool: Context) -> list[Object] | None:

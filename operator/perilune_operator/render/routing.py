@@ -1,12 +1,13 @@
 """How requests reach the gateway and then an engine: a route, and the policies that go with it.
 
-Envoy Gateway is configured by four objects: an HTTPRoute to one Service that selects all engine pods, a
-BackendTrafficPolicy that obeys the picked endpoint, an EnvoyExtensionPolicy that asks the gateway, and a
-ClientTrafficPolicy on the Gateway that removes a destination that a client sends itself (with failOpen, Envoy
-would obey it). The last belongs to the Gateway: pools that share a Gateway share it, and it must be in the
-Gateway's namespace, so the operator creates it only if that is the pool's, the spec allows it, and no
-other is there: of two policies for one Gateway, Envoy Gateway takes only the older. An implementation of the
-inference extension gets an InferencePool whose endpoint picker is the gateway's Service.
+Envoy Gateway is configured by five objects: an HTTPRoute to one Service that selects all engine pods, an
+HTTPRouteFilter that answers where a path is not supported, a BackendTrafficPolicy that obeys the picked
+endpoint, an EnvoyExtensionPolicy that asks the gateway, and a ClientTrafficPolicy on the Gateway that removes
+a destination that a client sends itself (with failOpen, Envoy would obey it). The last belongs to the
+Gateway: pools that share a Gateway share it, and it must be in the Gateway's namespace, so the operator
+creates it only if that is the pool's, the spec allows it, and no other is there: of two policies for one
+Gateway, Envoy Gateway takes only the older. An implementation of the inference extension gets an
+InferencePool whose endpoint picker is the gateway's Service.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,19 +15,26 @@ from collections.abc import Iterator, Sequence
 from perilune_api import names, paths
 from perilune_api.inference_pool.gateway import GatewayMode, ParentRef
 from perilune_api.quantities import quantity
-from perilune_operator.kinds import GATEWAY_API, INFERENCE
+from perilune_operator.kinds import ENVOY_GATEWAY, GATEWAY_API, INFERENCE
 from perilune_operator.observe.facts import MANAGED_BY, MANAGER, Object
 from perilune_operator.render.endpoints import with_duty
 from perilune_operator.render.gateway import EXT_PROC_PORT
 from perilune_operator.render.objects import Context, size
 
+EXACT: Sequence[str] = (
+    *paths.GENERATING,
+    *paths.POOLING,
+    *(path for path in paths.COUNTING if path.startswith("/v1/")),
+)
 PATHS: Sequence[Object] = (
-    *({"path": {"type": "Exact", "value": path}} for path in (*paths.GENERATING, *paths.POOLING)),
-    *({"path": {"type": "Exact", "value": path}} for path in paths.COUNTING if path.startswith("/v1/")),
+    *({"path": {"type": "Exact", "value": path}} for path in EXACT),
     *({"path": {"type": "PathPrefix", "value": path}} for path in paths.PREFIXES),
 )
 """The requests of a pool that names no matches: those that the gateway supports, so that no other reaches an
 engine while no gateway runs."""
+REFUSED: Sequence[Object] = tuple({"path": {"type": "PathPrefix", "value": path}} for path in paths.REFUSED)
+"""What Envoy itself answers with a 404 that names the supported paths. It is not all the rest of a host,
+which may belong to other routes."""
 AT_ONCE = 65_536
 """Requests that one Envoy may have under way to the engines, and so to the gateway; one may run for minutes.
 Envoy's default is 1,024, above which it would answer 503, but refusing requests is the gateway's
@@ -90,7 +98,10 @@ def routing(pool: Context) -> Iterator[Object]:
     made, parent = mode(pool), pool.spec.gateway.parent
     if made is GatewayMode.ENVOY_GATEWAY and parent is not None:
         if not pool.spec.gateway.route:
-            yield _route(pool, parent, _services(pool))
+            refuses = pool.has("HTTPRouteFilter") and not pool.spec.gateway.matches
+            yield _route(pool, parent, _services(pool), [_refusing(pool)] if refuses else [])
+            if refuses:
+                yield _refusal(pool)
         yield from _envoy_policies(pool, parent)
     if made is GatewayMode.INFERENCE_EXTENSION:
         yield _inference_pool(pool)
@@ -107,7 +118,9 @@ def _services(pool: Context) -> list[Object]:
     return [{"name": name, "port": names.ENGINE_PORT} for name in (of_all if others else (pool.name,))]
 
 
-def _route(pool: Context, parent: ParentRef, backends: list[Object]) -> Object:
+def _route(
+    pool: Context, parent: ParentRef, backends: list[Object], more_rules: Sequence[Object] = ()
+) -> Object:
     spec = pool.spec.gateway
     reference = {
         "name": parent.name,
@@ -126,10 +139,26 @@ def _route(pool: Context, parent: ParentRef, backends: list[Object]) -> Object:
                     "matches": list(spec.matches or PATHS),
                     "backendRefs": backends,
                     "timeouts": {"request": "0s"},
-                }
+                },
+                *more_rules,
             ],
         },
     )
+
+
+def _refusing(pool: Context) -> Object:
+    """Return the rule of the requests that Envoy refuses."""
+    reference = {"group": ENVOY_GATEWAY, "kind": "HTTPRouteFilter", "name": pool.name}
+    return {"matches": list(REFUSED), "filters": [{"type": "ExtensionRef", "extensionRef": reference}]}
+
+
+def _refusal(pool: Context) -> Object:
+    answer = {
+        "statusCode": 404,
+        "contentType": "application/json",
+        "body": {"type": "Inline", "inline": paths.refusal((*EXACT, paths.MODELS, f"{paths.RESPONSES}/ID"))},
+    }
+    return pool.object("HTTPRouteFilter", pool.name, "gateway", spec={"directResponse": answer})
 
 
 def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:

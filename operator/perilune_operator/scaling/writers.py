@@ -1,5 +1,6 @@
 """Who sets the number of a pool's endpoints. It should be one: the operator by `scaling`, or an autoscaler of
-the pool. An autoscaler of the pool's Deployment instead always has another writer, which is the operator.
+the pool. An autoscaler of the pool's Deployment instead always has another writer, which is the operator. A
+tool that applies manifests with `replicas` again and again is seen when it overwrites the operator's number.
 """
 
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ def contested(name: str, namespace: str, spec: InferencePoolSpec, observed: Obse
             of_workloads.append(f"{k.name} (of {target['kind']} {target['name']})")
     by_operator = spec.scaling is not None and spec.scaling.signal is not Signal.METRIC
     writers = [*(["spec.scaling"] if by_operator else []), *sorted(of_pool)]
+    if by_operator and observed.overwritten_by:
+        writers.append(f"{observed.overwritten_by} (which writes spec.replicas)")
     if of_workloads:
         return (*(writers or ["spec.replicas"]), *sorted(of_workloads))
     return tuple(writers) if len(writers) > 1 else ()

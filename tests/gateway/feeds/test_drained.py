@@ -7,6 +7,7 @@ from handing_rig import text
 from replica_rig import HandingReplica
 from routing_objects import endpoint
 
+from perilune_api.inference_pool.spec import Rollout
 from perilune_api.pool import Topology
 from perilune_gateway.feeds.drained import SILENT_S, drained, is_idle
 from perilune_gateway.model import EngineMetrics, SessionKey
@@ -145,3 +146,8 @@ def test_a_pod_that_is_being_deleted_needs_no_answer() -> None:
     given = pod(**{DRAINING: "t1"})
     given["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     assert drained([given], lambda address: True) == {}
+
+
+def test_an_operator_waits_by_default_for_longer_than_a_session_may_be_silent() -> None:
+    """Or no engine that had a turn lately would ever count as drained before the wait is over."""
+    assert Rollout().session_seconds > SILENT_S

@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import virtual_time
 from replica_rig import HandingReplica
 from router_rig import pool
 
@@ -69,9 +70,40 @@ async def test_it_ends_even_if_the_client_loses_the_cancellation(call: str) -> N
         await asyncio.wait_for(sharing, 5)
 
 
-def test_a_server_that_is_back_is_found_within_two_seconds() -> None:
-    """An attempt that has just begun fails, and after a pause the next one succeeds."""
-    assert CONNECT_S + RETRY_MAX_S < 2.0
+class Away(Deaf):
+    """A server that is away until a time of the loop: its host answers nothing, or refuses connections."""
+
+    def __init__(self, until: float, *, silent: bool) -> None:
+        super().__init__("")
+        self._until = until
+        self._silent = silent
+
+    async def time(self) -> Any:
+        if asyncio.get_running_loop().time() < self._until:
+            if self._silent:
+                await asyncio.sleep(CONNECT_S)
+            raise OSError("nobody is there")
+        return await super().time()
+
+
+@pytest.mark.parametrize("silent", [True, False], ids=["does not answer", "refuses"])
+def test_a_server_that_is_back_is_found_within_two_seconds(*, silent: bool) -> None:
+    """Whenever it comes back, also just after an attempt has begun, which then fails. In virtual time."""
+
+    async def found_after_s(back_at: float) -> float:
+        loop, replica = asyncio.get_running_loop(), HandingReplica("a")
+        server: Any = Away(back_at, silent=silent)
+        state = SharedState(server, "pool", replica.shared, replica.changed, loop.time, Random(1))
+        sharing = asyncio.create_task(state.run())
+        while not state.stats(loop.time()).connected:  # noqa: ASYNC110 - in virtual time
+            await asyncio.sleep(0.01)
+        sharing.cancel()
+        await asyncio.gather(sharing, return_exceptions=True)
+        return loop.time() - back_at
+
+    waits_s = [virtual_time.run(lambda n=n: found_after_s(5 + n / 20)) for n in range(40)]  # type: ignore[misc]
+    assert max(waits_s) < 2.0
+    assert max(waits_s) > RETRY_MAX_S / 2, "one of the times is bad luck"
 
 
 async def test_the_keys_of_two_clusters_with_pools_of_one_name_differ() -> None:

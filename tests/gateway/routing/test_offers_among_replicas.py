@@ -1,7 +1,10 @@
 """Planned moves of one replica of the gateway, as turns and plans at another one see them. Both replicas get
 the engines' events; the legs' answers are the test's."""
 
-from handing_rig import text
+from typing import Any
+
+import pytest
+from handing_rig import DEFAULT, text
 from replica_rig import HandingReplica as Replica
 from router_rig import A, B, completion
 from routing_objects import head
@@ -13,9 +16,13 @@ from perilune_gateway.state.offers import STANDS_S
 from perilune_gateway.state.peers import LEASE_S
 
 SECRET = "user@example.com"
+LEAVES = {DEFAULT: Reason.MOVED, "sticky": Reason.PLANNED}
+"""Why a session leaves a draining endpoint that cannot hand its KV over: the default policy moves it with its
+next turn, others leave it where it is until that is planned."""
+policies = pytest.mark.parametrize(("policy", "reason"), LEAVES.items())
 
 
-def two(**options: int) -> tuple[Replica, Replica]:
+def two(**options: Any) -> tuple[Replica, Replica]:
     return Replica("a", **options), Replica("b", **options)
 
 
@@ -52,10 +59,10 @@ def copied_at(first: Replica, second: Replica, ids: list[int]) -> tuple[str, str
     return source, other_than(source), legs
 
 
-def offered_without_copy(*, planner_routed: bool = True) -> tuple[Replica, Replica, str]:
+def offered_without_copy(policy: str, *, planner_routed: bool = True) -> tuple[Replica, Replica, str]:
     """Engines that hand nothing over. The first replica has planned to move the session away from the
     endpoint that is returned; the second has not been told. Which of them routed its only turn."""
-    first, second = two()
+    first, second = two(policy=policy)
     source = turn(*((first, second) if planner_routed else (second, first)), "s", text(1, 320))
     for replica in (first, second):
         for address in (A, B):
@@ -71,14 +78,25 @@ def arrives(legs: Legs, *replicas: Replica) -> None:
         replica.announce(legs.target, list(legs.content.ids))
 
 
-def test_a_turn_at_another_replica_carries_an_offer_out_that_needs_no_copy() -> None:
-    first, second, source = offered_without_copy()
+@policies
+def test_a_turn_at_another_replica_carries_an_offer_out_that_needs_no_copy(
+    policy: str, reason: Reason
+) -> None:
+    first, second, source = offered_without_copy(policy)
     second.router.plan_moves(False)
-    record = second.record(second.send("s", text(1, 480)))
-    assert (record.reason, record.target) == (Reason.HOST, source), "it has not been told yet"
     first.tells(second)
     record = second.record(second.send("s", text(1, 480)))
-    assert (record.reason, record.moved_from, record.target) == (Reason.PLANNED, source, other_than(source))
+    assert (record.reason, record.moved_from, record.target) == (reason, source, other_than(source))
+
+
+@policies
+def test_a_turn_at_another_replica_that_was_told_of_no_offer_is_the_policys(
+    policy: str, reason: Reason
+) -> None:
+    _, second, source = offered_without_copy(policy)
+    second.router.plan_moves(False)
+    target = second.record(second.send("s", text(1, 480))).target
+    assert target == (other_than(source) if reason is Reason.MOVED else source)
 
 
 def test_a_turn_at_another_replica_goes_to_the_target_once_its_events_confirm_the_copy() -> None:
@@ -98,7 +116,7 @@ def test_before_the_copy_is_confirmed_a_turn_at_another_replica_stays_at_the_hos
     first, second = two()
     source, _, _ = copied_at(first, second, text(1, 320))
     record = second.record(second.send(SECRET, text(1, 480)))
-    assert (record.target, record.reason) == (source, Reason.HOST)
+    assert (record.target, record.reason, record.cached_tokens) == (source, Reason.AWAITS_KV, 320)
 
 
 def test_a_session_does_not_switch_while_its_turn_runs_at_another_replica() -> None:
@@ -182,17 +200,23 @@ def test_a_session_that_ends_at_the_replica_that_knows_it_is_not_moved() -> None
     assert not switched(first)
 
 
-def test_a_move_without_a_copy_is_offered_to_the_replica_that_knows_the_session() -> None:
-    first, second, source = offered_without_copy(planner_routed=False)
+@policies
+def test_a_move_without_a_copy_is_offered_to_the_replica_that_knows_the_session(
+    policy: str, reason: Reason
+) -> None:
+    first, second, source = offered_without_copy(policy, planner_routed=False)
     first.tells(second)
     record = second.record(second.send("s", text(1, 480)))
-    assert (record.reason, record.moved_from, record.target) == (Reason.PLANNED, source, other_than(source))
+    assert (record.reason, record.moved_from, record.target) == (reason, source, other_than(source))
 
 
-def test_a_move_without_a_copy_is_carried_out_by_the_sessions_first_turn_at_the_planner() -> None:
-    first, _, source = offered_without_copy(planner_routed=False)
+@policies
+def test_a_move_without_a_copy_is_carried_out_by_the_sessions_first_turn_at_the_planner(
+    policy: str, reason: Reason
+) -> None:
+    first, _, source = offered_without_copy(policy, planner_routed=False)
     record = first.record(first.send("s", text(1, 480)))
-    assert (record.reason, record.target) == (Reason.PLANNED, other_than(source))
+    assert (record.reason, record.target) == (reason, other_than(source))
 
 
 def fetching(at: Replica, other: Replica, seed: int) -> Routed:
@@ -248,7 +272,8 @@ def test_a_new_lease_holder_switches_an_idle_session_whose_kv_the_dead_one_had_c
 
 
 def test_an_offer_of_a_dead_replica_that_nobody_began_expires() -> None:
-    first, second, source = offered_without_copy()
+    """Seen with a policy that leaves the session where it is unless a move is offered."""
+    first, second, source = offered_without_copy("sticky")
     first.tells(second)
     second.goes_on(STANDS_S["offered"])
     assert second.record(second.send("s", text(1, 480))).target == source

@@ -66,6 +66,15 @@ def test_removed_by_name_and_cleared():
     assert pool.device() == {}
 
 
+def test_a_reset_that_is_told_with_the_next_step_leaves_what_that_step_has_stored():
+    """As vLLM does: after /reset_prefix_cache, the news is the first event of the step of the next prompt."""
+    pool = Pool()
+    pool.apply(stored())
+    for event in (AllBlocksCleared(), stored(NAMES[:2], TOKENS[:4])):
+        pool.apply(event)
+    assert pool.device() == {"a": 2}
+
+
 def test_a_name_outlives_its_block():
     """Two copies of one block: vLLM announces that one is gone, and a child of the other."""
     pool = Pool()

@@ -18,6 +18,8 @@ from perilune_gateway.state.prefix_index import Group, PrefixIndex
 DEVICE, HOST, STORE = Tier
 A, B, C, D, E = blocks.chain(range(5), 1, 0)
 PROMPT = [A, B, C, D, E]
+X = blocks.chain([0, 1, 9], 1, 0)[-1]
+Y = blocks.chain([8], 1, 0)[-1]
 
 
 def index(max_blocks=1000, ttl_s=10.0, **options) -> PrefixIndex:
@@ -282,6 +284,38 @@ def test_the_end_of_a_prompt_that_is_claimed_already_is_claimed_once(parent):
     assert it.stats(5).speculative == 5
     assert it.find_block(E, 11).device == {"1": 1}
     assert it.find_block(A, 11).device == {}
+
+
+@pytest.mark.parametrize(
+    ("claimed", "refused", "left"),
+    [
+        pytest.param([[A, B, C]], [0], [], id="the only one"),
+        pytest.param([[A, B, C], [A, B, C, D]], [0], [A, B, C, D], id="a longer one came later"),
+        pytest.param([[A, B, C, D], [A, B, C]], [1], [A, B, C, D], id="a longer one came before"),
+        pytest.param([[A, B, C], [A, B, C, D]], [1], [A, B, C], id="a shorter one came before"),
+        pytest.param([[A, B, C], [A, B, C, D]], [1, 0], [], id="both, the later first"),
+        pytest.param([[A, B, C], [A, B, C, D]], [0, 1], [], id="both, the earlier first"),
+        pytest.param([[A, B], [A, B]], [0], [A, B], id="the same prompt twice"),
+        pytest.param([[A, B], [A, B]], [1, 0], [], id="and both refused"),
+        pytest.param([[A, B, C], [A, B, X]], [0], [A, B, X], id="a branch came later"),
+        pytest.param([[A, B, C], [A, B, X]], [1], [A, B, C], id="a branch came before"),
+        pytest.param([[A, B, C], [A, B, X]], [0, 1], [], id="both branches"),
+        pytest.param([[A], [A, B], [A, B, C]], [2, 0], [A, B], id="turns of a conversation"),
+    ],
+)
+@pytest.mark.parametrize("events", [False, True], ids=["estimated", "behind announced blocks"])
+def test_a_refused_prompt_takes_along_what_no_other_one_claims(claimed, refused, left, events):
+    """All of them were sent to one endpoint."""
+    it, first = index(), [Y] if events else []
+    if events:
+        it.stored("1", DEVICE, first, 0, parent=0)
+    returned = [it.speculate("1", [*first, *prompt], 0) for prompt in claimed]
+    for prompt in refused:
+        it.unclaim("1", returned[prompt])
+    assert it.stats(0).speculative == len(left)
+    for prompt in (PROMPT, [A, B, X]):
+        common = leading(prompt, left.__contains__)
+        assert it.find_matches([*first, *prompt], 0).of("1")[0] == len(first) + common
 
 
 def test_a_block_that_is_only_claimed_has_statistics_until_the_claim_ends():
@@ -559,11 +593,14 @@ class AgainstSets(RuleBasedStateMachine):
                 break
             self.claims[endpoint, block] = self.now + TTL_S
 
-    @rule(endpoint=ENDPOINTS, row=ROWS)
-    def unclaim(self, endpoint, row):
-        self.it.unclaim(endpoint, row)
-        for block in row:
-            self.claims.pop((endpoint, block), None)
+    @rule(endpoint=ENDPOINTS, prompt=PROMPTS)
+    def refused(self, endpoint, prompt):
+        """Keep what other prompts have claimed, for as long as if this one had been served."""
+        before = {block for block in prompt if self.claims.get((endpoint, block), -1.0) > self.now}
+        claimed = self.it.speculate(endpoint, prompt, self.now)
+        self.it.unclaim(endpoint, claimed)
+        for block in before.intersection(claimed):
+            self.claims[endpoint, block] = self.now + TTL_S
 
     @rule(by_s=st.floats(0, 12))
     def time_passes(self, by_s):
@@ -701,11 +738,15 @@ class AgainstEngines(RuleBasedStateMachine):
                 self.device[endpoint].discard(block)
                 return
 
-    @precondition(lambda self: self.disturbed)
-    @rule(endpoint=both, prompt=prompts, at=st.integers(0, 5))
-    def refused(self, endpoint, prompt, at):
-        self.it.unclaim(endpoint, prompt[at:])
-        for block in prompt[at:]:
+    @rule(endpoint=both, prompt=prompts)
+    def refused(self, endpoint, prompt):
+        """Keep what other prompts have claimed."""
+        self._follow(prompt)
+        before = self._live(endpoint)
+        claimed = self.it.speculate(endpoint, prompt, self.now)
+        self._claim(endpoint, claimed)
+        self.it.unclaim(endpoint, claimed)
+        for block in set(claimed) - before:
             self.claims[endpoint].pop(block, None)
 
     @rule(endpoint=both)

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import aiohttp
 import msgspec
@@ -454,10 +456,20 @@ def test_an_argument_that_cannot_be_used_is_named_and_ends_without_a_traceback(a
     assert words in wrong.stderr.splitlines()[-1]
 
 
+def test_metrics_have_a_port_of_their_own_with_nothing_else(start):
+    engine = start("--metrics-listen", "127.0.0.1:0")
+    alone = f"http://{engine.facts['metrics']}"
+    with urlopen(f"{alone}/metrics", timeout=10) as page:
+        assert b"vllm:num_requests_running" in page.read()
+    with pytest.raises(HTTPError, match="404"):
+        urlopen(f"{alone}/v1/models", timeout=10)
+
+
 @pytest.mark.parametrize(
     ("argument", "fact", "words"),
     [
         pytest.param("--listen", "http", "in use; choose another port with --listen", id="HTTP"),
+        pytest.param("--metrics-listen", "http", "choose another port with --metrics-listen", id="metrics"),
         pytest.param("--events", "events", "cannot bind tcp://127.0.0.1", id="events"),
         pytest.param("--replay", "replay", "; choose other ports with --events and --replay", id="replay"),
     ],

@@ -10,6 +10,8 @@ The template is the first that the folder has of: chat_template.jinja, chat_temp
 tokenizer_config.json. From a list of named templates, `tool_use` is for requests with tools, and `default`
 for the others.
 
+A gateway without a local tokenizer does not import this module, nor jinja2.
+
 Compiling takes some milliseconds, once. Rendering takes 50–150 µs for a conversation of ten messages, and
 holds the GIL.
 """
@@ -27,13 +29,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from perilune_gateway.request.tokens.conversation import Conversation
+from perilune_gateway.request.tokens.conversation import Conversation, TemplateError
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-class TemplateError(ValueError):
-    """The template refuses this conversation, or fails on it."""
 
 
 class _Generation(Extension):

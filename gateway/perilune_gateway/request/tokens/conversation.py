@@ -30,6 +30,10 @@ Message = dict[str, Any]
 _TEXT_PARTS = frozenset(("text", "input_text", "output_text", "refusal", "thinking"))
 
 
+class TemplateError(ValueError):
+    """The chat template refuses this conversation, or fails on it."""
+
+
 class ConversationError(ValueError):
     """The conversation does not have the form that its API prescribes, so that the engine will refuse it; or
     it has items that only the engine can render."""

@@ -24,8 +24,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from tokenizers import Tokenizer as Reference
-
 from perilune_gateway.request.tokens.cuts import Cuts, cuts_of
 
 log = logging.getLogger(__name__)
@@ -98,7 +96,9 @@ _Encode = Callable[[str, bool], Ids]
 
 
 def _reference(text: str) -> _Encode:
-    tokenizer = Reference.from_str(text)
+    from tokenizers import Tokenizer  # here, so that a gateway without a local tokenizer starts sooner
+
+    tokenizer = Tokenizer.from_str(text)
     tokenizer.no_truncation()
     tokenizer.no_padding()
 

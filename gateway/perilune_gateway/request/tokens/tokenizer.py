@@ -22,6 +22,8 @@ Long prompts are not truncated, and the engine's /render is not used. conversati
 Anthropic conversations are converted.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import math
@@ -31,14 +33,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from perilune_api.pool import Model, SpecError
 from perilune_gateway.model import Tokens, TokenSource
 from perilune_gateway.request.openai import ChatPrompt, ParsedRequest, TextPrompt, TokenPrompt
 from perilune_gateway.request.paths import Api
-from perilune_gateway.request.tokens import chat_template, encoder
+from perilune_gateway.request.tokens import encoder
 from perilune_gateway.request.tokens.causes import ENGINE_MAY_KNOW, CannotTellError, Cause
-from perilune_gateway.request.tokens.chat_template import ChatTemplates, TemplateError
+from perilune_gateway.request.tokens.conversation import TemplateError
 from perilune_gateway.request.tokens.engine import EngineTokenizer
 from perilune_gateway.request.tokens.incremental import IncrementalEncoder
 from perilune_gateway.request.tokens.prompts import (
@@ -49,6 +52,9 @@ from perilune_gateway.request.tokens.prompts import (
     text_conversation,
     too_much,
 )
+
+if TYPE_CHECKING:
+    from perilune_gateway.request.tokens.chat_template import ChatTemplates
 
 log = logging.getLogger(__name__)
 
@@ -249,6 +255,8 @@ def _load(model: Model) -> tuple[IncrementalEncoder | None, ChatTemplates | None
             f"There is no {folder / 'tokenizer.json'}: name the folder that has it,"
             f" or leave it empty to let the engines tokenize - {at}"
         )
+    from perilune_gateway.request.tokens import chat_template  # it imports jinja2
+
     try:
         templates = chat_template.load(folder)
         loaded = encoder.load(folder, templates.source if templates else "")
