@@ -18,6 +18,7 @@ matches only whole inserted entries. Dynamo's radix tree matches as this index d
    has what it needs: all blocks (full attention) or the last few (a sliding window, or one state of
    state-space layers).
 5. *record_match* updates the statistics of the block where the match ended.
+6. *expire* drops what has expired. Questions change nothing.
 
 `block_map.py` keeps the other blocks. For each endpoint a block's value has three bits: on the device,
 claimed (only while *find_matches* runs), in host memory; each further KV cache group of an endpoint has one
@@ -379,8 +380,8 @@ class PrefixIndex:
             holder.claims.withdraw(blocks)
 
     def expire(self, now: float) -> None:
-        """Drop what has expired, and a part of what forgotten endpoints have left. The other methods that are
-        told the time do it too."""
+        """Drop what has expired, and a part of what forgotten endpoints have left. `stored` and `speculate`
+        do it, too; no question does."""
         while self._due and self._due[0][0] <= now:
             _, _, expires = heappop(self._due)
             expires.due = False
@@ -414,7 +415,6 @@ class PrefixIndex:
         count may then be too low. (Dynamo's compressed tree goes on to the end of an edge, which depends on
         what the tree once held.)
         """
-        self.expire(now)
         steps, end = self._steps(blocks)
         if early_exit:
             end, steps = self._early_exit(steps, end)
@@ -422,7 +422,6 @@ class PrefixIndex:
 
     def find_block(self, block: int, now: float) -> Matches:
         """Return the holders of one block, wherever in a prompt it is, as matches of length 1."""
-        self.expire(now)
         value = self._blocks.value(block)
         for holder in self._holders.values():
             if block in holder.claims:
@@ -458,7 +457,6 @@ class PrefixIndex:
         """Return how many of these blocks, which begin a prompt, are on the endpoint's device. Engines evict
         the end of a prompt before its beginning, so bisection finds it: O(log blocks), except for hybrid
         models."""
-        self.expire(now)
         holder = self._holders.get(endpoint)
         if holder is None:
             return 0
@@ -529,7 +527,6 @@ class PrefixIndex:
 
     def stats(self, now: float) -> IndexStats:
         """The index in numbers. O(endpoints + recent matches)."""
-        self.expire(now)
         endpoints = {
             address: EndpointBlocks(holder.on_device, holder.on_host, holder.claims.blocks)
             for address, holder in self._holders.items()
