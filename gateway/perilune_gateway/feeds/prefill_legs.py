@@ -133,8 +133,10 @@ class PrefillLegs:
                     pass
         except TimeoutError:
             self._failed(ticket, remote, GivenUp.NOT_TAKEN)
-        except (aiohttp.ClientError, OSError) as error:
+        except aiohttp.ClientConnectorError as error:
             self._failed(ticket, remote, GivenUp.UNREACHABLE, error)
+        except (aiohttp.ClientError, OSError) as error:
+            self._failed(ticket, remote, GivenUp.BROKE_OFF, error)
         except Exception as error:
             log.exception("prefill leg failed by an error of the gateway")
             self._failed(ticket, remote, GivenUp.ERROR, error)

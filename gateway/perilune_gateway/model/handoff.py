@@ -42,6 +42,8 @@ class GivenUp(StrEnum):
     """An engine refused a leg."""
     UNREACHABLE = "unreachable"
     """A leg's connection failed."""
+    BROKE_OFF = "broke_off"
+    """The prefill endpoint ended the connection before it had computed the prompt."""
     NOT_ACCEPTED = "not_accepted"
     """The host did not accept the give leg in time."""
     NOT_TAKEN = "not_taken"

@@ -22,7 +22,7 @@ from perilune_gateway.routing.request_transfers import RequestTransfers, Transfe
 from perilune_gateway.state.facts import Unreached
 from perilune_gateway.state.in_flight import InFlight, Load, Transfer
 from perilune_gateway.state.pool_state import PoolState
-from perilune_gateway.state.request_facts import Decided, Ended, Rerouted, Withdrawn
+from perilune_gateway.state.request_facts import Broken, Decided, Ended, Rerouted, Withdrawn
 
 
 class Prefilling(Transfer, gc=False, kw_only=True, eq=False):
@@ -128,6 +128,8 @@ class RemotePrefills:
         """The give leg has failed, or the target will not fetch. Ignores requests that have ended."""
         if one := self._of(ticket, remote):
             self._fail(one, cause)
+            if cause is GivenUp.BROKE_OFF:  # the prompt may be one at which engines end
+                self._state.facts.tell(Broken(self._state.requests[ticket], self._clock(), 1))
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -140,7 +142,7 @@ class RemotePrefills:
         one.cause = one.cause or cause
         self._unclaim(one)
         self._end_leg(one)
-        if cause is GivenUp.UNREACHABLE and self._is_there(one):
+        if cause in (GivenUp.UNREACHABLE, GivenUp.BROKE_OFF) and self._is_there(one):
             self._state.facts.tell(Unreached(one.remote.source, self._clock()))
 
     def _end(self, request: InFlight, *, answered: bool) -> None:

@@ -16,7 +16,7 @@ from routing_objects import head
 
 from perilune_api.pool import Disaggregation, EndpointSpec, Role, Routing
 from perilune_gateway.feeds.prefill_legs import PrefillLegs
-from perilune_gateway.model import Outcome, RequestHead, Routed
+from perilune_gateway.model import Outcome, Refusal, RefuseReason, RequestHead, Routed
 from perilune_gateway.model.handoff import Attachment, GivenUp
 from perilune_gateway.model.tracing import SAMPLED, Trace
 from perilune_gateway.state.connectors import Connector
@@ -43,6 +43,7 @@ class Giver:
     page: dict[str, Any] = field(default_factory=lambda: said("engine-0"))
     has_page: asyncio.Event = field(default_factory=asyncio.Event)
     """Until then the page does not answer."""
+    breaks_off: bool = False
 
     async def query(self, _: web.Request) -> web.Response:
         await self.has_page.wait()
@@ -51,6 +52,8 @@ class Giver:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.json())
         self.headers.append(dict(request.headers))
+        if self.breaks_off and request.transport:
+            request.transport.close()
         try:
             await self.accepts.wait()
             answer = web.StreamResponse(status=self.status)
@@ -209,6 +212,18 @@ async def test_a_refused_prompt_goes_to_the_target_at_once() -> None:
         on.giver.computed.set()
         assert await on.give() is None
         assert on.given_up() == {GivenUp.REFUSED: 1}
+
+
+async def test_a_prompt_at_which_a_prefill_endpoint_breaks_off_may_break_engines() -> None:
+    async with scene() as on:
+        on.giver.breaks_off = True
+        assert await on.give() is None
+        on.rig.router.prefills_itself(on.routed.ticket)
+        on.rig.router.on_reset(on.routed.ticket, C)
+        assert on.given_up(Outcome.FAILED) == {GivenUp.BROKE_OFF: 1}
+        refusal = on.rig.ask(PROMPT, HEAD)
+        assert isinstance(refusal, Refusal)
+        assert (refusal.reason, refusal.status) == (RefuseReason.RESETS, 400)
 
 
 async def test_a_giver_without_a_connector_is_asked_for_nothing() -> None:
