@@ -16,7 +16,7 @@ from waiting import until_true
 
 from perilune_api import pool as spec
 from perilune_gateway.main import ENGINE_API_KEY
-from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.processes.stack import EngineOptions, Stack
 from perilune_lab.vocabulary import Vocabulary
 
 OPTIONS = EngineOptions(handoff=True, prefill=1, time_scale=10.0, request_log=True)

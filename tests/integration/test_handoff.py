@@ -18,8 +18,8 @@ from routing_objects import chosen
 from waiting import until_true
 
 from perilune_api import pool as spec
-from perilune_lab.child import start
-from perilune_lab.stack import EngineOptions, Stack, engine_arguments
+from perilune_lab.processes.child import start
+from perilune_lab.processes.stack import EngineOptions, Stack, engine_arguments
 from perilune_lab.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

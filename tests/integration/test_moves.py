@@ -12,7 +12,7 @@ from msgspec import structs
 from waiting import until_true
 
 from perilune_api import pool as spec
-from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.processes.stack import EngineOptions, Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from routing_objects import chosen
 
 from perilune_api import pool as spec
-from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.processes.stack import EngineOptions, Stack
 from perilune_operator.metrics import Metrics as OperatorMetrics
 from perilune_operator.metrics import Outcome
 

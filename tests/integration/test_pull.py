@@ -14,7 +14,7 @@ from routing_objects import chosen
 from waiting import until_true
 
 from perilune_api import pool as spec
-from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.processes.stack import EngineOptions, Stack
 
 OPTIONS = EngineOptions(handoff=True)
 ROUTING = spec.Routing(

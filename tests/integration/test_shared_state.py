@@ -31,9 +31,9 @@ from perilune_gateway.model.shared import Batch, Bound, Names, encode
 from perilune_gateway.state.offers import STANDS_S
 from perilune_gateway.state.peers import LEASE_S
 from perilune_gateway.state.replicas import Outbox
-from perilune_lab import child
-from perilune_lab.envoy import config
-from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.processes import child
+from perilune_lab.processes.envoy import config
+from perilune_lab.processes.stack import EngineOptions, Stack
 from perilune_operator.observe.facts import Observed
 from perilune_operator.plan import plan
 from perilune_operator.render.objects import Defaults

@@ -17,7 +17,7 @@ from waiting import until, until_true
 from perilune_gateway.feeds.shared_state import Server, SharedState
 from perilune_gateway.model.shared import Batch, Bound, encode
 from perilune_gateway.state.replicas import Outbox
-from perilune_lab import child
+from perilune_lab.processes import child
 
 SERVER = shutil.which("valkey-server") or shutil.which("redis-server")
 pytestmark = [

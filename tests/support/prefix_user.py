@@ -5,7 +5,7 @@ from typing import Any
 
 import aiohttp
 
-from perilune_lab.stack import Stack
+from perilune_lab.processes.stack import Stack
 from perilune_lab.vocabulary import Vocabulary
 
 BLOCK, LONG = 16, 6_400
