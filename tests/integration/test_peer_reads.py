@@ -27,7 +27,7 @@ async def served(engines: int = 3) -> AsyncIterator[User]:
         user = User(stack, http, stack.url)
 
         async def all_can() -> bool:
-            return len((await user.page())["peers"]) == engines
+            return len((await user.moves())["peers"]) == engines
 
         await until_true(all_can)
         yield user

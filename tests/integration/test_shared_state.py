@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import socket
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import certificates
 import pytest
 import pytest_asyncio
 from handing_rig import text
+from ports import free_port
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError
 from replica_rig import HandingReplica
@@ -62,12 +62,6 @@ POOL = plan(
 )
 PASSWORD = "of the pool's Secret"
 SESSIONS, TURNS = 40, 4
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
 
 
 @dataclass(frozen=True, slots=True)

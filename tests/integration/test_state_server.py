@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,6 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from ports import free_port
 from redis.asyncio import Redis
 from replica_rig import HandingReplica
 from waiting import until, until_true
@@ -26,12 +26,6 @@ pytestmark = [
 ]
 NAME = "ns/pool"
 SESSION = b"perilune:1:{ns/pool}:session:" + b"n" * 16
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
 
 
 @asynccontextmanager
