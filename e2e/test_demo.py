@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from run_processes import processes
 
+from perilune_lab.processes.stack import RUN_VARIABLE
 from perilune_lab.report import Report
-from perilune_lab.stack import RUN_VARIABLE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

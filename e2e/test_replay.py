@@ -18,8 +18,8 @@ import pytest
 
 from perilune_api.policies import PolicyChoice, PolicyName
 from perilune_api.pool import Routing
+from perilune_lab.processes.stack import EngineOptions, Programs, Stack
 from perilune_lab.report import Report
-from perilune_lab.stack import EngineOptions, Programs, Stack
 from perilune_lab.traces import mooncake
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

@@ -37,8 +37,8 @@ from enginebed import install, rendered
 from enginebed.network import Network, Pod
 from enginebed.rendered import MASTER, Object, Rendered
 from perilune_api.pool import Pool, dump
-from perilune_lab import envoy, envoy_process
-from perilune_lab.child import Child, start
+from perilune_lab.processes import envoy, envoy_process
+from perilune_lab.processes.child import Child, start
 from perilune_operator.render import door, engine_door
 
 START_S = 600.0

@@ -210,7 +210,7 @@ class Cluster:
 
 def build(*others: Callable[[], Path]) -> list[Path]:
     """Programs and images that every cluster has, made when missing, and these others, made meanwhile."""
-    from perilune_lab.envoy import binary
+    from perilune_lab.processes.envoy import binary
 
     programs.ensure_packages()
     with ThreadPoolExecutor(max_workers=1) as beside:

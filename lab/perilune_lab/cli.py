@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from perilune_lab.commands import Command, Program, run
+from perilune_lab.terminal.commands import Command, Program, run
 
 PROGRAM = Program(
     name="perilune",
@@ -22,7 +22,7 @@ PROGRAM = Program(
                 "engine --listen 127.0.0.1:8000 --time-scale 10",
             ),
             "envoy": Command(
-                "perilune_lab.envoy",
+                "perilune_lab.processes.envoy",
                 "print the Envoy configuration for a gateway without Kubernetes, or run Envoy with it",
                 "envoy --pool examples/local/pool.yaml --run",
             ),

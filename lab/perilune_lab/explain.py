@@ -23,8 +23,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from perilune_lab.console import Console
-from perilune_lab.formats import as_percent
+from perilune_lab.terminal.console import Console
+from perilune_lab.terminal.formats import as_percent
 
 GATEWAY = "http://127.0.0.1:9003"
 TIMEOUT_S = 5.0

@@ -35,11 +35,11 @@ from rich.table import Table
 from perilune_api import names
 from perilune_gateway.model import H20_30B
 from perilune_lab import profile_transfer
-from perilune_lab.arguments import count, output, positive, url
-from perilune_lab.client import Load, TargetError, models, run_load
-from perilune_lab.console import Console
+from perilune_lab.load.client import Load, TargetError, models, run_load
+from perilune_lab.load.result import Result
 from perilune_lab.profile_transfer import Peer, Transfer
-from perilune_lab.result import Result
+from perilune_lab.terminal.arguments import count, output, positive, url
+from perilune_lab.terminal.console import Console
 from perilune_lab.traces.model import Segment, Session, Style, Turn
 from perilune_lab.vocabulary import Vocabulary
 

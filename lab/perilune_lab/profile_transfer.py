@@ -24,7 +24,7 @@ import msgspec
 from perilune_api import names
 from perilune_api.topology import NIC_GBITS, Bandwidth, Level
 from perilune_gateway.feeds import bootstrap_pages
-from perilune_lab.client import TargetError
+from perilune_lab.load.client import TargetError
 
 FOUND_SHARE = 0.9
 """The least share of a prompt that the target must have had without computing it."""

@@ -31,13 +31,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from perilune_api.pool import SpecError
 from perilune_gateway.model import H20_30B
 from perilune_lab import admin_pages, report
-from perilune_lab.arguments import count, figure, one_of, output, positive, url
-from perilune_lab.bodies import Words
-from perilune_lab.client import Load, TargetError, models, run_load
-from perilune_lab.console import Console
-from perilune_lab.exits import INTERRUPTED, wrong_call
+from perilune_lab.load.bodies import Words
+from perilune_lab.load.client import Load, TargetError, models, run_load
+from perilune_lab.load.result import Result
 from perilune_lab.report import Report
-from perilune_lab.result import Result
+from perilune_lab.terminal.arguments import count, figure, one_of, output, positive, url
+from perilune_lab.terminal.console import Console
+from perilune_lab.terminal.exits import INTERRUPTED, wrong_call
 from perilune_lab.traces.model import Mode, Trace
 from perilune_lab.traces.source import open_trace
 from perilune_lab.vocabulary import Vocabulary

@@ -1,12 +1,13 @@
 """`python -m perilune_research COMMAND …`: the studies behind Perilune's policies.
 
-The wheel does not contain them. Dispatch and exit statuses are those of `perilune` (`perilune_lab.commands`).
+The wheel does not contain them. Dispatch and exit statuses are those of `perilune`
+(`perilune_lab.terminal.commands`).
 """
 
 import sys
 from collections.abc import Sequence
 
-from perilune_lab.commands import Command, Program, run
+from perilune_lab.terminal.commands import Command, Program, run
 
 PROGRAM = Program(
     name="python -m perilune_research",

@@ -7,6 +7,7 @@ printed and written.
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,11 @@ import pytest
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 MISSED = "MISSED"
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """Return the measured value that a share `q` of all values lies below."""
+    return sorted(values)[int(len(values) * q)]
 
 
 def verdict(met: bool) -> str:

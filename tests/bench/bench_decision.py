@@ -21,7 +21,7 @@ from time import perf_counter, thread_time
 import bars
 import msgspec
 import pytest
-from bars import Bar
+from bars import Bar, quantile
 from decision_rig import BLOCK, Rig
 
 from perilune_gateway.feeds.kv_events import decode
@@ -31,10 +31,6 @@ from perilune_gateway.state.engine_blocks import EngineBlocks
 ROUNDS, TURNS, COLD = 5, 400, 60
 BATCHES = 4
 """Applied between two decisions during ingest."""
-
-
-def quantile(values: list[float], q: float) -> float:
-    return sorted(values)[int(len(values) * q)]
 
 
 def nothing() -> None:

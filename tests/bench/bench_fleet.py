@@ -27,7 +27,7 @@ from random import Random
 
 import bars
 import pytest
-from bars import Bar
+from bars import Bar, quantile
 from waiting import until
 
 from perilune_api import names
@@ -53,10 +53,6 @@ PROMPT_TOKENS = 33_600
 SECONDS = 8.0
 OVERLOAD = 4
 """Times the rate, while requests go on."""
-
-
-def quantile(values: list[float], q: float) -> float:
-    return sorted(values)[int(len(values) * q)]
 
 
 class Publishers:

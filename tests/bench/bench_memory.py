@@ -22,8 +22,8 @@ from running_envoy import Envoy
 
 from perilune_api import pool as spec
 from perilune_gateway.extproc import Transport
-from perilune_lab import envoy
-from perilune_lab.child import Child, start
+from perilune_lab.processes import envoy
+from perilune_lab.processes.child import Child, start
 
 REQUESTS = 200_000
 ENDPOINTS = Path(__file__).with_name("cheap_endpoints.py")

@@ -22,6 +22,7 @@ import gateway_crds
 import pytest
 import yaml
 from api_server import CHART, ApiServer, grant, started
+from bars import quantile
 from operator_process import Operator
 
 from perilune_api.kube import MERGE, Client
@@ -34,7 +35,7 @@ IDLE_S = 35.0
 """Longer than the operator sleeps between two looks at a pool that nobody touches."""
 
 
-def quantile(text: str, name: str, share: float) -> float:
+def bucket_quantile(text: str, name: str, share: float) -> float:
     """Seconds, from a histogram's buckets, linear within one; at most the last edge. `name`: with labels."""
     name, _, labels = name.partition("{")
     found = re.findall(rf'^{name}_bucket{{{labels}le="([^"]+)"}} (\S+)', text, re.M)
@@ -129,7 +130,7 @@ async def measure(server: ApiServer, routed: bool) -> None:
                 f"\n{POOLS} pools {routes} routes, {POOLS * (ENGINES + 1)} pods: ready after {seconds:.0f} s"
             )
             await report(operator, "created all at once")
-            p50, p99 = (sorted(took_s)[int(share * len(took_s))] for share in (0.5, 0.99))
+            p50, p99 = (quantile(took_s, share) for share in (0.5, 0.99))
             print(f"  one write of a bystander meanwhile: p50 {p50 * 1000:.0f} ms, p99 {p99 * 1000:.0f} ms")
 
             await asyncio.sleep(2.0)  # the last events
@@ -177,7 +178,7 @@ async def report(operator: Operator, title: str) -> None:
         ('reaction_seconds{changed="true",', "from another spec to the end of the round that carries it out"),
         ('reaction_seconds{changed="false",', "from any other event to the round's end"),
     ):
-        p50, p99 = (quantile(text, f"perilune_operator_{name}", share) for share in (0.5, 0.99))
+        p50, p99 = (bucket_quantile(text, f"perilune_operator_{name}", share) for share in (0.5, 0.99))
         print(f"  {words}: p50 {p50 * 1000:.0f} ms, p99 {p99 * 1000:.0f} ms")
     cpu_s, memory_mb = process(operator.process.pid)
     print(f"  memory {memory_mb:.0f} MB, CPU {cpu_s:.1f} s")

@@ -11,8 +11,8 @@ from time import clock_gettime
 from conversations import Client
 from running_envoy import Envoy
 
-from perilune_lab import envoy
-from perilune_lab.child import Child, start
+from perilune_lab.processes import envoy
+from perilune_lab.processes.child import Child, start
 
 ENDPOINTS_PROGRAM = Path(__file__).with_name("cheap_endpoints.py")
 

@@ -32,8 +32,8 @@ from waiting import until_true
 
 from perilune_api import pool as spec
 from perilune_gateway.extproc import Transport
-from perilune_lab.envoy import Mode, config
-from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.processes.envoy import Mode, config
+from perilune_lab.processes.stack import EngineOptions, Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

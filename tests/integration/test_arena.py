@@ -1,7 +1,8 @@
 """The arena with real Envoys, our gateway and simulated engines, on a tiny load."""
 
 import re
-import socket
+
+from ports import free_port
 
 from perilune_lab.report import Run
 from perilune_research.arena import cli
@@ -38,9 +39,3 @@ def test_a_router_by_url_that_does_not_answer_is_left_out(capsys, monkeypatch):
     assert cli.main(argv) == 0
     left_out = "- Left out: dead: from cell 2 on: dead does not serve at http://127.0.0.1:9"
     assert left_out in capsys.readouterr().out
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

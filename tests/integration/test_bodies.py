@@ -17,7 +17,7 @@ from perilune_api.names import (
     SUBSET_NAMESPACE,
 )
 from perilune_gateway.model import Outcome, RefuseReason, Tokens, TokenSource
-from perilune_lab.envoy import Mode
+from perilune_lab.processes.envoy import Mode
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

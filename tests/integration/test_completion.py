@@ -9,7 +9,7 @@ from envoy_doubles import ILL
 from waiting import until
 
 from perilune_gateway.model import Outcome
-from perilune_lab.envoy import Mode
+from perilune_lab.processes.envoy import Mode
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

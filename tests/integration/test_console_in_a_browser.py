@@ -47,7 +47,7 @@ from perilune_gateway.observe.health import report
 from perilune_gateway.observe.stats import EndpointStats, SessionStats
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
-from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.processes.stack import EngineOptions, Stack
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = [

@@ -14,9 +14,9 @@ from perilune_api import pool as spec
 from perilune_api.policies import EarParams, PeriluneParams
 from perilune_gateway.observe.decision_log import Ended, Logged, read
 from perilune_gateway.policy import POLICIES
-from perilune_lab.client import Load, run_load
 from perilune_lab.demo.load import demo_load
-from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.load.client import Load, run_load
+from perilune_lab.processes.stack import EngineOptions, Stack
 from perilune_lab.vocabulary import Vocabulary
 from perilune_lab.whatif import cli as whatif
 

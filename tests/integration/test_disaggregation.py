@@ -12,11 +12,12 @@ from typing import Any
 
 import aiohttp
 import pytest
+from stack_user import StackUser
 from waiting import until_true
 
 from perilune_api import pool as spec
 from perilune_gateway.main import ENGINE_API_KEY
-from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.processes.stack import EngineOptions, Stack
 from perilune_lab.vocabulary import Vocabulary
 
 OPTIONS = EngineOptions(handoff=True, prefill=1, time_scale=10.0, request_log=True)
@@ -29,9 +30,7 @@ LONG, SHORT = 3_000, 200
 
 
 @dataclass
-class User:
-    stack: Stack
-    http: aiohttp.ClientSession
+class User(StackUser):
     failed: list[str] = field(default_factory=list)
     hosts: dict[str, list[str]] = field(default_factory=dict)
 
@@ -51,16 +50,6 @@ class User:
             self.hosts.setdefault(session, []).append(answer.headers["x-perilune-endpoint"])
             return values
 
-    async def page(self) -> dict[str, Any]:
-        async with self.http.get(self.stack.admin_url + "/api/moves") as answer:
-            values: dict[str, Any] = await answer.json()
-            return values
-
-    async def metric(self, name: str) -> float:
-        async with self.http.get(self.stack.admin_url + "/metrics") as answer:
-            lines = (await answer.text()).splitlines()
-        return sum(float(one.rpartition(" ")[2]) for one in lines if one.startswith(name))
-
     def served(self, engine: int) -> list[dict[str, Any]]:
         """Return the requests that ended on an engine, by its own log."""
         path = self.stack.folder / f"engine-{engine}.requests.jsonl"
@@ -74,7 +63,7 @@ async def served(*arguments: str, **of: Any) -> AsyncIterator[User]:
         user = User(stack, http)
 
         async def all_can() -> bool:
-            return len((await user.page())["connectors"]) == 3
+            return len((await user.moves())["connectors"]) == 3
 
         await until_true(all_can)
         yield user
@@ -97,7 +86,7 @@ async def test_long_prompts_are_prefilled_apart_and_short_ones_where_they_are_de
         assert await user.metric('perilune_prefills_total{where="remote"}') == 100
         assert await user.metric('perilune_prefills_total{where="short"}') == 100
         copied = await user.metric('perilune_handoffs_total{outcome="copied",reason="prefill"}')
-        assert copied >= 98, (await user.page())["prefills"]
+        assert copied >= 98, (await user.moves())["prefills"]
         again = await user.ask("s0", LONG, 2)
         assert user.failed == []
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0.95 * (LONG + SHORT)
@@ -108,7 +97,7 @@ async def test_a_killed_prefill_engine_costs_recomputations_and_no_turn() -> Non
         running = [asyncio.create_task(user.ask(f"s{i}", 20_000)) for i in range(6)]
 
         async def is_prefilling() -> bool:
-            return (await user.page())["prefills"]["open"] >= 2
+            return (await user.moves())["prefills"]["open"] >= 2
 
         await until_true(is_prefilling)
         user.stack.children["engine-0"].signal(signal.SIGKILL)
@@ -125,7 +114,7 @@ async def test_a_gateway_killed_in_the_middle_costs_recomputations_and_no_turn()
         running = [asyncio.create_task(user.ask(f"s{i}", 20_000)) for i in range(6)]
 
         async def is_prefilling() -> bool:
-            return (await user.page())["prefills"]["open"] >= 6
+            return (await user.moves())["prefills"]["open"] >= 6
 
         await until_true(is_prefilling)
         user.stack.children["gateway"].signal(signal.SIGKILL)
@@ -159,7 +148,7 @@ async def test_a_request_that_is_sent_again_elsewhere_waits_for_no_spent_transfe
         running = [asyncio.create_task(user.ask(f"s{i}", 20_000)) for i in range(4)]
 
         async def is_prefilling() -> bool:
-            return (await user.page())["prefills"]["open"] >= 4
+            return (await user.moves())["prefills"]["open"] >= 4
 
         await until_true(is_prefilling)
         user.stack.children["engine-1"].signal(signal.SIGKILL)

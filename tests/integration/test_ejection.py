@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from perilune_api import pool as spec
-from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.processes.stack import EngineOptions, Stack
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 

@@ -13,8 +13,8 @@ from running_envoy import Envoy
 
 from perilune_api import pool as spec
 from perilune_gateway.main import ENGINE_API_KEY
-from perilune_lab.envoy import Mode, config
-from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.processes.envoy import Mode, config
+from perilune_lab.processes.stack import EngineOptions, Stack
 
 KEY = "key-of-engines"
 OPTIONS = EngineOptions(time_scale=100.0, arguments=("--api-key", KEY))

@@ -20,7 +20,7 @@ from perilune_api.names import REFUSE_REASON_HEADER
 from perilune_gateway.extproc import wire
 from perilune_gateway.extproc.messages import BodyMode, Continue, Echo, Kind, Override, Pick
 from perilune_gateway.model import RefuseReason
-from perilune_lab.envoy import Cluster, Mode
+from perilune_lab.processes.envoy import Cluster, Mode
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

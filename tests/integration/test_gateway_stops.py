@@ -16,7 +16,7 @@ from perilune_gateway.extproc import Transport, new_server
 from perilune_gateway.extproc.h2 import limits
 from perilune_gateway.extproc.h2 import server as h2_server
 from perilune_gateway.extproc.service import Closed, Service
-from perilune_lab.envoy import Mode
+from perilune_lab.processes.envoy import Mode
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -15,11 +15,12 @@ import pytest
 import pytest_asyncio
 from msgspec import structs
 from routing_objects import chosen
+from stack_user import StackUser
 from waiting import until_true
 
 from perilune_api import pool as spec
-from perilune_lab.child import start
-from perilune_lab.stack import EngineOptions, Stack, engine_arguments
+from perilune_lab.processes.child import start
+from perilune_lab.processes.stack import EngineOptions, Stack, engine_arguments
 from perilune_lab.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -50,9 +51,7 @@ class Session:
 
 
 @dataclass
-class User:
-    stack: Stack
-    http: aiohttp.ClientSession
+class User(StackUser):
     failed: list[str] = field(default_factory=list)
 
     async def turn(self, session: Session, new_tokens: int = 200, output_tokens: int = 8) -> None:
@@ -79,23 +78,6 @@ class User:
         while not stop.is_set():
             await self.turn(session)
             await asyncio.sleep(0.05)
-
-    async def moves(self) -> dict[str, Any]:
-        async with self.http.get(self.stack.admin_url + "/api/moves") as answer:
-            page: dict[str, Any] = await answer.json()
-            return page
-
-    async def metric(self, line: str) -> float:
-        async with self.http.get(self.stack.admin_url + "/metrics") as answer:
-            lines = (await answer.text()).splitlines()
-        return sum(float(one.rpartition(" ")[2]) for one in lines if one.startswith(line))
-
-    def drain(self, *addresses: str) -> None:
-        """Mark these endpoints as draining in the pool document."""
-        pool = self.stack.pool
-        endpoints = tuple(structs.replace(e, draining=e.address in addresses) for e in pool.spec.endpoints)
-        changed = structs.replace(pool, spec=structs.replace(pool.spec, endpoints=endpoints))
-        self.stack.pool_file.write_bytes(spec.dump(changed))
 
 
 @asynccontextmanager

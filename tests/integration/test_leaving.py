@@ -23,8 +23,8 @@ from running_envoy import Envoy
 
 from perilune_api import names
 from perilune_api.pool import Engine, Metadata, Migration, Model, Pool, Routing, Spec, dump
-from perilune_lab import envoy
-from perilune_lab.child import Child, start
+from perilune_lab.processes import envoy
+from perilune_lab.processes.child import Child, start
 from perilune_operator.render import drain_hook
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

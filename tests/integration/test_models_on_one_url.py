@@ -14,8 +14,8 @@ from running_envoy import Envoy
 
 from perilune_api import pool as spec
 from perilune_gateway.routing.pools import by_weight
-from perilune_lab.envoy import Mode, config
-from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.processes.envoy import Mode, config
+from perilune_lab.processes.stack import EngineOptions, Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -8,11 +8,11 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
-from msgspec import structs
+from stack_user import StackUser
 from waiting import until_true
 
 from perilune_api import pool as spec
-from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.processes.stack import EngineOptions, Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -25,10 +25,7 @@ DECISION = "x-perilune-decision"
 
 
 @dataclass
-class User:
-    stack: Stack
-    http: aiohttp.ClientSession
-
+class User(StackUser):
     async def turn(self, session: str, words: int = 100, output_tokens: int = 2) -> tuple[str, str]:
         """(endpoint, reason) of one request; a longer one continues a shorter one."""
         body = {
@@ -42,26 +39,9 @@ class User:
             endpoint, reason, _ = answer.headers[DECISION].split("; ")
             return endpoint, reason
 
-    async def moves(self) -> dict[str, Any]:
-        async with self.http.get(self.stack.admin_url + "/api/moves") as answer:
-            page: dict[str, Any] = await answer.json()
-            return page
-
     async def offered(self, session: str) -> dict[str, Any] | None:
         page = await self.moves()
         return next((offer for offer in page["offers"] if offer.get("session_id") == session), None)
-
-    async def metric(self, line: str) -> float:
-        async with self.http.get(self.stack.admin_url + "/metrics") as answer:
-            lines = (await answer.text()).splitlines()
-        return sum(float(one.rpartition(" ")[2]) for one in lines if one.startswith(line))
-
-    def drain(self, *addresses: str) -> None:
-        """Mark these endpoints as draining in the pool document."""
-        pool = self.stack.pool
-        endpoints = tuple(structs.replace(e, draining=e.address in addresses) for e in pool.spec.endpoints)
-        changed = structs.replace(pool, spec=structs.replace(pool.spec, endpoints=endpoints))
-        self.stack.pool_file.write_bytes(spec.dump(changed))
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

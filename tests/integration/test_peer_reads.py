@@ -13,8 +13,8 @@ from running_envoy import Envoy
 from waiting import until_true
 
 from perilune_api import pool as spec
-from perilune_lab import envoy
-from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.processes import envoy
+from perilune_lab.processes.stack import EngineOptions, Stack
 
 OPTIONS = EngineOptions(host_tokens=700_000)
 ROUTING = spec.Routing(chosen("round_robin"), limits=spec.Limits(decision_seconds=30.0))
@@ -27,7 +27,7 @@ async def served(engines: int = 3) -> AsyncIterator[User]:
         user = User(stack, http, stack.url)
 
         async def all_can() -> bool:
-            return len((await user.page())["peers"]) == engines
+            return len((await user.moves())["peers"]) == engines
 
         await until_true(all_can)
         yield user

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from perilune_api import pool as spec
-from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.processes.stack import EngineOptions, Stack
 
 TIME_SCALE = 4.0
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 import shutil
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +14,12 @@ import pytest
 import pytest_asyncio
 import yaml
 from msgspec import structs
+from ports import free_port
 from prometheus_client import CollectorRegistry, start_http_server
 from routing_objects import chosen
 
 from perilune_api import pool as spec
-from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.processes.stack import EngineOptions, Stack
 from perilune_operator.metrics import Metrics as OperatorMetrics
 from perilune_operator.metrics import Outcome
 
@@ -68,13 +68,6 @@ class Prometheus:
                 await asyncio.sleep(0.2)
         series: list[Any] = found
         return series
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port: int = bound.getsockname()[1]
-        return port
 
 
 def operator_page() -> int:

@@ -14,7 +14,7 @@ from routing_objects import chosen
 from waiting import until_true
 
 from perilune_api import pool as spec
-from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.processes.stack import EngineOptions, Stack
 
 OPTIONS = EngineOptions(handoff=True)
 ROUTING = spec.Routing(
@@ -31,7 +31,7 @@ async def served(*arguments: str, engines: int = 3) -> AsyncIterator[User]:
         user = User(stack, http, stack.url)
 
         async def all_can() -> bool:
-            return len((await user.page())["connectors"]) == engines
+            return len((await user.moves())["connectors"]) == engines
 
         await until_true(all_can)
         yield user
@@ -66,7 +66,7 @@ async def test_givers_that_are_killed_cost_recomputations_and_no_request() -> No
         running = [asyncio.create_task(user.ask(prompt, end)) for end in (1, 2) for prompt in first]
 
         async def has_fetched() -> bool:
-            pulls = (await user.page())["pulls"]
+            pulls = (await user.moves())["pulls"]
             return bool(pulls["open"] or pulls["ended"])
 
         await until_true(has_fetched)
@@ -74,7 +74,7 @@ async def test_givers_that_are_killed_cost_recomputations_and_no_request() -> No
         async with asyncio.timeout(60):
             await asyncio.gather(*running)
         assert user.failed == []
-        assert (await user.page())["pulls"]["open"] == 0
+        assert (await user.moves())["pulls"]["open"] == 0
         causes = {cause for _, cause in await user.outcomes()}
         assert causes - {None}, "no pull failed"
 

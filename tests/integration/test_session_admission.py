@@ -11,9 +11,9 @@ from running_envoy import Envoy
 
 from perilune_api import names
 from perilune_api import pool as spec
-from perilune_lab.child import start
-from perilune_lab.envoy import config
-from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.processes.child import start
+from perilune_lab.processes.envoy import config
+from perilune_lab.processes.stack import EngineOptions, Stack
 
 OPTIONS = EngineOptions(kv_tokens=4_000)
 

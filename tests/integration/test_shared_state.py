@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import socket
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import certificates
 import pytest
 import pytest_asyncio
 from handing_rig import text
+from ports import free_port
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError
 from replica_rig import HandingReplica
@@ -31,9 +31,9 @@ from perilune_gateway.model.shared import Batch, Bound, Names, encode
 from perilune_gateway.state.offers import STANDS_S
 from perilune_gateway.state.peers import LEASE_S
 from perilune_gateway.state.replicas import Outbox
-from perilune_lab import child
-from perilune_lab.envoy import config
-from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.processes import child
+from perilune_lab.processes.envoy import config
+from perilune_lab.processes.stack import EngineOptions, Stack
 from perilune_operator.observe.facts import Observed
 from perilune_operator.plan import plan
 from perilune_operator.render.objects import Defaults
@@ -62,12 +62,6 @@ POOL = plan(
 )
 PASSWORD = "of the pool's Secret"
 SESSIONS, TURNS = 40, 4
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ import aiohttp
 import pytest
 
 from perilune_api import pool as spec
-from perilune_lab import child
-from perilune_lab.stack import EngineOptions, Stack, engine_arguments
+from perilune_lab.processes import child
+from perilune_lab.processes.stack import EngineOptions, Stack, engine_arguments
 
 MINUTES, STREAMS = float(os.environ.get("MINUTES", "30")), int(os.environ.get("STREAMS", "500"))
 KILL_EVERY_S = min(60.0, MINUTES * 60 / 5)

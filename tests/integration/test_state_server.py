@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,6 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from ports import free_port
 from redis.asyncio import Redis
 from replica_rig import HandingReplica
 from waiting import until, until_true
@@ -17,7 +17,7 @@ from waiting import until, until_true
 from perilune_gateway.feeds.shared_state import Server, SharedState
 from perilune_gateway.model.shared import Batch, Bound, encode
 from perilune_gateway.state.replicas import Outbox
-from perilune_lab import child
+from perilune_lab.processes import child
 
 SERVER = shutil.which("valkey-server") or shutil.which("redis-server")
 pytestmark = [
@@ -26,12 +26,6 @@ pytestmark = [
 ]
 NAME = "ns/pool"
 SESSION = b"perilune:1:{ns/pool}:session:" + b"n" * 16
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
 
 
 @asynccontextmanager

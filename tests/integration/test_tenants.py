@@ -11,8 +11,8 @@ import pytest_asyncio
 from running_envoy import Envoy
 
 from perilune_api import pool as spec
-from perilune_lab.envoy import Mode, config
-from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.processes.envoy import Mode, config
+from perilune_lab.processes.stack import EngineOptions, Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -14,8 +14,8 @@ from perilune_gateway.extproc import Transport, new_server
 from perilune_gateway.extproc.service import Service
 from perilune_gateway.extproc.tls import Tls
 from perilune_gateway.model import Outcome
-from perilune_lab.envoy import config
-from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.processes.envoy import config
+from perilune_lab.processes.stack import EngineOptions, Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -21,8 +21,8 @@ from running_envoy import Envoy
 from waiting import until
 
 from perilune_api.pool import EndpointSpec, Limits, Metadata, Model, Pool, Routing, Spec, dump
-from perilune_lab import child
-from perilune_lab.envoy import Mode, config
+from perilune_lab.processes import child
+from perilune_lab.processes.envoy import Mode, config
 from testbed import programs
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

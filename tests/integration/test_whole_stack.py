@@ -13,11 +13,12 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from msgspec import structs
+from stack_user import StackUser
 from waiting import until_true
 
 from perilune_api import pool as spec
 from perilune_gateway.extproc import Transport
-from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.processes.stack import EngineOptions, Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -29,11 +30,8 @@ BODY_BYTES = "perilune_body_received_bytes_total"
 
 
 @dataclass
-class User:
+class User(StackUser):
     """A client of a stack, and an operator who looks at its admin pages."""
-
-    stack: Stack
-    http: aiohttp.ClientSession
 
     async def chat(self, messages: list[dict[str, Any]], **headers: str) -> tuple[int, dict[str, Any], str]:
         """(status, answer, decision header)."""
@@ -46,16 +44,6 @@ class User:
             self.stack.url + path, json=body, headers={DECISION: "1", **named}
         ) as answer:
             return answer.status, await answer.json(), answer.headers.get(DECISION, "")
-
-    async def page(self, path: str) -> Any:
-        async with self.http.get(self.stack.admin_url + path) as answer:
-            assert answer.status == 200, await answer.text()
-            return await answer.json()
-
-    async def metric(self, name: str) -> float:
-        async with self.http.get(self.stack.admin_url + "/metrics") as answer:
-            lines = (await answer.text()).splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
     async def blocks(self) -> int:
         """Of all endpoints on their devices, as announced."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from perilune_api.pool import SpecError
-from perilune_lab.arguments import assignments, count, figure, not_negative, output, positive, url
+from perilune_lab.terminal.arguments import assignments, count, figure, not_negative, output, positive, url
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from perilune_lab.bodies import Bodies
 from perilune_lab.engine.inbound import Api, Manners, parse
 from perilune_lab.engine.words import load
+from perilune_lab.load.bodies import Bodies
 from perilune_lab.traces.agentic import Agentic, generate
 from perilune_lab.traces.model import Role, Segment, Style, Turn
 from perilune_lab.vocabulary import Vocabulary
@@ -29,7 +29,7 @@ def test_they_forget_the_least_recent_text(monkeypatch: pytest.MonkeyPatch):
         made.append(key)
         return "x" * tokens
 
-    monkeypatch.setattr("perilune_lab.bodies.CACHED_BYTES", 20)
+    monkeypatch.setattr("perilune_lab.load.bodies.CACHED_BYTES", 20)
     bodies = Bodies("m", Style.TEXT, words)
     for key in ("a", "b", "a", "c", "b"):
         bodies.build(Turn("s", 0, (Segment(key, 10),), 1))

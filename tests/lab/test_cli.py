@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from perilune_api.pool import SpecError
-from perilune_lab import cli, commands
-from perilune_lab.exits import NOT_WRITTEN, PIPE_CLOSED
+from perilune_lab import cli
+from perilune_lab.terminal import commands
+from perilune_lab.terminal.exits import NOT_WRITTEN, PIPE_CLOSED
 from perilune_research import __main__ as research
 
 
@@ -148,7 +149,8 @@ def test_closed_streams_are_written_to_in_vain(how: str, closed: str):
 def printing(expression: str) -> list[str]:
     """Start a process of ours whose command is `expression`."""
     code = (
-        "import sys, types; from perilune_lab import cli, commands; from perilune_lab.console import Console;"
+        "import sys, types; from perilune_lab import cli; from perilune_lab.terminal import commands;"
+        " from perilune_lab.terminal.console import Console;"
         f" commands.import_module = lambda _: types.SimpleNamespace(main=lambda argv: {expression});"
         " sys.exit(cli.main(['trace']))"
     )

@@ -8,8 +8,8 @@ import pytest
 from openai_server import DONE, Server, delta, sse, usage, words
 
 from perilune_api.pool import SpecError
-from perilune_lab.client import Load, TargetError, may_retry, models, retry_pause_s, run_load
-from perilune_lab.result import Result
+from perilune_lab.load.client import Load, TargetError, may_retry, models, retry_pause_s, run_load
+from perilune_lab.load.result import Result
 from perilune_lab.traces.model import Mode, Role, Segment, Session, Style, Turn
 
 SYSTEM = Segment("system", 2, Role.SYSTEM)

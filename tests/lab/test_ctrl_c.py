@@ -13,7 +13,7 @@ from uuid import uuid4
 import pytest
 from run_processes import processes
 
-from perilune_lab.stack import RUN_VARIABLE
+from perilune_lab.processes.stack import RUN_VARIABLE
 
 pytestmark = pytest.mark.processes
 

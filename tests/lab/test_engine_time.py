@@ -2,7 +2,7 @@
 
 from perilune_api.policies import EarParams, PeriluneParams, PolicyChoice
 from perilune_api.pool import Limits, Migration, Routing
-from perilune_lab.stack import in_engine_time
+from perilune_lab.processes.stack import in_engine_time
 
 
 def test_all_seconds_shrink_and_the_rate_of_moves_grows_with_the_time_scale() -> None:

@@ -14,9 +14,9 @@ from running_envoy import Envoy
 
 from perilune_api import paths
 from perilune_api.names import DESTINATION_HEADER, INTERNAL_HEADERS
-from perilune_lab import envoy
-from perilune_lab.child import StackError
-from perilune_lab.envoy import Cluster, Mode, config
+from perilune_lab.processes import envoy
+from perilune_lab.processes.child import StackError
+from perilune_lab.processes.envoy import Cluster, Mode, config
 
 ENDPOINTS, GATEWAY = ["127.0.0.1:1", "[::1]:2"], ["127.0.0.1:3"]
 
@@ -138,7 +138,10 @@ async def test_envoy_that_cannot_start_says_why():
 def test_command_line_prints_the_bootstrap():
     argv = [*ENDPOINTS, "--gateway", *GATEWAY, "--listen", "127.0.0.1:4", "--mode", "full_duplex"]
     done = subprocess.run(
-        [sys.executable, "-m", "perilune_lab.envoy", *argv], capture_output=True, check=True, timeout=60
+        [sys.executable, "-m", "perilune_lab.processes.envoy", *argv],
+        capture_output=True,
+        check=True,
+        timeout=60,
     )
     assert json.loads(done.stdout) == config(ENDPOINTS, GATEWAY, mode=Mode.FULL_DUPLEX, listen="127.0.0.1:4")
 

@@ -7,7 +7,7 @@ import pytest
 from perilune_api.pool import SpecError
 from perilune_gateway import config as gateway
 from perilune_lab import cli
-from perilune_lab.exits import WRONG_CALL
+from perilune_lab.terminal.exits import WRONG_CALL
 from perilune_operator import main as operator
 from perilune_research import __main__ as research
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from perilune_lab.formats import as_number, as_percent, as_seconds
+from perilune_lab.terminal.formats import as_number, as_percent, as_seconds
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from routing_objects import chosen
 from perilune_api.policies import EarParams
 from perilune_api.pool import Routing, SpecError
 from perilune_gateway.policy import POLICIES
-from perilune_lab.policy_arguments import changed, live_policies
+from perilune_lab.terminal.policy_arguments import changed, live_policies
 
 
 def test_policies_each_once_or_all():

@@ -6,10 +6,10 @@ import pytest
 from perilune_api.pool import Engine
 from perilune_gateway.model import H20_30B
 from perilune_lab import profile, profile_transfer
-from perilune_lab.client import TargetError
+from perilune_lab.load.client import TargetError
+from perilune_lab.processes.stack import EngineOptions, Stack
 from perilune_lab.profile import Measured, Profile, as_yaml, lengths, measure
 from perilune_lab.profile_transfer import Moved, Peer, Transfer
-from perilune_lab.stack import EngineOptions, Stack
 
 
 def row(tokens: int, cached: int, times: float) -> Measured:

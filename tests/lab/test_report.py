@@ -12,8 +12,8 @@ from rich.console import Console
 
 from perilune_gateway.model import H20_30B
 from perilune_lab import report
+from perilune_lab.load.result import Result
 from perilune_lab.report import Ceiling, Hotspot, Measured, Migrations, Quantiles, Scheduling, figure
-from perilune_lab.result import Result
 from perilune_lab.traces.model import Mode, Segment, Session, Turn
 from perilune_lab.traces.reuse import ideal_turn_s
 

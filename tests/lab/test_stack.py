@@ -14,9 +14,9 @@ from routing_objects import chosen
 from run_processes import processes
 
 from perilune_api import pool as spec
-from perilune_lab import envoy
-from perilune_lab.child import ready_facts
-from perilune_lab.stack import EngineOptions, Programs, Stack, StackError, places
+from perilune_lab.processes import envoy
+from perilune_lab.processes.child import ready_facts
+from perilune_lab.processes.stack import EngineOptions, Programs, Stack, StackError, places
 
 PART = """
 import os, signal, socket, sys, threading
@@ -263,7 +263,7 @@ async def test_who_ignores_sigterm_is_killed_after_the_grace(run, parts):
 
 PARENT = """
 import asyncio, sys
-from perilune_lab.stack import *
+from perilune_lab.processes.stack import *
 async def main():
     part = (sys.executable, "-S", sys.argv[1])
     programs = Programs(engine=(*part, "engine", "deaf"), gateway=(*part, "gateway", "deaf"))

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import yaml
-from api_server import ApiServer, free_port, new_namespace, program, started, until
+from api_server import ApiServer, new_namespace, program, started, until
 from operator_process import Operator
 from pool_objects import becomes, condition, merge, pool, pools
+from ports import free_port
 
 from perilune_api.kube import APPLY, MERGE, Client
 from testbed import programs

@@ -7,7 +7,6 @@ makes ReplicaSets, pods and garbage collection real too; but pods never run.
 import asyncio
 import ctypes
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ import aiohttp
 import pytest
 import yaml
 from kubernetes.aio.client.configuration import Configuration
+from ports import free_port
 
 from perilune_api import kube
 from testbed import programs
@@ -59,12 +59,6 @@ def program(name: str) -> Path:
     if not found.exists():
         pytest.skip(f"NO API SERVER: {found} is missing; `make api-server` builds it")
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @dataclass(frozen=True)

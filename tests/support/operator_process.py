@@ -3,13 +3,13 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from math import nan
 from typing import Any
 
 import aiohttp
+from ports import free_port
 
 LEASE_S = 3
 
@@ -26,9 +26,7 @@ class Operator:
         lease_s: int = LEASE_S,
         flags: tuple[str, ...] = (),
     ) -> None:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self.port = int(sock.getsockname()[1])
+        self.port = free_port()
         self.name = name
         self.log = api_server.folder / f"operator-{namespace}-{name}.log"
         with self.log.open("wb") as log:

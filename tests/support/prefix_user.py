@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
+from stack_user import StackUser
 
-from perilune_lab.stack import Stack
 from perilune_lab.vocabulary import Vocabulary
 
 BLOCK, LONG = 16, 6_400
@@ -14,9 +13,7 @@ WORDS = Vocabulary()
 
 
 @dataclass
-class User:
-    stack: Stack
-    http: aiohttp.ClientSession
+class User(StackUser):
     url: str
     failed: list[str] = field(default_factory=list)
 
@@ -32,17 +29,8 @@ class User:
             usage = (await answer.json())["usage"]
             return answer.headers["x-perilune-endpoint"], usage["prompt_tokens_details"]["cached_tokens"]
 
-    async def page(self, path: str = "/api/moves") -> Any:
-        async with self.http.get(self.stack.admin_url + path) as answer:
-            return await answer.json()
-
-    async def metric(self, name: str) -> float:
-        async with self.http.get(self.stack.admin_url + "/metrics") as answer:
-            lines = (await answer.text()).splitlines()
-        return sum(float(one.rpartition(" ")[2]) for one in lines if one.startswith(name))
-
     async def outcomes(self) -> list[tuple[str, str | None]]:
-        return [(one["outcome"], one["cause"]) for one in (await self.page())["pulls"]["ended"]]
+        return [(one["outcome"], one["cause"]) for one in (await self.moves())["pulls"]["ended"]]
 
     def child(self, address: str) -> Any:
         return self.stack.children[f"engine-{self.stack.endpoints.index(address)}"]

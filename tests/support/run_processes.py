@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from perilune_lab.stack import RUN_VARIABLE
+from perilune_lab.processes.stack import RUN_VARIABLE
 
 
 def processes(run: str) -> list[int]:

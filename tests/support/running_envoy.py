@@ -5,9 +5,9 @@ import tempfile
 from pathlib import Path
 from typing import Self
 
-from perilune_lab import envoy_process
-from perilune_lab.child import Child, start
-from perilune_lab.envoy import Json
+from perilune_lab.processes import envoy_process
+from perilune_lab.processes.child import Child, start
+from perilune_lab.processes.envoy import Json
 
 START_S, STOP_S = 20.0, 5.0
 

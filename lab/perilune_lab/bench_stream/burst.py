@@ -22,9 +22,9 @@ from msgspec import UNSET, UnsetType
 
 from perilune_gateway.model import H20_30B
 from perilune_lab.bench_stream.histograms import Histogram, Scrape, scrape
-from perilune_lab.client import Load, models, run_load
+from perilune_lab.load.client import Load, models, run_load
+from perilune_lab.load.result import Result
 from perilune_lab.report import Quantiles, quantiles
-from perilune_lab.result import Result
 from perilune_lab.traces.model import Segment, Session, Style, Turn
 from perilune_lab.vocabulary import Vocabulary
 

@@ -22,12 +22,12 @@ import msgspec
 import uvloop
 from msgspec import UNSET
 
-from perilune_lab.arguments import count, output, positive, url
 from perilune_lab.bench_stream.burst import Burst, Measured, NoEngine, measure
 from perilune_lab.bench_stream.text import table
-from perilune_lab.client import TargetError
-from perilune_lab.console import Console
-from perilune_lab.stack import EngineOptions, Stack, StackError
+from perilune_lab.load.client import TargetError
+from perilune_lab.processes.stack import EngineOptions, Stack, StackError
+from perilune_lab.terminal.arguments import count, output, positive, url
+from perilune_lab.terminal.console import Console
 
 DOWN = 1
 SCHEMA = "perilune.burst/v1"

@@ -38,15 +38,15 @@ from perilune_api import pool
 from perilune_api.policies import PolicyChoice, PolicyName
 from perilune_gateway.model import H20_30B
 from perilune_lab import report
-from perilune_lab.client import Load, run_load
-from perilune_lab.console import Console
 from perilune_lab.demo import live, overload, text
 from perilune_lab.demo.load import OVERLOAD, demo_load
 from perilune_lab.demo.options import Arm, Options, parse
 from perilune_lab.demo.watch import Watch
-from perilune_lab.formats import as_percent
+from perilune_lab.load.client import Load, run_load
+from perilune_lab.processes.stack import EngineOptions, Programs, Stack, StackError
 from perilune_lab.report import Report
-from perilune_lab.stack import EngineOptions, Programs, Stack, StackError
+from perilune_lab.terminal.console import Console
+from perilune_lab.terminal.formats import as_percent
 from perilune_lab.traces.model import Mode
 from perilune_lab.vocabulary import Vocabulary
 

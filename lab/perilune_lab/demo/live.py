@@ -16,7 +16,7 @@ from rich.constrain import Constrain
 from rich.table import Table
 from rich.text import Text
 
-from perilune_lab.formats import as_percent
+from perilune_lab.terminal.formats import as_percent
 
 _BAR_CELLS = 8
 _COLUMNS = 96

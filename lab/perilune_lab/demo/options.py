@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from perilune_gateway.policy import POLICIES
-from perilune_lab.arguments import figure, output
 from perilune_lab.demo.load import OVERLOAD, usual_time_scale
+from perilune_lab.terminal.arguments import figure, output
 
 Number = TypeVar("Number", int, float)
 

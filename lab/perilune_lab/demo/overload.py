@@ -15,8 +15,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from perilune_lab.load.result import Result
 from perilune_lab.quantiles import quantile
-from perilune_lab.result import Result
 from perilune_lab.traces.model import Session
 
 

@@ -11,10 +11,10 @@ from rich.text import Text
 
 from perilune_api import names
 from perilune_lab import report
-from perilune_lab.client import SESSION_HEADER
 from perilune_lab.demo.load import DemoLoad
 from perilune_lab.demo.options import Options
-from perilune_lab.stack import Stack
+from perilune_lab.load.client import SESSION_HEADER
+from perilune_lab.processes.stack import Stack
 from perilune_lab.traces.model import Session
 
 

@@ -17,9 +17,9 @@ from perilune_gateway.model import MOVING
 from perilune_lab import report
 from perilune_lab.admin_pages import Seen, conclude, page, queues
 from perilune_lab.demo import live
+from perilune_lab.load.result import Result
+from perilune_lab.processes.stack import Stack
 from perilune_lab.quantiles import quantile
-from perilune_lab.result import Result
-from perilune_lab.stack import Stack
 
 
 class Watch:

@@ -31,7 +31,6 @@ from aiohttp import web
 from perilune_api.names import ENGINE_KEY_VARIABLE
 from perilune_api.topology import Bandwidth
 from perilune_gateway.model.engine_model import H20_30B, EngineModel
-from perilune_lab.arguments import count, not_negative, positive
 from perilune_lab.engine.connector import BootstrapPage, Connector
 from perilune_lab.engine.events import Publisher, publishers
 from perilune_lab.engine.hashing import Algorithm, BlockHasher, Namespace
@@ -44,7 +43,8 @@ from perilune_lab.engine.scheduler import Limits, Scheduler
 from perilune_lab.engine.service import Service
 from perilune_lab.engine.store import FileStore
 from perilune_lab.engine.words import load
-from perilune_lab.exits import INTERRUPTED
+from perilune_lab.terminal.arguments import count, not_negative, positive
+from perilune_lab.terminal.exits import INTERRUPTED
 
 _EXAMPLES = f"""\
 examples:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from msgspec import UNSET, UnsetType
 from rich.table import Table
 
-from perilune_lab.formats import as_percent, as_seconds
 from perilune_lab.report.document import Report, Run
+from perilune_lab.terminal.formats import as_percent, as_seconds
 
 
 def table(report: Report, title: str = "") -> Table:

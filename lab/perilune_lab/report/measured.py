@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from msgspec import UNSET, UnsetType
 
 from perilune_gateway.model import MOVING, EngineModel, Reason
+from perilune_lab.load.result import Result
 from perilune_lab.quantiles import mean
 from perilune_lab.report.document import (
     GOODPUT_TPOT_S,
@@ -23,7 +24,6 @@ from perilune_lab.report.document import (
     quantiles,
 )
 from perilune_lab.report.moves import PlayedTurn, migrations
-from perilune_lab.result import Result
 from perilune_lab.traces.model import Mode, Session, Turn
 from perilune_lab.traces.reuse import Reuse, ideal_decode_s, ideal_turn_s, reuse
 

@@ -10,10 +10,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from perilune_api.pool import SpecError
-from perilune_lab.arguments import count, not_negative, output
-from perilune_lab.console import Console
-from perilune_lab.exits import wrong_call
-from perilune_lab.formats import as_percent
+from perilune_lab.terminal.arguments import count, not_negative, output
+from perilune_lab.terminal.console import Console
+from perilune_lab.terminal.exits import wrong_call
+from perilune_lab.terminal.formats import as_percent
 from perilune_lab.traces.agentic import Agentic
 from perilune_lab.traces.source import AGENTIC, open_trace
 from perilune_lab.traces.stats import Spread, Stats, stats

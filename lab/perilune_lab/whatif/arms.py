@@ -25,7 +25,7 @@ from perilune_gateway.policy import POLICIES
 from perilune_gateway.policy.cost import seconds
 from perilune_gateway.routing.admission import predict
 from perilune_gateway.routing.decide import decide
-from perilune_lab.policy_arguments import changed
+from perilune_lab.terminal.policy_arguments import changed
 
 RECORDED = "recorded"
 PLANNERS = (Reason.PLANNED, Reason.REPLICA)

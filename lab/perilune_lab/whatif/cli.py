@@ -26,10 +26,10 @@ import msgspec
 from perilune_api.pool import Routing, SpecError
 from perilune_gateway.observe.decision_log import read
 from perilune_gateway.policy import POLICIES
-from perilune_lab.arguments import assignments, count, output
-from perilune_lab.console import Console
-from perilune_lab.exits import wrong_call
-from perilune_lab.policy_arguments import changed, live_policies
+from perilune_lab.terminal.arguments import assignments, count, output
+from perilune_lab.terminal.console import Console
+from perilune_lab.terminal.exits import wrong_call
+from perilune_lab.terminal.policy_arguments import changed, live_policies
 from perilune_lab.whatif.arms import WhatIf
 from perilune_lab.whatif.text import document, render
 

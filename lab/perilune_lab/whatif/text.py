@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from perilune_lab.formats import as_percent
 from perilune_lab.quantiles import mean, quantile
+from perilune_lab.terminal.formats import as_percent
 from perilune_lab.whatif.arms import RECORDED, Arm, WhatIf
 
 SCHEMA = "perilune.whatif/v1"

@@ -23,12 +23,12 @@ import msgspec
 import uvloop
 
 from perilune_api.pool import SpecError
-from perilune_lab.arguments import assignments, count, output, positive, url
-from perilune_lab.bodies import Words
-from perilune_lab.console import Console
-from perilune_lab.exits import wrong_call
+from perilune_lab.load.bodies import Words
+from perilune_lab.processes.stack import StackError
 from perilune_lab.report import Run
-from perilune_lab.stack import StackError
+from perilune_lab.terminal.arguments import assignments, count, output, positive, url
+from perilune_lab.terminal.console import Console
+from perilune_lab.terminal.exits import wrong_call
 from perilune_lab.traces.source import open_trace
 from perilune_lab.vocabulary import Vocabulary
 from perilune_research.arena.contestants import CONTESTANTS, Contestant, Package, Program, Remote

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from perilune_api.pool import EndpointSpec
-from perilune_lab import envoy
+from perilune_lab.processes import envoy
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,12 @@ from typing import Self
 
 import aiohttp
 
-from perilune_lab import envoy_process, report
-from perilune_lab.bodies import Words
-from perilune_lab.child import Child, StackError, start
-from perilune_lab.client import Load, TargetError, models, run_load
-from perilune_lab.stack import Stack
+from perilune_lab import report
+from perilune_lab.load.bodies import Words
+from perilune_lab.load.client import Load, TargetError, models, run_load
+from perilune_lab.processes import envoy_process
+from perilune_lab.processes.child import Child, StackError, start
+from perilune_lab.processes.stack import Stack
 from perilune_research.arena.contestants import (
     Balancer,
     Contestant,

@@ -28,11 +28,11 @@ import msgspec
 import uvloop
 
 from perilune_api.pool import SpecError
-from perilune_lab.arguments import count, output, positive
-from perilune_lab.console import Console
-from perilune_lab.exits import wrong_call
-from perilune_lab.policy_arguments import live_policies
-from perilune_lab.stack import StackError
+from perilune_lab.processes.stack import StackError
+from perilune_lab.terminal.arguments import count, output, positive
+from perilune_lab.terminal.console import Console
+from perilune_lab.terminal.exits import wrong_call
+from perilune_lab.terminal.policy_arguments import live_policies
 from perilune_research.crosscheck.compare import Pair, table, verdicts
 from perilune_research.crosscheck.play import Crosscheck
 from perilune_research.crosscheck.workload import POLICIES, Options

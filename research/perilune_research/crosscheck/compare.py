@@ -9,8 +9,8 @@ from math import inf, sqrt
 import msgspec
 from rich.table import Table
 
-from perilune_lab.formats import as_percent
 from perilune_lab.report import Run
+from perilune_lab.terminal.formats import as_percent
 
 TTFT_WITHIN = 0.20
 """Share by which simulated TTFT p90 may differ from the live one."""

@@ -21,12 +21,12 @@ from rich.console import Console
 from perilune_api import names, pool
 from perilune_gateway.model import H20_30B
 from perilune_lab import report
-from perilune_lab.bodies import Words
-from perilune_lab.client import Load, run_load
+from perilune_lab.load.bodies import Words
+from perilune_lab.load.client import Load, run_load
+from perilune_lab.load.result import Result
+from perilune_lab.processes.stack import EngineOptions, Stack
 from perilune_lab.quantiles import mean
 from perilune_lab.report import Run
-from perilune_lab.result import Result
-from perilune_lab.stack import EngineOptions, Stack
 from perilune_lab.traces.model import Mode, Session
 from perilune_lab.vocabulary import Vocabulary
 from perilune_research.crosscheck.compare import Pair, Simulated, p90_s

@@ -27,10 +27,10 @@ from rich.markup import escape
 from rich.table import Table as Grid
 
 from perilune_api.pool import SpecError
-from perilune_lab.arguments import count, one_of, positive
-from perilune_lab.console import Console
-from perilune_lab.exits import wrong_call
-from perilune_lab.policy_arguments import listed
+from perilune_lab.terminal.arguments import count, one_of, positive
+from perilune_lab.terminal.console import Console
+from perilune_lab.terminal.exits import wrong_call
+from perilune_lab.terminal.policy_arguments import listed
 from perilune_research.evaluate import page, plan, tables
 from perilune_research.evaluate.bars import Bar, judge
 from perilune_research.evaluate.cells import Scenario

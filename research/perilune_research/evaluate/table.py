@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from perilune_lab.formats import as_number, as_percent
+from perilune_lab.terminal.formats import as_number, as_percent
 from perilune_research.evaluate.findings import Estimate, Findings
 from perilune_research.evaluate.plan import Point
 

@@ -8,7 +8,7 @@ from itertools import product
 from math import isfinite
 from pathlib import Path
 
-from perilune_lab.formats import as_number, as_seconds
+from perilune_lab.terminal.formats import as_number, as_seconds
 from perilune_lab.traces.source import AGENTIC
 from perilune_lab.traces.stats import Spread, Stats
 from perilune_research.evaluate import plan

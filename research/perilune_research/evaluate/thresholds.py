@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from perilune_api.policies import EarParams, PeriluneParams
-from perilune_lab.formats import as_number, as_seconds
+from perilune_lab.terminal.formats import as_number, as_seconds
 from perilune_research.evaluate import plan
 from perilune_research.evaluate.cells import Profile
 from perilune_research.evaluate.findings import Estimate, Findings

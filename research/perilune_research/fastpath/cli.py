@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from perilune_api.policies import EarParams, PolicyChoice, PolicyName
 from perilune_api.pool import SpecError
 from perilune_gateway.policy import POLICIES
-from perilune_lab.arguments import count, not_negative, positive
-from perilune_lab.exits import wrong_call
-from perilune_lab.policy_arguments import live_policies
 from perilune_lab.quantiles import quantile
+from perilune_lab.terminal.arguments import count, not_negative, positive
+from perilune_lab.terminal.exits import wrong_call
+from perilune_lab.terminal.policy_arguments import live_policies
 from perilune_lab.traces.agentic import Agentic
 from perilune_research.fastpath.compare import Tally
 from perilune_research.fastpath.rig import Rig, Setting

@@ -19,8 +19,8 @@ import msgspec
 
 from perilune_api.pool import SpecError
 from perilune_lab import report
-from perilune_lab.console import Console
-from perilune_lab.exits import wrong_call
+from perilune_lab.terminal.console import Console
+from perilune_lab.terminal.exits import wrong_call
 from perilune_lab.traces.source import AGENTIC
 from perilune_research.simulator import large_fleet, output
 from perilune_research.simulator.harness import Comparison, NoRateError, Played, play, pooled, r_of

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from perilune_lab.formats import as_percent
 from perilune_lab.quantiles import quantile
+from perilune_lab.terminal.formats import as_percent
 from perilune_research.simulator.harness import Played
 
 DECISION_P99_S = 0.002

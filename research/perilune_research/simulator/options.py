@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from perilune_api.pool import Routing, SessionAdmission, SpecError
-from perilune_lab.arguments import (
+from perilune_lab.terminal.arguments import (
     assignments,
     count,
     figure,
@@ -20,7 +20,7 @@ from perilune_lab.arguments import (
     output,
     positive,
 )
-from perilune_lab.policy_arguments import changed, listed
+from perilune_lab.terminal.policy_arguments import changed, listed
 from perilune_lab.traces.agentic import Agentic
 from perilune_lab.traces.model import Mode
 from perilune_lab.traces.source import AGENTIC

@@ -10,9 +10,9 @@ from msgspec import UNSET, UnsetType
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from perilune_lab.formats import as_number, as_percent, as_seconds
 from perilune_lab.report import Run
 from perilune_lab.report.columns import cell
+from perilune_lab.terminal.formats import as_number, as_percent, as_seconds
 from perilune_research.simulator.harness import Played
 
 _COLUMNS = (

@@ -8,6 +8,7 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
+from waiting import until
 
 from perilune_gateway.feeds import bootstrap_pages
 from perilune_gateway.feeds.bootstrap_pages import parse
@@ -84,19 +85,14 @@ async def test_an_endpoint_can_for_as_long_as_its_page_answers(monkeypatch) -> N
 
     connectors = Connectors()
 
-    async def until(known: dict[str, Connector]) -> None:
-        async with asyncio.timeout(10):
-            while connectors.known != known:  # noqa: ASYNC110 - the feed tells nobody
-                await asyncio.sleep(0.01)
-
     async with served(handler) as address, aiohttp.ClientSession() as http:
         endpoints = [Endpoint("e:1", bootstrap=address), Endpoint("plain:1")]
         run = asyncio.create_task(bootstrap_pages.run(lambda: endpoints, connectors, http))
-        await until({"e:1": Connector(["first"], 1)})
+        await until(lambda: connectors.known == {"e:1": Connector(["first"], 1)})
         answers.append(page("second"))  # the engine has started again
-        await until({"e:1": Connector(["second"], 1)})
+        await until(lambda: connectors.known == {"e:1": Connector(["second"], 1)})
         answers.append(b"")
-        await until({})
+        await until(lambda: connectors.known == {})
         run.cancel()
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 from kubernetes.aio.client.configuration import Configuration
 from routing_objects import chosen
+from waiting import until
 
 from perilune_api import kube, names
 from perilune_api.pool import (
@@ -249,11 +250,6 @@ class Taker:
             raise SpecError("Cannot change while running - at `$.spec.model`")
         self.pools.append(pool)
 
-    async def until(self, true: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
-            while not true():  # noqa: ASYNC110 - a refused document tells nobody
-                await asyncio.sleep(0.005)
-
     def addresses(self) -> list[str]:
         return [e.address for e in self.pools[-1].spec.endpoints] if self.pools else []
 
@@ -304,9 +300,9 @@ async def test_the_first_pool_is_document_and_pods(api: Api, taker: Taker) -> No
 
 async def test_a_pod_comes_and_another_leaves_at_once(api: Api, taker: Taker) -> None:
     api.put("pods", pod("b", "10.0.0.2"), "ADDED")
-    await taker.until(lambda: taker.addresses() == ["10.0.0.1:8000", "10.0.0.2:8000"])
+    await until(lambda: taker.addresses() == ["10.0.0.1:8000", "10.0.0.2:8000"])
     api.put("pods", pod("a", deletionTimestamp="2026-01-01T00:00:00Z"))
-    await taker.until(lambda: taker.addresses() == ["10.0.0.2:8000"])
+    await until(lambda: taker.addresses() == ["10.0.0.2:8000"])
 
 
 async def test_a_pod_that_hands_kv_over_drains_until_its_time_is_over(api: Api, taker: Taker) -> None:
@@ -314,14 +310,14 @@ async def test_a_pod_that_hands_kv_over_drains_until_its_time_is_over(api: Api, 
     api.put("pods", pod("b", "10.0.0.2", uid="b", **HANDS_OVER), "ADDED")
     leaves = {"deletionTimestamp": "2100-01-01T00:00:00Z", "deletionGracePeriodSeconds": 150}
     api.put("pods", pod("b", "10.0.0.2", uid="b", **HANDS_OVER | leaves))
-    await taker.until(lambda: any(e.draining for e in taker.pools[-1].spec.endpoints))
+    await until(lambda: any(e.draining for e in taker.pools[-1].spec.endpoints))
     api.wall = datetime(2100, 1, 1, tzinfo=UTC).timestamp()
-    await taker.until(lambda: taker.addresses() == ["10.0.0.1:8000"])
+    await until(lambda: taker.addresses() == ["10.0.0.1:8000"])
 
 
 async def test_an_edited_document_is_taken(api: Api, taker: Taker) -> None:
     api.document(document("sticky"))
-    await taker.until(lambda: taker.pools[-1].spec.routing.policy.name == "sticky")
+    await until(lambda: taker.pools[-1].spec.routing.policy.name == "sticky")
     assert taker.addresses() == ["10.0.0.1:8000"]
 
 
@@ -337,7 +333,7 @@ async def test_a_bad_document_changes_nothing_and_pods_go_on(
 ) -> None:
     api.document(bad)
     api.put("pods", pod("b", "10.0.0.2"), "ADDED")
-    await taker.until(lambda: len(taker.addresses()) == 2 and bool(watched.last_error))
+    await until(lambda: len(taker.addresses()) == 2 and bool(watched.last_error))
     assert error in watched.last_error
     assert taker.pools[-1].spec.model.name == "m"
 
@@ -347,7 +343,7 @@ async def test_a_version_that_is_gone_is_listed_again(api: Api, taker: Taker) ->
     api.objects["pods"] = {"c": pod("c", "10.0.0.3")}
     status = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}
     api.watchers["pods"].put_nowait({"type": "ERROR", "object": status})
-    await taker.until(lambda: taker.addresses() == ["10.0.0.3:8000"])
+    await until(lambda: taker.addresses() == ["10.0.0.3:8000"])
     assert api.lists["pods"] == lists + 1
 
 
@@ -357,6 +353,6 @@ async def test_a_watch_that_ends_goes_on_from_the_last_bookmark(api: Api, taker:
     api.watchers["pods"].put_nowait(bookmark)
     api.watchers["pods"].put_nowait({"type": "HANGUP"})
     api.watchers["pods"].put_nowait({"type": "ADDED", "object": pod("b", "10.0.0.2")})
-    await taker.until(lambda: len(taker.addresses()) == 2)
+    await until(lambda: len(taker.addresses()) == 2)
     assert api.lists["pods"] <= lists["pods"] + 1
     assert [q["resourceVersion"] for q in api.queries if "resourceVersion" in q][-1] == "77"

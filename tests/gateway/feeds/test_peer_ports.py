@@ -5,6 +5,7 @@ import contextlib
 
 import zmq
 import zmq.asyncio
+from waiting import until
 
 from perilune_gateway.feeds import peer_ports
 from perilune_gateway.model import Endpoint
@@ -38,19 +39,14 @@ async def test_endpoints_are_known_while_their_ports_answer(monkeypatch) -> None
     port = router.bind_to_random_port("tcp://127.0.0.1")
     listed = [Endpoint("a", peer=f"127.0.0.1:{port}"), Endpoint("b"), Endpoint("c", peer="127.0.0.1:1")]
 
-    async def until(known: set[str]) -> None:
-        async with asyncio.timeout(20):
-            while peers.known != known:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-
     feed = asyncio.create_task(peer_ports.run(lambda: listed, peers))
     try:
-        await until({"a"})
+        await until(lambda: peers.known == {"a"})
         assert not peers.can("a", "a")
         router.close(linger=0)
-        await until(set())
+        await until(lambda: peers.known == set())
         peers.answered("gone")
-        await until(set())
+        await until(lambda: peers.known == set())
     finally:
         feed.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -12,11 +12,11 @@ from perilune_lab.bench_stream import cli
 from perilune_lab.bench_stream.burst import NOTHING, Burst, NoEngine, measure, summarize
 from perilune_lab.bench_stream.histograms import Histogram, Scrape
 from perilune_lab.bench_stream.text import PUBLISHED
-from perilune_lab.client import TargetError
 from perilune_lab.engine.scheduler import Limits
+from perilune_lab.load.client import TargetError
+from perilune_lab.load.result import Result
+from perilune_lab.processes.stack import EngineOptions, Stack
 from perilune_lab.report import Quantiles
-from perilune_lab.result import Result
-from perilune_lab.stack import EngineOptions, Stack
 
 TTFT, LATENCY = "vllm:time_to_first_token_seconds", "vllm:e2e_request_latency_seconds"
 GAPS = "vllm:inter_token_latency_seconds"

@@ -18,9 +18,9 @@ from perilune_lab import report
 from perilune_lab.demo import live, text
 from perilune_lab.demo.options import parse
 from perilune_lab.demo.watch import Watch
-from perilune_lab.exits import PIPE_CLOSED
-from perilune_lab.result import Result
-from perilune_lab.stack import RUN_VARIABLE, Death, EngineOptions
+from perilune_lab.load.result import Result
+from perilune_lab.processes.stack import RUN_VARIABLE, Death, EngineOptions
+from perilune_lab.terminal.exits import PIPE_CLOSED
 
 WAIT_S = 60
 UNDER_LOAD = " APC "

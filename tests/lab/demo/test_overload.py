@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from perilune_lab.demo.overload import outcome, table
-from perilune_lab.result import Result
+from perilune_lab.load.result import Result
 from perilune_lab.traces.model import Role, Segment, Session, Turn
 
 PROMPT = (Segment("task", 3, Role.USER),)

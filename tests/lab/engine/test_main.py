@@ -18,6 +18,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import until_true
 
 from perilune_lab.vocabulary import LabTokenizer, Vocabulary
 
@@ -69,13 +70,6 @@ async def metric(url: str, name: str) -> float:
             if sample.name == name:
                 return sample.value
     raise AssertionError(name)
-
-
-async def until(condition, seconds: float = 10.0) -> None:
-    """Wait for an async condition."""
-    async with asyncio.timeout(seconds):
-        while not await condition():  # noqa: ASYNC110 - the condition is in another process
-            await asyncio.sleep(0.01)
 
 
 # generation
@@ -354,7 +348,7 @@ async def test_a_client_that_leaves_frees_its_blocks(start):
             async def running() -> bool:
                 return await metric(engine.url, "vllm:num_requests_running") == 1
 
-            await until(running)
+            await until_true(running)
             assert await metric(engine.url, "vllm:kv_cache_usage_perc") > 0
             if stream_:
                 answer = await asking
@@ -366,7 +360,7 @@ async def test_a_client_that_leaves_frees_its_blocks(start):
             async def gone() -> bool:
                 return await metric(engine.url, "vllm:num_requests_running") == 0
 
-            await until(gone)
+            await until_true(gone)
             assert await metric(engine.url, "vllm:kv_cache_usage_perc") == 0
     _, page = await get(f"{engine.url}/metrics")
     assert b'finished_reason="abort"} 2.0' in page
@@ -403,7 +397,7 @@ async def test_a_client_that_does_not_read_holds_nobody_up(start):
             async def done() -> bool:
                 return await metric(engine.url, "vllm:num_requests_running") == 0
 
-            await until(done)
+            await until_true(done)
         received = b""
         while chunk := await asyncio.wait_for(reader.read(1 << 20), 10):
             received += chunk
@@ -526,7 +520,7 @@ async def test_events_and_replay_carry_what_a_request_stored(start):
             await ask(url, completion([1, 2, 3] * 20, cache_salt=str(time.monotonic())))
             return bool(await live.poll(50))
 
-        await until(heard)  # PUB drops what is sent before the subscription is there
+        await until_true(heard)  # PUB drops what is sent before the subscription is there
         while await live.poll(100):
             await live.recv_multipart()
         await ask(url, body, headers={"X-Session-ID": "header"})

@@ -12,6 +12,7 @@ from perilune_gateway.model import H20_30B
 from perilune_lab.engine.kv_cache import Medium, Stored
 from perilune_lab.engine.request import Finish
 from perilune_lab.engine.scheduler import Limits
+from perilune_lab.quantiles import quantile
 
 OVERHEAD = H20_30B.request_overhead_s
 
@@ -19,11 +20,6 @@ OVERHEAD = H20_30B.request_overhead_s
 def prompt(key: int, n: int) -> list[int]:
     """n tokens that differ from every other key's."""
     return [key * 100_000 + i for i in range(n)]
-
-
-def quantile(values, q):
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 
 
 def gaps(steps, request):
@@ -146,9 +142,9 @@ def unique_prompts(serial: bool):
     end = max(r.last_token_s for r in requests)
     return {
         "ttft_p50": median(ttft),
-        "ttft_p95": quantile(ttft, 0.95),
+        "ttft_p95": quantile(sorted(ttft), 0.95),
         "tpot_p50": median(tpot),
-        "itl_p99": quantile(itl, 0.99),
+        "itl_p99": quantile(sorted(itl), 0.99),
         "e2e_p50": median(r.last_token_s - r.arrived_s for r in requests),
         "s_per_token": end / sum(r.produced for r in requests),
     }, sum(step.prefill_forwards for step in steps)

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from perilune_api.pool import SpecError
-from perilune_lab.exits import WRONG_CALL
 from perilune_lab.report import Quantiles, Run
+from perilune_lab.terminal.exits import WRONG_CALL
 from perilune_research.crosscheck import cli, compare, workload
 from perilune_research.crosscheck.compare import Pair, Simulated
 from perilune_research.crosscheck.play import Crosscheck

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 from rich.console import Console
 
-from perilune_lab.exits import WRONG_CALL
+from perilune_lab.terminal.exits import WRONG_CALL
 from perilune_research.evaluate import cells, cli, extra, page, plan, tables
 from perilune_research.evaluate.bars import METRICS, judge, rivals
 from perilune_research.evaluate.cells import Scenario

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from perilune_lab import report
-from perilune_lab.exits import PIPE_CLOSED
+from perilune_lab.terminal.exits import PIPE_CLOSED
 from perilune_research.simulator.cli import main
 from perilune_research.simulator.deployment import Deployment
 from perilune_research.simulator.options import parse

@@ -7,7 +7,7 @@ import pytest
 
 from perilune_gateway.model import Reason
 from perilune_lab import report
-from perilune_lab.result import Result
+from perilune_lab.load.result import Result
 from perilune_lab.traces.agentic import Agentic, generate
 from perilune_lab.traces.model import Mode
 from perilune_research.simulator import measure

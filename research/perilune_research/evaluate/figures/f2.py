@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from perilune_lab.formats import as_percent
+from perilune_lab.terminal.formats import as_percent
 from perilune_research.evaluate.figures.style import Context, Drawn, Figure, canvas
 
 _SHOWN = 200

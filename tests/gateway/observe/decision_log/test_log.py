@@ -7,7 +7,7 @@ import os
 import resource
 import stat
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from request_records import ended, in_flight
 from routing_objects import candidate, chosen, request
+from waiting import until
 
 from perilune_api.pool import Metadata, Model, Pool, Routing, Spec
 from perilune_gateway.model import Decision, DecisionRecord, Ending, Outcome, Reason
@@ -53,12 +54,6 @@ async def running(log: DecisionLog) -> AsyncIterator[DecisionLog]:
     finally:
         log.stop()
         await task
-
-
-async def until(true: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not true():  # noqa: ASYNC110 - a condition outside this loop
-            await asyncio.sleep(0.005)
 
 
 class Full(RotatedFile):

@@ -29,9 +29,9 @@ import aiohttp
 import msgspec
 
 from perilune_api import names
-from perilune_lab import streams
-from perilune_lab.bodies import Bodies, Words
-from perilune_lab.result import Result
+from perilune_lab.load import streams
+from perilune_lab.load.bodies import Bodies, Words
+from perilune_lab.load.result import Result
 from perilune_lab.traces.model import Mode, Session, Style, Turn, submitted_s
 
 ENDPOINT_HEADER = "x-perilune-endpoint"

@@ -14,8 +14,8 @@ from typing import Any
 
 import aiohttp
 
-from perilune_lab import envoy
-from perilune_lab.child import Child
+from perilune_lab.processes import envoy
+from perilune_lab.processes.child import Child
 
 _BOOTSTRAP, _ADMIN = "envoy.json", "envoy-admin"
 """Files in the folder: the bootstrap that Envoy reads, and the admin address that Envoy writes."""

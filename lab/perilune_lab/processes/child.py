@@ -22,7 +22,7 @@ from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any
 
-from perilune_lab import die_with_parent
+from perilune_lab.processes import die_with_parent
 
 _READY = re.compile(r"^\S+ ready\b(?P<facts>.*)$")
 _LINE_BYTES = 1 << 20

@@ -34,8 +34,8 @@ from uuid import uuid4
 from msgspec import structs
 
 from perilune_api import pool as spec
-from perilune_lab import envoy, envoy_process
-from perilune_lab.child import Child, StackError, start
+from perilune_lab.processes import envoy, envoy_process
+from perilune_lab.processes.child import Child, StackError, start
 
 __all__ = ["EngineOptions", "Programs", "Stack", "StackError"]
 

@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import NamedTuple
 
-from perilune_lab.exits import INTERRUPTED, NOT_WRITTEN, PIPE_CLOSED, WRONG_CALL, wrong_call
+from perilune_lab.terminal.exits import INTERRUPTED, NOT_WRITTEN, PIPE_CLOSED, WRONG_CALL, wrong_call
 
 _DISK_ERRORS = {ENOSPC, EDQUOT, EFBIG, EIO}
 

@@ -35,8 +35,8 @@ from perilune_api.names import (
     INTERNAL_HEADERS,
     SUBSET_NAMESPACE,
 )
-from perilune_lab.arguments import one_of
-from perilune_lab.exits import wrong_call
+from perilune_lab.terminal.arguments import one_of
+from perilune_lab.terminal.exits import wrong_call
 
 Json = dict[str, Any]
 MIB = 1024 * 1024

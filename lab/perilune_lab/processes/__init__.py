@@ -1,0 +1,1 @@
+"""Engines, gateway and Envoy as child processes on this machine."""
