@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import fast_yaml
 import pytest
 import yaml
 from kubernetes.aio.client.configuration import Configuration
@@ -228,11 +229,11 @@ async def _install_ours(server: ApiServer) -> None:
     """Our CRD, until it is served, and the operator's ClusterRole."""
     client = kube.Client(server.access)
     until = time.monotonic() + 60
-    crd = yaml.safe_load((ROOT / "crds/inferencepools.perilune.dev.yaml").read_text())
+    crd = fast_yaml.load((ROOT / "crds/inferencepools.perilune.dev.yaml").read_text())
     try:
         await client.request("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd)
         files = (CHART / "files/cluster-rules.yaml", CHART / "files/operator-rules.yaml")
-        rules = [rule for file in files for rule in yaml.safe_load(file.read_text())]
+        rules = [rule for file in files for rule in fast_yaml.load(file.read_text())]
         await grant(client, "", "ClusterRole", rules)
         while True:
             try:
@@ -266,5 +267,5 @@ async def new_namespace(client: kube.Client) -> str:
     """One in which the operator may have its Lease."""
     name = f"t{time.monotonic_ns()}"
     await client.request("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
-    await grant(client, name, "Role", yaml.safe_load((CHART / "files/lease-rules.yaml").read_text()))
+    await grant(client, name, "Role", fast_yaml.load((CHART / "files/lease-rules.yaml").read_text()))
     return name
