@@ -6,6 +6,7 @@ makes ReplicaSets, pods and garbage collection real too; but pods never run.
 
 import asyncio
 import ctypes
+import os
 import signal
 import socket
 import subprocess
@@ -35,6 +36,8 @@ NARROW_TOKEN, NARROW = "narrow-token", "narrow-operator"
 """An operator of one namespace, without rights anywhere else."""
 KUBELET_TOKEN, KUBELET = "kubelet-token", "system:node:n1"
 CHART = ROOT / "charts/perilune"
+RARE_GC = {"GOGC": "off", "GOMEMLIMIT": "1GiB"}
+"""For Go programs: a third of an API server's CPU time at its start collects garbage."""
 PATIENCE_S = 60.0
 """For what comes to be."""
 Object = dict[str, Any]
@@ -123,7 +126,11 @@ def started(*, scheduler: bool = False, kwok: bool = False) -> Iterator[ApiServe
         def start(name: str, *args: str) -> None:
             with (folder / f"{name}.log").open("ab") as log:
                 running[name] = subprocess.Popen(
-                    [str(found[name]), *args], stdout=log, stderr=log, preexec_fn=_die_with_parent
+                    [str(found[name]), *args],
+                    stdout=log,
+                    stderr=log,
+                    env=os.environ | RARE_GC,
+                    preexec_fn=_die_with_parent,
                 )
 
         def restart() -> None:
