@@ -15,7 +15,7 @@ LONGEST = ("integration", "research", "lab", "operator")
 """Folders of the longest files, the longest first."""
 
 os.environ["SSL_CERT_FILE"] = os.devnull
-"""No test leaves this machine, whose certificates aiohttp reads at each start of a process: a fifth of its cost."""
+"""No test leaves this machine, and aiohttp reads certificates at each start: a fifth of what it costs."""
 
 
 class FilesAndGroups(LoadGroupScheduling):
