@@ -67,6 +67,14 @@ def suites(tmp_path: Path) -> list[verify.Suite]:
     return [verify.Suite(name, name, (*where, name), reports=False) for name in ("bad", "good")]
 
 
+def test_a_suite_does_not_get_the_arguments_of_make_verify(
+    suites: list[verify.Suite], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "Makefile").write_text('good:\n\t@test -z "$(ARGS)"\n')
+    monkeypatch.setenv("MAKEFLAGS", "-- ARGS=good")
+    assert verify.main(["--page", str(tmp_path / "page.md"), "good"], suites) == 0
+
+
 def test_it_goes_on_after_a_failure_and_ends_with_1(
     suites: list[verify.Suite], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 import forked
+from forked import Forked
 
 LEASE_S = 3
 MODULE = "perilune_operator.main"
@@ -40,7 +41,7 @@ class Operator:
         token: str = "operator-token",
         lease_s: int = LEASE_S,
         flags: tuple[str, ...] = (),
-        start: Callable[[Sequence[str], Mapping[str, str], Path], Any] = fork,
+        start: Callable[[Sequence[str], Mapping[str, str], Path], Forked | subprocess.Popen[bytes]] = fork,
     ) -> None:
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
