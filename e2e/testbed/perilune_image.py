@@ -9,6 +9,7 @@ simulated engine; `store_archive` adds real Mooncake to it, for the scenarios th
 """
 
 import hashlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,6 +28,7 @@ _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 _STORAGE = IMAGES / "buildah"
 _SOURCES = ("*.py", "*.toml", "*.lock", "*.json", "*.yaml", "Dockerfile", "README.md", "LICENSE")
 _STORE_FOLDER = CHECKOUT / "e2e" / "images"
+STORE_LOCK = _STORE_FOLDER / "mooncake.lock"
 
 
 def perilune_archive() -> Path:
@@ -60,6 +62,17 @@ def state_archive() -> Path:
     arguments = ("--build-arg", f"BASE={_BASE}", "-f", str(recipe), str(_STORE_FOLDER))
     digest = hashlib.sha256(recipe.read_bytes()).hexdigest()
     return _archive(STATE_NAME, "valkey", digest, "building an image with Valkey", arguments)
+
+
+def state_version() -> str:
+    """Return which Valkey the image has, as its package database says; empty: it was not built here."""
+    for database in (_STORAGE / "root").glob("overlay/*/diff/var/lib/dpkg/status"):
+        found = re.search(
+            r"^Package: valkey-server\n(?:.+\n)*?Version: (\d[\w.]*)", database.read_text(), re.M
+        )
+        if found:
+            return found[1]
+    return ""
 
 
 def _archive(name: str, file: str, made_of: str, title: str, arguments: Sequence[str]) -> Path:

@@ -2,8 +2,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import fast_yaml
 import pytest
-import yaml
 
 from perilune_api import pool
 from perilune_api.inference_pool.checks import convert
@@ -28,7 +28,7 @@ def test_the_smallest_pool_is_ten_lines() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_accepted(name: str) -> None:
-    body = yaml.safe_load((ROOT / f"examples/{name}.yaml").read_text())
+    body = fast_yaml.load((ROOT / f"examples/{name}.yaml").read_text())
     made = convert(body["spec"])
     assert made.gateway.parent is not None
 

@@ -13,9 +13,9 @@ from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
+import fast_yaml
 import msgspec
 import pytest
-import yaml
 from pages import NAMES, ROOT, Block, anchors, blocks, commands, inline_code, links
 
 from perilune_api import pool
@@ -40,7 +40,7 @@ OTHERS = {
 }
 """Programs that are not ours and whose options nobody checks here."""
 TARGETS = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-VALUES = yaml.safe_load((ROOT / "charts" / "perilune" / "values.yaml").read_text())
+VALUES = fast_yaml.load((ROOT / "charts" / "perilune" / "values.yaml").read_text())
 
 
 def read(name: str) -> str:
@@ -188,13 +188,13 @@ def has_value(key: str) -> bool:
 def test_yaml_parses_and_pools_are_valid(name):
     for block in blocks(read(name)):
         if block.language in ("yaml", "yml"):
-            for document in yaml.safe_load_all(block.text):
+            for document in fast_yaml.load_all(block.text):
                 check_pool(document)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
 def test_examples_are_valid(path):
-    for document in yaml.safe_load_all(path.read_text()):
+    for document in fast_yaml.load_all(path.read_text()):
         check_pool(document)
 
 
@@ -211,7 +211,7 @@ def check_pool(document: object) -> None:
 
 def test_the_readme_shows_the_smallest_pool():
     shown = next(block for block in blocks(read("README.md")) if block.language == "yaml")
-    assert yaml.safe_load(shown.text) == yaml.safe_load(read("examples/smallest.yaml"))
+    assert fast_yaml.load(shown.text) == fast_yaml.load(read("examples/smallest.yaml"))
 
 
 def test_the_readme_is_short():

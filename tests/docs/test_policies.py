@@ -3,14 +3,14 @@
 import re
 from pathlib import Path
 
+import fast_yaml
 import pytest
-import yaml
 from document_tables import headings, page, rows, section
 
 from perilune_api.policies import PolicyName
 
 CRD = Path(__file__).parents[2] / "crds" / "inferencepools.perilune.dev.yaml"
-VERSION = yaml.safe_load(CRD.read_text())["spec"]["versions"][0]
+VERSION = fast_yaml.load(CRD.read_text())["spec"]["versions"][0]
 SPEC = VERSION["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
 CHOICE = SPEC["routing"]["properties"]["policy"]["properties"]
 DOCUMENT = page("policies.md")

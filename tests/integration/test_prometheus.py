@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import fast_yaml
 import pytest
 import pytest_asyncio
 import yaml
@@ -44,7 +45,7 @@ VARIABLES = [
     for variable in dashboard["templating"]["list"]
     if variable["type"] == "query"
 ]
-ALERTS = yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"][0]["rules"]
+ALERTS = fast_yaml.load((FILES / "alerts.yaml").read_text())["groups"][0]["rules"]
 OPTIONS = EngineOptions(time_scale=50.0, kv_tokens=100_000)
 ROUTING = spec.Routing(chosen("sticky"), spec.Migration((spec.MoveTrigger.DRAIN,), interval_seconds=0.1))
 LABELS = {"namespace": "test", "perilune_dev_pool": "demo"}

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fast_yaml
 import pytest
-import yaml
 from api_server import ApiServer
 from charts import alerts
 from charts.dashboards import DASHBOARDS
@@ -24,8 +24,8 @@ from perilune_operator.plan import plan
 from perilune_operator.render.objects import Defaults
 
 CHART = Path(__file__).parents[2] / "charts/perilune"
-RULES: list[dict[str, Any]] = yaml.safe_load((CHART / "files/operator-rules.yaml").read_text())
-CLUSTER_RULES: list[dict[str, Any]] = yaml.safe_load((CHART / "files/cluster-rules.yaml").read_text())
+RULES: list[dict[str, Any]] = fast_yaml.load((CHART / "files/operator-rules.yaml").read_text())
+CLUSTER_RULES: list[dict[str, Any]] = fast_yaml.load((CHART / "files/cluster-rules.yaml").read_text())
 
 
 def may(group: str, resource: str) -> set[str]:
@@ -59,7 +59,7 @@ def test_no_rule_is_about_everything_and_secrets_are_only_made() -> None:
 
 
 def test_the_lease_of_the_role_is_the_operators() -> None:
-    rules = yaml.safe_load((CHART / "files/lease-rules.yaml").read_text())
+    rules = fast_yaml.load((CHART / "files/lease-rules.yaml").read_text())
     assert [rule.get("resourceNames") for rule in rules] == [None, [NAME]]
 
 
@@ -93,7 +93,7 @@ def template(helm: Path) -> Callable[..., dict[str, dict[str, Any]]]:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise ValueError(done.stderr)
-        return {f"{o['kind']}/{o['metadata']['name']}": o for o in yaml.safe_load_all(done.stdout) if o}
+        return {f"{o['kind']}/{o['metadata']['name']}": o for o in fast_yaml.load_all(done.stdout) if o}
 
     return render
 
@@ -120,7 +120,7 @@ def test_the_image_of_the_server_of_shared_state_is_the_users(
 def test_production_values_give_each_pool_two_gateways_on_different_nodes_rolled_one_at_a_time(
     template: Callable[..., dict[str, Any]],
 ) -> None:
-    values = yaml.safe_load((CHART / "values-production.yaml").read_text())
+    values = fast_yaml.load((CHART / "values-production.yaml").read_text())
     made = template(*(f"{name}={value}" for name, value in values.items()))
     pod = made["Deployment/perilune-operator"]["spec"]["template"]["spec"]
     given = arguments(pod["containers"][0]["args"]).gateway_replicas
@@ -164,7 +164,7 @@ def test_a_digest_counts_more_than_a_tag(template: Callable[..., dict[str, Any]]
 
 
 def test_the_readme_has_every_value() -> None:
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    values = fast_yaml.load((CHART / "values.yaml").read_text())
     schema = json.loads((CHART / "values.schema.json").read_text())["properties"]
     told = [row[0] for row in rows((CHART / "README.md").read_text(), "value")]
     current = {name for name, field in schema.items() if not field.get("deprecated")}
@@ -232,7 +232,7 @@ def test_the_alerts_are_there_where_prometheus_operator_is(template: Callable[..
     monitoring = "monitoring.coreos.com/v1"
     made = template("monitors.labels.release=kps", apis=monitoring)["PrometheusRule/perilune"]
     assert made["metadata"]["labels"]["release"] == "kps"
-    assert made["spec"] == yaml.safe_load(alerts.document())
+    assert made["spec"] == fast_yaml.load(alerts.document())
     assert "PrometheusRule/perilune" not in template()
     assert "PrometheusRule/perilune" not in template("alerts.enabled=false", apis=monitoring)
 
@@ -248,7 +248,7 @@ def test_a_release_of_the_first_chart_can_be_upgraded_with_its_own_values(
     (chart / "values.yaml").write_text(FIRST_VALUES)
     upgraded = subprocess.run(command, capture_output=True, text=True, check=False)
     assert upgraded.stderr == ""
-    assert list(yaml.safe_load_all(upgraded.stdout)) == list(yaml.safe_load_all(of_now))
+    assert list(fast_yaml.load_all(upgraded.stdout)) == list(fast_yaml.load_all(of_now))
 
 
 def test_reuse_values_of_the_first_chart(helm: Path, tmp_path: Path, api_server: ApiServer) -> None:
@@ -267,7 +267,7 @@ def test_reuse_values_of_the_first_chart(helm: Path, tmp_path: Path, api_server:
     run("install", "r", str(old), given, "--skip-crds", "--create-namespace")
     try:
         run("upgrade", "r", str(CHART), "--reuse-values", "--set=logLevel=debug", "--skip-crds")
-        objects = yaml.safe_load_all(run("get", "manifest", "r"))
+        objects = fast_yaml.load_all(run("get", "manifest", "r"))
         (made,) = [o for o in objects if o and o["kind"] == "Deployment"]
         args = arguments(made["spec"]["template"]["spec"]["containers"][0]["args"])
         assert (args.namespace, args.lease_seconds, args.log_level) == (namespace, 7, "debug")

@@ -5,8 +5,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import fast_yaml
 import pytest
-import yaml
 from api_server import ApiServer, program
 
 from perilune_api import kube
@@ -29,7 +29,7 @@ KINDS = frozenset(
 
 
 def documents(name: str) -> list[Object]:
-    return list(yaml.safe_load_all((FOLDER / name).read_text()))
+    return list(fast_yaml.load_all((FOLDER / name).read_text()))
 
 
 def test_kubectl_applies_them_beside_each_other(

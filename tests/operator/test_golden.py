@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import fast_yaml
 import pytest
 import yaml
 
@@ -39,7 +40,7 @@ class Dumper(yaml.SafeDumper):
 
 
 def load(name: str) -> tuple[Object, Observed]:
-    given = yaml.safe_load((FOLDER / f"{name}.in.yaml").read_text())
+    given = fast_yaml.load((FOLDER / f"{name}.in.yaml").read_text())
     body = given["pool"]
     nodes = tuple(readers.node(_named(n)) for n in given.get("nodes") or ())
     pods = tuple(readers.pod(_named(p)) for p in given.get("pods") or ())
@@ -73,7 +74,7 @@ def short(obj: Object) -> Object:
     assert [o["uid"] for o in owners] == ["uid-1"]
     labels = meta.pop("labels")
     assert labels["app.kubernetes.io/managed-by"] == "perilune-operator"
-    data = {k: "Python" if k.endswith(".py") else yaml.safe_load(v) for k, v in obj.get("data", {}).items()}
+    data = {k: "Python" if k.endswith(".py") else fast_yaml.load(v) for k, v in obj.get("data", {}).items()}
     rest = {k: v for k, v in obj.items() if k not in ("metadata", "data")}
     return {**rest, "metadata": meta, **({"data": data} if data else {})}
 
@@ -99,7 +100,7 @@ Dumper.add_representer(str, _represent)
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_plan_is_what_it_was(name: str) -> None:
-    only = yaml.safe_load((FOLDER / f"{name}.in.yaml").read_text()).get("show") or []
+    only = fast_yaml.load((FOLDER / f"{name}.in.yaml").read_text()).get("show") or []
     text, file = shown(made(name), only), FOLDER / f"{name}.out.yaml"
     if os.environ.get("GOLDEN") == "write":
         file.write_text(text)

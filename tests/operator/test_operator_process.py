@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from api_server import ApiServer, new_namespace, until
-from operator_process import Operator
+from operator_process import Operator, program
 from pool_objects import becomes, condition, config_maps, deployments, merge, pool, pools
 
 from perilune_api.kube import Client
@@ -117,7 +117,8 @@ async def test_a_pool_can_be_deleted_while_no_operator_runs(
         await becomes(client, where, lambda listed: listed["items"] == [])
 
 
-async def test_probes_and_a_quick_end(client: Client, namespace: str, operator: Operator) -> None:
+async def test_probes_and_a_quick_end(client: Client, namespace: str, api_server: ApiServer) -> None:
+    operator = Operator(api_server, namespace, start=program)
     await until(lambda: operator.status("/readyz"), lambda s: s == 200)
     await client.request("POST", pools(namespace), pool())
     await becomes(client, pools(namespace, "/p"), lambda p: bool(condition(p, "Ready")))

@@ -3,8 +3,8 @@
 import signal
 from typing import Any
 
+import fast_yaml
 import pytest
-import yaml
 from api_server import CHART, NARROW, NARROW_TOKEN, grant, until
 from operator_process import Operator
 from pool_objects import becomes, condition, config_maps, deployments, engines, pool, pools
@@ -19,7 +19,7 @@ async def test_rights_in_one_namespace_are_enough_for_its_pools(
     client: Client, namespace: str, api_server: Any
 ) -> None:
     def rules(name: str) -> list[Object]:
-        return list(yaml.safe_load((CHART / f"files/{name}-rules.yaml").read_text()))
+        return list(fast_yaml.load((CHART / f"files/{name}-rules.yaml").read_text()))
 
     await grant(client, namespace, "Role", rules("operator") + rules("lease"), NARROW)
     await grant(client, "", "ClusterRole", rules("cluster"), NARROW)

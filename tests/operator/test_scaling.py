@@ -263,12 +263,12 @@ def test_a_target_that_no_number_of_endpoints_reaches_is_not_pursued(
     pool.run(60, 4.5)
     assert 6 <= pool.wanted <= 8
     assert len(pool.changes) <= 6
-    pool.run(120, 0.5)
+    pool.run(80, 0.5)
     assert pool.wanted == 2
     assert len(pool.changes) <= 12
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("most", [6, 16])
 def test_a_pool_follows_its_load_up_and_down_while_endpoints_take_time_to_start(most: int, seed: int) -> None:
     """Two endpoints do for the low load, five for the high one."""
@@ -290,7 +290,7 @@ def test_a_constant_load_changes_nothing_once_it_is_served(most: int, rate: floa
     pool = SimulatedPool(structs.replace(QUEUE, max_replicas=most, up_seconds=30, down_seconds=300), 1)
     pool.run(10, rate)
     changes = list(pool.changes)
-    pool.run(110, rate)
+    pool.run(50, rate)
     assert pool.changes == changes
 
 
@@ -428,7 +428,7 @@ class SimulatedRoles:
         self.changes.append((duty, wanted))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_each_role_follows_its_own_load(seed: int) -> None:
     """Long prompts need prefill endpoints, long answers others; neither load moves the other role."""
     pool = SimulatedRoles(seed)

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import fast_yaml
 import pytest
-import yaml
 from api_server import ApiServer, new_namespace, program, started, until
 from operator_process import Operator
 from pool_objects import becomes, condition, merge, pool, pools
@@ -71,9 +71,9 @@ async def install(client: Client, port: int, certificate: str) -> None:
     """Install its CRD, and its webhooks as the chart has them, at an address instead of a Service."""
     (crd,) = (programs.LWS_FOLDER / "charts/lws/crds").iterdir()
     crds = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-    await client.request("POST", crds, yaml.safe_load(crd.read_text()))
+    await client.request("POST", crds, fast_yaml.load(crd.read_text()))
     manifests = programs.LWS_FOLDER / "config/webhook"
-    for made in yaml.safe_load_all((manifests / "manifests.yaml").read_text()):
+    for made in fast_yaml.load_all((manifests / "manifests.yaml").read_text()):
         for hook in made["webhooks"]:
             path = hook["clientConfig"]["service"]["path"]
             hook["clientConfig"] = {"url": f"https://127.0.0.1:{port}{path}", "caBundle": certificate}

@@ -7,8 +7,8 @@ import subprocess
 from collections.abc import AsyncIterator
 from typing import Any
 
+import fast_yaml
 import pytest
-import yaml
 from api_server import ROOT, ApiServer, new_namespace, program, until
 from operator_process import Operator
 from pool_objects import becomes, condition, config_maps, deployments, merge, pool, pools
@@ -94,7 +94,7 @@ async def finish_rollout(client: Client, namespace: str, name: str) -> None:
 
 def newer_crd() -> Object:
     """Ours with a block that an operator of this version does not know, filled in by default."""
-    crd: Object = yaml.safe_load((ROOT / "crds/inferencepools.perilune.dev.yaml").read_text())
+    crd: Object = fast_yaml.load((ROOT / "crds/inferencepools.perilune.dev.yaml").read_text())
     schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
     wings = {"type": "object", "default": {"number": 2}, "properties": {"number": {"type": "integer"}}}
     schema["spec"]["properties"]["wings"] = wings
@@ -105,7 +105,7 @@ def newer_crd() -> Object:
 
 def older_crd() -> Object:
     """Ours as it was before: it lists the conditions that it takes, and has no revision."""
-    crd: Object = yaml.safe_load((ROOT / "crds/inferencepools.perilune.dev.yaml").read_text())
+    crd: Object = fast_yaml.load((ROOT / "crds/inferencepools.perilune.dev.yaml").read_text())
     schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
     kinds = schema["status"]["properties"]["conditions"]["items"]["properties"]["type"]
     kinds["enum"] = ["Accepted", "EnginesReady", "GatewayReady", "RouteProgrammed", "Draining", "Ready"]
@@ -162,7 +162,7 @@ async def test_a_gateway_of_the_version_before_reads_what_is_written_for_it(
     fields, finds none."""
     await client.request("POST", pools(namespace), pool())
     found = await becomes(client, config_maps(namespace, "/p-gateway"))
-    document = yaml.safe_load(found["data"]["pool.yaml"])
+    document = fast_yaml.load(found["data"]["pool.yaml"])
     assert set(document["spec"]) <= {"model", "topology"}
     assert parse(found["data"]["pool.yaml"]).spec.model.name == "m"
 

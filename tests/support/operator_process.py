@@ -5,13 +5,29 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import nan
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+import forked
+from forked import Forked
 from ports import free_port
 
 LEASE_S = 3
+MODULE = "perilune_operator.main"
+
+
+def program(arguments: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start it as users do, not as a fork."""
+    with log.open("wb") as file:
+        command = [sys.executable, "-m", MODULE, *arguments]
+        return subprocess.Popen(command, env={**os.environ, **env}, stdout=file, stderr=file)
+
+
+fork = partial(forked.start, MODULE)
 
 
 class Operator:
@@ -25,25 +41,21 @@ class Operator:
         token: str = "operator-token",
         lease_s: int = LEASE_S,
         flags: tuple[str, ...] = (),
+        start: Callable[[Sequence[str], Mapping[str, str], Path], Forked | subprocess.Popen[bytes]] = fork,
     ) -> None:
         self.port = free_port()
         self.name = name
         self.log = api_server.folder / f"operator-{namespace}-{name}.log"
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "perilune_operator.main"),
-                    f"--namespace={namespace}",
-                    f"--own-namespace={namespace}",
-                    f"--identity={name}",
-                    f"--listen=127.0.0.1:{self.port}",
-                    f"--lease-seconds={lease_s}",
-                    *flags,
-                ],
-                env={**os.environ, "KUBECONFIG": str(api_server.kubeconfig(token))},
-                stdout=log,
-                stderr=log,
-            )
+        arguments = [
+            f"--namespace={namespace}",
+            f"--own-namespace={namespace}",
+            f"--identity={name}",
+            f"--listen=127.0.0.1:{self.port}",
+            f"--lease-seconds={lease_s}",
+            *flags,
+        ]
+        env = {"KUBECONFIG": str(api_server.kubeconfig(token))}
+        self.process = start(arguments, env, self.log)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         if self.process.poll() is None:

@@ -1,7 +1,6 @@
 """The truth for hybrid models: what the index predicts is what vLLM's own KVCacheManager had cached."""
 
 import gzip
-import json
 import lzma
 from pathlib import Path
 
@@ -19,8 +18,8 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 ENGINE = "10.0.0.1:8000"
 
 
-MODELS = json.loads(lzma.decompress((FIXTURES / "vllm-kv-models" / "models.json.xz").read_bytes()))
-GROUPS = json.loads(gzip.decompress((FIXTURES / "vllm-kv-groups" / "groups.json.gz").read_bytes()))
+MODELS = msgspec.json.decode(lzma.decompress((FIXTURES / "vllm-kv-models" / "models.json.xz").read_bytes()))
+GROUPS = msgspec.json.decode(gzip.decompress((FIXTURES / "vllm-kv-groups" / "groups.json.gz").read_bytes()))
 
 
 def errors_in_blocks(turns: list[dict], size: int) -> list[int]:

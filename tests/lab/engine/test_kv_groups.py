@@ -1,7 +1,6 @@
 """Hybrid models: the simulated engine's cache does what vLLM's KVCacheManager did, operation by operation."""
 
 import gzip
-import json
 from pathlib import Path
 
 import msgspec
@@ -12,13 +11,13 @@ from perilune_lab.engine.hashing import Algorithm, BlockHasher
 from perilune_lab.engine.kv_cache import Group, KvCache, Table
 
 RECORDED = Path(__file__).parents[2] / "fixtures" / "vllm-kv-groups" / "groups.json.gz"
-DOCUMENT = json.loads(gzip.decompress(RECORDED.read_bytes()))
+DOCUMENT = msgspec.json.decode(gzip.decompress(RECORDED.read_bytes()))
 
 
 def events_of(cache: KvCache) -> list[dict[str, object]]:
     """Return what the cache announces, in JSON's types."""
     events = [to_event(change, cache.block_size) for change in cache.take_changes()]
-    return json.loads(msgspec.json.encode(events))
+    return msgspec.json.decode(msgspec.json.encode(events))
 
 
 @pytest.mark.parametrize("name", DOCUMENT["layouts"])

@@ -114,7 +114,7 @@ MEASURED = {
 
 @pytest.fixture(scope="module")
 def generated() -> list[Stats]:
-    return [stats(generate(Agentic(), seed, 4000)) for seed in range(1, 7)]
+    return [stats(generate(Agentic(), seed, 4000)) for seed in range(1, 4)]
 
 
 @pytest.mark.parametrize("name", MEASURED)

@@ -48,7 +48,7 @@ def test_a_run_meets_its_slos_or_not(measured: Run, holds: bool):
 
 def test_capacities_with_and_without_load_balancing():
     """What is found holds, what is 5 % above does not, and a hot host is worth leaving."""
-    comparison = Comparison(("ear", "sticky"), OfferedLoad(window_s=150.0, warmup_s=0.0))
+    comparison = Comparison(("ear", "sticky"), OfferedLoad(window_s=75.0, warmup_s=0.0))
     ear, sticky = slo_capacity(comparison, [1, 2])
     for capacity in (ear, sticky):
         for seed, rate in zip((1, 2), capacity.by_seed, strict=True):

@@ -22,7 +22,7 @@ MANY = SimulatedFleet(300)
 
 @pytest.fixture(scope="module")
 def spread() -> Workload:
-    return replace(OfferedLoad(), window_s=8.0, warmup_s=0.0).workload(50.0, 4, MANY)
+    return replace(OfferedLoad(), window_s=4.0, warmup_s=0.0).workload(50.0, 4, MANY)
 
 
 def played(policy: str, workload: Workload, every: int, monkeypatch: pytest.MonkeyPatch) -> SimulatedOutcome:
@@ -33,7 +33,7 @@ def played(policy: str, workload: Workload, every: int, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("policy", ["perilune", "dynamo", "sticky"])
 def test_it_chooses_as_a_look_at_all(policy: str, spread: Workload, monkeypatch: pytest.MonkeyPatch):
     seen = played(policy, spread, 1, monkeypatch).seen
-    assert seen.audited == seen.decisions == len(seen.decision_s) == spread.requests > 400
+    assert seen.audited == seen.decisions == len(seen.decision_s) == spread.requests > 150
     assert seen.agreed >= 0.995 * seen.audited
 
 
@@ -48,8 +48,7 @@ def test_looking_twice_changes_nothing(spread: Workload, monkeypatch: pytest.Mon
 def test_who_chooses_blindly_sees_everybody(policy: str, spread: Workload):
     outcome = simulate(spread, Setting(policy), MANY, seed=1)
     assert outcome.seen.audited == 0
-    used = len({s.endpoint for s in outcome.requests})
-    assert used > 200
+    assert len({s.endpoint for s in outcome.requests}) > spread.requests / 2
 
 
 def fleet(n: int) -> tuple[Beliefs, Shortlist]:

@@ -86,6 +86,7 @@ class Figure:
             arm = context.findings.deployment
             drawn.canvas.suptitle(f"{self.title} — SIMULATED, arm {arm}", fontsize=11, fontweight="bold")
             drawn.canvas.savefig(folder / f"{name}.svg", metadata={"Date": None})
+            drawn.canvas.set_layout_engine("none")  # laid out once for both
             drawn.canvas.savefig(folder / f"{name}.png", dpi=110)
         document = {"figure": name, "title": self.title, "simulated": True, "arm": arm, **drawn.data}
         (folder / f"{name}.json").write_bytes(data.encode(document))
