@@ -175,11 +175,13 @@ class ServedPool:
         state = self.state
         sink = EventSink(self.blocks, state.parity, self.router, clock, state.block_tokens)
         self.events = EventFeeds(sink, time.time, self._rng)
-        self.prefill_legs = prefill_legs.PrefillLegs(self.router.remote_prefills, state.connectors, secret)
-        self.pull_legs = pull_legs.PullLegs(self.router.pulling, state.connectors)
+        self.prefill_legs = prefill_legs.PrefillLegs(
+            self.router.moves.remote_prefills, state.connectors, secret
+        )
+        self.pull_legs = pull_legs.PullLegs(self.router.moves.pulling, state.connectors)
         self.shared: SharedState | None = None
         if state_server and sharing:
-            self.replicas = Replicas(state, self.router.new_sessions, self.router.handing_over)
+            self.replicas = Replicas(state, self.router.new_sessions, self.router.moves.handing_over)
             self.shared = SharedState(state_server, shared_as, self.replicas, changed, clock, Random())
         self.service = Service(
             self.router,
@@ -285,7 +287,7 @@ class ServedPool:
         ) as http:
             await asyncio.gather(
                 bootstrap_pages.run(self.state.fleet.endpoints, connectors, http),
-                handoff_legs.run(self.router.handing_over, self._legs_due, connectors, http),
+                handoff_legs.run(self.router.moves.handing_over, self._legs_due, connectors, http),
                 self.prefill_legs.run(http),
                 self.pull_legs.run(http),
                 peer_ports.run(self.state.fleet.endpoints, self.state.host_tiers),
@@ -316,7 +318,7 @@ class ServedPool:
                 address,
                 now,
                 began_at=self._began_at,
-                transfers=self.router.handing_over.transfers,
+                transfers=self.router.moves.handing_over.transfers,
             )
 
         return drained.drained(self.source.pods, is_idle)

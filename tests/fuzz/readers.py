@@ -207,7 +207,7 @@ def shared(data: bytes) -> None:
     admission."""
     sharing = Sharing("here", Names(b"key"), lambda: rig.now, lambda: 1_700_000_000.0 + rig.now)
     rig = Rig(pool(routing=Routing(session_admission=SessionAdmission(enabled=True))), sharing=sharing)
-    replicas = Replicas(rig.state, rig.router.new_sessions, rig.router.handing_over)
+    replicas = Replicas(rig.state, rig.router.new_sessions, rig.router.moves.handing_over)
     for message in parts(data):
         try:
             batch = decode(message)

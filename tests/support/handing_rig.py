@@ -39,7 +39,7 @@ class Handing(Rig):
         self.sink = EventSink(blocks, self.state.parity, self.router, lambda: self.now, tokens)
         for address in pages:
             self.state.connectors.answered(address, Connector([f"engine at {address}"], 1))
-        self.handing_over = self.router.handing_over
+        self.handing_over = self.router.moves.handing_over
 
     def pool(self, draining: str = "") -> Pool:
         listed = [

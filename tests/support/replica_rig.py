@@ -22,7 +22,7 @@ class HandingReplica(Handing):
         super().__init__(sharing=sharing)
         self.name = name
         self.router.configure(self.pool())
-        self.shared = Replicas(self.state, self.router.new_sessions, self.router.handing_over)
+        self.shared = Replicas(self.state, self.router.new_sessions, self.router.moves.handing_over)
 
     def pool(self, draining: str = "") -> Pool:
         migration = Migration((MoveTrigger.DRAIN,), moves_per_minute=self.moves_per_minute)

@@ -61,14 +61,14 @@ class Snapshots:
             self._router.bodies.parsed_in_part,
             {why.value: n for why, n in self._blocks.unused.items()},
             self._log_stats(),
-            self._router.planner.stats(self._clock()),
+            self._router.moves.planner.stats(self._clock()),
             self._events.ingest(),
-            self._router.handing_over.stats(),
+            self._router.moves.handing_over.stats(),
             self.new_sessions(),
             self._drained(),
-            self._router.remote_prefills.stats(),
+            self._router.moves.remote_prefills.stats(),
             self._blocks.unlearnt,
-            self._router.pulls(),
+            self._router.moves.fetched(),
             self._shared(),
         )
 
@@ -95,10 +95,10 @@ class Snapshots:
         """Return the values of /api/moves."""
         router, calibration = self._router, self._state.calibration
         return moves.page(
-            router.planner,
-            router.handing_over.stats(),
-            router.remote_prefills.stats(),
-            router.pulls(),
+            router.moves.planner,
+            router.moves.handing_over.stats(),
+            router.moves.remote_prefills.stats(),
+            router.moves.fetched(),
             calibration,
             self._clock(),
             sorted(self._state.host_tiers.known),
@@ -106,7 +106,7 @@ class Snapshots:
 
     def handoffs(self) -> Sequence[Mapping[str, Any]]:
         """Return the open hand-offs of KV, for the console."""
-        handing_over, now = self._router.handing_over, self._clock()
+        handing_over, now = self._router.moves.handing_over, self._clock()
         rows = []
         for handoff in handing_over.stats().open:
             content = handoff.content
@@ -184,7 +184,7 @@ class Snapshots:
             pool_error=pool_error,
             decision_log=self._log_stats(),
             ingest=self._events.ingest(),
-            handoffs=self._router.handing_over.stats(),
+            handoffs=self._router.moves.handing_over.stats(),
             shared=self._shared(),
             new_sessions=self.new_sessions(),
             peers=self._state.host_tiers.known,

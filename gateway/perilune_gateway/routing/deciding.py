@@ -24,16 +24,13 @@ from perilune_gateway.model import (
     Verdict,
 )
 from perilune_gateway.model.shared import prefix_name
-from perilune_gateway.moves.planner import Planner
 from perilune_gateway.policy.cost import target_of
 from perilune_gateway.routing.candidates import CandidateBuilder
 from perilune_gateway.routing.context import RequestContext
 from perilune_gateway.routing.decide import decide
-from perilune_gateway.routing.handing_over import HandingOver
+from perilune_gateway.routing.kv_moves import KvMoves
 from perilune_gateway.routing.objectives import objectives
-from perilune_gateway.routing.peer_reads import PeerReads
 from perilune_gateway.routing.pull import pull, without
-from perilune_gateway.routing.pulling import Pulling
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.sessions import Session
 
@@ -45,17 +42,11 @@ class Deciding:
         self,
         state: PoolState,
         candidates: CandidateBuilder,
-        planner: Planner,
-        handing_over: HandingOver,
-        pulling: Pulling,
-        peer_reads: PeerReads,
+        moves: KvMoves,
     ) -> None:
         self._state = state
         self._candidates = candidates
-        self._planner = planner
-        self._handing_over = handing_over
-        self._pulling = pulling
-        self._peer_reads = peer_reads
+        self._moves = moves
 
     def configure(self, pool: Pool) -> None:
         """Take over a (changed) pool document."""
@@ -72,7 +63,7 @@ class Deciding:
         if isinstance(verdict, Decision) and (offer := self._offer(context)):
             if view.phase is Phase.HEADERS:
                 return view, NEED_BODY  # only the body tells what the offer's target holds of the prompt
-            moved = self._planner.apply(offer, verdict, view, context.candidates, context.now)
+            moved = self._moves.planner.apply(offer, verdict, view, context.candidates, context.now)
             verdict = pull(view, moved, context.candidates, self._routing.pull)
         if isinstance(verdict, Decision) and verdict.replicate_from:
             verdict = self._with_room(verdict, view, context)
@@ -81,11 +72,11 @@ class Deciding:
     def _with_room(self, decision: Decision, view: RequestView, context: RequestContext) -> Decision:
         """The decision with what it fetches from another endpoint, unless too much is on its way already."""
         if view.prefix.from_host:
-            cause = self._peer_reads.refuses(decision, context.candidates, context.now)
+            cause = self._moves.peer_reads.refuses(decision, context.candidates, context.now)
         else:
-            cause = self._pulling.refuses(decision, context.candidates, context.now)
+            cause = self._moves.pulling.refuses(decision, context.candidates, context.now)
         if cause is None and not view.prefix.from_host:
-            context.content = self._pulling.content(context.prompt.blocks, decision.cached_tokens)
+            context.content = self._moves.pulling.content(context.prompt.blocks, decision.cached_tokens)
             cause = None if context.content else Unpulled.TOKENS
         if cause is None:
             return decision
@@ -95,14 +86,18 @@ class Deciding:
         """The planner's offer for this session, or for the prefix that a new session begins with."""
         if context.session and context.session.host:
             key, name = context.session.key, context.session.name
-            planned = self._planner.offer(key, None) or self._planner.offer(name, None)  # before it came here
-            return planned or self._handing_over.offered(key, name)
+            planned = self._moves.planner.offer(key, None) or self._moves.planner.offer(
+                name, None
+            )  # before it came here
+            return planned or self._moves.handing_over.offered(key, name)
         known = context.prefix.tokens // self._state.block_size
         if not known:
             return None
         prefix = context.prompt.blocks[known - 1]
-        self._planner.saw(prefix, context.prefix.tokens)
-        return self._planner.offer(None, prefix) or self._handing_over.offered(prefix, prefix_name(prefix))
+        self._moves.planner.saw(prefix, context.prefix.tokens)
+        return self._moves.planner.offer(None, prefix) or self._moves.handing_over.offered(
+            prefix, prefix_name(prefix)
+        )
 
     def _view(self, context: RequestContext, request_id: str, ordinal: int) -> RequestView:
         """The request as a policy sees it."""
@@ -129,7 +124,7 @@ class Deciding:
 
     def _session(self, session: Session, now: float) -> SessionView:
         view = self._state.sessions.view(session, now)
-        return replace(view, awaits_kv=True) if self._handing_over.keeps(session) else view
+        return replace(view, awaits_kv=True) if self._moves.handing_over.keeps(session) else view
 
     def _new_session(self, context: RequestContext) -> SessionView | None:
         identity = context.identity

@@ -18,6 +18,7 @@ from perilune_gateway.routing.claiming import Claiming
 from perilune_gateway.routing.deciding import Deciding
 from perilune_gateway.routing.full_reports import FullReports
 from perilune_gateway.routing.handing_over import HandingOver
+from perilune_gateway.routing.kv_moves import KvMoves
 from perilune_gateway.routing.lifecycle import Lifecycle
 from perilune_gateway.routing.new_sessions import NewSessions
 from perilune_gateway.routing.peer_reads import PeerReads
@@ -60,6 +61,7 @@ def new_router(
     remote_prefills = RemotePrefills(state, clock, wall_clock)
     pulling = Pulling(state, limits, clock, wall_clock)
     peer_reads = PeerReads(state, limits, engine_secret, clock, wall_clock)
+    moves = KvMoves(planner, handing_over, remote_prefills, pulling, peer_reads)
     new_sessions, reports = NewSessions(state), FullReports()
     turns = SessionTurns(state, new_sessions)
     lifecycle = Lifecycle(state, clock)
@@ -94,15 +96,11 @@ def new_router(
         state,
         tokenizer,
         candidates,
-        planner,
-        Deciding(state, candidates, planner, handing_over, pulling, peer_reads),
+        Deciding(state, candidates, moves),
         Verdicts(state, lifecycle, turns, reports, aliases, wall_clock),
         lifecycle,
-        handing_over,
+        moves,
         aliases,
-        remote_prefills,
-        pulling,
-        peer_reads,
         new_sessions,
         reports,
         clock=clock,

@@ -47,7 +47,6 @@ from perilune_gateway.model import (
     Verdict,
 )
 from perilune_gateway.model.applied import Applied
-from perilune_gateway.moves.planner import Planner
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.request import paths
 from perilune_gateway.request.aliases import Aliases
@@ -61,14 +60,10 @@ from perilune_gateway.routing.candidates import CandidateBuilder, wanted_by
 from perilune_gateway.routing.context import Prompt, RequestContext, StepTimer
 from perilune_gateway.routing.deciding import Deciding
 from perilune_gateway.routing.full_reports import FullReports
-from perilune_gateway.routing.handing_over import HandingOver
+from perilune_gateway.routing.kv_moves import KvMoves
 from perilune_gateway.routing.lifecycle import Lifecycle
 from perilune_gateway.routing.new_sessions import NewSessions, Queued
 from perilune_gateway.routing.objectives import wrong_slo
-from perilune_gateway.routing.peer_reads import PeerReads
-from perilune_gateway.routing.pulling import Pulling
-from perilune_gateway.routing.remote_prefills import RemotePrefills
-from perilune_gateway.routing.request_transfers import TransferStats, together
 from perilune_gateway.routing.verdicts import Verdicts
 from perilune_gateway.state import resets
 from perilune_gateway.state.facts import EndpointLeft
@@ -107,15 +102,11 @@ class Router:
         state: PoolState,
         tokenizer: TokenizesNow,
         candidates: CandidateBuilder,
-        planner: Planner,
         deciding: Deciding,
         verdicts: Verdicts,
         lifecycle: Lifecycle,
-        handing_over: HandingOver,
+        moves: KvMoves,
         aliases: Aliases,
-        remote_prefills: RemotePrefills,
-        pulling: Pulling,
-        peer_reads: PeerReads,
         new_sessions: NewSessions,
         reports: FullReports,
         *,
@@ -129,11 +120,7 @@ class Router:
         header by which conformance tests name an endpoint. `prompt_seen`: is called with each prompt whose
         token ids are known, before its blocks are looked up."""
         self.state = state
-        self.planner = planner
-        self.handing_over = handing_over
-        self.remote_prefills = remote_prefills
-        self.pulling = pulling
-        self.peer_reads = peer_reads
+        self.moves = moves
         self.new_sessions = new_sessions
         self._deciding = deciding
         self._verdicts = verdicts
@@ -159,13 +146,10 @@ class Router:
         self._loras = {lora.name for lora in spec.model.loras}
         self.models = {spec.model.name, *spec.model.aliases, *self._loras}
         self._candidates.configure(pool)
-        self.planner.configure(self._routing.migration, self._routing.policy.name)
+        self.moves.configure(pool)
         self._deciding.configure(pool)
         self._verdicts.configure(pool)
         self.state.ejection.rules = self._routing.ejection
-        self.remote_prefills.configure(self._routing.disaggregation)
-        self.pulling.configure(pool)
-        self.handing_over.configure(pool)
         self.new_sessions.configure(self._routing.session_admission)
         endpoints = [endpoint for e in spec.endpoints for endpoint in _ranks(e, spec.topology)]
         self._splits = any(endpoint.role is Role.PREFILL for endpoint in spec.endpoints)
@@ -198,7 +182,7 @@ class Router:
         identity = head.identity = from_headers(head.headers, self._routing.session)
         session = self.state.sessions.find(identity.key, now) if identity.session_id else None
         if session:
-            self.handing_over.follow(session)
+            self.moves.handing_over.follow(session)
         forced = self._conformance and names.CONFORMANCE_SELECTION_HEADER in head.headers
         has_body = head.has_body and head.method == "POST"
         for_model = has_body and paths.is_model_path(head.path)
@@ -466,7 +450,7 @@ class Router:
                 session_id = sessions.superseded(identity.tenant, prompt.blocks[-1])
             identity = inferred(identity, session_id)
         if session:
-            self.handing_over.follow(session)
+            self.moves.handing_over.follow(session)
         holder = self._holder(identity, session, request.previous_response_id)
         return RequestContext(head, now, timer, identity, session, prompt=prompt, holder=holder)
 
@@ -540,10 +524,6 @@ class Router:
     def _too_large(self) -> Refusal:
         return too_large(self._routing.limits.max_body_bytes)
 
-    def pulls(self) -> TransferStats:
-        """Statistics of the KV that endpoints fetch for requests, from devices or from host memory."""
-        return together(self.pulling.stats(), self.peer_reads.stats())
-
     # -- beside requests ---------------------------------------------------------------------------
 
     def due(self) -> list[tuple[int, Refusal | None]]:
@@ -558,12 +538,7 @@ class Router:
     def plan_moves(self, plans: bool = True) -> None:
         """Plan which sessions and prefixes should move; called every `migration.interval_seconds`. `plans`:
         whether this replica of the gateway is the one that plans. Another one withdraws its offers."""
-        now = self._now()
-        if plans:
-            self.planner.plan(now)
-        else:
-            self.planner.withdraw(now)
-        self.handing_over.planned(plans)
+        self.moves.plan(self._now(), plans=plans)
 
 
 def _ranks(spec: EndpointSpec, topology: Topology) -> list[Endpoint]:

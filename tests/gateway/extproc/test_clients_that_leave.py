@@ -65,11 +65,11 @@ class Conversation:
 
     def give(self) -> None:
         assert self.hold
-        self.rig.router.remote_prefills.giving(self.hold.ticket, self.hold.transfer, self.cancel)
+        self.rig.router.moves.remote_prefills.giving(self.hold.ticket, self.hold.transfer, self.cancel)
 
     def computed(self) -> None:
         assert self.hold
-        self.rig.router.remote_prefills.given(self.hold.ticket, self.hold.transfer)
+        self.rig.router.moves.remote_prefills.given(self.hold.ticket, self.hold.transfer)
 
     def cancel(self) -> None:
         self.cancelled += 1
@@ -91,7 +91,7 @@ def test_nothing_stays_in_flight(moments: int, mode: BodyMode, accepted: bool, a
     rig = one.rig
     assert {address: rig.load(address).in_flight for address in (A, B, C)} == {A: 0, B: 0, C: 0}
     assert set(rig.pending().values()) == {0}
-    assert rig.router.remote_prefills.stats().open == 0
+    assert rig.router.moves.remote_prefills.stats().open == 0
     assert one.cancelled == (1 if moments > 2 else 0)
     if moments > 1:
         (record,) = rig.decisions.query(n=9)
@@ -110,5 +110,5 @@ def test_a_leg_that_fails_after_its_client_has_left_changes_nothing(cause: Given
         moment()
     one.leave()
     assert one.hold
-    one.rig.router.remote_prefills.failed(one.hold.ticket, one.hold.transfer, cause)
+    one.rig.router.moves.remote_prefills.failed(one.hold.ticket, one.hold.transfer, cause)
     assert set(one.rig.pending().values()) == {0}

@@ -43,7 +43,7 @@ class Scene:
 
     async def ended(self) -> tuple[HandoffOutcome, GivenUp | None]:
         async with asyncio.timeout(10):
-            while not (done := [e for e in self.rig.router.planner.ended if e.handoff]):  # noqa: ASYNC110
+            while not (done := [e for e in self.rig.router.moves.planner.ended if e.handoff]):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         return done[0].handoff.outcome, done[0].handoff.cause
 

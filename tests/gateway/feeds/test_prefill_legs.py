@@ -81,7 +81,7 @@ class Scene:
     def given_up(self, outcome: Outcome = Outcome.COMPLETED) -> dict[GivenUp, int]:
         """After the request has ended so."""
         self.rig.finish(self.routed, outcome)
-        return dict(self.rig.router.remote_prefills.stats().given_up)
+        return dict(self.rig.router.moves.remote_prefills.stats().given_up)
 
 
 @contextlib.asynccontextmanager
@@ -103,7 +103,7 @@ async def scene(accept_s: float = 1.0, **own: str) -> AsyncIterator[Scene]:
     rig = Rig(pool(endpoints=listed, routing=routing, engine=USUAL))
     for i, endpoint in enumerate(listed):
         rig.state.connectors.answered(endpoint.address, Connector([f"engine-{i}"], 1))
-    legs = PrefillLegs(rig.router.remote_prefills, rig.state.connectors, "secret")
+    legs = PrefillLegs(rig.router.moves.remote_prefills, rig.state.connectors, "secret")
     async with aiohttp.ClientSession(headers=own) as http:
         run = asyncio.create_task(legs.run(http))
         await asyncio.sleep(0)

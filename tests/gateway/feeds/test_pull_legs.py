@@ -42,7 +42,11 @@ class Scene:
         fetched = await self.legs.fetch(self.routed.ticket, pull)
         names = {self.giver.address: "giver", self.taker.address: "taker"}
         dead = [v.endpoint.address for v in self.rig.state.fleet.view(self.rig.now) if not v.endpoint.ready]
-        return fetched, dict(self.rig.router.pulling.stats().given_up), [names[address] for address in dead]
+        return (
+            fetched,
+            dict(self.rig.router.moves.pulling.stats().given_up),
+            [names[address] for address in dead],
+        )
 
 
 @contextlib.asynccontextmanager
@@ -55,7 +59,7 @@ async def scene() -> AsyncIterator[Scene]:
         rig.announce(source, HELD)
         asked = head("/v1/completions")
         asked.subset = frozenset({target})
-        legs = PullLegs(rig.router.pulling, rig.state.connectors)
+        legs = PullLegs(rig.router.moves.pulling, rig.state.connectors)
         http = await stack.enter_async_context(aiohttp.ClientSession())
         run = asyncio.create_task(legs.run(http))
         await asyncio.sleep(0)

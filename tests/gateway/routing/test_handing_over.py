@@ -39,7 +39,7 @@ def test_a_session_switches_when_the_target_has_answered_and_announced_its_block
     rig.handing_over.taking(legs)
     assert (rig.load(source).in_flight, rig.load(target).in_flight) == (1, 1)
     assert rig.pending() == {source: BLOCK, target: 0}
-    assert rig.router.planner.stats(rig.now).in_flight == {(source, target): 320 * 98_304}
+    assert rig.router.moves.planner.stats(rig.now).in_flight == {(source, target): 320 * 98_304}
     rig.now += 0.5
     rig.handing_over.ended(legs, Leg.GIVE)
     rig.handing_over.ended(legs, Leg.TAKE)
@@ -48,7 +48,7 @@ def test_a_session_switches_when_the_target_has_answered_and_announced_its_block
     rig.announce(target, text(1, 320))
     assert rig.host("s") == target
     assert (rig.load(source).in_flight, rig.load(target).in_flight) == (0, 0)
-    assert rig.router.planner.stats(rig.now).in_flight == {}
+    assert rig.router.moves.planner.stats(rig.now).in_flight == {}
     assert rig.state.calibration.transfers == 1
     record = rig.turn("s", text(1, 480))
     assert (record.target, record.reason, record.cached_tokens) == (target, Reason.HOST, 320)
@@ -108,7 +108,7 @@ def test_a_session_stays_while_its_hosts_events_are_late() -> None:
     rig.finish(routed)
     rig.queue(source, seconds=60.0, tokens=400_000)
     assert rig.drain(source) == []
-    assert rig.router.planner.offers == ()
+    assert rig.router.moves.planner.offers == ()
     again = rig.send("s", text(1, 480))
     assert again.destinations[0] == source
     rig.finish(again)
@@ -165,12 +165,12 @@ def test_a_failed_leg_leaves_the_session_where_it_is_and_says_why() -> None:
     rig.handing_over.failed(legs, GivenUp.UNREACHABLE)
     assert rig.host("s") == source
     assert rig.turn("s", text(1, 480)).target == source
-    router, planner = rig.router, rig.router.planner
+    router, planner = rig.router, rig.router.moves.planner
     page = move_rows.page(
         planner,
-        router.handing_over.stats(),
-        router.remote_prefills.stats(),
-        router.pulling.stats(),
+        router.moves.handing_over.stats(),
+        router.moves.remote_prefills.stats(),
+        router.moves.pulling.stats(),
         rig.state.calibration,
         rig.now,
     )
@@ -182,9 +182,9 @@ def test_a_failed_leg_leaves_the_session_where_it_is_and_says_why() -> None:
     )
     rig.metrics.mirror(
         lambda: Snapshot(
-            handoffs=router.handing_over.stats(),
-            remote_prefills=router.remote_prefills.stats(),
-            pulls=router.pulling.stats(),
+            handoffs=router.moves.handing_over.stats(),
+            remote_prefills=router.moves.remote_prefills.stats(),
+            pulls=router.moves.pulling.stats(),
         )
     )
     shown = generate_latest(rig.metrics.registry).decode()
@@ -244,7 +244,7 @@ def test_a_chain_of_stored_responses_stays() -> None:
         assert isinstance(routed, Routed)
         rig.finish(routed)
     assert rig.drain(routed.destinations[0]) == []
-    assert [stay.reason for stay in rig.router.planner.last.stays] == [MoveReason.CHAINED]
+    assert [stay.reason for stay in rig.router.moves.planner.last.stays] == [MoveReason.CHAINED]
 
 
 def test_chains_and_sessions_on_their_way_hide_no_session_that_can_move() -> None:

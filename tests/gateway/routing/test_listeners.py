@@ -72,7 +72,7 @@ class Traffic:
         self.seen.append(verdict if isinstance(verdict, Refusal) else type(verdict).__name__)
         if isinstance(verdict, Routed):
             if verdict.remote and self.dice.random() < 0.5:
-                self.rig.router.remote_prefills.failed(verdict.ticket, verdict.remote, GivenUp.REFUSED)
+                self.rig.router.moves.remote_prefills.failed(verdict.ticket, verdict.remote, GivenUp.REFUSED)
                 self.rig.router.prefills_itself(verdict.ticket)
             self.seen.append((verdict.destinations, bool(verdict.remote)))
             self.open.append((verdict, ids))
@@ -136,7 +136,7 @@ class Traffic:
             state.index.stats(now),
             [state.calibration.of(address, now) for address in (A, B, C, P)],
             [(r.target, r.reason, r.ending) for r in self.rig.decisions.query(n=10_000)],
-            self.rig.router.remote_prefills.stats().outcomes,
+            self.rig.router.moves.remote_prefills.stats().outcomes,
             self.rig.router.new_sessions.stats(now),
             state.requests.get(0),
         ]

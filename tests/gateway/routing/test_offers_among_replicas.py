@@ -238,14 +238,16 @@ def test_kv_that_goes_with_requests_counts_at_every_replica_until_it_has_arrived
     refused = fetching(second, first, 20)
     assert second.record(refused).unpulled is Unpulled.BUSY
     second.finish(refused)
-    assert second.router.planner.stats(second.now).in_flight == {(A, B): COPIES_PER_ENDPOINT * 6_400 * 98_304}
+    assert second.router.moves.planner.stats(second.now).in_flight == {
+        (A, B): COPIES_PER_ENDPOINT * 6_400 * 98_304
+    }
     done = pulls[0]
     assert done.pull
-    first.router.pulling.took(done.ticket, done.pull, 6_400, 0.2)
+    first.router.moves.pulling.took(done.ticket, done.pull, 6_400, 0.2)
     first.tells(second)
     assert fetching(second, first, 21).pull
     second.goes_on(STANDS_S["offered"])
-    assert second.router.planner.stats(second.now).in_flight == {(A, B): 6_400 * 98_304}, "its own"
+    assert second.router.moves.planner.stats(second.now).in_flight == {(A, B): 6_400 * 98_304}, "its own"
 
 
 def test_a_new_lease_holder_does_not_offer_again_what_a_dead_one_copies_until_that_expires() -> None:
@@ -254,7 +256,7 @@ def test_a_new_lease_holder_does_not_offer_again_what_a_dead_one_copies_until_th
     second.goes_on(LEASE_S + 0.1)  # the first one is dead
     assert second.shared.plans
     second.router.plan_moves()
-    assert (second.handing_over.due(), second.router.planner.offers) == ([], ())
+    assert (second.handing_over.due(), second.router.moves.planner.offers) == ([], ())
     second.goes_on(STANDS_S["copying"])
     second.router.plan_moves()
     (again,) = second.handing_over.due()
@@ -295,7 +297,7 @@ def test_copies_and_moves_of_both_replicas_count_against_one_budget() -> None:
     second.router.plan_moves()
     assert second.handing_over.due() == [], "the endpoints have as many copies as they may"
     link = source, other_than(source)
-    stats = second.router.planner.stats(second.now)
+    stats = second.router.moves.planner.stats(second.now)
     assert (stats.moves_left, stats.in_flight) == (2, {link: COPIES_PER_ENDPOINT * 320 * 98_304})
     second.goes_on(STANDS_S["copying"])
     second.router.plan_moves()

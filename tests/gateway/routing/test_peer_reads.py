@@ -67,7 +67,7 @@ class Peers(Rig):
         return self.record(routed).unpulled
 
     def ended(self) -> list[tuple[HandoffOutcome, GivenUp | None]]:
-        return [(one.outcome, one.cause) for one in self.router.pulls().recent]
+        return [(one.outcome, one.cause) for one in self.router.moves.fetched().recent]
 
 
 def test_the_request_goes_on_at_once_and_names_the_source() -> None:
@@ -156,9 +156,9 @@ def test_an_answer_that_overtakes_the_event_ends_the_transfer(streamed: bool) ->
     rig = Peers()
     routed = rig.ask_of(B)
     rig.router.on_response(routed.ticket, 200, "", streamed)
-    assert rig.router.pulls().open == int(streamed)
+    assert rig.router.moves.fetched().open == int(streamed)
     rig.stored(B, PROMPT)
-    assert rig.router.pulls().open == 0
+    assert rig.router.moves.fetched().open == 0
 
 
 @pytest.mark.parametrize(
@@ -174,10 +174,10 @@ def test_the_engine_report_says_how_it_ended(
 ) -> None:
     rig = Peers()
     routed = rig.ask_of(B)
-    assert rig.router.pulls().open == 1
+    assert rig.router.moves.fetched().open == 1
     rig.ends(routed, cached)
     assert rig.ended() == [(outcome, cause)]
-    assert rig.router.pulls().open == 0
+    assert rig.router.moves.fetched().open == 0
     assert rig.why(rig.ask_of(B, rig.another(7))) is again
 
 
@@ -205,11 +205,11 @@ def test_a_request_that_ends_elsewhere_or_early_says_so() -> None:
 def test_the_bytes_count_until_the_prompt_is_computed() -> None:
     rig = Peers()
     rig.ask_of(B)
-    stats = rig.router.planner.stats(rig.now)
+    stats = rig.router.moves.planner.stats(rig.now)
     assert stats.in_flight == {(A, B): rig.state.calibration.engine.kv_bytes(6_400)}
     rig.now += 0.2
     rig.stored(B, PROMPT)
-    assert rig.router.planner.stats(rig.now).in_flight == {}
+    assert rig.router.moves.planner.stats(rig.now).in_flight == {}
 
 
 def test_a_planned_move_is_priced_with_it_and_the_sessions_request_reads() -> None:
@@ -222,7 +222,7 @@ def test_a_planned_move_is_priced_with_it_and_the_sessions_request_reads() -> No
         rig.holds(A, HELD)
         rig.router.configure(rig.pool(draining=A))
         rig.router.plan_moves()
-        (move,) = rig.router.planner.by_request
+        (move,) = rig.router.moves.planner.by_request
         assert (move.source, bool(move.transfer_bytes)) == (A, enabled)
         costs_s[enabled] = move.cost_s
         routed = rig.route(PROMPT, head("/v1/completions", x_session_id="s"))
@@ -258,7 +258,12 @@ def test_pages_and_metrics_count_it() -> None:
     rig.ends(rig.ask_of(B), 6_400)
     router = rig.router
     page = move_rows.page(
-        *(router.planner, router.handing_over.stats(), router.remote_prefills.stats(), router.pulls()),
+        *(
+            router.moves.planner,
+            router.moves.handing_over.stats(),
+            router.moves.remote_prefills.stats(),
+            router.moves.fetched(),
+        ),
         *(rig.state.calibration, rig.now, sorted(rig.state.host_tiers.known)),
     )
     assert page["peers"] == [A, B, C]
@@ -266,9 +271,9 @@ def test_pages_and_metrics_count_it() -> None:
     assert (one["source"], one["target"], one["outcome"], one["pulled_tokens"]) == (A, B, "copied", 6_400)
     rig.metrics.mirror(
         lambda: Snapshot(
-            handoffs=router.handing_over.stats(),
-            remote_prefills=router.remote_prefills.stats(),
-            pulls=router.pulls(),
+            handoffs=router.moves.handing_over.stats(),
+            remote_prefills=router.moves.remote_prefills.stats(),
+            pulls=router.moves.fetched(),
         )
     )
     lines = generate_latest(rig.metrics.registry).decode()

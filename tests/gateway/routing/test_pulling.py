@@ -75,7 +75,7 @@ class Pulls(Handing):
 
     def fails(self, routed: Routed, leg: Leg, cause: GivenUp) -> None:
         assert routed.pull
-        self.router.pulling.failed(routed.ticket, routed.pull, leg, cause)
+        self.router.moves.pulling.failed(routed.ticket, routed.pull, leg, cause)
         self.router.prefills_itself(routed.ticket)
 
     def another(self, seed: int, tokens: int = 6_400) -> list[int]:
@@ -86,10 +86,10 @@ class Pulls(Handing):
     def page(self) -> dict:
         router = self.router
         return move_rows.page(
-            router.planner,
-            router.handing_over.stats(),
-            router.remote_prefills.stats(),
-            router.pulling.stats(),
+            router.moves.planner,
+            router.moves.handing_over.stats(),
+            router.moves.remote_prefills.stats(),
+            router.moves.pulling.stats(),
             self.state.calibration,
             self.now,
         )
@@ -98,9 +98,9 @@ class Pulls(Handing):
         router = self.router
         self.metrics.mirror(
             lambda: Snapshot(
-                handoffs=router.handing_over.stats(),
-                remote_prefills=router.remote_prefills.stats(),
-                pulls=router.pulling.stats(),
+                handoffs=router.moves.handing_over.stats(),
+                remote_prefills=router.moves.remote_prefills.stats(),
+                pulls=router.moves.pulling.stats(),
             )
         )
         return generate_latest(self.metrics.registry).decode()
@@ -121,7 +121,7 @@ def test_the_legs_have_the_prefix_and_the_request_computes_the_rest() -> None:
     assert (on_link["source"], on_link["target"]) == (A, B)
     assert on_link["bytes"] == rig.state.calibration.engine.kv_bytes(6_400)
     rig.now += 0.1
-    rig.router.pulling.took(routed.ticket, pull, 6_400, 0.1)
+    rig.router.moves.pulling.took(routed.ticket, pull, 6_400, 0.1)
     rig.router.fetched(routed.ticket)
     assert rig.load(A).in_flight == 0
     assert rig.page()["budget"]["in_flight"] == []
@@ -147,7 +147,7 @@ def test_a_pull_teaches_how_fast_the_link_is_and_not_how_fast_the_engine_is() ->
     routed = rig.ask_b()
     assert routed.pull
     rig.now += 5.0
-    rig.router.pulling.took(routed.ticket, routed.pull, 6_400, 5.0)
+    rig.router.moves.pulling.took(routed.ticket, routed.pull, 6_400, 5.0)
     rig.router.fetched(routed.ticket)
     assert rig.state.calibration.slowdown(A, B, rig.now) > 1.0
     before = rig.state.calibration.prefill_ratio(B, rig.now)
@@ -264,7 +264,7 @@ def test_where_no_event_ends_the_prefill_it_ends_as_predicted_from_when_it_began
     if fails:
         rig.fails(routed, Leg.GIVE, GivenUp.NOT_TAKEN)
     else:
-        rig.router.pulling.took(routed.ticket, routed.pull, 6_400, 0.3)
+        rig.router.moves.pulling.took(routed.ticket, routed.pull, 6_400, 0.3)
         rig.router.fetched(routed.ticket)
     left = rig.pending()[B]
     assert left == (len(PROMPT) if fails else 100)

@@ -34,10 +34,10 @@ class Split(prompts_that_split.Split):
     def page(self) -> dict:
         router = self.router
         return move_rows.page(
-            router.planner,
-            router.handing_over.stats(),
-            router.remote_prefills.stats(),
-            router.pulling.stats(),
+            router.moves.planner,
+            router.moves.handing_over.stats(),
+            router.moves.remote_prefills.stats(),
+            router.moves.pulling.stats(),
             self.state.calibration,
             self.now,
         )
@@ -46,9 +46,9 @@ class Split(prompts_that_split.Split):
         router = self.router
         self.metrics.mirror(
             lambda: Snapshot(
-                handoffs=router.handing_over.stats(),
-                remote_prefills=router.remote_prefills.stats(),
-                pulls=router.pulling.stats(),
+                handoffs=router.moves.handing_over.stats(),
+                remote_prefills=router.moves.remote_prefills.stats(),
+                pulls=router.moves.pulling.stats(),
             )
         )
         return generate_latest(self.metrics.registry).decode()
@@ -65,7 +65,7 @@ def test_the_prefill_is_load_where_it_runs_and_its_end_is_the_copy() -> None:
     assert A not in routed.destinations
     rig.announce(A, PROMPT)
     assert rig.pending() == {A: 0, B: 0, C: 0}
-    rig.router.remote_prefills.given(routed.ticket, routed.remote)
+    rig.router.moves.remote_prefills.given(routed.ticket, routed.remote)
     rig.announce(target, PROMPT)
     rig.answered(routed)
     assert {a: rig.load(a).in_flight for a in (A, B, C)} == {A: 0, B: 0, C: 0}
@@ -109,7 +109,7 @@ def test_what_is_not_accepted_becomes_load_of_the_target() -> None:
     rig = Split()
     routed = rig.send("s", PROMPT)
     assert routed.remote
-    rig.router.remote_prefills.failed(routed.ticket, routed.remote, GivenUp.NOT_ACCEPTED)
+    rig.router.moves.remote_prefills.failed(routed.ticket, routed.remote, GivenUp.NOT_ACCEPTED)
     rig.router.prefills_itself(routed.ticket)
     target = routed.destinations[0]
     assert rig.pending() == {A: 0, B: 0, C: 0} | {target: len(PROMPT)}
@@ -125,7 +125,7 @@ def test_a_prompt_that_was_computed_counts_as_cached_though_its_request_goes_els
     rig = Split()
     routed = rig.send("s", PROMPT)
     assert routed.remote
-    rig.router.remote_prefills.given(routed.ticket, routed.remote)
+    rig.router.moves.remote_prefills.given(routed.ticket, routed.remote)
     other = B if routed.destinations[0] == C else C
     rig.router.on_response(routed.ticket, 200, other, True)
     assert rig.believed(PROMPT) == {A, other}
@@ -139,7 +139,7 @@ def test_the_queue_of_a_tenant_is_its_own_wherever_its_prompts_are_prefilled() -
     tenant = rig.record(routed).tenant
     at_the_source = queue_s(tenant)
     assert at_the_source > 0.0
-    rig.router.remote_prefills.failed(routed.ticket, routed.remote, GivenUp.REFUSED)
+    rig.router.moves.remote_prefills.failed(routed.ticket, routed.remote, GivenUp.REFUSED)
     assert queue_s(tenant) == 0.0
     rig.router.prefills_itself(routed.ticket)
     assert queue_s(tenant) == pytest.approx(at_the_source)
@@ -150,9 +150,9 @@ def test_a_prefill_endpoint_that_fails_costs_no_answer(cause: GivenUp) -> None:
     rig = Split()
     routed = rig.send("s", PROMPT)
     assert routed.remote
-    rig.router.remote_prefills.failed(routed.ticket, routed.remote, cause)
+    rig.router.moves.remote_prefills.failed(routed.ticket, routed.remote, cause)
     rig.answered(routed)
-    assert rig.router.remote_prefills.stats().given_up == {cause: 1}
+    assert rig.router.moves.remote_prefills.stats().given_up == {cause: 1}
     another = rig.send("t", text(3, 3_200))
     assert (another.remote is None) == (cause is GivenUp.UNREACHABLE), (
         "one that is not reached is not asked again"
@@ -164,7 +164,7 @@ def test_a_request_that_another_endpoint_serves_has_no_remote_any_more() -> None
     cancelled = []
     routed = rig.send("s", PROMPT)
     assert routed.remote
-    rig.router.remote_prefills.giving(routed.ticket, routed.remote, lambda: cancelled.append("leg"))
+    rig.router.moves.remote_prefills.giving(routed.ticket, routed.remote, lambda: cancelled.append("leg"))
     target = routed.destinations[0]
     other = B if target == C else C
     rig.router.on_response(routed.ticket, 200, other, True)
@@ -174,7 +174,7 @@ def test_a_request_that_another_endpoint_serves_has_no_remote_any_more() -> None
     rig.announce(other, PROMPT)
     assert rig.pending() == {A: 0, B: 0, C: 0}
     rig.finish(routed)
-    assert rig.router.remote_prefills.stats().given_up == {GivenUp.ELSEWHERE: 1}
+    assert rig.router.moves.remote_prefills.stats().given_up == {GivenUp.ELSEWHERE: 1}
     assert cancelled == ["leg"]
 
 
@@ -183,7 +183,7 @@ def test_a_leg_that_begins_after_its_request_has_ended_is_cancelled_at_once() ->
     routed = rig.send("s", PROMPT)
     assert routed.remote
     rig.finish(routed, Outcome.CANCELLED)
-    rig.router.remote_prefills.giving(routed.ticket, routed.remote, lambda: cancelled.append("leg"))
+    rig.router.moves.remote_prefills.giving(routed.ticket, routed.remote, lambda: cancelled.append("leg"))
     assert cancelled == ["leg"]
 
 
@@ -191,7 +191,7 @@ def test_a_client_that_leaves_ends_the_prefill() -> None:
     rig = Split()
     routed = rig.send("s", PROMPT)
     rig.finish(routed, Outcome.CANCELLED)
-    assert rig.router.remote_prefills.stats().given_up == {GivenUp.LEFT: 1}
+    assert rig.router.moves.remote_prefills.stats().given_up == {GivenUp.LEFT: 1}
     assert rig.load(A).in_flight == 0
 
 

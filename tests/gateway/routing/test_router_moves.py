@@ -50,16 +50,16 @@ class Moving(Rig):
     def page(self) -> Mapping[str, Any]:
         router = self.router
         return move_rows.page(
-            router.planner,
-            router.handing_over.stats(),
-            router.remote_prefills.stats(),
-            router.pulling.stats(),
+            router.moves.planner,
+            router.moves.handing_over.stats(),
+            router.moves.remote_prefills.stats(),
+            router.moves.pulling.stats(),
             router.state.calibration,
             self.now,
         )
 
     def states(self) -> list[str]:
-        return [one.state.value for one in self.router.planner.ended]
+        return [one.state.value for one in self.router.moves.planner.ended]
 
 
 def text(seed: int, tokens: int) -> list[int]:
@@ -107,17 +107,17 @@ def test_a_session_leaves_a_hot_host_and_the_header_only_path_makes_room_for_tha
     others = [rig.send(f"t{i}", text(i + 2, LONG)) for i in range(6)]
     assert sum(o.destinations[0] == host for o in others) == 2, "sessions are spread by load"
     rig.router.plan_moves()
-    assert rig.router.planner.offers == (), "all are as hot"
+    assert rig.router.moves.planner.offers == (), "all are as hot"
     for routed in others:
         if routed.destinations[0] != host:
             rig.finish(routed)
     rig.router.plan_moves()
-    offers = {move.subject.session_id: move for move in rig.router.planner.offers}  # type: ignore[attr-defined]
+    offers = {move.subject.session_id: move for move in rig.router.moves.planner.offers}  # type: ignore[attr-defined]
     assert offers["s"].source == host
     record = rig.record(routed := rig.send("s", text(1, 480)))
     assert (record.reason, record.moved_from, record.phase) == (Reason.PLANNED, host, Phase.BODY)
     assert record.target == offers["s"].target
-    assert rig.router.planner.stats(rig.now).moves[MoveReason.HOT_HOST, State.STARTED] == 1
+    assert rig.router.moves.planner.stats(rig.now).moves[MoveReason.HOT_HOST, State.STARTED] == 1
     rig.finish(routed, Outcome.FAILED)
     assert rig.states()[-1] == State.FAILED
 
@@ -130,12 +130,12 @@ def test_a_prefix_that_many_begin_with_gets_a_copy() -> None:
         rig.now += 1.0
         assert rig.turn(f"s{i}", [*system, *text(10 + i, 320)]).target == first
     rig.router.plan_moves()
-    (offer,) = rig.router.planner.offers
+    (offer,) = rig.router.moves.planner.offers
     assert (offer.reason, offer.source) == (MoveReason.REPLICATE, first)
     record = rig.turn("s9", [*system, *text(20, 320)])
     assert (record.target, record.reason) == (offer.target, Reason.REPLICA)
     rig.router.plan_moves()
-    assert {move.target for move in rig.router.planner.offers} == {A, B, C} - {first, offer.target}
+    assert {move.target for move in rig.router.moves.planner.offers} == {A, B, C} - {first, offer.target}
 
 
 def test_the_page_and_the_metrics_tell_all_of_it() -> None:
@@ -158,7 +158,7 @@ def test_the_page_and_the_metrics_tell_all_of_it() -> None:
     (ended,) = rig.page()["ended"]
     assert (ended["state"], ended["lapse"], ended["target"]) == ("completed", None, offer["target"])
     metrics = rig.metrics
-    metrics.mirror(lambda: Snapshot(moves=rig.router.planner.stats(rig.now)))
+    metrics.mirror(lambda: Snapshot(moves=rig.router.moves.planner.stats(rig.now)))
     shown = generate_latest(metrics.registry).decode()
     assert 'perilune_moves_total{reason="drain",state="completed"} 1.0' in shown
     assert 'perilune_moves_total{reason="hot_host",state="lapsed"} 0.0' in shown

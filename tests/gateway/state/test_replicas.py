@@ -53,7 +53,7 @@ class Replica(Rig):
         sharing = Sharing(name, Names(b"key"), lambda: self.now, lambda: 1_700_000_000.0 + self.now)
         super().__init__(document or pool(routing=ROUTING), seed=seed, sharing=sharing)
         self.name = name
-        self.shared = Replicas(self.state, self.router.new_sessions, self.router.handing_over)
+        self.shared = Replicas(self.state, self.router.new_sessions, self.router.moves.handing_over)
 
     def tells(self, *others: "Replica", alive: bool = False) -> bytes:
         """Send what has changed to the others, and return it."""

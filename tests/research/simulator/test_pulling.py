@@ -194,13 +194,13 @@ class Live(Handing):
 
     def limits_fail(self, leg: Leg) -> None:
         assert self.routed.pull
-        self.router.pulling.failed(self.routed.ticket, self.routed.pull, leg, GivenUp.REFUSED)
+        self.router.moves.pulling.failed(self.routed.ticket, self.routed.pull, leg, GivenUp.REFUSED)
 
     def has_queue(self, end: Leg, seconds: float) -> None:
         self.queue(A if end is Leg.GIVE else B, seconds)
 
     def sends(self, move: Move) -> None:
-        self.router.planner.transfer_began(move)
+        self.router.moves.planner.transfer_began(move)
 
 
 class Simulated:
