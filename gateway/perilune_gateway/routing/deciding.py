@@ -84,20 +84,17 @@ class Deciding:
 
     def _offer(self, context: RequestContext) -> Move | None:
         """The planner's offer for this session, or for the prefix that a new session begins with."""
+        planner, handing_over = self._moves.planner, self._moves.handing_over
         if context.session and context.session.host:
             key, name = context.session.key, context.session.name
-            planned = self._moves.planner.offer(key, None) or self._moves.planner.offer(
-                name, None
-            )  # before it came here
-            return planned or self._moves.handing_over.offered(key, name)
+            planned = planner.offer(key, None) or planner.offer(name, None)  # before it came here
+            return planned or handing_over.offered(key, name)
         known = context.prefix.tokens // self._state.block_size
         if not known:
             return None
         prefix = context.prompt.blocks[known - 1]
-        self._moves.planner.saw(prefix, context.prefix.tokens)
-        return self._moves.planner.offer(None, prefix) or self._moves.handing_over.offered(
-            prefix, prefix_name(prefix)
-        )
+        planner.saw(prefix, context.prefix.tokens)
+        return planner.offer(None, prefix) or handing_over.offered(prefix, prefix_name(prefix))
 
     def _view(self, context: RequestContext, request_id: str, ordinal: int) -> RequestView:
         """The request as a policy sees it."""
