@@ -38,7 +38,6 @@ from perilune_gateway.extproc.h2.frames import (
     settings,
 )
 from perilune_gateway.extproc.h2.hpack import Decoder
-from perilune_gateway.extproc.messages import BodyMode
 from perilune_gateway.extproc.service import Service
 from perilune_gateway.feeds import bootstrap_pages, engine_metrics, kv_events
 from perilune_gateway.feeds.pool_events import EventSink
@@ -120,7 +119,7 @@ def grown(data: bytes) -> None:
 def messages(data: bytes) -> None:
     """Compare what is read without protobuf with what protobuf reads."""
     try:
-        told = wire.decode(data, BodyMode.BUFFERED)
+        told = wire.decode(data)
     except ProtocolError:
         return
     if envelope.read(data) is not None:

@@ -28,7 +28,7 @@ from msgspec import Struct
 from perilune_api.pool import Limits
 from perilune_gateway.extproc import wire
 from perilune_gateway.extproc.exchange import Abort, Effect, Entrance, Exchange, Hold, Router, Send, Wait
-from perilune_gateway.extproc.messages import Body, BodyMode, Kind
+from perilune_gateway.extproc.messages import Body, Kind
 from perilune_gateway.model import ProtocolError, Refusal, RequestHead, Tokens, TokenSource
 from perilune_gateway.model.handoff import Attachment, Fetched, KvPull, RemotePrefill
 from perilune_gateway.model.tracing import Trace
@@ -102,7 +102,6 @@ class Service:
         *,
         limits: Limits,
         bytes_per_token: float = 4.0,
-        default_mode: BodyMode = BodyMode.BUFFERED,
         conformance: bool = False,
         giver: Giver | None = None,
         fetcher: Fetcher | None = None,
@@ -112,9 +111,8 @@ class Service:
     ) -> None:
         """`pools`: the services of several pools, by their routers, which `entrance` chooses. `giver` has
         prompts prefilled on other endpoints, `fetcher` has KV fetched for requests; None if targets always do
-        it themselves. `bytes_per_token` is for the estimate when tokens come too late. `default_mode` is the
-        body mode of an Envoy that does not send its mode, see `wire`. `trace` and `authorization` are for
-        `Exchange`."""
+        it themselves. `bytes_per_token` is for the estimate when tokens come too late. `trace` and
+        `authorization` are for `Exchange`."""
         self.limits = limits
         self.streams_open = 0
         self.streams_total = 0
@@ -132,7 +130,6 @@ class Service:
         self.entrance = entrance
         self.tokenizer = tokenizer
         self.bytes_per_token = bytes_per_token
-        self.default_mode = default_mode
         self.conformance = conformance
         self.giver = giver
         self.fetcher = fetcher
@@ -197,7 +194,7 @@ class Stream:
         """Handle a message from Envoy. Raises nothing."""
         service = self._service
         try:
-            inbound = wire.decode(raw, service.default_mode)
+            inbound = wire.decode(raw)
             if isinstance(inbound, Body) and inbound.kind is Kind.REQUEST_BODY:
                 service.body_bytes_received += len(inbound.chunk)
             return _reply(self._exchange.receive(inbound))

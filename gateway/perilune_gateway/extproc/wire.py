@@ -3,8 +3,8 @@
 `decode` turns bytes into an inbound value. It reads what routing needs and skips the rest:
 
 - The body modes of both directions are in `protocol_config` of a stream's first message. Envoy 1.40 always
-  sends it there, as an empty message when both are NONE. When it is missing, `default_mode` is assumed for
-  the request; if that is full duplex, it is assumed for the response too.
+  sends it there, as an empty message when both are NONE. When it is missing, the request's body counts
+  as buffered and the response's as not sent.
 - The endpoints to choose from are in the metadata `envoy.lb.subset_hint`: a list, or one comma-separated
   string, as a header-to-metadata filter writes it.
 - Whether an endpoint broke off before it answered is in the attribute `response.code_details`.
@@ -86,24 +86,24 @@ class _Context(NamedTuple):
     """Whether it broke off before it answered."""
 
 
-def decode(raw: bytes, default_mode: BodyMode = BodyMode.BUFFERED) -> Inbound:
+def decode(raw: bytes) -> Inbound:
     """Read one ProcessingRequest. Raises ProtocolError."""
     found = envelope.read(raw)
     if found is None:
-        return by_protobuf(raw, default_mode)
+        return by_protobuf(raw)
     cached = len(found.rest) <= MEMO_BYTES
     context = (_context_of_bytes if cached else _context_of_bytes.__wrapped__)(found.rest)
     if context is None:
-        return by_protobuf(raw, default_mode)
+        return by_protobuf(raw)
     kind = found.kind
     if kind is Kind.REQUEST_HEADERS:
-        return _request_headers(found.headers, found.end_of_stream, context, default_mode)
+        return _request_headers(found.headers, found.end_of_stream, context)
     if kind is Kind.RESPONSE_HEADERS:
         return _response_headers(found.headers, found.end_of_stream, context)
     return Body(kind, found.body, found.end_of_stream)
 
 
-def by_protobuf(raw: bytes, default_mode: BodyMode = BodyMode.BUFFERED) -> Inbound:
+def by_protobuf(raw: bytes) -> Inbound:
     """Decode as `decode` does, by protobuf alone, which is slower. Raises ProtocolError."""
     try:
         message = pb.ProcessingRequest.FromString(raw)
@@ -113,7 +113,7 @@ def by_protobuf(raw: bytes, default_mode: BodyMode = BodyMode.BUFFERED) -> Inbou
         case "request_headers":
             request = message.request_headers
             context = _context_of(message)
-            return _request_headers(_headers(request.headers), request.end_of_stream, context, default_mode)
+            return _request_headers(_headers(request.headers), request.end_of_stream, context)
         case "response_headers":
             response = message.response_headers
             context = _context_of(message)
@@ -128,14 +128,10 @@ def by_protobuf(raw: bytes, default_mode: BodyMode = BodyMode.BUFFERED) -> Inbou
             raise ProtocolError("a ProcessingRequest without a known message")
 
 
-def _request_headers(
-    headers: dict[str, str], end_of_stream: bool, context: _Context, default_mode: BodyMode
-) -> RequestHeaders:
+def _request_headers(headers: dict[str, str], end_of_stream: bool, context: _Context) -> RequestHeaders:
     method, path = headers.get(":method", ""), headers.get(":path", "")
     head = RequestHead(method, path, headers, context.subset, not end_of_stream)
-    duplex = BodyMode.FULL_DUPLEX_STREAMED
-    default = (default_mode, duplex if default_mode is duplex else BodyMode.NONE)
-    return RequestHeaders(head, *(_modes(context.modes) or default))
+    return RequestHeaders(head, *(_modes(context.modes) or (BodyMode.BUFFERED, BodyMode.NONE)))
 
 
 def _response_headers(headers: dict[str, str], end_of_stream: bool, context: _Context) -> ResponseHeaders:

@@ -8,7 +8,7 @@ Every reused token belongs to one kind, by who computed it *first*:
 - shared prefix: another session, and many sessions begin with it (system prompt, tool definitions);
 - cross-session: another session, otherwise.
 
-Beside it, `own_tokens`: what a cache that forgets other sessions would serve. Cost: a dict look-up per
+In addition, `own_tokens`: what a cache that forgets other sessions would serve. Cost: a dict look-up per
 segment and turn. Matches end at segment ends: an engine also loses a part of a block.
 """
 

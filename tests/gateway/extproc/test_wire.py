@@ -94,11 +94,9 @@ def test_body_modes_are_those_of_the_protocol_config(mode):
     assert (inbound.request_mode, inbound.response_mode) == (mode, mode)
 
 
-def test_without_protocol_config_the_setting_counts():
-    raw = pb.ProcessingRequest(request_headers=headers(POST)).SerializeToString()
-    assert wire.decode(raw).request_mode is BodyMode.BUFFERED
-    both_ways = wire.decode(raw, BodyMode.FULL_DUPLEX_STREAMED)
-    assert both_ways.request_mode is both_ways.response_mode is BodyMode.FULL_DUPLEX_STREAMED
+def test_without_protocol_config_the_request_counts_as_buffered():
+    inbound = decoded(request_headers=headers(POST))
+    assert (inbound.request_mode, inbound.response_mode) == (BodyMode.BUFFERED, BodyMode.NONE)
 
 
 def test_response_headers_that_open_the_stream_tell_its_mode():
