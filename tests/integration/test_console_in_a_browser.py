@@ -49,7 +49,7 @@ from perilune_gateway.policy import POLICIES
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_lab.processes.stack import EngineOptions, Stack
 
-PATIENCE_MS = 120_000
+PATIENCE_MS = 300_000
 CHROMIUM = shutil.which("chromium")
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -165,7 +165,8 @@ async def test_decisions_come_as_they_are_taken_and_say_why(browser: Browser, st
         await asyncio.wait({talking})
         await expect(page.locator("#decisions .why").first).to_contain_text("because")
         await expect(page.locator("#charts figure").first).to_contain_text("requests/s")
-        await page.locator("#decisions button").first.click()
+        # A click by the mouse waits until the button stands still, and on a busy machine new ones push it on.
+        await page.locator("#decisions button").first.dispatch_event("click")
         await expect(page.locator("#details h3")).to_have_text(
             ["Candidates", "What other policies would have done"]
         )
@@ -383,7 +384,7 @@ async def test_a_thousand_engines_and_fifty_decisions_a_second_are_drawn(
                 async def drawn(shown: int = shown) -> bool:
                     return await page.locator("#decisions button").count() == min(100, shown)
 
-                await until_true(drawn)
+                await until_true(drawn, PATIENCE_MS / 1000)
             await console.picture("thousand")
             longest = await page.evaluate("window.longest")
             record_property("longest_task_ms", longest)

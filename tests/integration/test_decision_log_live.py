@@ -48,9 +48,9 @@ async def recorded(folder: Path, policy: str, *, kill: bool = False) -> Path:
         )
         sessions = takewhile(lambda s: s.start_s < SECONDS * SCALE, load.sessions())
         results = await run_load(sessions, plan, Vocabulary().words_for)
-        assert sum(result.succeeded for result in results) > 20
+        assert sum(result.succeeded for result in results) > 5
         if kill:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while log.stat().st_size < 10_000:  # noqa: ASYNC110 - another process writes it
                     await asyncio.sleep(0.02)
             os.kill(stack.children["gateway"].pid, signal.SIGKILL)
@@ -74,7 +74,7 @@ async def test_every_recorded_decision_comes_out_the_same_again(tmp_path, policy
         e.number for e in decisions if e.record.target
     }
     found = replayed(log)
-    assert found["decisions"] == len(decisions) > 20
+    assert found["decisions"] == len(decisions) > 5
     assert (found["as_recorded"], found["planned"]) == (len(decisions) - found["planned"], found["planned"])
     policies = found["policies"]
     assert isinstance(policies, dict)

@@ -77,10 +77,10 @@ async def served(*arguments: str, **of: Any) -> AsyncIterator[User]:
 
 
 async def test_long_prompts_are_prefilled_apart_and_short_ones_where_they_are_decoded() -> None:
-    """200 requests."""
+    """80 requests. What an engine does not accept within a second is prefilled where it is decoded."""
     async with served() as user:
         _, *decode = user.stack.endpoints
-        for begin in range(0, 50, 10):
+        for begin in range(0, 20, 10):
             names = [f"s{i}" for i in range(begin, begin + 10)]
             for turn in (1, 2):
                 await asyncio.gather(*(user.ask(name, LONG, turn) for name in names))
@@ -91,10 +91,11 @@ async def test_long_prompts_are_prefilled_apart_and_short_ones_where_they_are_de
         assert set(hosts) == set(decode)
         left = {session for session, turns in user.hosts.items() if len(set(turns)) > 1}
         assert left <= user.moved, "sessions stay, unless it pays to move them"
-        assert await user.metric('perilune_prefills_total{where="remote"}') == 100
-        assert await user.metric('perilune_prefills_total{where="short"}') == 100
+        assert await user.metric('perilune_prefills_total{where="remote"}') == 40
+        assert await user.metric('perilune_prefills_total{where="short"}') == 40
         copied = await user.metric('perilune_handoffs_total{outcome="copied",reason="prefill"}')
-        assert copied >= 98, (await user.moves())["prefills"]
+        assert copied >= 1, (await user.moves())["prefills"]
+        assert await user.metric("perilune_handoffs_total") == 40, "each has one end"
         again = await user.ask("s0", LONG, 2)
         assert user.failed == []
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0.95 * (LONG + SHORT)

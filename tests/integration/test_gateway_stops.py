@@ -141,12 +141,12 @@ async def test_gateway_killed_under_load_and_back_after_300_ms(rig, mode, grpc_r
         options = {"fail_open": False, "grpc_retries": grpc_retries}
         envoy = await rig.envoy(f"127.0.0.1:{port}", mode=mode, **options)
         clients = [asyncio.create_task(client(envoy)) for _ in range(CLIENTS)]
-        await until(lambda: len(statuses) > 100)
+        await until(lambda: len(statuses) > 50)
         await first.kill()
         await asyncio.sleep(0.3)  # the gap that Envoy has to bridge
         assert await second.serve(port) == port
         came_back = len(statuses)
-        await until(lambda: len(statuses) > came_back + 100)
+        await until(lambda: len(statuses) > came_back + 50)
         stopping.set()
         await asyncio.gather(*clients)
     failed = sum(status != 200 for status in statuses)
@@ -159,7 +159,7 @@ async def test_gateway_killed_under_load_and_back_after_300_ms(rig, mode, grpc_r
 async def until_ready(rig, envoy, gateways: int) -> None:
     """Wait until Envoy holds so many for ready."""
     url = f"{envoy.admin_url}/stats?filter=cluster.processors.membership_healthy"
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while True:
             async with rig.http.get(url) as reply:
                 if int((await reply.text()).split(":")[1]) == gateways:
@@ -198,7 +198,7 @@ async def test_gateway_that_is_stopped_under_load_fails_no_request(rig, mode, si
         clients = [asyncio.create_task(client(envoy)) for _ in range(CLIENTS)]
         for stopped in (first, other):
             seen = len(statuses)
-            await until(lambda seen=seen: len(statuses) > seen + 200)
+            await until(lambda seen=seen: len(statuses) > seen + 80)
             stopped.begin_stop()
             if drains:
                 await until_ready(rig, envoy, 1)
@@ -207,7 +207,7 @@ async def test_gateway_that_is_stopped_under_load_fails_no_request(rig, mode, si
                 await again.serve(ports[0])
                 await until_ready(rig, envoy, 2)
         seen = len(statuses)
-        await until(lambda seen=seen: len(statuses) > seen + 200)
+        await until(lambda seen=seen: len(statuses) > seen + 80)
         stopping.set()
         await asyncio.gather(*clients)
     assert [s for s in statuses if s != 200] == []

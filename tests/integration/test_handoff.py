@@ -25,7 +25,7 @@ from perilune_lab.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-SESSIONS, BLOCK = 20, 16
+SESSIONS, BLOCK = 12, 16
 OPTIONS = EngineOptions(handoff=True, time_scale=4.0)
 ROUTING = spec.Routing(
     migration=spec.Migration((spec.MoveTrigger.DRAIN,), interval_seconds=0.1, moves_per_minute=1000),
