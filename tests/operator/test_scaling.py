@@ -7,12 +7,15 @@ from random import Random
 from typing import Any
 
 import pytest
+from appliers import applier, plan_of
 from msgspec import structs
 
 from perilune_api.inference_pool.checks import convert
 from perilune_api.inference_pool.spec import PrefillScaling, Scaling, Signal
 from perilune_api.pool import SpecError
+from perilune_operator.apply.ownership import Owner
 from perilune_operator.observe.facts import Demand, Demands, Key, Observed
+from perilune_operator.observe.readers import writer_of_replicas
 from perilune_operator.plan import Plan, plan
 from perilune_operator.render.objects import Defaults
 from perilune_operator.scaling import replicas
@@ -564,3 +567,40 @@ def test_what_is_handed_over_to_an_autoscaler_is_not_what_the_operator_decides(
     observed = Observed("u", 1, children={name: {**body, "spec": {"replicas": live}}}, demands=demands)
     made = plan("p", "n", spec, observed, NOW, Defaults())
     assert (made.scale_to, made.handed_over) == (scale_to, handed_over)
+
+
+class Scales:
+    """A client whose server stores the pool's replicas as its version 12."""
+
+    async def request(self, method: str, where: str, body: Any, **_: Any) -> Any:
+        assert (method, where.rpartition("/")[2], body) == ("PATCH", "scale", {"spec": {"replicas": 2}})
+        return {"metadata": {"resourceVersion": "12"}, "spec": {"replicas": 2}}
+
+
+async def test_it_is_seen_once_when_somebody_writes_over_the_operators_number() -> None:
+    def pool(version: int, replicas: int) -> dict[str, Any]:
+        return {"metadata": {"resourceVersion": f"{version}"}, "spec": {"replicas": replicas}}
+
+    writes = applier(Scales(), Owner("n", "p", "u"))
+    assert not writes.take_overwritten(pool(10, 1)), "nothing was written"
+    await writes.apply(replace(plan_of(()), scale_to=2), {})
+    for version, count, overwritten in (
+        (11, 1, False),  # late news of what was before
+        (12, 2, False),  # the operator's own write
+        (13, 2, False),  # something else has changed
+        (14, 3, True),
+        (14, 3, False),  # once for each change
+        (15, 3, False),
+        (16, 1, True),
+    ):
+        assert writes.take_overwritten(pool(version, count)) is overwritten, (version, count)
+
+
+def test_who_has_written_the_number_is_who_owns_the_field() -> None:
+    def entry(manager: str, *fields: str) -> dict[str, Any]:
+        spec = {f"f:{field}": {} for field in fields}
+        return {"manager": manager, "operation": "Apply", "fieldsV1": {"f:spec": spec}}
+
+    managed = [entry("kubectl", "model"), entry("gitops", "replicas", "engine"), {"manager": "kopf"}]
+    assert writer_of_replicas({"metadata": {"managedFields": managed}}) == "gitops"
+    assert writer_of_replicas({"metadata": {}}) == "somebody"
