@@ -6,10 +6,9 @@ could not be reached, or another endpoint serves the request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from perilune_gateway.model import Outcome
 from perilune_gateway.state.facts import Claimed, Tell
+from perilune_gateway.state.in_flight import InFlight
 from perilune_gateway.state.prefix_index import PrefixIndex
 from perilune_gateway.state.request_facts import Answered, Decided, Ended, Rerouted
 
@@ -26,14 +25,12 @@ class Claiming:
         self._tell = tell
 
     def on_decided(self, fact: Decided) -> None:
-        request = fact.request
-        self._claim(request.target, request.blocks, request.claim_s, fact.now)
+        self._claim(fact.request, fact.now)
 
     def on_rerouted(self, fact: Rerouted) -> None:
-        request = fact.request
         if fact.was_there:
-            self._index.unclaim(fact.before, fact.unclaimed)
-        self._claim(request.target, request.blocks, request.claim_s, fact.now)
+            self._index.unclaim(fact.before, fact.request.claimed)
+        self._claim(fact.request, fact.now)
 
     def on_answered(self, fact: Answered) -> None:
         if fact.refused and fact.is_there:
@@ -44,7 +41,12 @@ class Claiming:
         if unreached and request.status in UNREACHABLE and fact.is_there:
             self._index.unclaim(request.target, request.claimed)
 
-    def _claim(self, address: str, blocks: Sequence[int], seconds: float | None, now: float) -> None:
-        if blocks and (claimed := self._index.speculate(address, blocks, now, ttl_s=seconds)):
+    def _claim(self, request: InFlight, now: float) -> None:
+        blocks, request.claimed = request.blocks, ()
+        if not blocks:
+            return
+        claimed = request.claimed = self._index.speculate(request.target, blocks, now, ttl_s=request.claim_s)
+        if claimed:
             before = len(blocks) - len(claimed)
-            self._tell(Claimed(address, claimed, seconds, blocks[before - 1] if before else 0))
+            parent = blocks[before - 1] if before else 0
+            self._tell(Claimed(request.target, claimed, request.claim_s, parent))

@@ -136,17 +136,17 @@ class Lifecycle:
         """The proxy sent the request to another endpoint, which computes whatever it lacks of the prompt: no
         KV comes to it from elsewhere."""
         state, served, before = self._state, endpoint.address, request.target
-        was_there, unclaimed, well = self._is_there(request), request.claimed, request.status < FAILED
+        was_there, well = self._is_there(request), request.status < FAILED
         if request.awaited and not endpoint.events:
             request.awaited, request.told, request.expects_ratio = 0, False, 1.0
         held = state.index.leading(served, request.blocks, now) if request.blocks else 0
         request.forecast = self._forecast(served, request.prompt_tokens, held * state.block_size, now)
         request.target, request.join = served, state.fleet.join(served)
         request.sent_at, request.learns = now, False
-        request.claimed, request.announced_tokens = request.blocks[held:], 0
+        request.announced_tokens = 0
         if was_there and well:
             self._tell(Unreached(before, now))
-        self._tell(Rerouted(request, now, before, was_there, unclaimed))
+        self._tell(Rerouted(request, now, before, was_there))
 
     def _forecast(self, address: str, prompt_tokens: int, held_tokens: int, now: float) -> PrefillForecast:
         """Return what a prompt is at an endpoint that holds `held_tokens` of it and gets no KV from

@@ -223,7 +223,6 @@ class Verdicts:
             final=context.identity.final,
             cache_key=prompt.cache_key,
             blocks=prompt.blocks,
-            claimed=prompt.blocks[chosen.overlap.device_tokens // block_size :],
             announced_tokens=chosen.overlap.device_tokens if announces and not from_peer else 0,
             claim_s=None if announces else APPROXIMATE_TTL_S,
             awaited=awaited,

@@ -1,8 +1,8 @@
 """The record of a routed request until its end, and all requests that are in flight.
 
 A decision makes the record. Lifecycle (routing/lifecycle.py) writes what happens to the request, and each
-listener that has to remember something of it has one field for that: `load`, `wait`, `move`, `transfer`,
-`number`. Nothing else is kept by request anywhere.
+listener that has to remember something of it has one field for that: `load`, `wait`, `transfer`, `claimed`,
+`move`, `number`. Nothing else is kept by request anywhere.
 """
 
 from __future__ import annotations
@@ -109,8 +109,6 @@ class InFlight(Struct, gc=False, kw_only=True, eq=False):
     cache_key: str = ""
     """OpenAI's `prompt_cache_key`."""
     blocks: Sequence[int] = ()
-    claimed: Sequence[int] = ()
-    """Those of its blocks that were neither announced nor claimed before."""
     announced_tokens: int = 0
     """Prompt tokens that its endpoint itself has on its device, by its KV events. 0 if they do not say."""
     claim_s: float | None = None
@@ -151,6 +149,8 @@ class InFlight(Struct, gc=False, kw_only=True, eq=False):
     load: Load | None = None
     wait: Wait | None = None
     transfer: Transfer | None = None
+    claimed: Sequence[int] = ()
+    """Those of its blocks that count as cached at the target, because it was sent there."""
     move: int = -1
     """The planner's ticket of the move that this request carries out. -1 if there is none, or if it is
     over."""

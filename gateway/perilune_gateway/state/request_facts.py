@@ -65,8 +65,6 @@ class Rerouted(Fact, frozen=True, gc=False):
     before: str
     was_there: bool
     """Whether the endpoint before is still in the pool."""
-    unclaimed: Sequence[int]
-    """Blocks that count as cached at the endpoint before, because the request was sent there."""
 
 
 class Answered(Fact, frozen=True, gc=False):

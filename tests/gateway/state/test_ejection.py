@@ -325,7 +325,7 @@ def test_an_endpoint_that_envoy_could_not_reach_has_failed() -> None:
     for _ in range(10):
         request = pool.send("e0")
         request.target = "e1"
-        pool.ejection.on_rerouted(Rerouted(request, pool.now, "e0", True, ()))
+        pool.ejection.on_rerouted(Rerouted(request, pool.now, "e0", True))
         pool.head(request)
         pool.end(request)
     assert pool.judge() == {"e0": Cause.FAILURES}

@@ -200,7 +200,7 @@ def begun(loads: Loads, ticket: int = 1, tokens: int = 100, **fields: object) ->
 def rerouted(loads: Loads, request: InFlight, tokens: int) -> None:
     request.target = "b"
     request.forecast = PrefillForecast(uncached_tokens=tokens, calibrated_s=tokens / 1000)
-    loads.on_rerouted(Rerouted(request, 1.0, "a", True, ()))
+    loads.on_rerouted(Rerouted(request, 1.0, "a", True))
 
 
 def test_load_follows_who_really_serves_with_tenant_and_context(loads: Loads) -> None:
