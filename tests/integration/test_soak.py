@@ -2,8 +2,9 @@
 
 A real Envoy, the real gateway, simulated engines. At equal distances an engine is killed and started again;
 once the gateway is restarted, once an engine begins to answer 500. Only streams on an engine that is killed
-may break (one whose head the gateway still looks at becomes Envoy's own 502, which names no endpoint), and what the bad engine answers until it is ejected and when it is tried. Prints failures by cause,
-and the gateway's memory.
+may break (one whose head the gateway still looks at becomes Envoy's own 502, which names no endpoint), and
+what the bad engine answers until it is ejected and when it is tried. Prints failures by cause, and the
+gateway's memory.
 """
 
 import asyncio
