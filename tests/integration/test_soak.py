@@ -2,8 +2,9 @@
 
 A real Envoy, the real gateway, simulated engines. At equal distances an engine is killed and started again;
 once the gateway is restarted, once an engine begins to answer 500. Only streams on an engine that is killed
-may break, and what the bad engine answers until it is ejected and when it is tried. Prints failures by cause,
-and the gateway's memory.
+may break (one whose head the gateway still looks at becomes Envoy's own 502, which names no endpoint), and
+what the bad engine answers until it is ejected and when it is tried. Prints failures by cause, and the
+gateway's memory.
 """
 
 import asyncio
@@ -66,6 +67,12 @@ class Soak:
             cause = type(error).__name__
         if any(began < when for when in self.killed.get(at, [])):
             return "streaming on a killed engine"
+        if (
+            not at
+            and cause.startswith("status 502")
+            and any(began < max(k, default=0.0) for k in self.killed.values())
+        ):
+            return "cut by a killed engine while the gateway looked at the answer's head"
         return f"other: {cause}"
 
     async def kill(self, number: int) -> None:
