@@ -71,8 +71,8 @@ def folder(tmp_path):
 
 @pytest.fixture
 async def gateway(folder):
-    events = EndpointSpec(ADDRESS, events=("tcp://127.0.0.1:9",))
-    pool = Pool(Metadata("p"), Spec(Model("m", tokenizer=str(folder)), endpoints=(events,)))
+    events = EndpointSpec(address=ADDRESS, events=("tcp://127.0.0.1:9",))
+    pool = Pool(Metadata("p"), Spec(Model(name="m", tokenizer=str(folder)), endpoints=(events,)))
     source = KubernetesPool(None, "default", "p")
     source.pods = [{"metadata": {"name": "leaving", "annotations": {names.DRAINING: "now"}}}]
     made = ServedPool(

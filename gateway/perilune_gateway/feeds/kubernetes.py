@@ -68,16 +68,16 @@ def endpoint(pod: Object) -> EndpointSpec | None:
     bootstrap = _port(annotations.get(names.BOOTSTRAP_PORT, ""))
     peer = _port(annotations.get(names.PEER_PORT, ""))
     return EndpointSpec(
-        f"{host}:{names.ENGINE_PORT}",
-        pod.get("spec", {}).get("nodeName", ""),
-        tuple(f"tcp://{host}:{port + rank}" for rank in range(ranks)),
-        tuple(f"tcp://{host}:{port + ranks + rank}" for rank in range(ranks)),
-        names.DRAINING in annotations,
-        ready,
-        f"{host}:{bootstrap}" if bootstrap else "",
-        Role.PREFILL if _prefills(meta) and bootstrap else Role.BOTH,
-        f"{host}:{peer}" if peer and not bootstrap else "",
-        meta.get("uid", ""),
+        address=f"{host}:{names.ENGINE_PORT}",
+        node=pod.get("spec", {}).get("nodeName", ""),
+        events=tuple(f"tcp://{host}:{port + rank}" for rank in range(ranks)),
+        replay=tuple(f"tcp://{host}:{port + ranks + rank}" for rank in range(ranks)),
+        draining=names.DRAINING in annotations,
+        ready=ready,
+        bootstrap=f"{host}:{bootstrap}" if bootstrap else "",
+        role=Role.PREFILL if _prefills(meta) and bootstrap else Role.BOTH,
+        peer=f"{host}:{peer}" if peer and not bootstrap else "",
+        instance=meta.get("uid", ""),
     )
 
 
