@@ -1,16 +1,24 @@
 """The rules of a pool document that span several fields."""
 
+import re
 from collections import Counter
 from ipaddress import ip_address
 
 from perilune_api.pool.document import Pool
 from perilune_api.pool.endpoints import Role
+from perilune_api.pool.engine import Selector
 from perilune_api.pool.errors import SpecError
 
 
 def check(pool: Pool) -> None:
     """Check the rules that span several fields. Raises SpecError."""
     spec = pool.spec
+    if not spec.model.name and spec.engine.selector is None:
+        raise SpecError(
+            "Name the model, as requests do: only engines that are selected tell it - at `$.spec.model.name`"
+        )
+    if spec.engine.selector is not None:
+        _check_port(spec.engine.selector)
     seen: set[str] = set()
     for i, endpoint in enumerate(spec.endpoints):
         at = f"at `$.spec.endpoints[{i}]"
@@ -38,6 +46,21 @@ def check(pool: Pool) -> None:
     for model, times in Counter(models).items():
         if times > 1:
             raise SpecError(f"Model name {model!r} is given twice - at `$.spec.model`")
+
+
+def _check_port(selector: Selector) -> None:
+    port = selector.port
+    right = 0 < port < 65_536 if isinstance(port, int) else re.fullmatch(_PORT_NAME, port)
+    if not right:
+        raise SpecError(
+            f"{port!r} is neither the number of a port nor a name that a port of a pod may have"
+            " - at `$.spec.engine.selector.port`"
+        )
+    if selector.replay_port and not selector.events_port:
+        raise SpecError("replayPort needs eventsPort - at `$.spec.engine.selector.replayPort`")
+
+
+_PORT_NAME = r"(?=.*[a-z])[a-z0-9](-?[a-z0-9]){0,14}"
 
 
 def _is_ip_port(address: str) -> bool:

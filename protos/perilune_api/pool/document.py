@@ -13,7 +13,7 @@ from perilune_api.pool.topology import Topology
 class Spec(Struct, frozen=True):
     """The pool: its model, engines, routing, fabric and endpoints."""
 
-    model: Model
+    model: Model = Model()
     engine: Engine = Engine()
     routing: Routing = Routing()
     topology: Topology = Topology()

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from perilune_api.fields import Positive, Struct
+from perilune_api.fields import LabelKey, LabelValue, PortOrName, Positive, Struct
 
 
 class HashAlgorithm(StrEnum):
@@ -38,9 +38,29 @@ class Hashing(Struct, frozen=True):
     vLLM does since 0.31. bare: as bare values, which earlier versions do."""
 
 
+class Selector(Struct, frozen=True, kw_only=True):
+    """Engines that others run: pods of the pool's namespace with these labels. Nothing is written to them,
+    and nothing is created for them. What the gateway needs to know, it reads in their arguments and asks
+    them; docs/adopt.md says what."""
+
+    labels: Annotated[dict[LabelKey, LabelValue], Meta(min_length=1, max_length=16)]
+    """Labels that a pod must have."""
+    port: PortOrName = 8000
+    """Port of the engines' HTTP server, by its number or by its name in the pod."""
+    events_port: Annotated[int, Meta(ge=0, le=65_535)] = 0
+    """Port at which the engines publish their KV events; that of the first data-parallel rank, the others
+    have the next ones. 0: as each pod's arguments (`--kv-events-config`), its annotations or its labels tell.
+    A pod that does not tell publishes none, and the gateway estimates what it caches."""
+    replay_port: Annotated[int, Meta(ge=0, le=65_535)] = 0
+    """Port at which missed events are replayed, if `eventsPort` is given. 0: they are not replayed."""
+
+
 class Engine(Struct, frozen=True, kw_only=True):
     """What a gateway must know about the engines."""
 
+    selector: Selector | None = None
+    """Selects pods that others run, instead of engines of the pool's own. Only on Kubernetes. The engines
+    tell the model's name, its context, and `blockSize`, `hashing.algorithm` and `kvPoolTokens`."""
     block_size: Positive = 16
     """Tokens per KV block. Must equal the engines' `--block-size`."""
     hashing: Hashing = Hashing()

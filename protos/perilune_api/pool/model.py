@@ -22,8 +22,9 @@ class Lora(Struct, frozen=True):
 class Model(Struct, frozen=True, kw_only=True):
     """The model that the pool serves, and how the gateway counts its tokens."""
 
-    name: Name
-    """Value of `model` in a request for this model."""
+    name: Annotated[str, Meta(max_length=253)] = ""
+    """Value of `model` in a request for this model. May be left out with `engine.selector`, because the
+    engines tell it. Otherwise required."""
     aliases: tuple[Name, ...] = ()
     """Other values of `model` that also mean this model."""
     loras: tuple[Lora, ...] = ()

@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from perilune_api.fields import Struct, Weight
+from perilune_api.fields import Name, Struct, Weight
 from perilune_api.topology import NIC_GBITS, Bandwidth, Level, Link, Place, distance
 
 
@@ -31,6 +31,9 @@ class Topology(Struct, frozen=True):
 
     nodes: dict[str, NodePlace] = msgspec.field(default_factory=dict)
     """Place and hardware of each node, by the node's name."""
+    leaving: tuple[Name, ...] = ()
+    """Nodes that are being emptied. Endpoints on them drain: they keep their sessions' requests and get no
+    new sessions."""
 
     def place(self, node: str) -> Place:
         where = self.nodes.get(node, NodePlace())
