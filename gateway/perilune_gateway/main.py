@@ -33,6 +33,7 @@ from perilune_gateway.extproc.tls import Tls
 from perilune_gateway.feeds import zmq_sockets
 from perilune_gateway.feeds.kubernetes import KubernetesPool
 from perilune_gateway.feeds.pool_file import PoolFile, refuse_selector
+from perilune_gateway.feeds.pool_origin import inference_pool
 from perilune_gateway.feeds.shared_state import Server
 from perilune_gateway.observe import logs
 from perilune_gateway.observe.admin import Admin, AdminData, PoolsData
@@ -214,7 +215,7 @@ async def serve(args: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, stop.set)
-    if not args.kubernetes:
+    if not args.kubernetes and not args.inference_pool:
         pools = [_load(path) for path in args.pool]
         sources = [PoolFile(path, pool) for path, pool in zip(args.pool, pools, strict=True)]
         await _serve(args, list(zip(pools, sources, strict=True)), stop)
@@ -223,7 +224,11 @@ async def serve(args: argparse.Namespace) -> None:
     try:
         key = authorization(os.environ.get(ENGINE_API_KEY, ""))
         headers = {names.AUTHORIZATION_HEADER: key} if key else {}
-        watched = [KubernetesPool(client, *name, headers=headers) for name in args.kubernetes]
+        if args.inference_pool:
+            origin = inference_pool(*args.inference_pool)
+            watched = [KubernetesPool(client, *args.inference_pool, headers=headers, origin=origin)]
+        else:
+            watched = [KubernetesPool(client, *name, headers=headers) for name in args.kubernetes]
         present, stopped = asyncio.create_task(pools_present(watched)), asyncio.create_task(stop.wait())
         await asyncio.wait((present, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()

@@ -42,6 +42,7 @@ from perilune_api.pool import EndpointSpec, NodePlace, Pool, Role, SpecError, ch
 from perilune_gateway.feeds import engine_words, selected_pods
 from perilune_gateway.feeds.engine_words import EngineWords
 from perilune_gateway.feeds.leaving import Leaving, Use
+from perilune_gateway.feeds.pool_origin import Origin, config_map
 from perilune_gateway.model.engine_facts import EngineFacts
 
 log = logging.getLogger(__name__)
@@ -180,8 +181,15 @@ class KubernetesPool:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         headers: Mapping[str, str] | None = None,
+        origin: Origin | None = None,
     ) -> None:
-        """`headers`: with which engines that others run are asked, such as their key."""
+        """`headers`: with which engines that others run are asked, such as their key. `origin`: what the
+        document is made of; None: the operator's ConfigMap."""
+        self._origin = origin or config_map(namespace, name)
+        self._found: list[Sequence[Object]] = [()] * len(self._origin.collections)
+        """The objects of each collection of the origin."""
+        self._followed = tuple(enumerate(self._origin.collections))
+        """Those collections whose kind the cluster has, with their indices."""
         self._headers = dict(headers or {})
         self.words = EngineWords(clock)
         """What selected engines told; empty without engine.selector."""
@@ -208,10 +216,10 @@ class KubernetesPool:
         waits_for = ""
         while True:
             try:
-                found = await self.client.request("GET", self._config_maps, params=self._named)
-                for item in found.get("items") or ():
-                    self._text = item.get("data", {}).get(names.POOL_DOCUMENT, "")
-                    document = _read(self._text)
+                await self._list()
+                if text := self._origin.text(self._found):
+                    self._text = text
+                    document = _read(text)
                     params = selected(document)
                     pods = await self.client.request("GET", self._pods_path, params=params)
                     self.pods = pods.get("items") or []
@@ -226,6 +234,20 @@ class KubernetesPool:
             except (OSError, kube.ApiError) as error:
                 log.warning("waiting for the API server error=%s", error)
             await asyncio.sleep(FIRST_S)
+
+    async def _list(self) -> None:
+        """Reads the objects that the document is made of. Raises ApiError and OSError."""
+        followed = []
+        for i, collection in enumerate(self._origin.collections):
+            try:
+                listed = await self.client.request("GET", collection.path, params=collection.params)
+            except kube.ApiError as error:
+                if error.status != 404 or not collection.optional:
+                    raise
+            else:
+                self._found[i] = listed.get("items") or ()
+                followed.append((i, collection))
+        self._followed = tuple(followed)
 
     async def _ask_first(self, document: Pool) -> str:
         """Asks selected engines what completes the document. Returns why none did; empty if one did, or if
@@ -256,8 +278,12 @@ class KubernetesPool:
         left."""
         leaving = Leaving(use)
 
-        def documents(found: dict[str, Object], _: Collection[str]) -> None:
-            self.document(next((o.get("data", {}).get(names.POOL_DOCUMENT, "") for o in found.values()), ""))
+        def documents(i: int, found: dict[str, Object], _: Collection[str]) -> None:
+            self._found[i] = list(found.values())
+            try:
+                self.document(self._origin.text(self._found))
+            except SpecError as error:
+                self._refuse(str(error))
             self._offer(on_pool, leaving)
 
         def pods(found: dict[str, Object], _: Collection[str]) -> None:
@@ -267,7 +293,9 @@ class KubernetesPool:
         assert self._accepted is not None
         params = selected(self._accepted)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(kube.follow(self.client, self._config_maps, documents, self._named))
+            for i, of in self._followed:
+                read = partial(documents, i)
+                tasks.create_task(kube.follow(self.client, of.path, read, of.params))
             tasks.create_task(kube.follow(self.client, self._pods_path, pods, params, kept=kube.slim))
             tasks.create_task(self._look(on_pool, leaving))
             if self._told is not None:
@@ -291,7 +319,7 @@ class KubernetesPool:
                 self._offer(on_pool, leaving)
 
     def document(self, text: str) -> None:
-        """Read a new text of the ConfigMap. When it is empty, because there is no ConfigMap, the old document
+        """Reads a new text of the document. When it is empty, because its object is gone, the old one
         stays."""
         if not text or text == self._text:
             return
@@ -334,16 +362,8 @@ class KubernetesPool:
         self.last_error = error
 
     @property
-    def _config_maps(self) -> str:
-        return f"/api/v1/namespaces/{self.namespace}/configmaps"
-
-    @property
     def _pods_path(self) -> str:
         return f"/api/v1/namespaces/{self.namespace}/pods"
-
-    @property
-    def _named(self) -> dict[str, str]:
-        return {"fieldSelector": f"metadata.name={names.gateway_name(self.name)}"}
 
 
 def selected(document: Pool) -> dict[str, str]:

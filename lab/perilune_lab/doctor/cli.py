@@ -20,6 +20,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if made["exact"] and made["engines"] else INEXACT
 
 
-async def _examined(p: argparse.ArgumentParser, args: argparse.Namespace) -> Mapping[str, object]:
+async def _examined(p: argparse.ArgumentParser, args: argparse.Namespace) -> Mapping[str, Any]:
     """The report. Raises SpecError, OSError and kube.ApiError."""
     key = authorization(os.environ.get(ENGINE_API_KEY, ""))
     headers = {names.AUTHORIZATION_HEADER: key} if key else {}
@@ -96,17 +97,17 @@ async def _examined(p: argparse.ArgumentParser, args: argparse.Namespace) -> Map
             client = await kube.connect()
             try:
                 pool, patients = await pods.pool(client, args.namespace, args.engines[0], http)
-                return await _reported(pool, patients)
+                return await reported(pool, patients)
             finally:
                 await client.close()
         if args.pool:
             pool = load(args.pool)
-            return await _reported(pool, of_document(http, pool))
+            return await reported(pool, of_document(http, pool))
         try:
             urls = [url(given if "://" in given else f"http://{given}") for given in args.engines]
         except argparse.ArgumentTypeError as error:
             p.error(str(error))
-        return await _reported(None, [direct(http, given) for given in urls])
+        return await reported(None, [direct(http, given) for given in urls])
 
 
 def of_document(http: aiohttp.ClientSession, pool: Pool) -> list[Patient]:
@@ -119,7 +120,8 @@ def of_document(http: aiohttp.ClientSession, pool: Pool) -> list[Patient]:
     ]
 
 
-async def _reported(pool: Pool | None, patients: Sequence[Patient]) -> Mapping[str, object]:
+async def reported(pool: Pool | None, patients: Sequence[Patient]) -> Mapping[str, Any]:
+    """Examine engines; return the report. `pool`: None for engines without one. Raises SpecError."""
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def one(patient: Patient) -> Examined:

@@ -11,6 +11,7 @@ from perilune_api import kube
 from perilune_api.pool import Engine, Metadata, Model, Pool, Selector, Spec, Topology, dump
 from perilune_gateway.feeds.kubernetes import KubernetesPool, with_pods
 from perilune_gateway.feeds.leaving import Use
+from perilune_gateway.feeds.pool_origin import inference_pool
 
 LABELS = {"app": "vllm", "tier": "gpu"}
 
@@ -23,6 +24,7 @@ class Cluster:
         """Host → what its engine serves."""
         self.pods: list[dict[str, object]] = []
         self.document = b""
+        self.inference_pool: dict[str, object] = {}
         self.selected = ""
         self.port = 0
 
@@ -32,7 +34,9 @@ class Cluster:
             await answer.prepare(request)
             await asyncio.Event().wait()
         items: list[dict[str, object]] = self.pods
-        if request.match_info["kind"] == "configmaps":
+        if request.match_info["kind"] == "inferencepools":
+            items = [self.inference_pool]
+        elif request.match_info["kind"] == "configmaps":
             meta = {"name": "p-gateway", "namespace": "ns", "resourceVersion": "1"}
             items = [{"metadata": meta, "data": {"pool.yaml": self.document.decode()}}]
         else:
@@ -64,6 +68,7 @@ async def cluster() -> AsyncIterator[Cluster]:
     app = web.Application()
     app.router.add_get("/api/v1/namespaces/ns/{kind}", made.collection)
     app.router.add_get("/v1/models", made.models_page)
+    app.router.add_get("/apis/inference.networking.k8s.io/v1/namespaces/ns/{kind}", made.collection)
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "0.0.0.0", 0).start()
@@ -122,6 +127,29 @@ async def test_an_engine_of_another_model_gets_no_requests(cluster: Cluster, sou
             pass
     following.cancel()
     assert source.words.known[f"127.0.0.3:{cluster.port}"].trouble == "/v1/models answers 503"
+
+
+async def test_a_standard_inference_pool_is_a_source_too(cluster: Cluster) -> None:
+    """On a cluster that has no InferenceObjectives."""
+    spec = {"selector": {"matchLabels": LABELS}, "targetPorts": [{"number": cluster.port}]}
+    meta = {"name": "q", "namespace": "ns", "resourceVersion": "1"}
+    cluster.inference_pool = {"metadata": meta, "spec": spec}
+    cluster.run("127.0.0.1", "m")
+    client = kube.Client(Configuration(host=f"http://127.0.0.1:{cluster.port}"))
+    source = KubernetesPool(client, "ns", "q", origin=inference_pool("ns", "q"))
+    try:
+        found = await source.first()
+        assert (found.metadata.name, found.spec.model.name) == ("q", "m")
+        assert [e.address for e in found.spec.endpoints] == [f"127.0.0.1:{cluster.port}"]
+        pools: asyncio.Queue[Pool] = asyncio.Queue()
+        following = asyncio.create_task(source.run(pools.put_nowait, lambda address: Use(0, 0)))
+        cluster.run("127.0.0.2", "m")
+        async with asyncio.timeout(10):
+            while len((await pools.get()).spec.endpoints) < 2:
+                pass
+        following.cancel()
+    finally:
+        await client.close()
 
 
 def test_endpoints_on_a_node_that_is_being_emptied_drain(cluster: Cluster) -> None:
