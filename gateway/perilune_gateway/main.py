@@ -224,11 +224,12 @@ async def serve(args: argparse.Namespace) -> None:
     try:
         key = authorization(os.environ.get(ENGINE_API_KEY, ""))
         headers = {names.AUTHORIZATION_HEADER: key} if key else {}
-        if args.inference_pool:
-            origin = inference_pool(*args.inference_pool)
-            watched = [KubernetesPool(client, *args.inference_pool, headers=headers, origin=origin)]
-        else:
-            watched = [KubernetesPool(client, *name, headers=headers) for name in args.kubernetes]
+        named = args.kubernetes or [args.inference_pool]
+        origin = inference_pool(*args.inference_pool) if args.inference_pool else None
+        watched = [
+            KubernetesPool(client, namespace, name, headers=headers, origin=origin)
+            for namespace, name in named
+        ]
         present, stopped = asyncio.create_task(pools_present(watched)), asyncio.create_task(stop.wait())
         await asyncio.wait((present, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()

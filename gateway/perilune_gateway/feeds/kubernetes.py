@@ -42,6 +42,7 @@ from perilune_api.pool import EndpointSpec, NodePlace, Pool, Role, SpecError, ch
 from perilune_gateway.feeds import engine_words, selected_pods
 from perilune_gateway.feeds.engine_words import EngineWords
 from perilune_gateway.feeds.leaving import Leaving, Use
+from perilune_gateway.feeds.pods import port_in, up
 from perilune_gateway.feeds.pool_origin import Origin, config_map
 from perilune_gateway.model.engine_facts import EngineFacts
 
@@ -66,20 +67,16 @@ def _read(text: str) -> Pool:
 
 
 def endpoint(pod: Object) -> EndpointSpec | None:
-    """Return the endpoint of a pod; None for a pod that has no address or has not started."""
-    meta, status = pod["metadata"], pod.get("status", {})
-    ip = status.get("podIP", "")
-    ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ())
-    containers = status.get("containerStatuses") or ()
-    started = bool(containers) and all(c.get("started") for c in containers)
-    if not (ip and (ready or started)):
+    """The endpoint of a pod; None for a pod that has no address or has not started."""
+    meta, there = pod["metadata"], up(pod)
+    if there is None:
         return None
-    host = f"[{ip}]" if ":" in ip else ip
+    host, ready = there
     annotations = meta.get("annotations") or {}
-    port = _port(annotations.get(names.EVENTS_PORT, ""))
-    ranks = min(_port(annotations.get(names.RANKS, "")) or 1, (65_536 - port) // 2) if port else 0
-    bootstrap = _port(annotations.get(names.BOOTSTRAP_PORT, ""))
-    peer = _port(annotations.get(names.PEER_PORT, ""))
+    port = port_in(annotations.get(names.EVENTS_PORT, ""), last=65_534)
+    ranks = min(port_in(annotations.get(names.RANKS, "")) or 1, (65_536 - port) // 2) if port else 0
+    bootstrap = port_in(annotations.get(names.BOOTSTRAP_PORT, ""))
+    peer = port_in(annotations.get(names.PEER_PORT, ""))
     return EndpointSpec(
         address=f"{host}:{names.ENGINE_PORT}",
         node=pod.get("spec", {}).get("nodeName", ""),
@@ -97,12 +94,6 @@ def endpoint(pod: Object) -> EndpointSpec | None:
 def _prefills(meta: Object) -> bool:
     labels = meta.get("labels") or {}
     return bool(labels.get(names.DUTY_LABEL, labels.get(names.COMPONENT_LABEL)) == "prefill")
-
-
-def _port(text: str) -> int:
-    """Return the port in an annotation; 0 if there is none."""
-    known = text.isascii() and text.isdigit() and len(text) < 6 and int(text) < 65_535
-    return int(text) if known else 0
 
 
 def with_pods(document: Pool, pods: Sequence[Object], giving: Collection[str] = ()) -> Pool:

@@ -34,6 +34,7 @@ from perilune_api.pool import (
     SpecError,
     check,
 )
+from perilune_gateway.feeds.pods import port_in, up
 from perilune_gateway.model.engine_facts import EngineFacts
 
 Object = dict[str, Any]
@@ -65,7 +66,7 @@ def published(pod: Object, selector: Selector) -> Published:
     ranks = _ranks(annotations.get(names.RANKS, "")) or _ranks(_after(_RANKS, words)) or 1
     if selector.events_port:
         return Published(selector.events_port, selector.replay_port, ranks)
-    if port := _port(annotations.get(names.EVENTS_PORT, "")):
+    if port := port_in(annotations.get(names.EVENTS_PORT, "")):
         return Published(port, port + ranks, ranks)
     if (config := _config(words)) is not None:
         return _by_config(config, ranks)
@@ -90,7 +91,7 @@ def _listening(address: str) -> int:
     listens where it is told `*` or `::`.)"""
     _, _, place = address.partition("tcp://")
     host, _, port = place.rpartition(":")
-    return _port(port) if "*" in host or "::" in host else 0
+    return port_in(port) if "*" in host or "::" in host else 0
 
 
 _CONFIG = re.compile(r"--kv[-_]events[-_]config(?:=|\s+)['\"]?(?=\{)")
@@ -126,12 +127,6 @@ def _ranks(text: str) -> int:
     return min(int(text), MOST_RANKS) if text.isascii() and text.isdigit() and len(text) < 6 else 0
 
 
-def _port(text: str) -> int:
-    """The port in a text; 0 for anything that is no port."""
-    known = text.isascii() and text.isdigit() and len(text) < 6 and int(text) < 65_536
-    return int(text) if known else 0
-
-
 def _words(pod: Object) -> Iterator[str]:
     for container in pod.get("spec", {}).get("containers") or ():
         for word in (*(container.get("command") or ()), *(container.get("args") or ())):
@@ -162,27 +157,24 @@ def role(pod: Object) -> Role:
 def endpoint(pod: Object, selector: Selector) -> EndpointSpec | None:
     """The endpoint of a selected pod; None for a pod that has no address, has not started, or only prefills
     without a connector that the gateway speaks to."""
-    meta, status = pod["metadata"], pod.get("status", {})
-    ip, port = status.get("podIP", ""), http_port(pod, selector)
-    ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ())
-    containers = status.get("containerStatuses") or ()
-    started = bool(containers) and all(c.get("started") for c in containers)
-    if not (ip and port and (ready or started)):
+    meta, there, port = pod["metadata"], up(pod), http_port(pod, selector)
+    if there is None or not port:
         return None
-    host = f"[{ip}]" if ":" in ip else ip
+    host, ready = there
     annotations = meta.get("annotations") or {}
     bootstrap, peer = (
-        _port(annotations.get(names.BOOTSTRAP_PORT, "")),
-        _port(annotations.get(names.PEER_PORT, "")),
+        port_in(annotations.get(names.BOOTSTRAP_PORT, "")),
+        port_in(annotations.get(names.PEER_PORT, "")),
     )
     if role(pod) is Role.PREFILL and not bootstrap:
         return None
     told = published(pod, selector)
+    events = _addresses(host, told.port, told.ranks)
     return EndpointSpec(
         address=f"{host}:{port}",
         node=pod.get("spec", {}).get("nodeName", ""),
-        events=_addresses(host, told.port, told.ranks),
-        replay=_addresses(host, told.replay_port, told.ranks) if told.port else (),
+        events=events,
+        replay=_addresses(host, told.replay_port, told.ranks) if events else (),
         draining=names.DRAINING in annotations,
         ready=ready,
         bootstrap=f"{host}:{bootstrap}" if bootstrap else "",

@@ -120,6 +120,16 @@ def test_the_selector_itself_has_the_last_word_on_events() -> None:
             id="events of two ranks",
         ),
         pytest.param(
+            pod(
+                "-dp=2",
+                "--kv-events-config",
+                '{"enable_kv_cache_events":true,"endpoint":"tcp://*:65535","replay_endpoint":"tcp://*:5558"}',
+            ),
+            8000,
+            EndpointSpec(address="10.0.0.1:8000", node="n1", instance="u"),
+            id="events above the last port",
+        ),
+        pytest.param(
             pod(labels={"llm-d.ai/role": "decode"}),
             8000,
             EndpointSpec(address="10.0.0.1:8000", node="n1", instance="u", role=Role.DECODE),
