@@ -233,7 +233,7 @@ class KubernetesPool:
             try:
                 listed = await self.client.request("GET", collection.path, params=collection.params)
             except kube.ApiError as error:
-                if error.status != 404 or not collection.optional:
+                if error.status not in (403, 404) or not collection.optional:
                     raise
             else:
                 self._found[i] = listed.get("items") or ()

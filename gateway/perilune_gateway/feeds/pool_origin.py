@@ -33,7 +33,7 @@ class Collection:
     path: str
     params: Mapping[str, str]
     optional: bool = False
-    """Whether the cluster may lack their kind."""
+    """Whether the cluster may lack their kind, or the gateway the right to read them."""
 
 
 @dataclass(frozen=True, slots=True)
