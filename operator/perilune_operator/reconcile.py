@@ -363,7 +363,7 @@ class Reconciler:
             known = {**pool.first_tokens, **stats.first_tokens}
             pool.first_tokens = {pod.name: known[pod.name] for pod in engines if pod.name in known}
         changed, pool.stats = stats != pool.stats, stats
-        if changed or pool.follows_load:
+        if changed or pool.follows_load or pool.selects:
             pool.wake(self._clock())
 
 
