@@ -112,7 +112,7 @@ def adopt(pool: LivePool, **selector: object) -> None:
 
 @pytest.fixture(params=[{}, {"eventsPort": 5557, "replayPort": 5558}], ids=["without-events", "with-events"])
 def adopted(request, kube, edge, theirs):
-    """The pool, once a request was routed, and what it was asked with."""
+    """Return the pool, once a request was routed, and what it was asked with."""
     pool = LivePool(kube, edge, "adopted", NAMESPACE)
     pool.client = Client(edge, "adopted.test", "their-30b")
     began = time.monotonic()

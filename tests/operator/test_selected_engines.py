@@ -20,7 +20,7 @@ PARTS = {
 
 
 def theirs(replicas: int = 2) -> Object:
-    """A Deployment of vLLM as a team has made it by hand."""
+    """Return a Deployment of vLLM as a team has made it by hand."""
     container = {"name": "vllm", "image": "vllm", "ports": [{"name": "http", "containerPort": 8200}]}
     return {
         "apiVersion": "apps/v1",

@@ -144,7 +144,7 @@ async def ask(get: Get) -> EngineFacts:
 
 
 def _read(reader: Callable[[bytes], _T], page: bytes) -> _T | None:
-    """What a page says; None for a page of another shape."""
+    """Return what a page says; None for a page of another shape."""
     try:
         return reader(page)
     except (msgspec.DecodeError, ValueError, RecursionError):

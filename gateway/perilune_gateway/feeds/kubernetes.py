@@ -67,7 +67,7 @@ def _read(text: str) -> Pool:
 
 
 def endpoint(pod: Object) -> EndpointSpec | None:
-    """The endpoint of a pod; None for a pod that has no address or has not started."""
+    """Return the endpoint of a pod; None for a pod that has no address or has not started."""
     meta, there = pod["metadata"], up(pod)
     if there is None:
         return None
@@ -152,7 +152,7 @@ def _usable(pods: Sequence[Object], giving: Collection[str], read: Reader) -> li
 
 
 def _givers(pods: Sequence[Object], read: Reader) -> list[tuple[Object, EndpointSpec]]:
-    """The terminating pods that serve sessions and hand KV over, with their endpoints."""
+    """Return the terminating pods that serve sessions and hand KV over, with their endpoints."""
     leaving = ((pod, read(pod)) for pod in pods if _is_leaving(pod))
     return [(p, e) for p, e in leaving if e and e.ready and e.bootstrap and e.role is not Role.PREFILL]
 
@@ -202,7 +202,7 @@ class KubernetesPool:
         """All engine pods of the pool, as the API server reported them last."""
 
     async def first(self) -> Pool:
-        """Waits for the ConfigMap, and with engine.selector for an engine that tells what it is; returns the
+        """Wait for the ConfigMap, and with engine.selector for an engine that tells what it is; return the
         pool. Raises SpecError for an invalid document."""
         waits_for = ""
         while True:
@@ -227,7 +227,7 @@ class KubernetesPool:
             await asyncio.sleep(FIRST_S)
 
     async def _list(self) -> None:
-        """Reads the objects that the document is made of. Raises ApiError and OSError."""
+        """Read the objects that the document is made of. Raises ApiError and OSError."""
         followed = []
         for i, collection in enumerate(self._origin.collections):
             try:
@@ -260,7 +260,7 @@ class KubernetesPool:
         return why
 
     def _completed(self, document: Pool) -> Pool:
-        """Raises SpecError."""
+        """Complete a document. Raises SpecError."""
         return document if self._told is None else selected_pods.completed(document, self._told)
 
     async def run(self, on_pool: Callable[[Pool], None], use: Callable[[str], Use]) -> None:
@@ -310,7 +310,7 @@ class KubernetesPool:
                 self._offer(on_pool, leaving)
 
     def document(self, text: str) -> None:
-        """Reads a new text of the document. When it is empty, because its object is gone, the old one
+        """Read a new text of the document. When it is empty, because its object is gone, the old one
         stays."""
         if not text or text == self._text:
             return

@@ -47,7 +47,7 @@ class Origin:
 
 
 def config_map(namespace: str, name: str) -> Origin:
-    """The operator's ConfigMap of a pool."""
+    """Return the operator's ConfigMap of a pool."""
     named = {"fieldSelector": f"metadata.name={names.gateway_name(name)}"}
     where = Collection(f"/api/v1/namespaces/{namespace}/configmaps", named)
 
@@ -58,7 +58,7 @@ def config_map(namespace: str, name: str) -> Origin:
 
 
 def inference_pool(namespace: str, name: str) -> Origin:
-    """An InferencePool of the inference extension."""
+    """Return an InferencePool of the inference extension."""
     named = {"fieldSelector": f"metadata.name={name}"}
     pools = Collection(f"{EXTENSION}/namespaces/{namespace}/inferencepools", named)
     objectives = (
@@ -76,7 +76,7 @@ def inference_pool(namespace: str, name: str) -> Origin:
 
 
 def document(pool: Object, objectives: Sequence[Object]) -> Pool:
-    """The pool document of an InferencePool. Raises SpecError for one that selects no pods."""
+    """Return the pool document of an InferencePool. Raises SpecError for one that selects no pods."""
     meta, spec = pool["metadata"], pool.get("spec") or {}
     labels = (spec.get("selector") or {}).get("matchLabels") or {}
     ports = [int(port["number"]) for port in spec.get("targetPorts") or ()]
@@ -97,7 +97,7 @@ def document(pool: Object, objectives: Sequence[Object]) -> Pool:
 
 
 def priorities(pool: str, objectives: Sequence[Object]) -> dict[str, int]:
-    """The level of each InferenceObjective of a pool, by its name."""
+    """Return the level of each InferenceObjective of a pool, by its name."""
     found = {}
     for objective in objectives:
         spec = objective.get("spec") or {}

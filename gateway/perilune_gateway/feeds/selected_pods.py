@@ -87,8 +87,8 @@ def _by_config(config: Object, ranks: int) -> Published:
 
 
 def _listening(address: str) -> int:
-    """The port at which an engine listens that was told this address; 0 if it connects there instead. (vLLM
-    listens where it is told `*` or `::`.)"""
+    """Return the port at which an engine listens that was told this address; 0 if it connects there instead.
+    (vLLM listens where it is told `*` or `::`.)"""
     _, _, place = address.partition("tcp://")
     host, _, port = place.rpartition(":")
     return port_in(port) if "*" in host or "::" in host else 0
@@ -103,7 +103,7 @@ _json = msgspec.json.Decoder(Object)
 
 
 def _config(words: str) -> Object | None:
-    """The value of --kv-events-config in a line of arguments; None without one that can be read."""
+    """Return the value of --kv-events-config in a line of arguments; None without one that can be read."""
     if found := _CONFIG.search(words):
         for text in (words[found.end() :], words[found.end() :].replace("\\", "")):
             end = text.find("}")
@@ -134,7 +134,7 @@ def _words(pod: Object) -> Iterator[str]:
 
 
 def http_port(pod: Object, selector: Selector) -> int:
-    """The number of the port of a pod's HTTP server; 0 if the pod has no port of that name."""
+    """Return the number of the port of a pod's HTTP server; 0 if the pod has no port of that name."""
     if isinstance(selector.port, int):
         return selector.port
     for container in pod.get("spec", {}).get("containers") or ():
@@ -145,7 +145,7 @@ def http_port(pod: Object, selector: Selector) -> int:
 
 
 def role(pod: Object) -> Role:
-    """The role that a pod's labels name."""
+    """Return the role that a pod's labels name."""
     meta = pod["metadata"]
     labels = meta.get("labels") or {}
     named = labels.get(names.DUTY_LABEL) or labels.get(ROLE_LABEL) or ""
@@ -155,8 +155,8 @@ def role(pod: Object) -> Role:
 
 
 def endpoint(pod: Object, selector: Selector) -> EndpointSpec | None:
-    """The endpoint of a selected pod; None for a pod that has no address, has not started, or only prefills
-    without a connector that the gateway speaks to."""
+    """Return the endpoint of a selected pod; None for a pod that has no address, has not started, or only
+    prefills without a connector that the gateway speaks to."""
     meta, there, port = pod["metadata"], up(pod), http_port(pod, selector)
     if there is None or not port:
         return None
@@ -190,8 +190,8 @@ def _addresses(host: str, port: int, ranks: int) -> tuple[str, ...]:
 
 
 def completed(document: Pool, told: EngineFacts) -> Pool:
-    """The document with what an engine tells, where the document leaves it open. Raises SpecError if it
-    serves another model than the document names."""
+    """Return the document with what an engine tells, where the document leaves it open. Raises SpecError if
+    it serves another model than the document names."""
     model, engine = document.spec.model, document.spec.engine
     served = told.model
     if served is None:

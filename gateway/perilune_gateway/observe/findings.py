@@ -61,7 +61,7 @@ class Lack:
 
 
 def expected(pool: Pool) -> Expected:
-    """What a pool's engines should have in common."""
+    """Return what a pool's engines should have in common."""
     spec = pool.spec
     return Expected(
         models=frozenset({spec.model.name, *spec.model.aliases} - {""}),
@@ -73,7 +73,7 @@ def expected(pool: Pool) -> Expected:
 
 
 def lacks(seen: Seen, expected: Expected) -> tuple[Finding, ...]:
-    """What one engine lacks, worst first."""
+    """Return what one engine lacks, worst first."""
     if seen.facts.trouble:
         return (Finding.UNREACHABLE,)
     found = set(_lacks(seen, expected))
@@ -117,6 +117,6 @@ def is_older(version: str, than: tuple[int, int]) -> bool:
 
 
 def together(found: Mapping[str, Sequence[Finding]]) -> tuple[Lack, ...]:
-    """The findings of all engines, by address, worst first."""
+    """Return the findings of all engines, by address, worst first."""
     having = {f: [address for address, own in found.items() if f in own] for f in Finding}
     return tuple(Lack(f, of, ADVICE[f].costs, ADVICE[f].cure) for f, of in having.items() if of)

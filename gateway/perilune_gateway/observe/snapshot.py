@@ -81,7 +81,7 @@ class Snapshots:
         )
 
     def lacks(self) -> tuple[Lack, ...] | None:
-        """What engines that others run lack, worst first; None for engines of the pool's own."""
+        """Return what engines that others run lack, worst first; None for engines of the pool's own."""
         told = self._told()
         if told is None:
             return None

@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _examined(p: argparse.ArgumentParser, args: argparse.Namespace) -> Mapping[str, Any]:
-    """The report. Raises SpecError, OSError and kube.ApiError."""
+    """Return the report. Raises SpecError, OSError and kube.ApiError."""
     key = authorization(os.environ.get(ENGINE_API_KEY, ""))
     headers = {names.AUTHORIZATION_HEADER: key} if key else {}
     async with aiohttp.ClientSession(headers={**pages.PLAIN, **headers}) as http:
@@ -111,7 +111,7 @@ async def _examined(p: argparse.ArgumentParser, args: argparse.Namespace) -> Map
 
 
 def of_document(http: aiohttp.ClientSession, pool: Pool) -> list[Patient]:
-    """The endpoints of a pool document."""
+    """Return the endpoints of a pool document."""
     return [
         direct(http, f"http://{e.address}", e.address).known(
             e.events, e.replay, transfers=bool(e.bootstrap or e.peer)
@@ -138,8 +138,8 @@ async def reported(pool: Pool | None, patients: Sequence[Patient]) -> Mapping[st
 
 
 def _completed(pool: Pool | None, engines: Sequence[Examined]) -> Pool | None:
-    """A pool of selected engines as its gateway completes it; None if none of them fits, so that they are
-    compared with each other."""
+    """Return a pool of selected engines as its gateway completes it; None if none of them fits, so that they
+    are compared with each other."""
     if pool is None or pool.spec.engine.selector is None:
         return pool
     for engine in engines:

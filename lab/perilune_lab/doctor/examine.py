@@ -45,7 +45,7 @@ class Patient:
     """Whether the pool says that it hands KV over."""
 
     def known(self, events: Sequence[str], replay: Sequence[str], *, transfers: bool) -> Patient:
-        """The same engine with what a pool says of it."""
+        """Return the same engine with what a pool says of it."""
         return replace(self, events=events, replay=replay, transfers=transfers)
 
 
@@ -124,7 +124,7 @@ async def _greets(address: str) -> bool:
 
 
 def direct(http: aiohttp.ClientSession, url: str, name: str = "") -> Patient:
-    """An engine that is reached at its URL."""
+    """Return an engine that is reached at its URL."""
     base = url.rstrip("/")
 
     async def post(path: str, body: bytes, most: int) -> bytes | None:

@@ -20,7 +20,7 @@ from perilune_lab.doctor.examine import TIMEOUT_S, Patient, direct
 async def pool(
     client: kube.Client, namespace: str, name: str, http: aiohttp.ClientSession
 ) -> tuple[Pool, list[Patient]]:
-    """A pool's document and its started engines. Raises SpecError without such a pool, OSError and
+    """Return a pool's document and its started engines. Raises SpecError without such a pool, OSError and
     kube.ApiError."""
     at = f"/api/v1/namespaces/{namespace}"
     try:

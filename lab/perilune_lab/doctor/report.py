@@ -21,7 +21,7 @@ UNKNOWN = "?"
 
 
 def expected(pool: Pool | None, engines: Sequence[Examined]) -> Expected:
-    """What the engines should have in common: what the pool says, else what most of them tell."""
+    """Return what the engines should have in common: what the pool says, else what most of them tell."""
     if pool is not None:
         return findings.expected(pool)
     told = [engine.facts for engine in engines if not engine.facts.trouble]
@@ -39,7 +39,8 @@ def _most(values: Sequence[Any]) -> Any:
 def lacks(
     engines: Sequence[Examined], expected: Expected, gateway: Mapping[str, Sequence[int]]
 ) -> tuple[Lack, ...]:
-    """The findings of all engines, worst first. `gateway`: the tokens of the pool's own tokenizer, by API."""
+    """Return the findings of all engines, worst first. `gateway`: the tokens of the pool's own tokenizer, by
+    API."""
     others = tokens.differing({engine.name: engine.tokens for engine in engines}, gateway)
     found = {
         engine.name: findings.lacks(
@@ -93,7 +94,7 @@ def rows(engines: Sequence[Examined], gateway: Mapping[str, Sequence[int]]) -> l
 def document(
     engines: Sequence[Examined], found: Sequence[Lack], gateway: Mapping[str, Sequence[int]]
 ) -> dict[str, Any]:
-    """The whole report as JSON."""
+    """Return the whole report as JSON."""
     told = [
         {
             "finding": lack.finding.value,
@@ -108,7 +109,7 @@ def document(
 
 
 def printable(report: Mapping[str, Any]) -> RenderableType:
-    """The report for people."""
+    """Return the report for people."""
     table = Table(box=None, pad_edge=False)
     for column in ("engine", "version", "model", "context", "block", "prefix caching", "KV events", "hashes"):
         table.add_column(column, overflow="fold")

@@ -46,7 +46,7 @@ class _Tokens(msgspec.Struct):
 
 
 def requests(model: str) -> Mapping[str, ParsedRequest]:
-    """The prompts as a gateway reads them, by API."""
+    """Return the prompts as a gateway reads them, by API."""
     read = {
         api: parse(path, json.dumps({"model": model, **body}).encode())
         for api, (path, body) in PROMPTS.items()
@@ -55,7 +55,7 @@ def requests(model: str) -> Mapping[str, ParsedRequest]:
 
 
 async def of_engine(post: Post, model: str) -> Mapping[str, Sequence[int]]:
-    """The engine's tokens, by API; without those that it does not tell."""
+    """Return the engine's tokens, by API; without those that it does not tell."""
     made: dict[str, Sequence[int]] = {}
     for api, request in requests(model).items():
         try:
@@ -71,7 +71,7 @@ async def of_engine(post: Post, model: str) -> Mapping[str, Sequence[int]]:
 
 
 async def of_gateway(model: Model) -> Mapping[str, Sequence[int]]:
-    """The tokens of the pool's own tokenizer (`model.tokenizer`), by API; without those that it cannot
+    """Return the tokens of the pool's own tokenizer (`model.tokenizer`), by API; without those that it cannot
     make. Raises SpecError if it does not load."""
     tokenizer = Tokenizer(model)
     try:

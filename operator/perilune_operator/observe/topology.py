@@ -46,8 +46,8 @@ class Fabric:
 def resolve(
     spec: TopologySpec, nodes: Sequence[NodeFacts], pods: Sequence[PodFacts], *, anywhere: bool = False
 ) -> Fabric:
-    """The fabric of the relevant nodes: those with GPUs, and those that run pods of the pool. `anywhere`:
-    engines that others run may be on every node, so those with a place count, too."""
+    """Return the fabric of the relevant nodes: those with GPUs, and those that run pods of the pool.
+    `anywhere`: engines that others run may be on every node, so those with a place count, too."""
     levels = {level.name: level for level in spec.levels or DEFAULT_LEVELS}
     used = {pod.node for pod in pods if pod.node}
     if anywhere:

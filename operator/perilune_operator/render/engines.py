@@ -90,7 +90,7 @@ def engines(pool: Context) -> Iterator[Object]:
 
 
 def _service(pool: Context, labels: Mapping[str, str], port: int | str) -> Object:
-    """The Service over all endpoints, at the port that routes name."""
+    """Return the Service over all endpoints, at the port that routes name."""
     ports = [{"name": "http", "port": names.ENGINE_PORT, "targetPort": port}]
     return pool.object("Service", pool.name, "engine", spec={"selector": dict(labels), "ports": ports})
 

@@ -311,7 +311,8 @@ def _shared(obj: Object) -> Object:
 
 
 def _inference_pool(pool: Context) -> Object:
-    """Raises SpecError for selected engines of which only the name of a port is known."""
+    """Render the InferencePool. Raises SpecError for selected engines of which only the name of a port is
+    known."""
     selector = pool.spec.engine.selector
     port = names.ENGINE_PORT if selector is None else selector.port
     if not isinstance(port, int):
