@@ -28,10 +28,10 @@ from perilune_api import kube, names, pages
 from perilune_api.pool import Pool, SpecError, load
 from perilune_gateway.feeds.selected_pods import completed
 from perilune_gateway.main import ENGINE_API_KEY, authorization
-from perilune_lab.console import Console
 from perilune_lab.doctor import pods, report, tokens
 from perilune_lab.doctor.examine import Examined, Patient, direct, examine
 from perilune_lab.terminal.arguments import url
+from perilune_lab.terminal.console import Console
 
 INEXACT = 1
 AT_ONCE = 16
