@@ -264,7 +264,7 @@ class StaticPool:
         }
         endpoints = tuple(
             EndpointSpec(
-                address,
+                address=address,
                 node=node,
                 events=(f"tcp://{address.split(':')[0]}:5557",),
                 replay=(f"tcp://{address.split(':')[0]}:5558",),
@@ -272,7 +272,7 @@ class StaticPool:
             for address, node in sorted(self.engines().items())
         )
         spec = Spec(
-            Model("sim-30b"),
+            Model(name="sim-30b"),
             routing=Routing(decision_header="address"),
             topology=Topology(topology),
             endpoints=endpoints,

@@ -178,7 +178,7 @@ class Rendered:
         ranks = next((int(w.removeprefix(flag)) for w in self.engine.command if w.startswith(flag)), 1)
         endpoints = tuple(
             EndpointSpec(
-                f"{address}:8000",
+                address=f"{address}:8000",
                 node=f"node-{i}",
                 events=tuple(f"tcp://{address}:{5557 + rank}" for rank in range(ranks)),
                 replay=tuple(f"tcp://{address}:{5557 + ranks + rank}" for rank in range(ranks)),

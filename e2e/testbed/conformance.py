@@ -120,9 +120,9 @@ def _document(kube: Kube, pool: Object) -> Object:
         for port in pool["spec"]["targetPorts"]
     ]
     spec = Spec(
-        Model("conformance-fake-model"),
+        Model(name="conformance-fake-model"),
         routing=Routing(fallbacks=0),
-        endpoints=tuple(map(EndpointSpec, addresses)),
+        endpoints=tuple(EndpointSpec(address=a) for a in addresses),
     )
     return {
         "apiVersion": "v1",

@@ -39,6 +39,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAMESPACE/NAME",
         help="the pool of that name, watched through the Kubernetes API; several times: as for --pool",
     )
+    source.add_argument(
+        "--inference-pool",
+        type=_object_name,
+        metavar="NAMESPACE/NAME",
+        help="an InferencePool of the Gateway API inference extension (v1), whose endpoint picker this is",
+    )
     parser.add_argument(
         "--listen",
         type=_address,

@@ -24,7 +24,7 @@ from pathlib import Path
 import uvloop
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 
-from perilune_api import kube
+from perilune_api import kube, names
 from perilune_api.pool import Limits, Pool, SpecError, load
 from perilune_gateway.config import arguments
 from perilune_gateway.extproc import Transport, new_server
@@ -32,7 +32,8 @@ from perilune_gateway.extproc.service import Service
 from perilune_gateway.extproc.tls import Tls
 from perilune_gateway.feeds import zmq_sockets
 from perilune_gateway.feeds.kubernetes import KubernetesPool
-from perilune_gateway.feeds.pool_file import PoolFile
+from perilune_gateway.feeds.pool_file import PoolFile, refuse_selector
+from perilune_gateway.feeds.pool_origin import inference_pool
 from perilune_gateway.feeds.shared_state import Server
 from perilune_gateway.observe import logs
 from perilune_gateway.observe.admin import Admin, AdminData, PoolsData
@@ -197,9 +198,9 @@ class Gateway:
         self.admin.serving = ready
 
 
-def _check_names(names: Sequence[str]) -> None:
-    """Check that all names differ and can stand in a path. Raises SpecError."""
-    for name, count in Counter(names).items():
+def _check_names(given: Sequence[str]) -> None:
+    """Check that each name is another and can stand in a path."""
+    for name, count in Counter(given).items():
         if count > 1:
             raise SpecError(f"{count} pools have the name `{name}` - at `$.metadata.name`")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
@@ -214,14 +215,21 @@ async def serve(args: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, stop.set)
-    if not args.kubernetes:
+    if not args.kubernetes and not args.inference_pool:
         pools = [_load(path) for path in args.pool]
         sources = [PoolFile(path, pool) for path, pool in zip(args.pool, pools, strict=True)]
         await _serve(args, list(zip(pools, sources, strict=True)), stop)
         return
     client = await kube.connect()
     try:
-        watched = [KubernetesPool(client, *name) for name in args.kubernetes]
+        key = authorization(os.environ.get(ENGINE_API_KEY, ""))
+        headers = {names.AUTHORIZATION_HEADER: key} if key else {}
+        named = args.kubernetes or [args.inference_pool]
+        origin = inference_pool(*args.inference_pool) if args.inference_pool else None
+        watched = [
+            KubernetesPool(client, namespace, name, headers=headers, origin=origin)
+            for namespace, name in named
+        ]
         present, stopped = asyncio.create_task(pools_present(watched)), asyncio.create_task(stop.wait())
         await asyncio.wait((present, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
@@ -237,7 +245,9 @@ async def serve(args: argparse.Namespace) -> None:
 
 def _load(path: Path) -> Pool:
     try:
-        return load(path)
+        pool = load(path)
+        refuse_selector(pool)
+        return pool
     except SpecError as error:
         raise SpecError(f"{path}: {error}") from None
 

@@ -38,6 +38,7 @@ from perilune_gateway.feeds.leaving import Use
 from perilune_gateway.feeds.pool_events import EventFeeds, EventSink
 from perilune_gateway.feeds.shared_state import Server, SharedState
 from perilune_gateway.model import EngineMetrics
+from perilune_gateway.model.engine_facts import EngineFacts
 from perilune_gateway.model.kv_reach import kv_reach
 from perilune_gateway.model.shared import Names, SharedStats
 from perilune_gateway.model.tracing import Trace, begin
@@ -202,6 +203,7 @@ class ServedPool:
             clock,
             drained=self._drained,
             shared=self._shared_stats,
+            told=self._told,
         )
         self.metrics.mirror(snapshots.snapshot)
         self.metrics.describe(version("perilune"), spec.routing.policy.name)
@@ -304,6 +306,11 @@ class ServedPool:
         while True:
             await asyncio.sleep(self.router.pool.spec.routing.migration.interval_seconds)
             self.router.plan_moves(self.shared is None or self.replicas.plans)
+
+    def _told(self) -> Mapping[str, EngineFacts] | None:
+        """What engines that others run told; None for engines of the pool's own."""
+        selects = self.router.pool.spec.engine.selector is not None
+        return self.source.words.known if selects and isinstance(self.source, KubernetesPool) else None
 
     def _drained(self) -> Mapping[str, str]:
         """The draining pods that this gateway no longer uses, with their marks."""

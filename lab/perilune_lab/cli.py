@@ -50,6 +50,11 @@ PROGRAM = Program(
             ),
         },
         "understand decisions": {
+            "doctor": Command(
+                "perilune_lab.doctor.cli",
+                "show what engines lack for exact routing, what that costs, and the flag that cures it",
+                "doctor -n inference qwen",
+            ),
             "explain": Command(
                 "perilune_lab.explain",
                 "show why a request went to its endpoint, and where other policies would have sent it",

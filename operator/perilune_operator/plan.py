@@ -95,7 +95,8 @@ def plan(
         spec = msgspec.structs.replace(spec, replicas=scale_to)
     prefill = _prefill(name, namespace, spec, observed, now)
     spec = msgspec.structs.replace(spec, prefill_replicas=prefill[1])
-    fabric = topology.resolve(spec.topology, observed.nodes, observed.pods)
+    anywhere = spec.engine.selector is not None
+    fabric = topology.resolve(spec.topology, observed.nodes, observed.pods, anywhere=anywhere)
     pool = Context(name, namespace, observed.uid, spec, fabric, observed.kinds, defaults)
     present, earlier = _without_replaced(pool, observed)
     leave = _drain(pool, present, now)

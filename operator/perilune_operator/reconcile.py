@@ -111,6 +111,8 @@ class _Pool:
     """Some of its engines wait for their sessions to leave."""
     follows_load: bool = False
     """The operator itself sets the number of its endpoints, or their roles, by the load."""
+    selects: bool = False
+    """Others run its engines, of which only the gateways tell."""
     endpoints: Mapping[names.Duty, int] = field(default_factory=dict)
     """Number of endpoints of each duty that it should have."""
     demands: Mapping[names.Duty, deque[Demand]] = field(
@@ -298,6 +300,7 @@ class Reconciler:
             pool.pages_due.set()
         pool.drains = planned.drains
         pool.follows_load = not isinstance(spec, SpecError) and _follows_load(spec)
+        pool.selects = not isinstance(spec, SpecError) and spec.engine.selector is not None
         if not isinstance(spec, SpecError):
             pool.endpoints = {"serve": spec.replicas, "prefill": planned.prefill[1]}
             pool.ttft_seconds = _ttft_seconds(spec)
@@ -360,7 +363,7 @@ class Reconciler:
             known = {**pool.first_tokens, **stats.first_tokens}
             pool.first_tokens = {pod.name: known[pod.name] for pod in engines if pod.name in known}
         changed, pool.stats = stats != pool.stats, stats
-        if changed or pool.follows_load:
+        if changed or pool.follows_load or pool.selects:
             pool.wake(self._clock())
 
 
@@ -368,7 +371,8 @@ def _read_in_s(pool: _Pool) -> float:
     """Return the seconds until the gateways' pages are read again."""
     if pool.drains:
         return DRAIN_READ_S
-    return FIRST_READ_S if pool.stats is None or pool.follows_load else READ_S
+    soon = pool.stats is None or pool.follows_load or pool.selects
+    return FIRST_READ_S if soon else READ_S
 
 
 def _follows_load(spec: InferencePoolSpec) -> bool:

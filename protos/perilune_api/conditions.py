@@ -17,6 +17,9 @@ class Condition(StrEnum):
     """Every node that runs an engine tells its place in the fabric."""
     ENGINES_READY = "EnginesReady"
     """As many endpoints are ready as are wanted."""
+    ROUTING_EXACT = "RoutingExact"
+    """Every engine that engine.selector selects tells the gateway what it caches and what it does; absent
+    without engine.selector."""
     STORE_READY = "StoreReady"
     """Mooncake's master serves; absent without a store."""
     GATEWAY_READY = "GatewayReady"
@@ -57,6 +60,10 @@ class Reason(StrEnum):
     NO_WORKLOAD_API = "NoWorkloadApi"
     """An endpoint spans nodes, and the cluster has no LeaderWorkerSet."""
     NO_ENGINES_WANTED = "NoEnginesWanted"
+    ENGINES_TELL_ALL = "EnginesTellAll"
+    ENGINES_LACK = "EnginesLack"
+    """Engines that are selected lack something; the message says what, what it costs, and the flag that cures
+    it."""
     WAITING_FOR_STORE = "WaitingForStore"
     WAITING_FOR_GATEWAY = "WaitingForGateway"
     NO_GATEWAY_WANTED = "NoGatewayWanted"

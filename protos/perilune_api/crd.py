@@ -51,7 +51,13 @@ RULES: Mapping[type, Sequence[Rule]] = {
             ".mooncake",
         ),
         Rule(
-            "self.model.name == oldSelf.model.name",
+            "has(self.engine.selector) || (has(self.model.name) && self.model.name != '')",
+            "name the model, as requests do: only engines that engine.selector selects tell it",
+            ".model.name",
+        ),
+        Rule(
+            "(has(self.model.name) ? self.model.name : '') == "
+            "(has(oldSelf.model.name) ? oldSelf.model.name : '')",
             "the model's name cannot change: sessions, caches and dashboards hang on it; make another pool",
             ".model.name",
         ),
@@ -84,6 +90,11 @@ RULES: Mapping[type, Sequence[Rule]] = {
             "self.blockSize == oldSelf.blockSize", "blockSize cannot change: make another pool", ".blockSize"
         ),
         Rule("self.kind == oldSelf.kind", "the kind of engine cannot change: make another pool", ".kind"),
+        Rule(
+            "has(self.selector) == has(oldSelf.selector)",
+            "a pool keeps running engines of its own, or selecting those of others: make another pool",
+            ".selector",
+        ),
     ),
     TopologySpec: (
         Rule(

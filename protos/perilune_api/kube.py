@@ -131,6 +131,26 @@ class Client:
             raise _refused(response.status, text)
         return _decoded(text)
 
+    async def fetch(
+        self, method: str, path: str, body: Any = None, *, most_bytes: int, timeout_s: float = TIMEOUT_S
+    ) -> tuple[int, bytes]:
+        """Send one request; return the status and the body as it is, such as that of a pod's page through
+        the server's proxy.
+
+        Raises OSError when the server cannot be reached, and ValueError for more than `most_bytes`.
+        """
+        try:
+            response = await self._send(method, path, {}, body, JSON, aiohttp.ClientTimeout(total=timeout_s))
+            text = bytearray()
+            async for part in response.content.iter_any():
+                text += part
+                if len(text) > most_bytes:
+                    response.close()
+                    raise ValueError(f"more than {most_bytes} bytes")
+        except aiohttp.ClientError as error:
+            raise _unreachable(error) from error
+        return response.status, bytes(text)
+
     async def watch(self, path: str, params: Mapping[str, str], version: str) -> AsyncIterator[Object]:
         """Yield the events of a collection after `version`, until the server ends the stream.
 

@@ -123,6 +123,8 @@ DRAINED = "perilune_pod_drained"
 """Metric of a gateway: 1 for a draining engine pod (label `pod`) on which it runs nothing any more, and of
 which no session has sent a request lately. The label `mark` repeats the value of DRAINING, so that a report
 about an earlier draining does not count."""
+FINDINGS = "perilune_engine_findings"
+"""Metric of a gateway: number of selected engines that have a Finding (label `finding`)."""
 FIRST_TOKENS = "perilune_time_to_first_token_seconds"
 """Metric of a gateway: a histogram of the seconds from a request's arrival to its first token."""
 FIRST_TOKEN_BUCKETS_S = (0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 7.5, 10, 15, 20, 30, 60)

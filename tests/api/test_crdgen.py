@@ -85,6 +85,7 @@ def test_a_spec_is_all_that_a_gateway_knows_but_what_the_operator_finds_out() ->
         ".engine.store",
         ".engine.storeMaster",
         ".topology.nodes",
+        ".topology.leaving",
         ".endpoints",
     }
     assert dict(crd.DERIVED) == {EngineSpec: {"store", "store_master"}}

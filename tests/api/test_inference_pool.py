@@ -70,7 +70,7 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        pytest.param({}, "missing required field `model`", id="no model"),
+        pytest.param({}, "Name the model, as requests do", id="no model"),
         pytest.param(spec(replicas=-1), ">= 0 - at `$.spec.replicas`", id="range"),
         pytest.param(
             spec(engine={"startupSeconds": 86_401}), "<= 86400", id="more seconds than Kubernetes counts"

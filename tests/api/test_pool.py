@@ -173,7 +173,7 @@ def test_errors_name_the_field(text: str, message: str) -> None:
 @settings(deadline=None)
 @given(st.builds(Model, name=st.text(min_size=1, max_size=9)), st.integers(1, 65535))
 def test_dump_reads_back(model: Model, port: int) -> None:
-    made = Pool(Metadata("p"), Spec(model, endpoints=(EndpointSpec(f"10.0.0.1:{port}"),)))
+    made = Pool(Metadata("p"), Spec(model, endpoints=(EndpointSpec(address=f"10.0.0.1:{port}"),)))
     assert pool.parse(pool.dump(made)) == made
 
 

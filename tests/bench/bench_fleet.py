@@ -112,9 +112,11 @@ class Fleet:
     def __init__(self, urls: list[str]) -> None:
         self.addresses = [f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}:8000" for n in range(len(urls))]
         spec = Spec(
-            Model("m", tokenize="estimate"),
+            Model(name="m", tokenize="estimate"),
             Engine(block_size=BLOCK),
-            endpoints=tuple(EndpointSpec(a, events=(u,)) for a, u in zip(self.addresses, urls, strict=True)),
+            endpoints=tuple(
+                EndpointSpec(address=a, events=(u,)) for a, u in zip(self.addresses, urls, strict=True)
+            ),
         )
         self.gateway = ServedPool(Pool(Metadata("fleet"), spec), NoSource(), seed=1)
         self.gateway.events.follow(self.gateway.state.fleet.endpoints())

@@ -87,9 +87,9 @@ async def run(folder: Path, transport: Transport) -> tuple[list[float], list[int
         pool = spec.Pool(
             spec.Metadata("bench"),
             spec.Spec(
-                spec.Model("m", tokenize="estimate"),
+                spec.Model(name="m", tokenize="estimate"),
                 routing=routing,
-                endpoints=tuple(map(spec.EndpointSpec, endpoints)),
+                endpoints=tuple(spec.EndpointSpec(address=e) for e in endpoints),
             ),
         )
         (folder / "pool.yaml").write_bytes(spec.dump(pool))

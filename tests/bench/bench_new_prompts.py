@@ -89,8 +89,10 @@ def bodies(size: int) -> Iterator[bytes]:
 def decisions(size: int) -> list[float]:
     """Milliseconds of each decision."""
     addresses = [f"10.0.0.{n}:8000" for n in range(ENDPOINTS)]
-    model = Model("m", tokenize="estimate")
-    pool = Pool(Metadata("bench"), Spec(model, Engine(), endpoints=tuple(EndpointSpec(a) for a in addresses)))
+    model = Model(name="m", tokenize="estimate")
+    pool = Pool(
+        Metadata("bench"), Spec(model, Engine(), endpoints=tuple(EndpointSpec(address=a) for a in addresses))
+    )
     state, now, new, dice = PoolState.of(pool), 0.0, bodies(size), Random("index")
     recorder = Recorder(Metrics(CollectorRegistry()), Decisions())
     router = new_router(pool, state, Tokenizer(model), (recorder,), clock=lambda: now, rng=dice)

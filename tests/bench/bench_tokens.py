@@ -126,7 +126,7 @@ def test_tokens(folder: Path, sources: str, request: pytest.FixtureRequest) -> N
         "fastokens, the new turn, from body to ids",
     )
     best = dict.fromkeys(names, float("inf"))
-    tokenizer = Tokenizer(Model("m", tokenizer=str(folder)))
+    tokenizer = Tokenizer(Model(name="m", tokenizer=str(folder)))
     with closing(asyncio.new_event_loop()) as loop:
         for _ in range(rounds):
             start = talk.messages(START)

@@ -37,9 +37,9 @@ class Rig:
         self.dice = Random(seed)
         self.addresses = [f"10.0.{n // 250}.{n % 250}:8000" for n in range(endpoints)]
         spec = Spec(
-            Model("m", tokenize="estimate"),
+            Model(name="m", tokenize="estimate"),
             Engine(block_size=BLOCK),
-            endpoints=tuple(EndpointSpec(a, events=(f"tcp://{a}",)) for a in self.addresses),
+            endpoints=tuple(EndpointSpec(address=a, events=(f"tcp://{a}",)) for a in self.addresses),
         )
         self.now = 0.0
         pool = Pool(Metadata("bench"), spec)

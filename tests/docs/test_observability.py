@@ -12,7 +12,7 @@ from token_requests import CHATML
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from perilune_api import names
-from perilune_api.pool import EndpointSpec, Metadata, Model, Pool, Spec
+from perilune_api.pool import EndpointSpec, Engine, Metadata, Model, Pool, Selector, Spec
 from perilune_gateway import main
 from perilune_gateway.feeds.kubernetes import KubernetesPool
 from perilune_gateway.feeds.shared_state import Server
@@ -71,8 +71,9 @@ def folder(tmp_path):
 
 @pytest.fixture
 async def gateway(folder):
-    events = EndpointSpec(ADDRESS, events=("tcp://127.0.0.1:9",))
-    pool = Pool(Metadata("p"), Spec(Model("m", tokenizer=str(folder)), endpoints=(events,)))
+    events = EndpointSpec(address=ADDRESS, events=("tcp://127.0.0.1:9",))
+    engine = Engine(selector=Selector(labels={"app": "vllm"}))  # so that what others' engines lack is there
+    pool = Pool(Metadata("p"), Spec(Model(name="m", tokenizer=str(folder)), engine, endpoints=(events,)))
     source = KubernetesPool(None, "default", "p")
     source.pods = [{"metadata": {"name": "leaving", "annotations": {names.DRAINING: "now"}}}]
     made = ServedPool(

@@ -88,7 +88,7 @@ class Deaf:
         raise AssertionError("no request waits here")
 
 
-TOKENIZER = Tokenizer(Model("m", tokenize="estimate"))
+TOKENIZER = Tokenizer(Model(name="m", tokenize="estimate"))
 APIS = list(PATHS)
 ROUTING = Routing(allow_policy_header=True, session=SessionKeys(cookie="c", body_user=True))
 

@@ -47,8 +47,8 @@ A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 
 
 def pool(*addresses: str, routing: Routing | None = None, model: str = "m") -> Pool:
-    endpoints = tuple(map(EndpointSpec, addresses))
-    return Pool(Metadata("p"), Spec(Model(model), routing=routing or Routing(), endpoints=endpoints))
+    endpoints = tuple(EndpointSpec(address=a) for a in addresses)
+    return Pool(Metadata("p"), Spec(Model(name=model), routing=routing or Routing(), endpoints=endpoints))
 
 
 class Clock:
@@ -279,7 +279,9 @@ def test_a_gateway_knows_what_its_engines_cache_when_it_begins_to_serve(tmp_path
         assert engine.stdout is not None
         events, replay = engine.stdout.readline().split()
         spec = pool().spec
-        followed = structs.replace(spec, endpoints=(EndpointSpec(A, events=(events,), replay=(replay,)),))
+        followed = structs.replace(
+            spec, endpoints=(EndpointSpec(address=A, events=(events,), replay=(replay,)),)
+        )
         file.write_bytes(dump(structs.replace(pool(), spec=followed)))
         command = [sys.executable, "-m", "perilune_gateway.main", "--pool", str(file)]
         command += ["--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]

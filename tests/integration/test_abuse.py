@@ -456,7 +456,7 @@ async def hostile_publisher(victim: Victim) -> AsyncIterator[tuple[zmq.asyncio.S
         ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (events, replay)]
         urls = [f"tcp://127.0.0.1:{port}" for port in ports]
         document, file = victim.stack.pool, victim.stack.pool_file
-        evil = spec.EndpointSpec("127.0.0.1:1", events=(urls[0],), replay=(urls[1],))
+        evil = spec.EndpointSpec(address="127.0.0.1:1", events=(urls[0],), replay=(urls[1],))
         changed = msgspec.structs.replace(
             document,
             spec=msgspec.structs.replace(document.spec, endpoints=(*document.spec.endpoints, evil)),
@@ -585,7 +585,7 @@ async def test_the_pool_file_may_be_garbage_for_a_while(victim: Victim) -> None:
 async def test_a_tokenizer_that_is_not_there_ends_the_start_and_says_so(
     tmp_path: Path, make: Callable[[Path], Path], said: str
 ) -> None:
-    pool = spec.Pool(spec.Metadata("p"), spec.Spec(spec.Model("m", tokenizer=str(make(tmp_path)))))
+    pool = spec.Pool(spec.Metadata("p"), spec.Spec(spec.Model(name="m", tokenizer=str(make(tmp_path)))))
     file = tmp_path / "pool.yaml"
     file.write_bytes(spec.dump(pool))
     ended = await asyncio.to_thread(

@@ -32,7 +32,7 @@ async def recorded(folder: Path, policy: str, *, kill: bool = False) -> Path:
         engines=3,
         options=EngineOptions(kv_tokens=load.kv_tokens, context_tokens=load.context_tokens, time_scale=SCALE),
         routing=spec.Routing(
-            chosen(
+            policy=chosen(
                 policy,
                 ear=EarParams(cooldown_seconds=0.5),
                 perilune=PeriluneParams(least_gain_seconds=0.01),

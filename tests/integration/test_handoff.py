@@ -28,7 +28,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 SESSIONS, BLOCK = 12, 16
 OPTIONS = EngineOptions(handoff=True, time_scale=4.0)
 ROUTING = spec.Routing(
-    migration=spec.Migration((spec.MoveTrigger.DRAIN,), interval_seconds=0.1, moves_per_minute=1000),
+    migration=spec.Migration(triggers=(spec.MoveTrigger.DRAIN,), interval_seconds=0.1, moves_per_minute=1000),
     limits=spec.Limits(decision_seconds=30.0),
 )
 DECISION = "x-perilune-decision"

@@ -117,7 +117,7 @@ class Running:
 @pytest_asyncio.fixture(loop_scope="module")
 async def running(tmp_path: Path) -> AsyncIterator[Running]:
     routing = Routing(migration=Migration(interval_seconds=0.1, moves_per_minute=1000))
-    api = Api(Pool(Metadata("p", "ns"), Spec(Model("m"), Engine(block_size=BLOCK), routing)))
+    api = Api(Pool(Metadata("p", "ns"), Spec(Model(name="m"), Engine(block_size=BLOCK), routing)))
     app = web.Application()
     app.router.add_get("/api/v1/namespaces/ns/{kind}", api.handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 OPTIONS = EngineOptions(time_scale=2.0, kv_tokens=200_000)
 ROUTING = spec.Routing(
-    migration=spec.Migration(tuple(spec.MoveTrigger), interval_seconds=0.1, hot_pending_seconds=0.5),
+    migration=spec.Migration(triggers=tuple(spec.MoveTrigger), interval_seconds=0.1, hot_pending_seconds=0.5),
     limits=spec.Limits(decision_seconds=30.0),
 )
 DECISION = "x-perilune-decision"

@@ -17,7 +17,7 @@ from perilune_lab.processes import envoy
 from perilune_lab.processes.stack import EngineOptions, Stack
 
 OPTIONS = EngineOptions(host_tokens=700_000)
-ROUTING = spec.Routing(chosen("round_robin"), limits=spec.Limits(decision_seconds=30.0))
+ROUTING = spec.Routing(policy=chosen("round_robin"), limits=spec.Limits(decision_seconds=30.0))
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from perilune_lab.processes.stack import EngineOptions, Stack
 
 OPTIONS = EngineOptions(handoff=True)
 ROUTING = spec.Routing(
-    chosen("round_robin"),
+    policy=chosen("round_robin"),
     limits=spec.Limits(decision_seconds=30.0),
     pull=spec.Pull(max_seconds=1.0),
 )

@@ -152,7 +152,9 @@ async def scene(folder: Path, mode: Mode, *arguments: str) -> AsyncIterator[Scen
     app.router.add_get("/metrics", engine.metrics)
     async with served(app) as address, aiohttp.ClientSession() as http:
         routing = Routing(limits=Limits(decision_seconds=30.0))
-        spec = Spec(Model("m", tokenize="estimate"), routing=routing, endpoints=(EndpointSpec(address),))
+        spec = Spec(
+            Model(name="m", tokenize="estimate"), routing=routing, endpoints=(EndpointSpec(address=address),)
+        )
         file = folder / "pool.yaml"
         file.write_bytes(dump(Pool(Metadata("p", "ns"), spec)))
         gateway = await asyncio.create_subprocess_exec(

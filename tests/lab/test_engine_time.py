@@ -7,8 +7,10 @@ from perilune_lab.processes.stack import in_engine_time
 
 def test_all_seconds_shrink_and_the_rate_of_moves_grows_with_the_time_scale() -> None:
     routing = Routing(
-        PolicyChoice(ear=EarParams(cooldown_seconds=30.0), perilune=PeriluneParams(least_gain_seconds=4.0)),
-        Migration(cooldown_seconds=20.0, hot_pending_seconds=1.5, moves_per_minute=50),
+        policy=PolicyChoice(
+            ear=EarParams(cooldown_seconds=30.0), perilune=PeriluneParams(least_gain_seconds=4.0)
+        ),
+        migration=Migration(cooldown_seconds=20.0, hot_pending_seconds=1.5, moves_per_minute=50),
         limits=Limits(max_pending_seconds=8.0, ttft_slo_seconds=4.0, tpot_slo_seconds=0.2),
     )
     fast = in_engine_time(routing, 10.0)

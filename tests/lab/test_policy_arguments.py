@@ -24,9 +24,9 @@ def test_what_is_wrong_with_a_policy_is_said(text: str):
 
 @pytest.mark.parametrize("name", ["ear.cooldown_seconds", "ear.cooldownSeconds"])
 def test_parameters_in_either_spelling_change_only_themselves(name: str):
-    base = Routing(chosen("perilune", ear=EarParams(hot_pending_tokens=7)), fallbacks=5)
+    base = Routing(policy=chosen("perilune", ear=EarParams(hot_pending_tokens=7)), fallbacks=5)
     assert changed(base, {name: "1.5"}, "--param") == Routing(
-        chosen("perilune", ear=EarParams(hot_pending_tokens=7, cooldown_seconds=1.5)), fallbacks=5
+        policy=chosen("perilune", ear=EarParams(hot_pending_tokens=7, cooldown_seconds=1.5)), fallbacks=5
     )
 
 

@@ -92,7 +92,7 @@ async def test_starts_everything_and_leaves_nothing(run, parts):
 
 
 async def test_writes_a_pool_document_that_names_the_engines(run, parts):
-    async with small(parts(), routing=spec.Routing(chosen("sticky")), with_gateway=False) as stack:
+    async with small(parts(), routing=spec.Routing(policy=chosen("sticky")), with_gateway=False) as stack:
         pool = spec.load(stack.pool_file)
     assert pool == stack.pool
     assert pool.spec.routing.policy.name == "sticky"

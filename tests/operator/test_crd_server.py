@@ -45,6 +45,14 @@ async def test_the_smallest_pool_shows_what_it_will_be(client: Client, namespace
     assert convert(spec) == convert({"model": {"name": "m"}})
 
 
+async def test_a_pool_of_selected_engines_needs_no_model(client: Client, namespace: str) -> None:
+    selector = {"labels": {"app": "vllm"}, "port": "http"}
+    body = pool(engine={"selector": selector})
+    del body["spec"]["model"]
+    made = await create(client, namespace, body)
+    assert convert(made["spec"]) == convert({"engine": {"selector": selector}})
+
+
 @pytest.mark.parametrize(
     ("path", "words"),
     [
@@ -80,7 +88,7 @@ def test_kubectl_explain_reads_like_documentation(api_server: Any, path: str, wo
 
 
 BAD: list[Any] = [
-    pytest.param({"model": None}, "spec.model: Required value", id="no model"),
+    pytest.param({"model": None}, "name the model, as requests do", id="no model"),
     pytest.param({"model": {"name": ""}}, "spec.model.name", id="empty name"),
     pytest.param({"replica": 1}, 'unknown field "spec.replica"', id="typo"),
     pytest.param({"replicas": -1}, "spec.replicas: Invalid value: -1: spec.replicas in body", id="negative"),
@@ -92,6 +100,12 @@ BAD: list[Any] = [
     ),
     pytest.param(
         {"engine": {"hashing": {"algorithm": "xxhash"}}}, "seed is needed with xxhash", id="random hashes"
+    ),
+    pytest.param({"engine": {"selector": {}}}, "selector.labels: Required value", id="no labels"),
+    pytest.param(
+        {"engine": {"selector": {"labels": {"app": "v"}, "port": "Not A Port"}}},
+        "spec.engine.selector.port",
+        id="no port",
     ),
     pytest.param({"roles": {"prefill": {}}}, 'unknown field "spec.roles"', id="roles"),
     pytest.param(
@@ -188,6 +202,9 @@ async def test_a_name_that_children_could_not_bear_is_refused(
         pytest.param({"model": {"name": "n"}}, "spec.model.name", id="model"),
         pytest.param({"engine": {"blockSize": 32}}, "blockSize cannot change", id="block size"),
         pytest.param({"engine": {"kind": "simulated"}}, "kind of engine cannot change", id="kind"),
+        pytest.param(
+            {"engine": {"selector": {"labels": {"app": "v"}}}}, "a pool keeps running engines", id="selector"
+        ),
     ],
 )
 async def test_fields_that_cannot_change_are_refused(

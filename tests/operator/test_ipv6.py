@@ -75,7 +75,10 @@ def test_a_gateway_hears_an_engine_whose_address_is_ipv6(tmp_path: Path) -> None
             page(f"{host}:{ports['http']}", "/health")
         address = f"[::1]:{ports['http']}"
         found = EndpointSpec(
-            address, "", (f"tcp://[::1]:{ports['events']}",), (f"tcp://[::1]:{ports['replay']}",)
+            address=address,
+            node="",
+            events=(f"tcp://[::1]:{ports['events']}",),
+            replay=(f"tcp://[::1]:{ports['replay']}",),
         )
         document = pool_document("p", "ns", convert(spec), Topology())
         spec_with = msgspec.structs.replace(document.spec, endpoints=(found,))

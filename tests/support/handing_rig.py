@@ -32,7 +32,9 @@ class Handing(Rig):
         listeners: Sequence[object] = (),
     ) -> None:
         self.pages = pages
-        self.routing = Routing(chosen(policy), Migration(triggers or (MoveTrigger.DRAIN,)))
+        self.routing = Routing(
+            policy=chosen(policy), migration=Migration(triggers=triggers or (MoveTrigger.DRAIN,))
+        )
         super().__init__(self.pool(), sharing=sharing, listeners=listeners)
         blocks = EngineBlocks(self.state.index, BLOCK, store=False)
         tokens = self.state.block_tokens
@@ -43,7 +45,7 @@ class Handing(Rig):
 
     def pool(self, draining: str = "") -> Pool:
         listed = [
-            EndpointSpec(a, events=(f"tcp://{a}",), draining=a == draining, bootstrap=page)
+            EndpointSpec(address=a, events=(f"tcp://{a}",), draining=a == draining, bootstrap=page)
             for a, page in self.pages.items()
         ]
         return pool(endpoints=listed, routing=self.routing, engine=USUAL)

@@ -15,7 +15,10 @@ class Split(Handing):
     def pool(self, draining: str = "") -> Pool:
         listed = [
             EndpointSpec(
-                a, events=(f"tcp://{a}",), bootstrap=page, role=Role.PREFILL if a == A else Role.DECODE
+                address=a,
+                events=(f"tcp://{a}",),
+                bootstrap=page,
+                role=Role.PREFILL if a == A else Role.DECODE,
             )
             for a, page in self.pages.items()
         ]

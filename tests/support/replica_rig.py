@@ -25,8 +25,8 @@ class HandingReplica(Handing):
         self.shared = Replicas(self.state, self.router.new_sessions, self.router.moves.handing_over)
 
     def pool(self, draining: str = "") -> Pool:
-        migration = Migration((MoveTrigger.DRAIN,), moves_per_minute=self.moves_per_minute)
-        self.routing = Routing(chosen(self.policy), migration)
+        migration = Migration(triggers=(MoveTrigger.DRAIN,), moves_per_minute=self.moves_per_minute)
+        self.routing = Routing(policy=chosen(self.policy), migration=migration)
         return super().pool(draining)
 
     def tells(self, *others: "HandingReplica", alive: bool = False) -> bytes:

@@ -32,7 +32,7 @@ from perilune_gateway.state.sharing import Sharing
 A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
 SMALL = Engine(block_size=4, kv_pool_tokens=10_000)
 USUAL = Engine(block_size=16)
-MODEL = Model("m", tokenize="estimate")
+MODEL = Model(name="m", tokenize="estimate")
 
 
 def pool(
@@ -44,7 +44,9 @@ def pool(
     topology: Topology = Topology(),  # noqa: B008
 ) -> Pool:
     """Return a pool; an endpoint that is only named announces its blocks."""
-    listed = tuple(EndpointSpec(e, events=(f"tcp://{e}",)) if isinstance(e, str) else e for e in endpoints)
+    listed = tuple(
+        EndpointSpec(address=e, events=(f"tcp://{e}",)) if isinstance(e, str) else e for e in endpoints
+    )
     return Pool(Metadata("p"), Spec(model, engine, routing, topology, listed))
 
 

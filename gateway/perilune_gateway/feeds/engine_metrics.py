@@ -246,10 +246,12 @@ class _Watch:
 
 async def _fetch(session: aiohttp.ClientSession, address: str, timeout_s: float) -> bytes:
     """Fetch one page. Raises TimeoutError, or aiohttp.ClientError, also for another status than 200 and for a
-    body that is too long. Follow no redirection, since an engine must not choose which server the gateway
-    calls."""
+    body that is too long. A server without this page (404) is alive and tells nothing. Follow no
+    redirection, since an engine must not choose which server the gateway calls."""
     url = f"http://{address}/metrics"
     async with asyncio.timeout(timeout_s), session.get(url, allow_redirects=False) as response:
+        if response.status == 404:
+            return b""
         if response.status != 200:
             raise aiohttp.ClientPayloadError(f"status {response.status}")
         return await pages.read(response, MAX_BYTES)

@@ -2,6 +2,7 @@
 
     ConfigMap NAME-gateway, key pool.yaml ─▶ model, engine, routing, topology ─┐
     pods labelled perilune.dev/pool=NAME ──▶ started and not terminating ──────┴▶ Pool ─▶ on_pool
+      or as engine.selector says
 
 Both are watched, so a change takes effect as soon as the API server reports it; a mounted ConfigMap would lag
 by up to a minute. A pod leaves the pool as soon as its deletion is requested, because Envoy would send
@@ -19,24 +20,37 @@ Two rules keep the pool from becoming empty by mistake:
 - When all pods are terminating, those that are still ready are used, as kube-proxy does. They serve while
   they drain, until another has started.
 
+With `engine.selector`, the pods are others' (selected_pods.py). The document is completed with what the first
+engine tells that answers (engine_words.py), for which `first` waits. All engines are asked, and one that
+serves another model gets no requests.
+
 Needs a Role with get, list, watch of that ConfigMap and of the namespace's pods. Writes nothing.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import aiohttp
 import msgspec
 
 from perilune_api import kube, names
 from perilune_api.pool import EndpointSpec, NodePlace, Pool, Role, SpecError, check, parse_known
+from perilune_gateway.feeds import engine_words, selected_pods
+from perilune_gateway.feeds.engine_words import EngineWords
 from perilune_gateway.feeds.leaving import Leaving, Use
+from perilune_gateway.feeds.pods import port_in, up
+from perilune_gateway.feeds.pool_origin import Origin, config_map
+from perilune_gateway.model.engine_facts import EngineFacts
 
 log = logging.getLogger(__name__)
 
 Object = dict[str, Any]
+Reader = Callable[[Object], EndpointSpec | None]
+"""The endpoint of a pod; None for a pod that is none."""
 FIRST_S = 0.5
 """Seconds between requests for the ConfigMap while it does not exist yet."""
 LOOK_S = 0.5
@@ -54,30 +68,26 @@ def _read(text: str) -> Pool:
 
 def endpoint(pod: Object) -> EndpointSpec | None:
     """Return the endpoint of a pod; None for a pod that has no address or has not started."""
-    meta, status = pod["metadata"], pod.get("status", {})
-    ip = status.get("podIP", "")
-    ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ())
-    containers = status.get("containerStatuses") or ()
-    started = bool(containers) and all(c.get("started") for c in containers)
-    if not (ip and (ready or started)):
+    meta, there = pod["metadata"], up(pod)
+    if there is None:
         return None
-    host = f"[{ip}]" if ":" in ip else ip
+    host, ready = there
     annotations = meta.get("annotations") or {}
-    port = _port(annotations.get(names.EVENTS_PORT, ""))
-    ranks = min(_port(annotations.get(names.RANKS, "")) or 1, (65_536 - port) // 2) if port else 0
-    bootstrap = _port(annotations.get(names.BOOTSTRAP_PORT, ""))
-    peer = _port(annotations.get(names.PEER_PORT, ""))
+    port = port_in(annotations.get(names.EVENTS_PORT, ""), last=65_534)
+    ranks = min(port_in(annotations.get(names.RANKS, "")) or 1, (65_536 - port) // 2) if port else 0
+    bootstrap = port_in(annotations.get(names.BOOTSTRAP_PORT, ""))
+    peer = port_in(annotations.get(names.PEER_PORT, ""))
     return EndpointSpec(
-        f"{host}:{names.ENGINE_PORT}",
-        pod.get("spec", {}).get("nodeName", ""),
-        tuple(f"tcp://{host}:{port + rank}" for rank in range(ranks)),
-        tuple(f"tcp://{host}:{port + ranks + rank}" for rank in range(ranks)),
-        names.DRAINING in annotations,
-        ready,
-        f"{host}:{bootstrap}" if bootstrap else "",
-        Role.PREFILL if _prefills(meta) and bootstrap else Role.BOTH,
-        f"{host}:{peer}" if peer and not bootstrap else "",
-        meta.get("uid", ""),
+        address=f"{host}:{names.ENGINE_PORT}",
+        node=pod.get("spec", {}).get("nodeName", ""),
+        events=tuple(f"tcp://{host}:{port + rank}" for rank in range(ranks)),
+        replay=tuple(f"tcp://{host}:{port + ranks + rank}" for rank in range(ranks)),
+        draining=names.DRAINING in annotations,
+        ready=ready,
+        bootstrap=f"{host}:{bootstrap}" if bootstrap else "",
+        role=Role.PREFILL if _prefills(meta) and bootstrap else Role.BOTH,
+        peer=f"{host}:{peer}" if peer and not bootstrap else "",
+        instance=meta.get("uid", ""),
     )
 
 
@@ -86,21 +96,19 @@ def _prefills(meta: Object) -> bool:
     return bool(labels.get(names.DUTY_LABEL, labels.get(names.COMPONENT_LABEL)) == "prefill")
 
 
-def _port(text: str) -> int:
-    """Return the port in an annotation; 0 if there is none."""
-    known = text.isascii() and text.isdigit() and len(text) < 6 and int(text) < 65_535
-    return int(text) if known else 0
-
-
 def with_pods(document: Pool, pods: Sequence[Object], giving: Collection[str] = ()) -> Pool:
     """Return the document with these pods as its endpoints. Nodes that its topology does not list are far
     from everything. Of two pods with the same address (that of their node, or of one that is gone) one that
     does not drain is preferred, and then a ready one. `giving`: the uids of terminating pods that still serve
     their sessions."""
-    preferred = sorted(_usable(pods, giving), key=lambda e: (not e.draining, e.ready))
-    by_address = {e.address: e for e in preferred}
-    endpoints = tuple(by_address[address] for address in sorted(by_address))
     topology = document.spec.topology
+    usable = _usable(pods, giving, reader(document))
+    preferred = sorted(usable, key=lambda e: (not e.draining, e.ready))
+    by_address = {e.address: e for e in preferred}
+    endpoints = tuple(
+        msgspec.structs.replace(e, draining=e.draining or e.node in topology.leaving)
+        for _, e in sorted(by_address.items())
+    )
     nodes = {**{e.node: NodePlace() for e in endpoints if e.node}, **topology.nodes}
     spec = msgspec.structs.replace(
         document.spec,
@@ -110,20 +118,42 @@ def with_pods(document: Pool, pods: Sequence[Object], giving: Collection[str] = 
     return msgspec.structs.replace(document, spec=spec)
 
 
-def _usable(pods: Sequence[Object], giving: Collection[str]) -> list[EndpointSpec]:
-    """Return the endpoints of started pods, by the two rules of the module's header."""
-    staying = [e for pod in pods if not _is_leaving(pod) and (e := endpoint(pod))]
+def reader(document: Pool) -> Reader:
+    """Return how the pods of a pool are read: as the operator's own, or as others'."""
+    selector = document.spec.engine.selector
+    return endpoint if selector is None else partial(selected_pods.endpoint, selector=selector)
+
+
+def without_strangers(pool: Pool, known: Mapping[str, EngineFacts]) -> Pool:
+    """Return the pool, in which engines that serve other models are not ready. `known`: what engines
+    told."""
+    model = pool.spec.model
+    ours = {model.name, *model.aliases}
+
+    def serves(endpoint: EndpointSpec) -> bool:
+        told = known.get(endpoint.address)
+        return told is None or not told.models or any(served.id in ours for served in told.models)
+
+    endpoints = tuple(
+        e if serves(e) else msgspec.structs.replace(e, ready=False) for e in pool.spec.endpoints
+    )
+    return msgspec.structs.replace(pool, spec=msgspec.structs.replace(pool.spec, endpoints=endpoints))
+
+
+def _usable(pods: Sequence[Object], giving: Collection[str], read: Reader) -> list[EndpointSpec]:
+    """Endpoints of started pods, by the two rules of the module's header."""
+    staying = [e for pod in pods if not _is_leaving(pod) and (e := read(pod))]
     if not staying:
-        return [e for pod in pods if _is_leaving(pod) and (e := endpoint(pod)) and e.ready]
+        return [e for pod in pods if _is_leaving(pod) and (e := read(pod)) and e.ready]
     if 2 * sum(e.ready for e in staying) < len(staying):
         staying = [msgspec.structs.replace(e, ready=True) for e in staying]
-    leaving = (e for pod, e in _givers(pods) if pod["metadata"].get("uid", "") in giving)
+    leaving = (e for pod, e in _givers(pods, read) if pod["metadata"].get("uid", "") in giving)
     return [*staying, *(msgspec.structs.replace(e, draining=True) for e in leaving)]
 
 
-def _givers(pods: Sequence[Object]) -> list[tuple[Object, EndpointSpec]]:
+def _givers(pods: Sequence[Object], read: Reader) -> list[tuple[Object, EndpointSpec]]:
     """Return the terminating pods that serve sessions and hand KV over, with their endpoints."""
-    leaving = ((pod, endpoint(pod)) for pod in pods if _is_leaving(pod))
+    leaving = ((pod, read(pod)) for pod in pods if _is_leaving(pod))
     return [(p, e) for p, e in leaving if e and e.ready and e.bootstrap and e.role is not Role.PREFILL]
 
 
@@ -141,7 +171,21 @@ class KubernetesPool:
         name: str,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        headers: Mapping[str, str] | None = None,
+        origin: Origin | None = None,
     ) -> None:
+        """`headers`: with which engines that others run are asked, such as their key. `origin`: what the
+        document is made of; None: the operator's ConfigMap."""
+        self._origin = origin or config_map(namespace, name)
+        self._found: list[Sequence[Object]] = [()] * len(self._origin.collections)
+        """The objects of each collection of the origin."""
+        self._followed = tuple(enumerate(self._origin.collections))
+        """Those collections whose kind the cluster has, with their indices."""
+        self._headers = dict(headers or {})
+        self.words = EngineWords(clock)
+        """What selected engines told; empty without engine.selector."""
+        self._told: EngineFacts | None = None
+        """What the document is completed with."""
         self._clock, self._wall_clock = clock, wall_clock
         self.client = client
         self.namespace = namespace
@@ -158,21 +202,66 @@ class KubernetesPool:
         """All engine pods of the pool, as the API server reported them last."""
 
     async def first(self) -> Pool:
-        """Wait for the ConfigMap and return the pool. Raises SpecError for an invalid document."""
+        """Wait for the ConfigMap, and with engine.selector for an engine that tells what it is; return the
+        pool. Raises SpecError for an invalid document."""
+        waits_for = ""
         while True:
             try:
-                found = await self.client.request("GET", self._config_maps, params=self._named)
-                pods = await self.client.request("GET", self._pods_path, params=self._selected)
+                await self._list()
+                if text := self._origin.text(self._found):
+                    self._text = text
+                    document = _read(text)
+                    params = selected(document)
+                    pods = await self.client.request("GET", self._pods_path, params=params)
+                    self.pods = pods.get("items") or []
+                    why = await self._ask_first(document)
+                    if not why:
+                        self._document = self._accepted = self._completed(document)
+                        self.current = with_pods(self._document, self.pods)
+                        return self.current
+                    if why != waits_for:
+                        log.warning("waiting for an engine that tells what it is error=%s", why)
+                    waits_for = why
             except (OSError, kube.ApiError) as error:
                 log.warning("waiting for the API server error=%s", error)
-            else:
-                for item in found.get("items") or ():
-                    self._text = item.get("data", {}).get(names.POOL_DOCUMENT, "")
-                    self._document = self._accepted = _read(self._text)
-                    self.pods = pods.get("items") or []
-                    self.current = with_pods(self._document, self.pods)
-                    return self.current
             await asyncio.sleep(FIRST_S)
+
+    async def _list(self) -> None:
+        """Read the objects that the document is made of. Raises ApiError and OSError."""
+        followed = []
+        for i, collection in enumerate(self._origin.collections):
+            try:
+                listed = await self.client.request("GET", collection.path, params=collection.params)
+            except kube.ApiError as error:
+                if error.status not in (403, 404) or not collection.optional:
+                    raise
+            else:
+                self._found[i] = listed.get("items") or ()
+                followed.append((i, collection))
+        self._followed = tuple(followed)
+
+    async def _ask_first(self, document: Pool) -> str:
+        """Asks selected engines what completes the document. Returns why none did; empty if one did, or if
+        none needs to."""
+        if document.spec.engine.selector is None:
+            return ""
+        endpoints = with_pods(document, self.pods).spec.endpoints
+        why = f"no started pod has the labels {selected(document)['labelSelector']}"
+        async with aiohttp.ClientSession(headers=self._headers) as http:
+            for endpoint in sorted(endpoints, key=lambda e: (not e.ready, e.address)):
+                told = await engine_words.ask(engine_words.directly(http, endpoint.address))
+                try:
+                    selected_pods.completed(document, told)
+                except SpecError as error:
+                    why = f"{endpoint.address}: {error}"
+                else:
+                    self._told = told
+                    return ""
+        return why
+
+    def _completed(self, document: Pool) -> Pool:
+        """Complete a document. Raises SpecError."""
+        return document if self._told is None else selected_pods.completed(document, self._told)
 
     async def run(self, on_pool: Callable[[Pool], None], use: Callable[[str], Use]) -> None:
         """Pass every new pool to `on_pool` until cancelled. `on_pool` raises SpecError to refuse one. `use`:
@@ -180,19 +269,38 @@ class KubernetesPool:
         left."""
         leaving = Leaving(use)
 
-        def documents(found: dict[str, Object], _: Collection[str]) -> None:
-            self.document(next((o.get("data", {}).get(names.POOL_DOCUMENT, "") for o in found.values()), ""))
+        def documents(i: int, found: dict[str, Object], _: Collection[str]) -> None:
+            self._found[i] = list(found.values())
+            try:
+                self.document(self._origin.text(self._found))
+            except SpecError as error:
+                self._refuse(str(error))
             self._offer(on_pool, leaving)
 
         def pods(found: dict[str, Object], _: Collection[str]) -> None:
             self.pods = list(found.values())
             self._offer(on_pool, leaving)
 
+        assert self._accepted is not None
+        params = selected(self._accepted)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(kube.follow(self.client, self._config_maps, documents, self._named))
-            follow = kube.follow(self.client, self._pods_path, pods, self._selected, kept=kube.slim)
-            tasks.create_task(follow)
+            for i, of in self._followed:
+                read = partial(documents, i)
+                tasks.create_task(kube.follow(self.client, of.path, read, of.params))
+            tasks.create_task(kube.follow(self.client, self._pods_path, pods, params, kept=kube.slim))
             tasks.create_task(self._look(on_pool, leaving))
+            if self._told is not None:
+                tasks.create_task(self._ask(on_pool, leaving))
+
+    async def _ask(self, on_pool: Callable[[Pool], None], leaving: Leaving) -> None:
+        """Asks selected engines what they are; one that serves another model leaves."""
+        async with aiohttp.ClientSession(headers=self._headers) as http:
+            while True:
+                before = dict(self.words.known)
+                await self.words.look(self.current.spec.endpoints if self.current else (), http)
+                if self.words.known != before:
+                    self._offer(on_pool, leaving)
+                await asyncio.sleep(engine_words.LOOK_S)
 
     async def _look(self, on_pool: Callable[[Pool], None], leaving: Leaving) -> None:
         """Leave terminating engines when their time has come, which no watch reports."""
@@ -202,13 +310,13 @@ class KubernetesPool:
                 self._offer(on_pool, leaving)
 
     def document(self, text: str) -> None:
-        """Read a new text of the ConfigMap. When it is empty, because there is no ConfigMap, the old document
+        """Read a new text of the document. When it is empty, because its object is gone, the old one
         stays."""
         if not text or text == self._text:
             return
         self._text = text
         try:
-            self._document = _read(text)
+            self._document = self._completed(_read(text))
         except SpecError as error:
             self._refuse(str(error))
 
@@ -224,9 +332,9 @@ class KubernetesPool:
 
     def _take(self, on_pool: Callable[[Pool], None], leaving: Leaving, document: Pool) -> bool:
         try:
-            givers = [(pod, e.address) for pod, e in _givers(self.pods)]
+            givers = [(pod, e.address) for pod, e in _givers(self.pods, reader(document))]
             serving = leaving.look(givers, self._clock(), self._wall_clock())
-            pool = with_pods(document, self.pods, serving)
+            pool = without_strangers(with_pods(document, self.pods, serving), self.words.known)
             if pool == self.current:
                 return True
             check(pool)
@@ -245,19 +353,14 @@ class KubernetesPool:
         self.last_error = error
 
     @property
-    def _config_maps(self) -> str:
-        return f"/api/v1/namespaces/{self.namespace}/configmaps"
-
-    @property
     def _pods_path(self) -> str:
         return f"/api/v1/namespaces/{self.namespace}/pods"
 
-    @property
-    def _named(self) -> dict[str, str]:
-        return {"fieldSelector": f"metadata.name={names.gateway_name(self.name)}"}
 
-    @property
-    def _selected(self) -> dict[str, str]:
-        return {
-            "labelSelector": f"{names.POOL_LABEL}={self.name},{names.COMPONENT_LABEL} in (engine,prefill)"
-        }
+def selected(document: Pool) -> dict[str, str]:
+    """Return the query for the pool's pods."""
+    selector = document.spec.engine.selector
+    if selector is not None:
+        return {"labelSelector": ",".join(f"{key}={value}" for key, value in selector.labels.items())}
+    pool = document.metadata.name
+    return {"labelSelector": f"{names.POOL_LABEL}={pool},{names.COMPONENT_LABEL} in (engine,prefill)"}

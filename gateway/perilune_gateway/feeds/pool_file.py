@@ -29,6 +29,13 @@ STALLED_S = 5.0
 """Seconds after which a read that does not end is reported."""
 
 
+def refuse_selector(pool: Pool) -> None:
+    """Refuse a file that selects pods. Raises SpecError."""
+    if pool.spec.engine.selector is not None:
+        words = "A file lists its engines in spec.endpoints; only on Kubernetes can they be selected"
+        raise SpecError(f"{words} - at `$.spec.engine.selector`")
+
+
 class PoolFile:
     """The pool in one file; `poll` reads it once, `run` until cancelled."""
 
@@ -57,6 +64,7 @@ class PoolFile:
         self._settled = text
         try:
             pool = parse(text)
+            refuse_selector(pool)
         except SpecError as error:
             self.refuse(str(error))
             return None

@@ -17,6 +17,7 @@ from statistics import median
 from perilune_api import names
 from perilune_gateway.model.kv_events import IngestStats, Lost
 from perilune_gateway.model.shared import SharedStats
+from perilune_gateway.observe.findings import Lack
 from perilune_gateway.observe.stats import EndpointStats, LogStats
 from perilune_gateway.routing.handing_over import HandoffStats
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
@@ -107,6 +108,8 @@ class Health:
     """Memory in use for the token ids of blocks, which hand-offs of KV need."""
     token_memory_max_bytes: int = 0
     """Its limit; 0 if no endpoint hands KV over."""
+    lacks: tuple[Lack, ...] = ()
+    """What engines that others run (`engine.selector`) lack for exact routing, worst first."""
 
 
 def report(
@@ -125,6 +128,7 @@ def report(
     shared: SharedStats | None = None,
     new_sessions: SessionAdmissionStats | None = None,
     peers: Collection[str] = (),
+    lacks: tuple[Lack, ...] = (),
 ) -> Health:
     """Return the health. `block_size` and `prefill_scale` are the pool's; `pool_error` says why the newest
     pool document is not in force, if it is not. `peers`: the endpoints whose host memory others can read."""
@@ -142,7 +146,9 @@ def report(
     status = Status.UNREADY if not usable else Status.DEGRADED if problems else Status.OK
     cost = cost_model(endpoints, prefill_scale)
     memory = (handoffs.token_bytes, handoffs.token_max_bytes) if handoffs else (0, 0)
-    return Health(status, pool, policy, version, uptime_s, len(endpoints), ready, problems, cost, *memory)
+    return Health(
+        status, pool, policy, version, uptime_s, len(endpoints), ready, problems, cost, *memory, lacks
+    )
 
 
 def cost_model(endpoints: Sequence[EndpointStats], prefill_scale: float) -> CostModel:

@@ -6,10 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, Protocol
 
+from perilune_api.findings import Finding
+from perilune_gateway.model import server_of
+from perilune_gateway.model.engine_facts import EngineFacts
 from perilune_gateway.model.kv_events import EventStats, IngestStats
 from perilune_gateway.model.shared import SharedStats
-from perilune_gateway.observe import health, moves
+from perilune_gateway.observe import findings, health, moves
 from perilune_gateway.observe.decision_log import DecisionLog
+from perilune_gateway.observe.findings import Lack, Seen
 from perilune_gateway.observe.stats import EndpointStats, LogStats, SessionStats, Snapshot
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_gateway.routing.router import Router
@@ -39,8 +43,11 @@ class Snapshots:
         *,
         drained: Callable[[], Mapping[str, str]] = dict,
         shared: Callable[[], SharedStats | None] = lambda: None,
+        told: Callable[[], Mapping[str, EngineFacts] | None] = lambda: None,
     ) -> None:
-        """`drained`: the draining pods that this gateway no longer uses, with their marks."""
+        """`drained`: the draining pods that this gateway no longer uses, with their marks. `told`: what
+        engines that others run told, by address; None for engines of the pool's own."""
+        self._told = told
         self._router = router
         self._drained = drained
         self._state = router.state
@@ -70,7 +77,33 @@ class Snapshots:
             self._blocks.unlearnt,
             self._router.moves.fetched(),
             self._shared(),
+            self.lacks(),
         )
+
+    def lacks(self) -> tuple[Lack, ...] | None:
+        """Return what engines that others run lack, worst first; None for engines of the pool's own."""
+        told = self._told()
+        if told is None:
+            return None
+        wanted = findings.expected(self._router.pool)
+        found: dict[str, tuple[Finding, ...]] = {}
+        for view in self._state.fleet.view(self._clock()):
+            endpoint, server = view.endpoint, server_of(view.endpoint.address)
+            if (facts := told.get(server)) is None:
+                continue
+            metrics, events = self._state.fleet.engine_metrics(endpoint.address), None
+            if endpoint.events:
+                events = self._events.stats(endpoint.address)
+            served = metrics is not None and metrics.prefix_queries_tokens > 0
+            seen = Seen(
+                facts=facts,
+                events=bool(endpoint.events),
+                replay=bool(endpoint.replay),
+                silent=served and events is not None and not events.connected,
+                transfers=bool(endpoint.bootstrap or endpoint.peer),
+            )
+            found[server] = findings.lacks(seen, wanted)
+        return findings.together(found)
 
     def new_sessions(self) -> SessionAdmissionStats:
         return self._router.new_sessions.stats(self._clock())
@@ -188,4 +221,5 @@ class Snapshots:
             shared=self._shared(),
             new_sessions=self.new_sessions(),
             peers=self._state.host_tiers.known,
+            lacks=self.lacks() or (),
         )

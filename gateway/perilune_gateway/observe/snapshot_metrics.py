@@ -6,14 +6,16 @@ metrics.py counts events. A scrape takes 100 µs for each endpoint; requests do 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from perilune_api import names
+from perilune_api.findings import Finding
 from perilune_gateway.model import Tier
 from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.observe import moves
+from perilune_gateway.observe.findings import Lack
 from perilune_gateway.observe.stats import EndpointStats, LogStats, Snapshot
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_gateway.state.engine_blocks import Unused
@@ -83,6 +85,8 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     for pod, mark in snapshot.drained.items():
         drained.add_metric((pod, mark), 1)
     yield drained
+    if snapshot.lacks is not None:
+        yield _findings(snapshot.lacks)
     ingest = snapshot.ingest
     yield _gauge("ingest_busy_ratio", "Share of the event loop's time that KV events take.", ingest.busy)
     yield _gauge("ingest_behind_seconds", "Delay of the slowest KV event feed.", ingest.behind_s)
@@ -170,6 +174,15 @@ def _unused(blocks: Mapping[str, int]) -> CounterMetricFamily:
     for cause in Unused:
         unused.add_metric((cause.value,), blocks.get(cause, 0))
     return unused
+
+
+def _findings(lacks: Sequence[Lack]) -> GaugeMetricFamily:
+    counts = {lack.finding: len(lack.endpoints) for lack in lacks}
+    text = "Engines that others run and that have this finding."
+    family = GaugeMetricFamily(names.FINDINGS, text, labels=("finding",))
+    for finding in Finding:
+        family.add_metric((finding.value,), counts.get(finding, 0))
+    return family
 
 
 def _new_sessions(stats: SessionAdmissionStats) -> Iterator[Metric]:

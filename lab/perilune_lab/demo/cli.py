@@ -122,7 +122,9 @@ class Demo:
                 context_tokens=self.load.context_tokens,
                 time_scale=o.time_scale,
             ),
-            routing=pool.Routing(PolicyChoice(name=PolicyName(arm.policy)), session_admission=admission),
+            routing=pool.Routing(
+                policy=PolicyChoice(name=PolicyName(arm.policy)), session_admission=admission
+            ),
             programs=self.programs,
         )
 

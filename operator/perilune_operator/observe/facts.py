@@ -140,6 +140,10 @@ class GatewayStats:
     """Seconds of queued prefill by the endpoint's IP address, summed over the gateways."""
     kv_in_use_at: Mapping[str, float] = field(default_factory=dict, compare=False)
     """Share of the KV cache that is in use, by the endpoint's IP address."""
+    ready_at: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """1 for each endpoint that may be chosen, 0 for each other one, by its IP address."""
+    findings: Mapping[str, int] = field(default_factory=dict)
+    """Finding (perilune_api.findings) → number of selected engines that have it."""
     first_tokens: Mapping[str, FirstTokens] = field(default_factory=dict, compare=False)
     """Gateway, by pod → its requests and those whose first token came in time."""
 

@@ -37,6 +37,7 @@ _INGEST = [
     for name in ("busy_ratio", "behind_seconds", "catching_up")
 ]
 _FIRST_TOKENS = re.compile(rf'^{names.FIRST_TOKENS}_bucket{{le="([^"]+)"}} (\S+)', re.MULTILINE)
+_FINDINGS = re.compile(rf'^{names.FINDINGS}{{finding="([a-z_]+)"}} (\S+)', re.MULTILINE)
 _DRAINED = re.compile(rf'^{names.DRAINED}{{mark="([^"]*)",pod="([^"]*)"}} 1', re.MULTILINE)
 
 
@@ -70,6 +71,8 @@ class _Page:
     queue_s_at: Mapping[str, float]
     kv_in_use_at: Mapping[str, float]
     recent_hits_tokens_at: Mapping[str, float]
+    ready_at: Mapping[str, float]
+    findings: Mapping[str, int]
     first_tokens: FirstTokens
 
 
@@ -95,6 +98,8 @@ def _parsed(text: str) -> _Page:
         queue_s_at=_summed(text, "pending_prefill_seconds"),
         kv_in_use_at=_largest([dict([sample]) for sample in _each(text, "kv_usage_ratio")]),
         recent_hits_tokens_at=_summed(text, "recent_hits_tokens"),
+        ready_at=_largest([dict([sample]) for sample in _each(text, "ready")]),
+        findings={finding: int(_finite(count)) for finding, count in _FINDINGS.findall(text)},
         first_tokens={float(bound): int(_finite(count)) for bound, count in _FIRST_TOKENS.findall(text)},
     )
 
@@ -130,6 +135,8 @@ def _together(read: Mapping[str, _Page | Missing]) -> GatewayStats | None:
         queue_s_at=_largest([page.queue_s_at for page in knowing]) if knowing else _queue_s(every),
         kv_in_use_at=_largest([page.kv_in_use_at for page in every]),
         recent_hits_tokens_at=_largest([page.recent_hits_tokens_at for page in every]),
+        ready_at=_largest([page.ready_at for page in every]),
+        findings={name: int(n) for name, n in _largest([page.findings for page in every]).items() if n},
         first_tokens={gateway: page.first_tokens for gateway, page in pages.items() if page.first_tokens},
     )
 

@@ -33,7 +33,8 @@ class Fabric:
     """Where each relevant node stands."""
     occupied: pool.Topology
     """The same of the nodes that run pods of the pool, for the pool document. So a document does not grow
-    with the cluster, and no other node's change rewrites it."""
+    with the cluster, and no other node's change rewrites it. Where others run the engines, those of all
+    relevant nodes, and which of them are being emptied: the operator does not know the pods."""
     keys: Mapping[str, str]
     """Level → the label that names it, for affinity and topology spread."""
     unlabelled: tuple[str, ...]
@@ -42,11 +43,17 @@ class Fabric:
     spines: int
 
 
-def resolve(spec: TopologySpec, nodes: Sequence[NodeFacts], pods: Sequence[PodFacts]) -> Fabric:
-    """Return the fabric of the relevant nodes: those with GPUs, and those that run pods of the pool."""
+def resolve(
+    spec: TopologySpec, nodes: Sequence[NodeFacts], pods: Sequence[PodFacts], *, anywhere: bool = False
+) -> Fabric:
+    """Return the fabric of the relevant nodes: those with GPUs, and those that run pods of the pool.
+    `anywhere`: engines that others run may be on every node, so those with a place count, too."""
     levels = {level.name: level for level in spec.levels or DEFAULT_LEVELS}
     used = {pod.node for pod in pods if pod.node}
+    if anywhere:
+        used |= {n.name for n in nodes if n.gpus or any(_value(n, level) for level in levels.values())}
     relevant = sorted((n for n in nodes if n.gpus or n.name in used), key=lambda n: n.name)
+    leaving = tuple(sorted(n.name for n in nodes if n.leaving)) if anywhere else ()
     places = {
         n.name: pool.NodePlace(
             _value(n, levels.get(LevelName.RACK)),
@@ -63,7 +70,7 @@ def resolve(spec: TopologySpec, nodes: Sequence[NodeFacts], pods: Sequence[PodFa
         keys[name] = (carried or list(level.labels))[0]
     return Fabric(
         pool.Topology(places),
-        pool.Topology({name: place for name, place in places.items() if name in used}),
+        pool.Topology({name: place for name, place in places.items() if name in used}, leaving),
         keys,
         tuple(name for name, place in places.items() if not place.rack),
         len({(p.spine, p.rack) for p in places.values() if p.rack}),

@@ -5,7 +5,7 @@ Other modules render parts of their pods: `endpoints.py` the numbers of GPUs and
 program, `drain_hook.py` the preStop hook, `placement.py` the affinity, `mooncake.py` the access to the store.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from perilune_api import names
 from perilune_api.crd import API_VERSION, KIND
@@ -51,22 +51,17 @@ index, and its pods carry a label of the StatefulSet's name and a hash."""
 
 
 def engines(pool: Context) -> Iterator[Object]:
-    """Yield all objects of the engines. Raises SpecError."""
+    """Yield all objects of the engines; of those that others run only the Service. Raises SpecError."""
+    if (selector := pool.spec.engine.selector) is not None:
+        yield _service(pool, selector.labels, selector.port)
+        return
     if can_run(pool):
         if _guarded(pool):
             yield door.config(pool)
         yield _deployment(pool) if nodes_per_endpoint(pool) == 1 else _groups(pool)
     if pool.spec.prefill_replicas:
         yield _prefill(pool)
-    yield pool.object(
-        "Service",
-        pool.name,
-        "engine",
-        spec={
-            "selector": with_duty(pool, "serve"),
-            "ports": [{"name": "http", "port": names.ENGINE_PORT, "targetPort": names.ENGINE_PORT}],
-        },
-    )
+    yield _service(pool, with_duty(pool, "serve"), names.ENGINE_PORT)
     if pool.spec.gateway.serves:
         yield pool.object(
             "Service",
@@ -92,6 +87,12 @@ def engines(pool: Context) -> Iterator[Object]:
         )
     if pool.spec.scaling is not None and pool.spec.scaling.signal is Signal.METRIC:
         yield _autoscaler(pool)
+
+
+def _service(pool: Context, labels: Mapping[str, str], port: int | str) -> Object:
+    """Return the Service over all endpoints, at the port that routes name."""
+    ports = [{"name": "http", "port": names.ENGINE_PORT, "targetPort": port}]
+    return pool.object("Service", pool.name, "engine", spec={"selector": dict(labels), "ports": ports})
 
 
 def _deployment(pool: Context) -> Object:

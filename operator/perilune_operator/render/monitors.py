@@ -1,5 +1,6 @@
 """What Prometheus scrapes, where the cluster has the Prometheus operator's kinds. Mooncake's master is not
-among it: its port for metrics also takes requests that empty the store (network_policies.py)."""
+among it: its port for metrics also takes requests that empty the store (network_policies.py). Engines that
+others run are theirs to scrape."""
 
 from collections.abc import Iterator
 
@@ -9,7 +10,7 @@ from perilune_operator.render.objects import Context
 
 
 def monitors(pool: Context) -> Iterator[Object]:
-    if pool.has("PodMonitor"):
+    if pool.has("PodMonitor") and pool.spec.engine.selector is None:
         yield _monitor(pool, "engine", "metrics", "PodMonitor")
         if pool.spec.prefill_replicas:
             yield _monitor(pool, "prefill", "metrics", "PodMonitor")

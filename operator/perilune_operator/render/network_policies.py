@@ -6,6 +6,7 @@ own pods, except for the server of shared state, which is open to the pool's gat
 metrics are also open to namespaces with METRICS_LABEL, and those of gateways to the operator's namespace.
 An engine's port for metrics has nothing else (engine_door.py). Mooncake's master has them beside requests
 that empty the store, so it is the pool's alone.
+Engines that others run (engine.selector) get no policy.
 
 Peers of other namespaces are named by their namespace, and labels of pods only choose among its pods:
 anybody who may create a pod can give it any label."""
@@ -43,12 +44,13 @@ def network_policies(pool: Context) -> Iterator[Object]:
     if server := pool.spec.gateway.served_by:
         labels = {names.POOL_LABEL: server, names.COMPONENT_LABEL: "gateway"}
         inside.append({"podSelector": {"matchLabels": labels}})
-    yield _allow(
-        pool,
-        "engine",
-        [{"from": inside}, {"ports": _ports(names.ENGINE_PORT), **served}, scraped],
-        with_duty(pool, "serve"),
-    )
+    if pool.spec.engine.selector is None:
+        yield _allow(
+            pool,
+            "engine",
+            [{"from": inside}, {"ports": _ports(names.ENGINE_PORT), **served}, scraped],
+            with_duty(pool, "serve"),
+        )
     if pool.spec.prefill_replicas:
         yield _allow(pool, "prefill", [{"from": [mine]}, scraped], with_duty(pool, "prefill"))
     if nodes_per_endpoint(pool) > 1:  # a client of a worker's queues could run any code there

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from perilune_api import names, paths
 from perilune_api.inference_pool.gateway import GatewayMode, ParentRef
+from perilune_api.pool import SpecError
 from perilune_api.quantities import quantity
 from perilune_operator.kinds import ENVOY_GATEWAY, GATEWAY_API, INFERENCE
 from perilune_operator.observe.facts import MANAGED_BY, MANAGER, Object
@@ -310,13 +311,21 @@ def _shared(obj: Object) -> Object:
 
 
 def _inference_pool(pool: Context) -> Object:
+    """Render the InferencePool. Raises SpecError for selected engines of which only the name of a port is
+    known."""
+    selector = pool.spec.engine.selector
+    port = names.ENGINE_PORT if selector is None else selector.port
+    if not isinstance(port, int):
+        words = "An InferencePool of the inference extension has the number of a port: give it here"
+        raise SpecError(f"{words} - at `$.spec.engine.selector.port`")
+    labels = with_duty(pool, "serve") if selector is None else dict(selector.labels)
     return pool.object(
         "InferencePool",
         pool.name,
         "gateway",
         spec={
-            "selector": {"matchLabels": with_duty(pool, "serve")},
-            "targetPorts": [{"number": names.ENGINE_PORT}],
+            "selector": {"matchLabels": labels},
+            "targetPorts": [{"number": port}],
             "endpointPickerRef": {
                 "name": names.gateway_name(pool.name),
                 "port": {"number": EXT_PROC_PORT},

@@ -80,7 +80,8 @@ def reconciling(
 
 
 def _workloads(pool: Context) -> Iterator[Key]:
-    yield endpoints.workload(pool)
+    if pool.spec.engine.selector is None:
+        yield endpoints.workload(pool)
     if pool.spec.prefill_replicas:
         yield endpoints.prefill_workload(pool.namespace, pool.name)
     if not pool.spec.gateway.served_by:

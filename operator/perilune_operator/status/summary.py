@@ -38,13 +38,19 @@ def of_pool(
     """Return the status for an accepted spec. `observed`: without engines of an earlier spec. `now`: seconds
     since the epoch."""
     engines = [p for p in observed.pods if p.component == "engine" and not p.terminating]
+    exists, are_ready = len(engines), sum(p.ready for p in engines)
     ready, wanted = sum(p.ready and p.name not in leave.leaving for p in engines), pool.spec.replicas
+    if others_run := pool.spec.engine.selector is not None:
+        stats = observed.gateway
+        exists = wanted = len(stats.ready_at) if stats else 0
+        are_ready = ready = int(sum(stats.ready_at.values())) if stats else 0
     stalled = progress.stalled(pool, observed)
     reconciling = progress.reconciling(pool, observed, replaced, made, stalled)
     facts = [
         Fact(Condition.ACCEPTED, "True", Reason.VALID, "The spec is valid."),
         workloads.topology(pool),
         workloads.engines(pool, observed, ready, wanted),
+        *([exact] if (exact := workloads.exactness(pool, observed)) else []),
         *([workloads.store(pool, observed)] if pool.spec.mooncake.store.enabled else []),
         workloads.gateway(pool, observed),
         route(pool, observed),
@@ -61,10 +67,10 @@ def of_pool(
     selector = endpoints.engine_labels(pool, "engine")
     return InferencePoolStatus(
         observed_generation=observed.generation,
-        replicas=len(engines),
-        ready_replicas=sum(p.ready for p in engines),
+        replicas=exists,
+        ready_replicas=are_ready,
         ready=f"{ready}/{wanted}",
-        selector=",".join(f"{key}={value}" for key, value in selector.items()),
+        selector="" if others_run else ",".join(f"{key}={value}" for key, value in selector.items()),
         sessions=stats.sessions if stats else None,
         hit_ratio=f"{stats.hit_ratio:.2f}" if stats and stats.hit_ratio is not None else None,
         revision=made.revision,

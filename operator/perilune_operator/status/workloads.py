@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from perilune_api import names
 from perilune_api.conditions import Condition, Reason
+from perilune_api.findings import ADVICE, Finding
 from perilune_operator.observe.facts import Key, Observed
 from perilune_operator.render import endpoints
 from perilune_operator.render.objects import Context
@@ -16,6 +17,9 @@ from perilune_operator.status.fact import Fact, listed
 def topology(pool: Context) -> Fact:
     """Return condition TopologyResolved. Nodes without a rack label work; the message names them."""
     kind, fabric = Condition.TOPOLOGY_RESOLVED, pool.fabric
+    if not fabric.topology.nodes and pool.spec.engine.selector is not None:
+        words = "No node has GPUs or a label of its place: all engines count as far from each other."
+        return Fact(kind, "False", Reason.NO_NODES, words)
     if not fabric.topology.nodes:
         return Fact(kind, "False", Reason.NO_NODES, "No node has GPUs or runs an engine yet.")
     if fabric.unlabelled:
@@ -35,6 +39,8 @@ def engines(pool: Context, observed: Observed, ready: int, wanted: int) -> Fact:
     """Return condition EnginesReady. Its message includes the first problem that Kubernetes reports. `ready`
     and `wanted`: numbers of endpoints."""
     kind = Condition.ENGINES_READY
+    if pool.spec.engine.selector is not None:
+        return _selected(observed)
     if not endpoints.can_run(pool):
         words = f"An endpoint of {endpoints.gpus(pool)} GPUs spans nodes: install LeaderWorkerSet."
         return Fact(kind, "False", Reason.NO_WORKLOAD_API, words)
@@ -55,6 +61,39 @@ def engines(pool: Context, observed: Observed, ready: int, wanted: int) -> Fact:
         if failure := refusal_of_pods(observed, workload):
             troubles.append(failure)
     return Fact(kind, "False", Reason.WAITING_FOR_ENGINES, " ".join([message, *troubles[:1]]))
+
+
+def _selected(observed: Observed) -> Fact:
+    """Whether requests can go to an engine of those that others run; how many there should be is theirs to
+    know."""
+    kind, stats = Condition.ENGINES_READY, observed.gateway
+    if stats is None:
+        words = "No gateway has told yet which engines it found: it waits for one that answers /v1/models."
+        return Fact(kind, "False", Reason.WAITING_FOR_ENGINES, words)
+    found, ready = len(stats.ready_at), int(sum(stats.ready_at.values()))
+    if not found:
+        words = "No started pod has the labels of engine.selector."
+        return Fact(kind, "False", Reason.WAITING_FOR_ENGINES, words)
+    words = f"{ready} of {found} selected engines are ready."
+    if not ready:
+        return Fact(kind, "False", Reason.WAITING_FOR_ENGINES, words)
+    return Fact(kind, "True", Reason.AVAILABLE, words)
+
+
+def exactness(pool: Context, observed: Observed) -> Fact | None:
+    """Whether the engines that others run tell all that exact routing needs; None for engines of the pool's
+    own, which the operator starts so. The message begins with the worst and names the cure."""
+    if pool.spec.engine.selector is None or observed.gateway is None:
+        return None
+    kind, told = Condition.ROUTING_EXACT, observed.gateway.findings
+    found = [finding for finding in Finding if told.get(finding)]
+    lacks = [f"{told[f]}: {f} ({ADVICE[f].costs}). {ADVICE[f].cure}." for f in found]
+    inexact = [finding for finding in found if not ADVICE[finding].exact]
+    more = f" `perilune doctor -n {pool.namespace} {pool.name}` tells which engines." if found else ""
+    if not inexact:
+        words = " ".join(["Engines tell what they cache, and what they do.", *lacks])
+        return Fact(kind, "True", Reason.ENGINES_TELL_ALL, words + more)
+    return Fact(kind, "False", Reason.ENGINES_LACK, "Engines that lack something: " + " ".join(lacks) + more)
 
 
 def refusal_of_pods(observed: Observed, workload: Key) -> str:
@@ -86,7 +125,10 @@ def gateway(pool: Context, observed: Observed) -> Fact:
         return Fact(kind, "True", Reason.NO_GATEWAY_WANTED, "gateway.replicas is 0.")
     if _available(pool, observed, names.gateway_name(pool.name)):
         return Fact(kind, "True", Reason.AVAILABLE, "The gateway serves.")
-    return Fact(kind, "False", Reason.WAITING_FOR_GATEWAY, "No gateway serves yet.")
+    words = "No gateway serves yet."
+    if pool.spec.engine.selector is not None:
+        words += " It begins once a selected engine has told its model; until then its log says why none has."
+    return Fact(kind, "False", Reason.WAITING_FOR_GATEWAY, words)
 
 
 def draining(

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from perilune_api import moved_fields, names, pool, quantities, versions
-from perilune_api.inference_pool import arguments
+from perilune_api.inference_pool import arguments, selected
 from perilune_api.inference_pool.document import pool_document
 from perilune_api.inference_pool.engine import EngineKind, EngineSpec
 from perilune_api.inference_pool.gateway import GatewayMode, GatewaySpec
@@ -57,6 +57,8 @@ def _without_gateway(spec: InferencePoolSpec) -> InferencePoolSpec:
 
 def check(spec: InferencePoolSpec) -> None:
     """Check what the schema and its rules cannot know. Raises SpecError with the field's path."""
+    if spec.engine.selector is not None:
+        selected.check(spec)
     if spec.engine.kind is EngineKind.VLLM:
         arguments.check_vllm(spec.engine.args, "$.spec.engine.args")
         _check_vllm(spec)

@@ -7,12 +7,11 @@ import msgspec
 from msgspec import Meta
 
 from perilune_api import pool
-from perilune_api.fields import Struct
+from perilune_api.fields import LabelKey, Struct
 from perilune_api.inference_pool.types import (
     Arguments,
     EnvVar,
     Image,
-    LabelKey,
     ObjectName,
     OptionalKey,
     OptionalMemory,

@@ -131,7 +131,7 @@ class SecretsSpec(Struct, frozen=True):
 class InferencePoolSpec(Struct, frozen=True):
     """The desired state of the pool."""
 
-    model: ModelSpec
+    model: ModelSpec = ModelSpec()
     replicas: Count = 1
     """Number of endpoints that get requests. `kubectl scale` sets it."""
     prefill_replicas: Count = 0

@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from perilune_api.fields import Struct
-from perilune_api.inference_pool.types import LabelKey
+from perilune_api.fields import LabelKey, Struct
 
 
 class LevelName(StrEnum):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from perilune_api.fields import Name, Struct
+from perilune_api.fields import LABEL_KEY, Name, Struct
 
 Count = Annotated[int, Meta(ge=0, le=10_000)]
 Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$")]
@@ -23,10 +23,7 @@ Arguments = Annotated[tuple[str, ...], Meta(max_length=64)]
 Image = Annotated[str, Meta(max_length=512)]
 PullPolicy = Literal["Always", "IfNotPresent", "Never"]
 """Pull policy of a container image."""
-_KEY = r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"
-LabelKey = Annotated[str, Meta(min_length=1, max_length=317, pattern=rf"^{_KEY}$")]
-"""Name of a label or a resource: `prefix/name` or `name`."""
-OptionalKey = Annotated[str, Meta(max_length=317, pattern=rf"^({_KEY})?$")]
+OptionalKey = Annotated[str, Meta(max_length=317, pattern=rf"^({LABEL_KEY})?$")]
 """Name of a label or a resource, or empty."""
 _LEVEL = r"([A-Za-z_][A-Za-z0-9_.]*=)?(debug|info|warning|error)"
 LogLevels = Annotated[str, Meta(pattern=rf"^{_LEVEL}(,{_LEVEL})*$")]

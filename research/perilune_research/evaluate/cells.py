@@ -96,7 +96,7 @@ class Scenario:
                 step_noise=self.noise,
             ),
             routing=Routing(
-                PolicyChoice(**msgspec.structs.asdict(profile.params)),
+                policy=PolicyChoice(**msgspec.structs.asdict(profile.params)),
                 session_admission=SessionAdmission(enabled=self.admission),
             ),
             deployment=self.deployment,

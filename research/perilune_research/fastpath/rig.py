@@ -118,10 +118,12 @@ class Rig:
         self._pool = Pool(
             Metadata("pool"),
             Spec(
-                Model(MODEL, context_tokens=1 << 20, bytes_per_token=s.bytes_per_token, tokenize="estimate"),
+                Model(
+                    name=MODEL, context_tokens=1 << 20, bytes_per_token=s.bytes_per_token, tokenize="estimate"
+                ),
                 engine=Engine(block_size=BLOCK, kv_pool_tokens=s.kv_tokens),
-                routing=Routing(s.policy),
-                endpoints=tuple(EndpointSpec(a, events=("tcp://there",)) for a in addresses),
+                routing=Routing(policy=s.policy),
+                endpoints=tuple(EndpointSpec(address=a, events=("tcp://there",)) for a in addresses),
             ),
         )
         state = PoolState.of(self._pool)

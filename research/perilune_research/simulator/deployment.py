@@ -42,9 +42,9 @@ class Deployment(StrEnum):
         bootstrap = "127.0.0.1:8998" if self in (Deployment.HANDOFF, Deployment.BOTH) else ""
         peer = "127.0.0.1:5710" if self is Deployment.OFFLOAD else ""
         return Spec(
-            Model("simulated"),
+            Model(name="simulated"),
             Engine(store=self in (Deployment.STORE, Deployment.BOTH)),
-            endpoints=(EndpointSpec("127.0.0.1:8000", bootstrap=bootstrap, peer=peer),),
+            endpoints=(EndpointSpec(address="127.0.0.1:8000", bootstrap=bootstrap, peer=peer),),
         )
 
     @property

@@ -354,6 +354,12 @@ class TestFeed:
         assert levels == ["WARNING", "INFO"]
         assert at in caplog.text
 
+    async def test_a_server_without_metrics_is_alive(self):
+        engine, sink = Engine(), Sink()
+        engine.status = 404
+        async with engine.serving() as at, scraping(lambda: [at], sink):
+            await sink.until(lambda s: s.told.count((at, EngineMetrics())) >= 2)
+
     async def test_an_engine_does_not_choose_whom_the_gateway_asks(self):
         engine, other, sink = Engine(), Engine(), Sink()
         engine.status = 302

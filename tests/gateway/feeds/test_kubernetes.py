@@ -50,7 +50,7 @@ def pod(
 def document(policy: str = "ear", model: str = "m", **topology: Any) -> Pool:
     return Pool(
         Metadata("p", "ns"),
-        Spec(Model(model), routing=Routing(chosen(policy)), topology=Topology(**topology)),
+        Spec(Model(name=model), routing=Routing(policy=chosen(policy)), topology=Topology(**topology)),
     )
 
 
@@ -65,49 +65,54 @@ def test_a_new_pod_at_an_address_is_another_endpoint_however_long_the_old_one_is
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        pytest.param(pod(), EndpointSpec("10.0.0.1:8000", node="n1"), id="ready"),
+        pytest.param(pod(), EndpointSpec(address="10.0.0.1:8000", node="n1"), id="ready"),
         pytest.param(
             pod(
                 labels={"perilune.dev/component": "prefill"},
                 annotations={"perilune.dev/kv-bootstrap-port": "8998"},
             ),
-            EndpointSpec("10.0.0.1:8000", node="n1", bootstrap="10.0.0.1:8998", role=Role.PREFILL),
+            EndpointSpec(address="10.0.0.1:8000", node="n1", bootstrap="10.0.0.1:8998", role=Role.PREFILL),
             id="only prefills",
         ),
         pytest.param(
             pod(annotations={"perilune.dev/kv-peer-port": "5710"}),
-            EndpointSpec("10.0.0.1:8000", node="n1", peer="10.0.0.1:5710"),
+            EndpointSpec(address="10.0.0.1:8000", node="n1", peer="10.0.0.1:5710"),
             id="read by peers",
         ),
         pytest.param(pod(ready=False), None, id="not ready"),
         pytest.param(pod(ready=False, started=False), None, id="starting"),
         pytest.param(
             pod(ready=False, started=True),
-            EndpointSpec("10.0.0.1:8000", node="n1", ready=False),
+            EndpointSpec(address="10.0.0.1:8000", node="n1", ready=False),
             id="not ready any more",
         ),
         pytest.param(pod(ip=""), None, id="no address yet"),
         pytest.param(
             pod(labels={"perilune.dev/role": "decode"}, annotations={"perilune.dev/kv-events-port": "5557"}),
-            EndpointSpec("10.0.0.1:8000", "n1", ("tcp://10.0.0.1:5557",), ("tcp://10.0.0.1:5558",)),
+            EndpointSpec(
+                address="10.0.0.1:8000",
+                node="n1",
+                events=("tcp://10.0.0.1:5557",),
+                replay=("tcp://10.0.0.1:5558",),
+            ),
             id="role and events",
         ),
         pytest.param(
             pod(annotations={"perilune.dev/kv-events-port": "5557", "perilune.dev/ranks": "2"}),
             EndpointSpec(
-                "10.0.0.1:8000",
-                "n1",
-                ("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558"),
-                ("tcp://10.0.0.1:5559", "tcp://10.0.0.1:5560"),
+                address="10.0.0.1:8000",
+                node="n1",
+                events=("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558"),
+                replay=("tcp://10.0.0.1:5559", "tcp://10.0.0.1:5560"),
             ),
             id="data-parallel ranks",
         ),
         pytest.param(
             pod(annotations={"perilune.dev/draining": ""}),
-            EndpointSpec("10.0.0.1:8000", node="n1", draining=True),
+            EndpointSpec(address="10.0.0.1:8000", node="n1", draining=True),
             id="draining",
         ),
-        pytest.param(pod(ip="fd00::1"), EndpointSpec("[fd00::1]:8000", node="n1"), id="IPv6"),
+        pytest.param(pod(ip="fd00::1"), EndpointSpec(address="[fd00::1]:8000", node="n1"), id="IPv6"),
     ],
 )
 def test_a_pod_is_an_endpoint(given: Object, expected: EndpointSpec | None) -> None:
@@ -117,7 +122,7 @@ def test_a_pod_is_an_endpoint(given: Object, expected: EndpointSpec | None) -> N
 @pytest.mark.parametrize("port", ["", "x", "-1", "0", "65535", "²", "5557 ", "9" * 5000])
 def test_a_port_that_is_none_is_no_reason_to_end(port: str) -> None:
     found = endpoint(pod(annotations={"perilune.dev/kv-events-port": port}))
-    assert found == EndpointSpec("10.0.0.1:8000", node="n1")
+    assert found == EndpointSpec(address="10.0.0.1:8000", node="n1")
 
 
 def test_a_node_that_the_document_does_not_know_has_a_place_of_its_own() -> None:
@@ -129,7 +134,9 @@ def test_of_two_pods_with_one_address_a_ready_one_counts() -> None:
     """Theirs is their node's. As two endpoints they would have the whole pool refused."""
     pods = [pod("a"), pod("b", ready=False, started=True)]
     for order in (pods, pods[::-1]):
-        assert with_pods(document(), order).spec.endpoints == (EndpointSpec("10.0.0.1:8000", node="n1"),)
+        assert with_pods(document(), order).spec.endpoints == (
+            EndpointSpec(address="10.0.0.1:8000", node="n1"),
+        )
 
 
 @pytest.mark.parametrize(

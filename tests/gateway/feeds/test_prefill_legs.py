@@ -96,8 +96,8 @@ async def scene(accept_s: float = 1.0, **own: str) -> AsyncIterator[Scene]:
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     address = "{}:{}".format(*runner.addresses[0])
     listed = [
-        EndpointSpec(address, events=("tcp://p",), bootstrap=address, role=Role.PREFILL),
-        EndpointSpec(C, events=("tcp://d",), bootstrap="10.0.0.3:8998"),
+        EndpointSpec(address=address, events=("tcp://p",), bootstrap=address, role=Role.PREFILL),
+        EndpointSpec(address=C, events=("tcp://d",), bootstrap="10.0.0.3:8998"),
     ]
     routing = Routing(disaggregation=Disaggregation(accept_seconds=accept_s))
     rig = Rig(pool(endpoints=listed, routing=routing, engine=USUAL))

@@ -16,10 +16,16 @@ from perilune_gateway.model.kv_reach import KvReach, kv_reach
     ],
 )
 def test_bootstrap_pages_hand_over_and_a_store_stores(bootstrap: str, store: bool, reach: KvReach):
-    endpoints = (EndpointSpec("10.0.0.1:8000", bootstrap=bootstrap), EndpointSpec("10.0.0.2:8000"))
-    assert kv_reach(Spec(Model("m"), Engine(store=store), endpoints=endpoints)) == reach
+    endpoints = (
+        EndpointSpec(address="10.0.0.1:8000", bootstrap=bootstrap),
+        EndpointSpec(address="10.0.0.2:8000"),
+    )
+    assert kv_reach(Spec(Model(name="m"), Engine(store=store), endpoints=endpoints)) == reach
 
 
 def test_an_address_for_peers_lets_them_read():
-    endpoints = (EndpointSpec("10.0.0.1:8000", peer="10.0.0.1:5710"), EndpointSpec("10.0.0.2:8000"))
-    assert kv_reach(Spec(Model("m"), endpoints=endpoints)) == KvReach(reads_peers=True)
+    endpoints = (
+        EndpointSpec(address="10.0.0.1:8000", peer="10.0.0.1:5710"),
+        EndpointSpec(address="10.0.0.2:8000"),
+    )
+    assert kv_reach(Spec(Model(name="m"), endpoints=endpoints)) == KvReach(reads_peers=True)

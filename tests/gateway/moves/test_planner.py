@@ -64,7 +64,7 @@ def planner(
 ) -> Planner:
     made = Planner(world, link_bytes)
     on = tuple(MoveTrigger(t) for t in triggers) or tuple(MoveTrigger)
-    made.configure(Migration(on, moves_per_minute=moves_per_minute), policy)
+    made.configure(Migration(triggers=on, moves_per_minute=moves_per_minute), policy)
     return made
 
 
@@ -273,7 +273,7 @@ def test_two_judges_of_one_question_disagree(policy: str, reasons: list[MoveReas
 def test_without_triggers_nothing_is_looked_at() -> None:
     world = World([one("a", 9.0, draining=True), one("b")], [at("a")])
     p = Planner(world)
-    p.configure(Migration(()), "sticky")
+    p.configure(Migration(triggers=()), "sticky")
     p.saw("x", 100)
     p.plan(0.0)
     assert p.offers == ()

@@ -142,7 +142,7 @@ class TestARoutersRequests:
 
 def test_without_kv_events_the_prefills_end_is_not_known() -> None:
     spans: list[Span] = []
-    rig = Rig(pool(endpoints=[EndpointSpec(A)], routing=Routing()), spans=Spans(spans.append))
+    rig = Rig(pool(endpoints=[EndpointSpec(address=A)], routing=Routing()), spans=Spans(spans.append))
     asked = head("/v1/completions")
     asked.trace = TRACE
     rig.finish(rig.route(h=asked))

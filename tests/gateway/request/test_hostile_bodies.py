@@ -42,7 +42,7 @@ def tokenizer(tmp_path_factory):
     made.add_tokens([AddedToken("<mask>", lstrip=True, normalized=False)])
     made.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return Tokenizer(Model("m", tokenizer=str(folder)))
+    return Tokenizer(Model(name="m", tokenizer=str(folder)))
 
 
 def outcome(tokenizer: Tokenizer, path: str, body: bytes) -> Refusal | Tokens:

@@ -29,7 +29,7 @@ def decoder(address: str, links: dict[str, Link], **facts) -> Candidate:
 
 
 def decision(view: RequestView, *candidates: Candidate, policy: str = "ear", **pool) -> Decision:
-    routing = Routing(chosen(policy), disaggregation=Disaggregation(**pool))
+    routing = Routing(policy=chosen(policy), disaggregation=Disaggregation(**pool))
     made = decide(view, candidates, policy, routing, Random(0))
     assert isinstance(made, Decision), made
     return made
@@ -119,7 +119,7 @@ def test_headers_suffice_for_a_short_rest_but_not_for_a_long_one() -> None:
     view = request(tokens=TOKENS, of=session("d"), phase=Phase.HEADERS)
     made = decision(view, prefiller("p"), decoder("d", {"p": FAST}, cached=TOKENS - 10))
     assert (made.target, made.unsplit) == ("d", Unsplit.SHORT)
-    routing = Routing(chosen("ear"))
+    routing = Routing(policy=chosen("ear"))
     assert decide(view, [prefiller("p"), decoder("d", {"p": FAST})], "ear", routing, Random(0)) is NEED_BODY
 
 
@@ -130,7 +130,7 @@ def test_a_pool_without_prefill_endpoints_decides_as_ever() -> None:
 
 def test_the_queue_of_a_prefill_endpoint_admits_nobody() -> None:
     """Admission counts the queues of endpoints that get requests."""
-    routing = Routing(chosen("ear"), limits=Limits(max_pending_seconds=1.0))
+    routing = Routing(policy=chosen("ear"), limits=Limits(max_pending_seconds=1.0))
     refused = decide(LONG, [prefiller("p"), decoder("d", {}, pending_s=5.0)], "ear", routing, Random(0))
     assert not isinstance(refused, Decision)
 

@@ -45,7 +45,7 @@ class Traffic:
     def pool(self, there: set[str]) -> Any:
         listed = [
             EndpointSpec(
-                address,
+                address=address,
                 events=(f"tcp://{address}",) if address != C else (),
                 bootstrap=f"{address}1",
                 role=Role.PREFILL if address == P else Role.BOTH,

@@ -133,7 +133,7 @@ def test_a_sub_agent_passes_when_its_parent_has_begun_meanwhile(rig):
 
 
 def test_endpoints_that_only_prefill_are_no_room_for_contexts():
-    endpoints = [EndpointSpec(A, events=(f"tcp://{A}",)), EndpointSpec(B, role=Role.PREFILL)]
+    endpoints = [EndpointSpec(address=A, events=(f"tcp://{A}",)), EndpointSpec(address=B, role=Role.PREFILL)]
     rig = Rig(
         pool(
             endpoints=endpoints,

@@ -35,10 +35,10 @@ class Peers(Rig):
 
     def pool(self, draining: str = "") -> Pool:
         listed = [
-            EndpointSpec(a, events=(f"tcp://{a}",), draining=a == draining, peer=peer)
+            EndpointSpec(address=a, events=(f"tcp://{a}",), draining=a == draining, peer=peer)
             for a, peer in PEERS.items()
         ]
-        routing = Routing(chosen("round_robin"), pull=Pull(enabled=self.enabled))
+        routing = Routing(policy=chosen("round_robin"), pull=Pull(enabled=self.enabled))
         return pool(endpoints=listed, routing=routing, engine=USUAL)
 
     def holds(self, address: str, ids: Sequence[int], *, offloaded: bool = True) -> None:
@@ -241,7 +241,7 @@ def test_no_more_of_an_endpoint_than_its_copies() -> None:
 
 def test_a_rank_is_read_at_its_own_port() -> None:
     rig = Peers()
-    both = EndpointSpec(A, events=("tcp://10.0.0.1:1", "tcp://10.0.0.1:2"), peer=PEERS[A])
+    both = EndpointSpec(address=A, events=("tcp://10.0.0.1:1", "tcp://10.0.0.1:2"), peer=PEERS[A])
     whole = rig.pool()
     spec = structs.replace(whole.spec, endpoints=(both, whole.spec.endpoints[1]))
     rig.router.configure(structs.replace(whole, spec=spec))

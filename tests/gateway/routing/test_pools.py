@@ -57,8 +57,8 @@ def session(name: str, **headers: str) -> RequestHead:
 @pytest.fixture
 def front() -> Front:
     lora = Lora("tuned", "/adapters/tuned")
-    one = Rig(named("one", A, Model("m", aliases=("chat",), loras=(lora,), tokenize="estimate")))
-    two = Rig(named("two", B, Model("n", aliases=("chat",), tokenize="estimate", context_tokens=8_000)))
+    one = Rig(named("one", A, Model(name="m", aliases=("chat",), loras=(lora,), tokenize="estimate")))
+    two = Rig(named("two", B, Model(name="n", aliases=("chat",), tokenize="estimate", context_tokens=8_000)))
     return Front([one, two])
 
 
@@ -99,14 +99,14 @@ def test_after_a_404_of_the_engine_the_body_is_read(front: Front) -> None:
 
 def test_a_pool_may_have_every_body_of_its_sessions_read() -> None:
     mixed = Routing(session=SessionKeys(several_models=True))
-    front = Front([Rig(named("one", A, Model("m", tokenize="estimate"), mixed))])
+    front = Front([Rig(named("one", A, Model(name="m", tokenize="estimate"), mixed))])
     s = session("s")
     assert [front.ask("m", s)[2] for _ in range(3)] == [True, True, True]
 
 
 def test_each_pool_finds_tenants_in_its_own_header() -> None:
-    own = Rig(named("one", A, Model("m", tokenize="estimate"), SALTED))
-    other = Rig(named("two", B, Model("n", tokenize="estimate")))
+    own = Rig(named("one", A, Model(name="m", tokenize="estimate"), SALTED))
+    other = Rig(named("two", B, Model(name="n", tokenize="estimate")))
     front = Front([own, other])
     front.ask("n", session("s", x_team="red"))
     _, routed, _ = front.ask("m", head("/v1/completions", x_session_id="s", content_length="9", x_team="red"))
@@ -154,7 +154,7 @@ def test_a_session_stays_where_it_is_when_weights_change(front: Front) -> None:
     assert set(first.values()) == {"one", "two"}
     routing = Routing(weight=0)
     front.rigs[0].router.configure(
-        named("one", A, Model("m", aliases=("chat",), tokenize="estimate"), routing)
+        named("one", A, Model(name="m", aliases=("chat",), tokenize="estimate"), routing)
     )
     for name, found in first.items():
         h = head("/v1/completions", x_session_id=name, content_length="9")  # so that its body is read
@@ -210,7 +210,7 @@ def test_of_several_models_one_has_to_be_named(front: Front, path: str) -> None:
 
 
 def test_one_pool_needs_no_name() -> None:
-    front = Front([Rig(named("one", A, Model("m", tokenize="estimate")))])
+    front = Front([Rig(named("one", A, Model(name="m", tokenize="estimate")))])
     h = head("/v1/completions")
     assert isinstance(front.pools.on_headers(h), NeedBody)
     chosen = front.pools.on_body(h, b'{"prompt":"x"}')
@@ -227,7 +227,7 @@ def test_no_pool_serves_other_paths(front: Front) -> None:
 
 def test_a_pools_own_limit_of_bodies_holds(front: Front) -> None:
     routing = Routing(limits=Limits(max_body_bytes=100))
-    front.rigs[0].router.configure(named("one", A, Model("m", tokenize="estimate"), routing))
+    front.rigs[0].router.configure(named("one", A, Model(name="m", tokenize="estimate"), routing))
     _, refusal, _ = front.ask("m", tokens=200)
     assert isinstance(refusal, Refusal)
     assert refusal.status == 413

@@ -128,7 +128,7 @@ def test_ear_names_the_host_only_where_its_kv_can_follow(carries: bool) -> None:
     hot = candidate("h", pending=100_000, cached=HELD)
     there = target()._replace(links={"h": link()._replace(carries_kv=carries)})
     view = request(tokens=TOKENS, of=session("h"), prefix=held(h=HELD))
-    made = decide(view, [hot, there], "ear", Routing(chosen("ear")), Random(0))
+    made = decide(view, [hot, there], "ear", Routing(policy=chosen("ear")), Random(0))
     assert isinstance(made, Decision)
     assert (made.target, made.moved_from) == ("t", "h")
     assert (made.replicate_from, made.unpulled) == (("h", None) if carries else ("", Unpulled.NO_GIVER))

@@ -12,8 +12,8 @@ PROMPT = range(3_200)
 
 def listed(instance: str) -> Pool:
     """Return the pool of A and B, of which A may be another endpoint than before."""
-    first = EndpointSpec(A, events=(f"tcp://{A}",), instance=instance)
-    return pool(endpoints=[first, EndpointSpec(B, events=(f"tcp://{B}",))], engine=USUAL)
+    first = EndpointSpec(address=A, events=(f"tcp://{A}",), instance=instance)
+    return pool(endpoints=[first, EndpointSpec(address=B, events=(f"tcp://{B}",))], engine=USUAL)
 
 
 def of_a(rig: Rig, ids: range = PROMPT, session: str = "s") -> Routed:

@@ -103,7 +103,7 @@ def test_weighing_keeps_nothing(rig: Rig, by: str) -> None:
 
 def test_a_decision_can_be_taken_again_from_its_record() -> None:
     """Ties are drawn: the record's seed draws them alike."""
-    rig = Rig(pool(routing=Routing(chosen("power_of_two")), endpoints=[A, B, C]))
+    rig = Rig(pool(routing=Routing(policy=chosen("power_of_two")), endpoints=[A, B, C]))
     targets = set()
     for i in range(30):
         record = rig.record(rig.route(range(i, i + 8), h=head("/v1/completions", x_request_id=f"r{i}")))
@@ -130,7 +130,7 @@ def test_one_line_per_decision_at_debug(rig: Rig, caplog: pytest.LogCaptureFixtu
 def test_the_pool_says_what_a_client_learns_of_its_decision(
     told: Literal["address", "off"], header: str
 ) -> None:
-    routing = Routing(chosen("ear"), decision_header=told)
+    routing = Routing(policy=chosen("ear"), decision_header=told)
     rig = Rig(pool(endpoints=[A], routing=routing))
     asked = head("/v1/completions", x_perilune_decision="1", x_request_id="r", x_session_id="s")
     assert rig.route(h=asked).decision_header == header

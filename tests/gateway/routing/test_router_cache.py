@@ -33,7 +33,7 @@ def test_an_unread_turn_is_estimated_with_the_sessions_own_ratio(rig: Rig) -> No
 
 def test_an_unread_turn_after_an_eviction_has_what_is_left_of_its_chain() -> None:
     """Engines evict the last blocks first."""
-    rig = Rig(pool(routing=Routing(chosen("ear"))))
+    rig = Rig(pool(routing=Routing(policy=chosen("ear"))))
     h = head("/v1/completions", x_session_id="s", content_length="1000")
     routed = rig.route(range(40), h)
     host = routed.destinations[0]
@@ -50,7 +50,7 @@ def test_an_unread_turn_after_an_eviction_has_what_is_left_of_its_chain() -> Non
 @pytest.mark.parametrize("tier", [Tier.STORE, Tier.HOST])
 def test_an_unread_turn_also_has_what_its_host_can_load(tier: Tier) -> None:
     """What left the device is still in the store, or in the host's own memory."""
-    rig = Rig(pool(routing=Routing(chosen("ear"))))
+    rig = Rig(pool(routing=Routing(policy=chosen("ear"))))
     h = head("/v1/completions", x_session_id="s", content_length="1000")
     routed = rig.route(range(40), h)
     host = routed.destinations[0]
@@ -69,7 +69,7 @@ def test_an_unread_turn_also_has_what_its_host_can_load(tier: Tier) -> None:
 
 
 def test_the_blocks_of_an_unread_turn_may_come_back_with_new_ones() -> None:
-    rig = Rig(pool(routing=Routing(chosen("ear"))))
+    rig = Rig(pool(routing=Routing(policy=chosen("ear"))))
     h = head("/v1/completions", x_session_id="s", content_length="1000")
     routed = rig.route(range(40), h)
     host = routed.destinations[0]
@@ -91,7 +91,7 @@ def test_a_refused_request_leaves_no_claims(rig: Rig) -> None:
 
 
 def test_a_refused_request_leaves_the_claims_of_others() -> None:
-    rig = Rig(pool(routing=Routing(chosen("ear"))))
+    rig = Rig(pool(routing=Routing(policy=chosen("ear"))))
     first = rig.route(range(40), head("/v1/completions", x_session_id="s"))
     second = rig.route(range(60), head("/v1/completions", x_session_id="s"))
     assert first.destinations[0] == second.destinations[0]
@@ -102,7 +102,7 @@ def test_a_refused_request_leaves_the_claims_of_others() -> None:
 
 def test_where_the_headers_do_not_tell_the_body_is_asked_for() -> None:
     """The blocks of the session are not known any more."""
-    rig = Rig(pool(routing=Routing(chosen("ear"))))
+    rig = Rig(pool(routing=Routing(policy=chosen("ear"))))
     h = head("/v1/completions", x_session_id="s", content_length="1000")
     rig.finish(rig.route(range(40), h))
     assert isinstance(rig.router.on_headers(h), Routed)
@@ -112,8 +112,8 @@ def test_where_the_headers_do_not_tell_the_body_is_asked_for() -> None:
 
 def test_a_body_that_shrank_was_rewritten_and_is_read() -> None:
     """Where it differs from the last one, its length does not say."""
-    rig = Rig(pool(routing=Routing(chosen("ear"))))
-    rig = Rig(pool(routing=Routing(chosen("ear"))))
+    rig = Rig(pool(routing=Routing(policy=chosen("ear"))))
+    rig = Rig(pool(routing=Routing(policy=chosen("ear"))))
     routed = rig.route(range(400), head("/v1/completions", x_session_id="s"))
     rig.stored(routed.destinations[0], range(400))
     rig.finish(routed)
@@ -167,7 +167,7 @@ def test_equal_prompts_that_follow_at_once_meet_what_was_just_sent(rig: Rig) -> 
 
 
 def test_salts_and_loras_are_other_prefixes() -> None:
-    rig = Rig(pool(model=Model("m", loras=(Lora("l"),), tokenize="estimate")))
+    rig = Rig(pool(model=Model(name="m", loras=(Lora("l"),), tokenize="estimate")))
     rig.route(range(21))
     for other in ({"cache_salt": "x"}, {"model": "l"}):
         record = rig.record(rig.route(range(21), **other))
@@ -175,7 +175,7 @@ def test_salts_and_loras_are_other_prefixes() -> None:
 
 
 def test_tenants_share_no_prefix_where_the_pool_derives_salts() -> None:
-    rig = Rig(pool(routing=Routing(chosen("ear"), cache_salt="tenant")))
+    rig = Rig(pool(routing=Routing(policy=chosen("ear"), cache_salt="tenant")))
 
     def ask(tenant: str, **body: object) -> tuple[str, int]:
         routed = rig.route(range(21), head("/v1/completions", authorization=tenant), **body)
@@ -193,14 +193,14 @@ def test_tenants_share_no_prefix_where_the_pool_derives_salts() -> None:
 
 
 def test_salts_need_every_body() -> None:
-    rig = Rig(pool(routing=Routing(chosen("ear"), cache_salt="tenant")))
+    rig = Rig(pool(routing=Routing(policy=chosen("ear"), cache_salt="tenant")))
     h = head("/v1/completions", x_session_id="s", content_length="1000")
     rig.finish(rig.route(range(40), h))
     assert rig.router.on_headers(h) is NEED_BODY
 
 
 def test_text_without_a_tokenizer_is_matched_by_its_bytes() -> None:
-    rig = Rig(pool(endpoints=[EndpointSpec(A), EndpointSpec(B)]))
+    rig = Rig(pool(endpoints=[EndpointSpec(address=A), EndpointSpec(address=B)]))
     text = "the quick brown fox " * 50
     first = rig.record(rig.route(prompt=text))
     second = rig.record(rig.route(prompt=text + "jumps"))
@@ -211,7 +211,7 @@ def test_text_without_a_tokenizer_is_matched_by_its_bytes() -> None:
 
 def test_an_endpoint_that_is_not_ready_for_a_while_keeps_what_it_holds(rig: Rig) -> None:
     rig.stored(A, range(20))
-    rig.router.configure(pool(endpoints=[EndpointSpec(A, events=(f"tcp://{A}",), ready=False), B]))
+    rig.router.configure(pool(endpoints=[EndpointSpec(address=A, events=(f"tcp://{A}",), ready=False), B]))
     assert rig.route(range(20)).destinations == (B,)
     rig.router.configure(pool(endpoints=[A, B]))
     record = rig.record(rig.route(range(20)))
@@ -264,7 +264,7 @@ def picture_chat(seed: int, question: str, *, encoded_bytes: int = 200_000) -> b
 
 
 def test_a_picture_returns_to_its_engine_and_another_one_under_equal_text_does_not_match() -> None:
-    rig = Rig(pool(model=Model("m", context_tokens=32_000)))
+    rig = Rig(pool(model=Model(name="m", context_tokens=32_000)))
 
     def ask(body: bytes) -> DecisionRecord:
         routed = rig.router.on_body(head("/v1/chat/completions"), body)
@@ -282,7 +282,7 @@ def test_a_picture_returns_to_its_engine_and_another_one_under_equal_text_does_n
 
 
 def test_while_an_endpoint_is_learnt_requests_ask_it_to_tell_its_blocks_again() -> None:
-    rig = Rig(pool(routing=Routing(chosen("ear")), endpoints=[A]))
+    rig = Rig(pool(routing=Routing(policy=chosen("ear")), endpoints=[A]))
     h = head("/v1/completions", x_session_id="s", content_length="1000")
     assert not rig.route(range(40), h).fields.full_report
     rig.router.on_learning(A, True)

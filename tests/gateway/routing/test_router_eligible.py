@@ -44,7 +44,7 @@ turns_strategy = st.lists(
 )
 def test_no_request_goes_where_it_may_not(policy, before, after, dead, turns) -> None:
     """Sessions are made in one pool, which then changes: endpoints leave, drain, die, change their role."""
-    routing = Routing(chosen(policy), Migration(tuple(MoveTrigger)))
+    routing = Routing(policy=chosen(policy), migration=Migration(triggers=tuple(MoveTrigger)))
     rig = Rig(pool(endpoints=before, routing=routing, engine=ENGINE), seed=1)
     router = rig.router
     for half, endpoints in enumerate((before, after)):

@@ -28,11 +28,11 @@ TWO_RACKS = Topology({"n1": NodePlace("r1", "s"), "n2": NodePlace("r1", "s"), "n
 def rig_of(policy: str = "ear", **routing: object) -> Rig:
     """Three endpoints on two racks."""
     at = zip((A, B, C), TWO_RACKS.nodes, strict=True)
-    endpoints = [EndpointSpec(a, node=node, events=(f"tcp://{a}",)) for a, node in at]
+    endpoints = [EndpointSpec(address=a, node=node, events=(f"tcp://{a}",)) for a, node in at]
     return Rig(
         pool(
             endpoints=endpoints,
-            routing=Routing(chosen(policy), **routing),  # type: ignore[arg-type]
+            routing=Routing(policy=chosen(policy), **routing),  # type: ignore[arg-type]
             engine=USUAL,
             topology=TWO_RACKS,
         )

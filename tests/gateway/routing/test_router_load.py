@@ -15,7 +15,7 @@ from perilune_gateway.model import EngineMetrics, NeedBody, Outcome, Refusal, Re
 from perilune_gateway.observe.explain import to_json
 from perilune_gateway.state.fleet import DEAD_SCRAPES
 
-EVENTS, QUIET = EndpointSpec(A, events=(f"tcp://{A}",)), EndpointSpec(A)
+EVENTS, QUIET = EndpointSpec(address=A, events=(f"tcp://{A}",)), EndpointSpec(address=A)
 """An endpoint that announces its blocks, and one that does not."""
 
 
@@ -146,7 +146,7 @@ def test_a_request_that_outlives_its_endpoint_leaves_nothing_of_it():
 
 
 def test_a_stream_without_kv_events_leaves_the_queue_when_its_prefill_should_be_done():
-    rig = Rig(pool(endpoints=[EndpointSpec(A)]))
+    rig = Rig(pool(endpoints=[EndpointSpec(address=A)]))
     routed = rig.route(range(4_000))
     rig.router.on_response(routed.ticket, 200, A, streamed=True)
     assert rig.pending()[A] == 4_000

@@ -24,11 +24,13 @@ class Moving(Rig):
     """Three endpoints, and sessions whose turns say how long they are."""
 
     def __init__(self, policy: str = DEFAULT, *triggers: MoveTrigger) -> None:
-        self.routing = Routing(chosen(policy), Migration(triggers or tuple(MoveTrigger)))
+        self.routing = Routing(
+            policy=chosen(policy), migration=Migration(triggers=triggers or tuple(MoveTrigger))
+        )
         super().__init__(self.pool())
 
     def pool(self, draining: str = "") -> Pool:
-        listed = [EndpointSpec(a, events=(f"tcp://{a}",), draining=a == draining) for a in (A, B, C)]
+        listed = [EndpointSpec(address=a, events=(f"tcp://{a}",), draining=a == draining) for a in (A, B, C)]
         return pool(endpoints=listed, routing=self.routing, engine=USUAL)
 
     def drain(self, address: str) -> None:

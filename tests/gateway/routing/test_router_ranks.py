@@ -14,7 +14,7 @@ SERVERS = ("10.0.0.1:8000", "10.0.0.2:8000")
 @pytest.fixture
 def ranked() -> Rig:
     def server(address: str) -> EndpointSpec:
-        return EndpointSpec(address, events=(f"tcp://{address}0", f"tcp://{address}1"))
+        return EndpointSpec(address=address, events=(f"tcp://{address}0", f"tcp://{address}1"))
 
     routing = Routing(policy=PolicyChoice(name=PolicyName.PERILUNE))
     return Rig(pool(endpoints=[server(address) for address in SERVERS], routing=routing))

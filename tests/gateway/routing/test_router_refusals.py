@@ -24,11 +24,11 @@ def test_a_subset_without_an_endpoint_of_ours_is_refused(rig: Rig, subset: froze
 
 
 def test_a_draining_endpoint_keeps_its_sessions_and_takes_no_other() -> None:
-    routing = Routing(chosen("ear"))
+    routing = Routing(policy=chosen("ear"))
     rig = Rig(pool(routing=routing))
     h = head("/v1/completions", x_session_id="s")
     host = rig.route(h=h).destinations[0]
-    drained = [EndpointSpec(a, draining=a == host) for a in (A, B)]
+    drained = [EndpointSpec(address=a, draining=a == host) for a in (A, B)]
     rig.router.configure(pool(routing=routing, endpoints=drained))
     assert rig.route(h=h).destinations[0] == host
     assert rig.route(range(100, 120)).destinations[0] != host
@@ -60,7 +60,7 @@ def test_a_body_that_cannot_be_served_is_refused_with_its_reason(
 ) -> None:
     rig = Rig(
         pool(
-            model=Model("m", context_tokens=200, tokenize="estimate"),
+            model=Model(name="m", context_tokens=200, tokenize="estimate"),
             routing=Routing(limits=Limits(max_body_bytes=4_000)),
         )
     )
@@ -81,7 +81,7 @@ def test_a_body_that_says_it_is_too_large_is_refused_unseen() -> None:
 
 
 def test_a_list_of_prompts_is_as_long_as_its_longest() -> None:
-    rig = Rig(pool(model=Model("m", context_tokens=2_100, tokenize="estimate")))
+    rig = Rig(pool(model=Model(name="m", context_tokens=2_100, tokenize="estimate")))
     prompts = [list(range(i, i + 2_000)) for i in range(100)]
     assert isinstance(rig.router.on_body(head("/v1/completions"), completion(prompts)), Routed)
 
@@ -126,7 +126,7 @@ def test_a_web_socket_is_refused_at_once_and_nobodys_fault() -> None:
 @pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
 @pytest.mark.parametrize("model", [b"", b'"model":null,', b'"model":"",'])
 def test_a_pool_of_one_model_serves_requests_that_name_none(bom: bytes, model: bytes) -> None:
-    rig = Rig(pool(model=Model("m", aliases=("chat",), tokenize="estimate")))
+    rig = Rig(pool(model=Model(name="m", aliases=("chat",), tokenize="estimate")))
     routed = rig.router.on_body(head("/v1/completions"), bom + b'{%b"prompt":"hi"}' % model)
     assert isinstance(routed, Routed)
     view = rig.record(routed).view
@@ -134,7 +134,7 @@ def test_a_pool_of_one_model_serves_requests_that_name_none(bom: bytes, model: b
 
 
 def test_a_pool_with_adapters_asks_which_model_is_meant() -> None:
-    rig = Rig(pool(model=Model("m", loras=(Lora("tuned", "/a"),), tokenize="estimate")))
+    rig = Rig(pool(model=Model(name="m", loras=(Lora("tuned", "/a"),), tokenize="estimate")))
     refusal = rig.router.on_body(head("/v1/completions"), b'{"prompt":"hi"}')
     assert isinstance(refusal, Refusal)
     assert (refusal.status, refusal.reason) == (400, RefuseReason.NO_MODEL)

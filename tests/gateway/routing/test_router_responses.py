@@ -16,7 +16,7 @@ ENDPOINTS = (A, B, C)
 @pytest.fixture
 def rig() -> Rig:
     """Its policy goes round, so that only the response's endpoint can hold a conversation together."""
-    return Rig(pool(endpoints=ENDPOINTS, routing=Routing(chosen("round_robin"))))
+    return Rig(pool(endpoints=ENDPOINTS, routing=Routing(policy=chosen("round_robin"))))
 
 
 def ask(rig: Rig, h: RequestHead | None = None, **body: object) -> Routed:
@@ -116,7 +116,7 @@ def test_a_draining_endpoint_keeps_its_conversations(rig: Rig) -> None:
     host = first.destinations[0]
     rig.router.configure(
         pool(
-            endpoints=[EndpointSpec(e, draining=e == host) for e in ENDPOINTS],
+            endpoints=[EndpointSpec(address=e, draining=e == host) for e in ENDPOINTS],
             routing=rig.document.spec.routing,
         )
     )

@@ -25,7 +25,7 @@ def test_an_unknown_session_needs_its_body_and_then_has_a_host(rig: Rig) -> None
 
 
 def test_a_hot_host_needs_the_body_and_the_session_moves() -> None:
-    rig = Rig(pool(routing=Routing(chosen("ear"))))
+    rig = Rig(pool(routing=Routing(policy=chosen("ear"))))
     h = head("/v1/completions", x_session_id="s", content_length="200")
     host = rig.route(h=h).destinations[0]
     other = B if host == A else A
@@ -93,7 +93,7 @@ def test_another_tenant_cannot_steer_a_session(rig: Rig) -> None:
 )
 def test_a_new_session_prefers_among_equals(headers: dict[str, str], body: dict[str, str]) -> None:
     endpoints = [f"10.0.0.{i}:8000" for i in range(8)]
-    rig = Rig(pool(routing=Routing(chosen("ear")), endpoints=endpoints))
+    rig = Rig(pool(routing=Routing(policy=chosen("ear")), endpoints=endpoints))
     first = rig.route(range(20), head("/v1/completions", x_session_id="s"), prompt_cache_key="k")
     rig.finish(first)
     rig.now += 1.0

@@ -127,7 +127,7 @@ def log(tmp_path: Path) -> Path:
     ear = as_ear_decides()
     path = tmp_path / "log.jsonl"
     path.write_bytes(
-        writer.pool(Pool(Metadata("p"), Spec(Model("m"), routing=ROUTING)), 0.0)
+        writer.pool(Pool(Metadata("p"), Spec(Model(name="m"), routing=ROUTING)), 0.0)
         + writer.decision(0, ear)
         + writer.end(0, Ending(Outcome.COMPLETED, 1.0))
         + writer.decision(1, replace(ear, time=1060.0))

@@ -19,8 +19,8 @@ BY_NAME = {contestant.name: contestant for contestant in CONTESTANTS}
 BY_LEVEL = {level.name: level for level in LEVELS}
 EASE = BY_LEVEL["ease"]
 ENGINES = [
-    EndpointSpec("127.0.0.1:1", events=("tcp://127.0.0.1:11",), replay=("tcp://127.0.0.1:21",)),
-    EndpointSpec("127.0.0.1:2", events=("tcp://127.0.0.1:12",), replay=("tcp://127.0.0.1:22",)),
+    EndpointSpec(address="127.0.0.1:1", events=("tcp://127.0.0.1:11",), replay=("tcp://127.0.0.1:21",)),
+    EndpointSpec(address="127.0.0.1:2", events=("tcp://127.0.0.1:12",), replay=("tcp://127.0.0.1:22",)),
 ]
 PROGRAMS = [contestant for contestant in CONTESTANTS if isinstance(contestant.front, Program)]
 

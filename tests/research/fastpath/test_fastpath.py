@@ -64,7 +64,7 @@ def test_a_segment_is_always_the_same_text():
 
 
 HOST, OTHER = "a", "b"
-ROUTING = Routing(chosen("perilune", perilune=PeriluneParams(least_gain_seconds=0.0)))
+ROUTING = Routing(policy=chosen("perilune", perilune=PeriluneParams(least_gain_seconds=0.0)))
 
 
 def side(

@@ -10,6 +10,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -66,10 +67,11 @@ class EngineTokenizer:
     async def ask(self, request: ParsedRequest) -> Tokens:
         """Return the prompt's tokens. Raises CannotTellError."""
         if size_bytes(request) <= AT_ONCE_BYTES:
-            question, rest_bytes = self._question(request)
+            body, rest_bytes = question(request, self._bytes_per_token)
         else:
             loop = asyncio.get_running_loop()
-            question, rest_bytes = await loop.run_in_executor(self._threads, self._question, request)
+            ask = partial(question, request, self._bytes_per_token)
+            body, rest_bytes = await loop.run_in_executor(self._threads, ask)
         if not (endpoint := self._choose()):
             raise CannotTellError(Cause.NO_ENGINE)
         if self._http is None:
@@ -78,7 +80,7 @@ class EngineTokenizer:
         try:
             async with (
                 self._slots,
-                self._http.post(url, data=question, headers=_JSON, **pages.NO_REDIRECTS) as answer,
+                self._http.post(url, data=body, headers=_JSON, **pages.NO_REDIRECTS) as answer,
             ):
                 if answer.status != 200:
                     raise CannotTellError(Cause.ENGINE_STATUS, f"{endpoint} {answer.status}")
@@ -96,32 +98,33 @@ class EngineTokenizer:
         rest = math.ceil(rest_bytes / self._bytes_per_token)
         return Tokens(len(ids) + rest, TokenSource.ENGINE, ids, longest=len(ids) if rest else 0)
 
-    def _question(self, request: ParsedRequest) -> tuple[bytes, int]:
-        """Return the body for /tokenize, and the number of bytes in further prompts, which it does not
-        contain. Raises CannotTellError."""
-        match request.prompt:
-            case ChatPrompt() as chat:
-                conversation = text_conversation(request, chat, self._bytes_per_token)
-                kwargs = dict(conversation.template_kwargs)
-                if conversation.documents is not None:
-                    kwargs["documents"] = conversation.documents
-                question: dict[str, Any] = {
-                    "messages": chat.messages if request.api is Api.CHAT else as_sent(conversation.messages),
-                    "tools": (chat.tools or None) if request.api is Api.CHAT else conversation.tools,
-                    "chat_template": chat.own_template or None,
-                    "chat_template_kwargs": kwargs or None,
-                    "add_generation_prompt": chat.add_generation_prompt,
-                    "continue_final_message": chat.continue_final_message,
-                    "add_special_tokens": chat.add_special_tokens,
-                }
-                rest_bytes = 0
-            case TextPrompt(texts=texts, add_special_tokens=special) if texts:
-                question = {"prompt": texts[0], "add_special_tokens": special}
-                rest_bytes = sum(len(text.encode()) for text in texts[1:])
-            case _:
-                raise CannotTellError(Cause.NO_TEXT)
-        given = {key: value for key, value in question.items() if value is not None}
-        return msgspec.json.encode(given | {"model": request.model}), rest_bytes
+
+def question(request: ParsedRequest, bytes_per_token: float) -> tuple[bytes, int]:
+    """Return the body for /tokenize, and the number of bytes in further prompts, which it does not contain.
+    Raises CannotTellError."""
+    match request.prompt:
+        case ChatPrompt() as chat:
+            conversation = text_conversation(request, chat, bytes_per_token)
+            kwargs = dict(conversation.template_kwargs)
+            if conversation.documents is not None:
+                kwargs["documents"] = conversation.documents
+            asked: dict[str, Any] = {
+                "messages": chat.messages if request.api is Api.CHAT else as_sent(conversation.messages),
+                "tools": (chat.tools or None) if request.api is Api.CHAT else conversation.tools,
+                "chat_template": chat.own_template or None,
+                "chat_template_kwargs": kwargs or None,
+                "add_generation_prompt": chat.add_generation_prompt,
+                "continue_final_message": chat.continue_final_message,
+                "add_special_tokens": chat.add_special_tokens,
+            }
+            rest_bytes = 0
+        case TextPrompt(texts=texts, add_special_tokens=special) if texts:
+            asked = {"prompt": texts[0], "add_special_tokens": special}
+            rest_bytes = sum(len(text.encode()) for text in texts[1:])
+        case _:
+            raise CannotTellError(Cause.NO_TEXT)
+    given = {key: value for key, value in asked.items() if value is not None}
+    return msgspec.json.encode(given | {"model": request.model}), rest_bytes
 
 
 def _most_tokens(request: ParsedRequest) -> int:

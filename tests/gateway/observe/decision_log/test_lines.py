@@ -40,8 +40,10 @@ from perilune_gateway.routing.decide import decide
 POOL = Pool(
     Metadata("p", "n"),
     Spec(
-        Model("m"),
-        routing=Routing(chosen("perilune", ear=EarParams(cooldown_seconds=3.5)), limits=Limits(4096)),
+        Model(name="m"),
+        routing=Routing(
+            policy=chosen("perilune", ear=EarParams(cooldown_seconds=3.5)), limits=Limits(max_body_bytes=4096)
+        ),
     ),
 )
 CANDIDATES = (
@@ -183,7 +185,7 @@ class TestDecidedAgain:
 
 
 def replace_routing(routing: Routing) -> Pool:
-    return Pool(POOL.metadata, Spec(Model("m"), routing=routing))
+    return Pool(POOL.metadata, Spec(Model(name="m"), routing=routing))
 
 
 class TestOtherVersions:

@@ -29,7 +29,7 @@ from perilune_gateway.state import request_facts
 from perilune_gateway.state.in_flight import InFlight
 from perilune_gateway.state.request_facts import Recorded
 
-POOL = Pool(Metadata("p"), Spec(Model("m")))
+POOL = Pool(Metadata("p"), Spec(Model(name="m")))
 
 
 def record(n: int, rows: int = 2) -> DecisionRecord:
@@ -109,7 +109,7 @@ class TestDecisionLog:
 
     async def test_a_changed_pool_holds_from_the_next_decision_on(self, tmp_path):
         log = DecisionLog(RotatedFile(tmp_path / "log", 10**6, 1), POOL, "1", lambda: 7.0)
-        changed = Pool(Metadata("p"), Spec(Model("m"), routing=Routing(chosen("sticky"))))
+        changed = Pool(Metadata("p"), Spec(Model(name="m"), routing=Routing(policy=chosen("sticky"))))
         async with running(log):
             log.decided(0, record(0))
             log.configure(changed)

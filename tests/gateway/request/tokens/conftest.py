@@ -48,6 +48,6 @@ def reference(folder):
 async def tokenizer(folder):
     """Yield a tokenizer that measures no time, so that only long texts go to a thread, however busy the
     machine is."""
-    tokenizer = Tokenizer(Model("m", tokenizer=str(folder)), stopwatch=lambda: 0.0)
+    tokenizer = Tokenizer(Model(name="m", tokenizer=str(folder)), stopwatch=lambda: 0.0)
     yield tokenizer
     await tokenizer.close()

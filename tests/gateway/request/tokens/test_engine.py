@@ -59,7 +59,7 @@ async def engine():
 
 @pytest.fixture
 async def by_engine(engine):
-    tokenizer = Tokenizer(Model("m"), lambda: engine.address, timeout_s=5.0, max_concurrent=2)
+    tokenizer = Tokenizer(Model(name="m"), lambda: engine.address, timeout_s=5.0, max_concurrent=2)
     yield tokenizer
     await tokenizer.close()
 
@@ -218,7 +218,7 @@ async def test_an_engine_does_not_choose_whom_the_gateway_asks(by_engine, engine
 
 async def test_an_engine_that_does_not_answer_in_time(engine):
     engine.gate.clear()
-    tokenizer = Tokenizer(Model("m"), lambda: engine.address, timeout_s=0.05)
+    tokenizer = Tokenizer(Model(name="m"), lambda: engine.address, timeout_s=0.05)
     assert await tokenizer.encode(request(COMPLETIONS, prompt="x" * 40)) == Tokens(10, TokenSource.ESTIMATE)
     assert tokenizer.causes == {Cause.TIMEOUT: 1}
     await tokenizer.close()
@@ -232,7 +232,7 @@ async def test_an_engine_that_does_not_answer_in_time(engine):
     ],
 )
 async def test_without_an_engine_to_ask_tokens_are_estimated(address, cause):
-    tokenizer = Tokenizer(Model("m"), address)
+    tokenizer = Tokenizer(Model(name="m"), address)
     assert await tokenizer.encode(request(COMPLETIONS, prompt="x" * 40)) == Tokens(10, TokenSource.ESTIMATE)
     assert tokenizer.causes == {cause: 1}
     await tokenizer.close()
@@ -260,7 +260,7 @@ async def test_engines_are_not_asked_more_at_once_than_allowed(by_engine, engine
 async def test_the_engine_is_asked_where_local_cannot_tell(config, body, cause, folder, tmp_path, engine):
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = Tokenizer(Model("m", tokenizer=str(tmp_path)), lambda: engine.address)
+    tokenizer = Tokenizer(Model(name="m", tokenizer=str(tmp_path)), lambda: engine.address)
     asked = request(CHAT, messages=HI, **body)
     assert tokenizer.now(asked) is None
     assert (await tokenizer.encode(asked)).source is TokenSource.ENGINE
@@ -270,7 +270,7 @@ async def test_the_engine_is_asked_where_local_cannot_tell(config, body, cause, 
 
 
 async def test_the_engine_is_not_asked_what_it_refuses_too(folder, engine):
-    tokenizer = Tokenizer(Model("m", tokenizer=str(folder)), lambda: engine.address)
+    tokenizer = Tokenizer(Model(name="m", tokenizer=str(folder)), lambda: engine.address)
     tokens = tokenizer.now(request(CHAT, messages=[{"role": "pirate", "content": "arr"}]))
     assert tokens.source is TokenSource.ESTIMATE
     assert not engine.questions
@@ -278,7 +278,7 @@ async def test_the_engine_is_not_asked_what_it_refuses_too(folder, engine):
 
 
 async def test_questions_have_the_key_that_engines_demand(engine):
-    tokenizer = Tokenizer(Model("m"), lambda: engine.address, headers={"authorization": "Bearer k"})
+    tokenizer = Tokenizer(Model(name="m"), lambda: engine.address, headers={"authorization": "Bearer k"})
     assert await tokenizer.encode(request(CHAT, messages=HI))
     await tokenizer.close()
     assert engine.authorizations == ["Bearer k"]

@@ -38,7 +38,7 @@ def folder(tmp_path):
 
 
 async def test_a_local_tokenizer_counts_its_texts(folder):
-    tokenizer = Tokenizer(Model("m", tokenizer=str(folder)), stopwatch=lambda: 0.0)
+    tokenizer = Tokenizer(Model(name="m", tokenizer=str(folder)), stopwatch=lambda: 0.0)
     text = "hello<|im_end|>" * 400
     completion(tokenizer, text)
     completion(tokenizer, text + "hello")
@@ -56,7 +56,7 @@ async def test_a_local_tokenizer_counts_its_texts(folder):
 
 
 async def test_without_a_local_tokenizer_its_metrics_are_absent():
-    tokenizer = Tokenizer(Model("m", tokenize="estimate"))
+    tokenizer = Tokenizer(Model(name="m", tokenize="estimate"))
     completion(tokenizer, "hello")
     page = scrape(tokenizer)
     assert 'perilune_tokenized_prompts_total{source="estimate"} 1.0' in page

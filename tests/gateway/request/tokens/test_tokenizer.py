@@ -29,7 +29,7 @@ from perilune_gateway.request.tokens.prompts import MEDIA_TOKENS, size_bytes
     ],
 )
 async def test_given_ids_are_taken_whatever_the_mode(mode, prompt, tokens):
-    tokenizer = Tokenizer(Model("m", tokenize=mode), lambda: "127.0.0.1:1")
+    tokenizer = Tokenizer(Model(name="m", tokenize=mode), lambda: "127.0.0.1:1")
     asked = request(COMPLETIONS, prompt=prompt)
     assert tokenizer.now(asked) == tokens
     assert await tokenizer.encode(asked) == tokens
@@ -102,7 +102,7 @@ async def test_a_long_text_waits_for_a_thread(tokenizer, reference):
 async def test_what_is_long_is_measured(folder):
     ticks = iter(range(1000))
     tokenizer = Tokenizer(
-        Model("m", tokenizer=str(folder)), stopwatch=lambda: next(ticks) * 0.001
+        Model(name="m", tokenizer=str(folder)), stopwatch=lambda: next(ticks) * 0.001
     )  # 1 ms a look
     text = "hi " * 600
     before = tokenizer.us_per_char
@@ -120,7 +120,7 @@ async def test_what_is_long_is_measured(folder):
 @pytest.fixture(scope="module")
 def shared(folder) -> Tokenizer:
     """One tokenizer for all examples of a property; it only answers at once and so starts no thread."""
-    return Tokenizer(Model("m", tokenizer=str(folder)), stopwatch=lambda: 0.0)
+    return Tokenizer(Model(name="m", tokenizer=str(folder)), stopwatch=lambda: 0.0)
 
 
 @given(text=st.text(max_size=60))
@@ -192,7 +192,7 @@ async def test_what_cannot_be_encoded_is_estimated(path, body, cause, count, tok
 
 @pytest.mark.parametrize("mode", ["local", "estimate"])
 async def test_a_picture_is_not_counted_by_its_bytes(mode, folder):
-    tokenizer = Tokenizer(Model("m", tokenizer=str(folder), tokenize=mode))
+    tokenizer = Tokenizer(Model(name="m", tokenizer=str(folder), tokenize=mode))
     asked = request(
         CHAT, messages=[{"role": "user", "content": [PICTURE, {"type": "text", "text": "hi " * 100}]}]
     )
@@ -212,7 +212,7 @@ async def test_a_picture_is_not_counted_by_its_bytes(mode, folder):
     ],
 )
 def test_a_picture_in_a_long_text_is_found(data, causes):
-    tokenizer = Tokenizer(Model("m", tokenize="estimate"))
+    tokenizer = Tokenizer(Model(name="m", tokenize="estimate"))
     url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
     content = [
         {"type": "text", "text": "some words " * 2_000},
@@ -236,7 +236,7 @@ def test_a_picture_in_a_long_text_is_found(data, causes):
     ],
 )
 async def test_an_estimate_counts_bytes(path, body, count):
-    tokenizer = Tokenizer(Model("m", tokenize="estimate", bytes_per_token=2.5), lambda: "127.0.0.1:1")
+    tokenizer = Tokenizer(Model(name="m", tokenize="estimate", bytes_per_token=2.5), lambda: "127.0.0.1:1")
     asked = request(path, **body)
     assert tokenizer.now(asked) == Tokens(count, TokenSource.ESTIMATE)
     assert await tokenizer.encode(asked) == Tokens(count, TokenSource.ESTIMATE)
@@ -256,7 +256,7 @@ async def test_an_estimate_counts_bytes(path, body, count):
 @pytest.mark.parametrize("mode", ["auto", "engine", "estimate"])
 async def test_nobody_looks_at_what_no_context_holds(mode, path, body, folder):
     local = str(folder) if mode == "auto" else ""
-    tokenizer = Tokenizer(Model("m", tokenizer=local, tokenize=mode, context_tokens=100), lambda: "")
+    tokenizer = Tokenizer(Model(name="m", tokenizer=local, tokenize=mode, context_tokens=100), lambda: "")
     asked = request(path, **body)
     estimate = Tokens(math.ceil(size_bytes(asked) / 4), TokenSource.ESTIMATE)
     assert tokenizer.now(asked) == estimate
@@ -268,7 +268,7 @@ async def test_nobody_looks_at_what_no_context_holds(mode, path, body, folder):
 async def test_pictures_may_be_of_any_size(folder):
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
     content = [{"type": "text", "text": "what is this?"}, picture]
-    tokenizer = Tokenizer(Model("m", tokenizer=str(folder), context_tokens=2_000))
+    tokenizer = Tokenizer(Model(name="m", tokenizer=str(folder), context_tokens=2_000))
     tokens = await tokenizer.encode(request(CHAT, messages=[{"role": "user", "content": content}]))
     assert tokens.count < MEDIA_TOKENS + 100
     assert tokenizer.causes == {Cause.MEDIA: 1}
@@ -279,7 +279,7 @@ async def test_a_template_that_wants_what_we_do_not_know_is_estimated(folder, tm
     """It compiles, and only fails on what it is given: the engine may know more."""
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{{ newest_function(messages) }}")
-    tokenizer = Tokenizer(Model("m", tokenizer=str(tmp_path)))
+    tokenizer = Tokenizer(Model(name="m", tokenizer=str(tmp_path)))
     for _ in range(2):
         assert tokenizer.now(request(CHAT, messages=HI)).source is TokenSource.ESTIMATE
     assert tokenizer.causes == {Cause.TEMPLATE: 2}
@@ -288,7 +288,7 @@ async def test_a_template_that_wants_what_we_do_not_know_is_estimated(folder, tm
 
 
 async def test_a_panic_of_the_library_costs_one_request_its_tokens(folder, monkeypatch):
-    tokenizer = Tokenizer(Model("m", tokenizer=str(folder)))
+    tokenizer = Tokenizer(Model(name="m", tokenizer=str(folder)))
 
     def panic(text, special=False):
         raise BaseException("panicked at src/lib.rs")
@@ -352,11 +352,11 @@ def not_text(path):
     ],
 )
 def test_a_tokenizer_that_is_not_there(make, message, tmp_path, folder):
-    model = Model("m", tokenizer=str(make(tmp_path, folder)), tokenize="local")
+    model = Model(name="m", tokenizer=str(make(tmp_path, folder)), tokenize="local")
     with pytest.raises(SpecError, match=message + r"(.|\n)*at `\$\.spec\.model\.tokenizer`"):
         Tokenizer(model)
 
 
 @pytest.mark.parametrize("mode", ["engine", "estimate"])
 def test_a_tokenizer_that_is_not_used_need_not_be_there(mode):
-    Tokenizer(Model("m", tokenizer="/nowhere", tokenize=mode))
+    Tokenizer(Model(name="m", tokenizer="/nowhere", tokenize=mode))

@@ -1,0 +1,172 @@
+"""Engines that somebody else runs, in a Deployment made by hand: adopted by one `kubectl apply`, with and
+without KV events; scaled, rolled and deleted by their owner under load; left again as they were.
+"""
+
+import time
+
+import pytest
+
+from testbed import perilune_image
+from testbed.http import Client, eventually, under_load
+from testbed.kube import Kube
+from testbed.pool import LivePool, is_ready
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+NAMESPACE = "theirs"
+FIRST_S = 60.0
+"""Seconds from `kubectl apply` of the pool to the first request that was routed."""
+
+
+class Theirs:
+    """The Deployment, as its owner sees it."""
+
+    def __init__(self, kube: Kube) -> None:
+        self.kube = kube
+
+    def start(self) -> None:
+        command = [
+            *("perilune", "engine", "--listen", "$(POD_IP):8200", "--model", "their-30b", "--name", "$(POD)"),
+            *("--events", "tcp://*:5557", "--replay", "tcp://*:5558"),
+        ]
+        env = [
+            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+            for name, path in (("POD", "metadata.name"), ("POD_IP", "status.podIP"))
+        ]
+        engine = {
+            "name": "vllm",
+            "image": perilune_image.ENGINE_NAME,
+            "imagePullPolicy": "Never",
+            "command": command,
+            "env": env,
+            "ports": [{"name": "api", "containerPort": 8200}],
+            "readinessProbe": {"httpGet": {"path": "/health", "port": "api"}, "periodSeconds": 1},
+            "lifecycle": {"preStop": {"sleep": {"seconds": 5}}},
+            "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}},
+        }
+        spec = {
+            "replicas": 4,
+            "selector": {"matchLabels": {"app": "vllm"}},
+            "strategy": {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
+            "template": {"metadata": {"labels": {"app": "vllm"}}, "spec": {"containers": [engine]}},
+        }
+        meta = {"name": "vllm", "namespace": NAMESPACE}
+        self.kube.apply(
+            {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}},
+            {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": meta, "spec": spec},
+        )
+        self.rolled()
+
+    def rolled(self) -> None:
+        words = ("rollout", "status", "deployment/vllm", "-n", NAMESPACE, "--timeout=120s")
+        self.kube.ctl(*words, timeout_s=130)
+
+    def pods(self) -> list[dict]:
+        found = self.kube.get("pod", "-n", NAMESPACE, "-l", "app=vllm")
+        return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+
+    def addresses(self) -> set[str]:
+        return {f"{pod['status']['podIP']}:8200" for pod in self.pods() if is_ready(pod)}
+
+    def marks(self) -> dict[str, list[str]]:
+        """Whatever somebody else may have written on his pods, by their uids."""
+        return {
+            pod["metadata"]["uid"]: sorted(
+                (
+                    *(pod["metadata"].get("labels") or {}),
+                    *(pod["metadata"].get("annotations") or {}),
+                    *(pod["metadata"].get("finalizers") or ()),
+                    *(owner["kind"] for owner in pod["metadata"]["ownerReferences"]),
+                )
+            )
+            for pod in self.pods()
+        }
+
+
+@pytest.fixture(scope="module")
+def theirs(kube, edge, operator):
+    made = Theirs(kube)
+    made.start()
+    yield made
+    kube.ctl("delete", "namespace", NAMESPACE, "--timeout=120s", timeout_s=130)
+
+
+def adopt(pool: LivePool, **selector: object) -> None:
+    """One `kubectl apply`, of the whole pool that a user needs to write."""
+    pool.kube.apply(
+        {
+            "apiVersion": "perilune.dev/v1alpha1",
+            "kind": "InferencePool",
+            "metadata": {"name": pool.name, "namespace": pool.namespace},
+            "spec": {
+                "engine": {"selector": {"labels": {"app": "vllm"}, "port": "api", **selector}},
+                "gateway": {
+                    "parent": {"name": "edge", "namespace": "edge"},
+                    "hostnames": [f"{pool.name}.test"],
+                },
+                "routing": {"decisionHeader": "address"},
+            },
+        }
+    )
+
+
+@pytest.fixture(params=[{}, {"eventsPort": 5557, "replayPort": 5558}], ids=["without-events", "with-events"])
+def adopted(request, kube, edge, theirs):
+    """Return the pool, once a request was routed, and what it was asked with."""
+    pool = LivePool(kube, edge, "adopted", NAMESPACE)
+    pool.client = Client(edge, "adopted.test", "their-30b")
+    began = time.monotonic()
+    adopt(pool, **request.param)
+    eventually(pool.answers, timeout_s=FIRST_S)
+    assert time.monotonic() - began <= FIRST_S
+    yield pool, bool(request.param)
+    pool.delete()
+
+
+def test_a_deployment_is_adopted_and_left_again(adopted, theirs):
+    pool, events = adopted
+    before = theirs.marks()
+    first = pool.client.complete("once upon a time " * 40, session="s")
+    second = pool.client.complete("once upon a time " * 40 + "there was", session="s")
+    assert (first.status, second.status) == (200, 200)
+    assert first.decided == second.decided == second.served
+    assert first.decided in theirs.addresses()
+
+    def told() -> None:
+        assert pool.conditions()["Ready"][0] == "True"
+        assert pool.get()["status"]["ready"] == "4/4"
+        assert pool.conditions()["RoutingExact"][0] == str(events)
+
+    eventually(told, timeout_s=60)
+    if not events:
+        assert "--kv-events-config" in pool.message("RoutingExact")
+
+    with under_load(pool.client) as load:
+        load.goes_on()
+        theirs.kube.ctl("scale", "deployment/vllm", "-n", NAMESPACE, "--replicas=2")
+        theirs.rolled()
+        load.goes_on()
+        theirs.kube.ctl("scale", "deployment/vllm", "-n", NAMESPACE, "--replicas=4")
+        theirs.rolled()
+        load.goes_on()
+        theirs.kube.ctl("rollout", "restart", "deployment/vllm", "-n", NAMESPACE)
+        theirs.rolled()
+        load.goes_on()
+        theirs.kube.ctl(
+            "delete", "pod", theirs.pods()[0]["metadata"]["name"], "-n", NAMESPACE, "--wait=false"
+        )
+        theirs.rolled()
+        load.goes_on()
+        kept = theirs.marks()
+    assert load.failures == []
+    assert not before.keys() & kept.keys()
+    assert [key for keys in kept.values() for key in keys if "perilune" in key] == []
+
+    pool.delete()
+
+    def left() -> None:
+        assert pool.objects() == []
+
+    eventually(left, timeout_s=60)
+    assert theirs.marks() == kept
+    assert len(theirs.addresses()) == 4

@@ -1,0 +1,183 @@
+"""Asks an engine what it is: /v1/models, /version, /metrics, /kv_event_sources.
+
+    GET … ─▶ read_models, read_version, read_sources, read_config (pure) ─▶ EngineFacts
+
+Reads only. An engine is asked when it appears, and every ASK_S from then on, with four requests at a time;
+each answer has PAGE_S and a limit of bytes. What an engine does not answer is unknown, and no error, except
+for /v1/models: without it, EngineFacts says why (`trouble`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
+from math import inf
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from perilune_api.pool import EndpointSpec
+from perilune_gateway.feeds import engine_metrics, pages
+from perilune_gateway.model.engine_facts import EngineFacts, ServedModel
+
+ASK_S, LOOK_S = 30.0, 1.0
+"""Seconds between two questions to one engine that has answered, and to one that has not."""
+PAGE_S = 2.0
+MAX_BYTES = 1024 * 1024
+MOST_MODELS, MOST_SOURCES = 1024, 256
+AT_ONCE = 32
+"""Engines that are asked at the same time."""
+
+_T = TypeVar("_T")
+Get = Callable[[str, int], Awaitable[bytes | str]]
+"""Called with a path and the most bytes of its page; returns the page, or why there is none."""
+
+
+class _Model(msgspec.Struct):
+    id: str
+    parent: str | None = None
+    root: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Source(msgspec.Struct):
+    endpoint: str | None = None
+    replay_endpoint: str | None = None
+
+
+class _Sources(msgspec.Struct):
+    sources: list[_Source] = []
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+def read_models(page: bytes) -> tuple[ServedModel, ...]:
+    """Read /v1/models. Raises msgspec.DecodeError for a page of another shape."""
+    told = msgspec.json.decode(page, type=_Models).data[:MOST_MODELS]
+    return tuple(ServedModel(m.id, m.parent or "", m.root or "", max(0, m.max_model_len or 0)) for m in told)
+
+
+def read_version(page: bytes) -> str:
+    """Read /version. Raises msgspec.DecodeError."""
+    return msgspec.json.decode(page, type=_Version).version[:64]
+
+
+def read_sources(page: bytes) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Read /kv_event_sources: (events, replay), by rank; replay is empty unless every rank has one. Raises
+    msgspec.DecodeError."""
+    told = [s for s in msgspec.json.decode(page, type=_Sources).sources[:MOST_SOURCES] if s.endpoint]
+    events = tuple(s.endpoint or "" for s in told)
+    replay = tuple(s.replay_endpoint for s in told if s.replay_endpoint)
+    return events, replay if len(replay) == len(events) else ()
+
+
+_CONFIG = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
+_LABEL = re.compile(rb'([a-z_]+)="([^"\\]*)"')
+_CONNECTORS = {b"vllm:nixl_": "NIXL", b"vllm:mooncake_": "Mooncake"}
+
+
+def read_config(page: bytes) -> EngineFacts:
+    """Read what /metrics tells of the engine's settings; nothing else is filled in."""
+    metrics = engine_metrics.parse(page)
+    found = _CONFIG.search(page)
+    labels = dict(_LABEL.findall(found[1])) if found else {}
+    caching = {b"True": True, b"False": False}.get(labels.get(b"enable_prefix_caching", b""))
+    return EngineFacts(
+        has_metrics=b"vllm:num_requests_running" in page,
+        block_size=metrics.block_size,
+        kv_tokens=metrics.kv_tokens,
+        prefix_caching=caching,
+        hash_algorithm=labels.get(b"prefix_caching_hash_algo", b"").decode(errors="replace"),
+        asleep=metrics.asleep,
+        connector=next((name for series, name in _CONNECTORS.items() if b"\n" + series in page), ""),
+    )
+
+
+def directly(http: aiohttp.ClientSession, server: str, page_s: float = PAGE_S) -> Get:
+    """Get pages from the engine at this address (`ip:port`, or a URL without a path)."""
+    at = server if "://" in server else f"http://{server}"
+
+    async def get(path: str, most: int) -> bytes | str:
+        try:
+            async with asyncio.timeout(page_s), http.get(f"{at}{path}", allow_redirects=False) as answer:
+                if answer.status != 200:
+                    return f"{path} answers {answer.status}"
+                return await pages.read(answer, most)
+        except TimeoutError:
+            return f"{path} does not answer within {page_s:g} s"
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return f"{path}: {type(error).__name__} {error}".strip()[:200]
+
+    return get
+
+
+async def ask(get: Get) -> EngineFacts:
+    """Ask an engine what it is. `get` reads its pages."""
+    models, version, metrics, sources = await asyncio.gather(
+        get("/v1/models", MAX_BYTES),
+        get("/version", MAX_BYTES),
+        get("/metrics", engine_metrics.MAX_BYTES),
+        get("/kv_event_sources", MAX_BYTES),
+    )
+    facts = read_config(metrics) if isinstance(metrics, bytes) else EngineFacts()
+    served, trouble = (_read(read_models, models) or (), "") if isinstance(models, bytes) else ((), models)
+    if not served and not trouble:
+        trouble = "/v1/models names no model"
+    events, replay = (_read(read_sources, sources) if isinstance(sources, bytes) else None) or (None, ())
+    return replace(
+        facts,
+        trouble=trouble,
+        models=served,
+        version=(_read(read_version, version) or "") if isinstance(version, bytes) else "",
+        events=events,
+        replay=replay,
+    )
+
+
+def _read(reader: Callable[[bytes], _T], page: bytes) -> _T | None:
+    """Return what a page says; None for a page of another shape."""
+    try:
+        return reader(page)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return None
+
+
+class EngineWords:
+    """What the engines of one pool told last, by address."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.known: dict[str, EngineFacts] = {}
+        """Server (`ip:port`) → what it told."""
+        self._asked: dict[str, tuple[str, float]] = {}
+        """Server → the instance that was asked, and when."""
+
+    async def look(self, endpoints: Iterable[EndpointSpec], http: aiohttp.ClientSession) -> None:
+        """Ask the engines of which it is time, and forget those that are gone."""
+        there = {endpoint.address: endpoint.instance for endpoint in endpoints}
+        for server in self._asked.keys() - there:
+            del self._asked[server]
+            self.known.pop(server, None)
+        due = [server for server, instance in there.items() if self._is_due(server, instance)]
+        slots = asyncio.Semaphore(AT_ONCE)
+
+        async def one(server: str) -> None:
+            async with slots:
+                self.known[server] = await ask(directly(http, server))
+            self._asked[server] = there[server], self._clock()
+
+        await asyncio.gather(*map(one, due))
+
+    def _is_due(self, server: str, instance: str) -> bool:
+        before, at = self._asked.get(server, ("", -inf))
+        facts = self.known.get(server)
+        return before != instance or facts is None or bool(facts.trouble) or self._clock() - at >= ASK_S

@@ -1,0 +1,107 @@
+"""Which objects of the Kubernetes API a pool's document is made of. Pure.
+
+config_map       the operator's ConfigMap, which has the document as it is
+inference_pool   an InferencePool of the Gateway API inference extension (v1), and the InferenceObjectives
+                 of its namespace: the document selects its pods (`engine.selector`), and all else is
+                 what the engines tell and Perilune's defaults
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from perilune_api import names
+from perilune_api.pool import Engine, Limits, Metadata, Pool, Routing, Selector, Spec, SpecError, dump
+
+Object = dict[str, Any]
+
+EXTENSION = "/apis/inference.networking.k8s.io/v1"
+OBJECTIVES = ("/apis/inference.networking.x-k8s.io/v1alpha2", "/apis/llm-d.ai/v1alpha2")
+"""APIs that have InferenceObjectives: the extension's, and llm-d's of the same shape."""
+MOST_LEVEL = 8
+"""Levels of priority reach from minus this to this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """Objects that are followed."""
+
+    path: str
+    params: Mapping[str, str]
+    optional: bool = False
+    """Whether the cluster may lack their kind, or the gateway the right to read them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a document is made of, and how."""
+
+    collections: Sequence[Collection]
+    text: Callable[[Sequence[Sequence[Object]]], str]
+    """Called with the objects of each collection; returns the document, empty if there is none. Raises
+    SpecError."""
+
+
+def config_map(namespace: str, name: str) -> Origin:
+    """Return the operator's ConfigMap of a pool."""
+    named = {"fieldSelector": f"metadata.name={names.gateway_name(name)}"}
+    where = Collection(f"/api/v1/namespaces/{namespace}/configmaps", named)
+
+    def text(found: Sequence[Sequence[Object]]) -> str:
+        return next((str(o.get("data", {}).get(names.POOL_DOCUMENT, "")) for o in found[0]), "")
+
+    return Origin((where,), text)
+
+
+def inference_pool(namespace: str, name: str) -> Origin:
+    """Return an InferencePool of the inference extension."""
+    named = {"fieldSelector": f"metadata.name={name}"}
+    pools = Collection(f"{EXTENSION}/namespaces/{namespace}/inferencepools", named)
+    objectives = (
+        Collection(f"{api}/namespaces/{namespace}/inferenceobjectives", {}, optional=True)
+        for api in OBJECTIVES
+    )
+
+    def text(found: Sequence[Sequence[Object]]) -> str:
+        named, *objectives = found
+        if not named:
+            return ""
+        return dump(document(named[0], [o for each in objectives for o in each])).decode()
+
+    return Origin((pools, *objectives), text)
+
+
+def document(pool: Object, objectives: Sequence[Object]) -> Pool:
+    """Return the pool document of an InferencePool. Raises SpecError for one that selects no pods."""
+    meta, spec = pool["metadata"], pool.get("spec") or {}
+    labels = (spec.get("selector") or {}).get("matchLabels") or {}
+    ports = [int(port["number"]) for port in spec.get("targetPorts") or ()]
+    if not labels or not ports:
+        raise SpecError("The InferencePool has no selector.matchLabels or no targetPorts - at `$.spec`")
+    if len(ports) > 1:
+        words = "The InferencePool has several targetPorts, and Perilune serves one for each pod"
+        raise SpecError(f"{words} - at `$.spec.targetPorts`")
+    try:
+        selector = msgspec.convert({"labels": labels, "port": ports[0]}, Selector)
+    except msgspec.ValidationError as error:
+        raise SpecError(f"The InferencePool's selector cannot be used: {error}") from None
+    limits = Limits(objectives=priorities(meta["name"], objectives))
+    # Not every implementation takes several addresses: Envoy AI Gateway answers them with 503.
+    routing = Routing(limits=limits, fallbacks=0)
+    made = Spec(engine=Engine(selector=selector), routing=routing)
+    return Pool(Metadata(meta["name"], meta["namespace"]), made)
+
+
+def priorities(pool: str, objectives: Sequence[Object]) -> dict[str, int]:
+    """Return the level of each InferenceObjective of a pool, by its name."""
+    found = {}
+    for objective in objectives:
+        spec = objective.get("spec") or {}
+        if (spec.get("poolRef") or {}).get("name") == pool:
+            level = int(spec.get("priority") or 0)
+            found[str(objective["metadata"]["name"])] = max(-MOST_LEVEL, min(MOST_LEVEL, level))
+    return found

@@ -1,0 +1,150 @@
+"""`perilune doctor`: what each engine is, what it lacks for exact routing, and the exact flag that cures it.
+
+    perilune doctor URL…                     engines by their addresses
+    perilune doctor --pool FILE              the endpoints of a pool document
+    perilune doctor -n NAMESPACE POOL        a pool in Kubernetes, whoever runs its engines
+
+Reads only, and generates nothing: a few pages of each engine, and its tokens of four short prompts. Every
+question has a timeout and every answer a greatest length.
+
+Exit status: 0 when routing is exact; 1 when something keeps it from being exact, when no engine was found, or
+when Kubernetes does not answer; 2 for a wrong call or a wrong pool document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from perilune_api import kube, names, pages
+from perilune_api.pool import Pool, SpecError, load
+from perilune_gateway.feeds.selected_pods import completed
+from perilune_gateway.main import ENGINE_API_KEY, authorization
+from perilune_lab.doctor import pods, report, tokens
+from perilune_lab.doctor.examine import Examined, Patient, direct, examine
+from perilune_lab.terminal.arguments import url
+from perilune_lab.terminal.console import Console
+
+INEXACT = 1
+AT_ONCE = 16
+"""Engines that are asked at the same time."""
+PLAIN_WIDTH = 200
+"""Columns of a table that is written to a file or a pipe."""
+
+_EPILOG = """\
+examples:
+  perilune doctor http://10.0.0.1:8000 http://10.0.0.2:8000
+  perilune doctor --pool examples/local/pool.yaml
+  perilune doctor -n inference qwen --json
+
+Findings come worst first, each with what it costs and the flag that cures it. With -n, engines are reached
+through the API server, so it works from wherever kubectl works. PERILUNE_ENGINE_API_KEY has the key of
+engines that demand one.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="perilune doctor",
+        description="Show what each engine is, what it lacks for exact routing, what that costs, and the flag"
+        " that cures it. Reads only; safe on engines that serve.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("engines", nargs="*", metavar="URL|POOL", help="engines, or with -n the name of one pool")
+    p.add_argument("-n", "--namespace", default="", help="namespace of the pool that is named")
+    p.add_argument("--pool", type=Path, metavar="FILE", help="pool document whose endpoints are examined")
+    p.add_argument("--json", action="store_true", help="print the report as JSON")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = parser()
+    args = p.parse_args(argv)
+    if args.namespace and (args.pool or len(args.engines) != 1):
+        p.error("with -n give the name of one pool, and nothing else")
+    if not args.namespace and bool(args.pool) == bool(args.engines):
+        p.error("give URLs of engines, or --pool FILE, or -n NAMESPACE POOL")
+    try:
+        made = asyncio.run(_examined(p, args))
+    except (OSError, kube.ApiError) as error:
+        print(f"perilune doctor: {error}", file=sys.stderr)
+        return INEXACT
+    if args.json:
+        print(json.dumps(made, indent=2))
+    else:
+        console = Console(
+            highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH
+        )
+        console.print(report.printable(made))
+    return 0 if made["exact"] and made["engines"] else INEXACT
+
+
+async def _examined(p: argparse.ArgumentParser, args: argparse.Namespace) -> Mapping[str, Any]:
+    """Return the report. Raises SpecError, OSError and kube.ApiError."""
+    key = authorization(os.environ.get(ENGINE_API_KEY, ""))
+    headers = {names.AUTHORIZATION_HEADER: key} if key else {}
+    async with aiohttp.ClientSession(headers={**pages.PLAIN, **headers}) as http:
+        if args.namespace:
+            client = await kube.connect()
+            try:
+                pool, patients = await pods.pool(client, args.namespace, args.engines[0], http)
+                return await reported(pool, patients)
+            finally:
+                await client.close()
+        if args.pool:
+            pool = load(args.pool)
+            return await reported(pool, of_document(http, pool))
+        try:
+            urls = [url(given if "://" in given else f"http://{given}") for given in args.engines]
+        except argparse.ArgumentTypeError as error:
+            p.error(str(error))
+        return await reported(None, [direct(http, given) for given in urls])
+
+
+def of_document(http: aiohttp.ClientSession, pool: Pool) -> list[Patient]:
+    """Return the endpoints of a pool document."""
+    return [
+        direct(http, f"http://{e.address}", e.address).known(
+            e.events, e.replay, transfers=bool(e.bootstrap or e.peer)
+        )
+        for e in pool.spec.endpoints
+    ]
+
+
+async def reported(pool: Pool | None, patients: Sequence[Patient]) -> Mapping[str, Any]:
+    """Examine engines; return the report. `pool`: None for engines without one. Raises SpecError."""
+    slots = asyncio.Semaphore(AT_ONCE)
+
+    async def one(patient: Patient) -> Examined:
+        async with slots:
+            return await examine(patient)
+
+    engines = await asyncio.gather(*map(one, patients))
+    pool = _completed(pool, engines)
+    gateway: Mapping[str, Sequence[int]] = {}
+    if pool is not None and pool.spec.model.tokenizer:
+        gateway = await tokens.of_gateway(pool.spec.model)
+    found = report.lacks(engines, report.expected(pool, engines), gateway)
+    return report.document(engines, found, gateway)
+
+
+def _completed(pool: Pool | None, engines: Sequence[Examined]) -> Pool | None:
+    """Return a pool of selected engines as its gateway completes it; None if none of them fits, so that they
+    are compared with each other."""
+    if pool is None or pool.spec.engine.selector is None:
+        return pool
+    for engine in engines:
+        try:
+            return completed(pool, engine.facts)
+        except SpecError:
+            continue
+    return None

@@ -1,0 +1,145 @@
+"""Asks one engine everything that the doctor tells of it. Reads only, and generates nothing.
+
+Its pages (`perilune_gateway.feeds.engine_words`) → where it publishes KV events, by the pool or by its own
+word → whether something speaks ZMQ there → its tokens of a few short prompts. Each question has TIMEOUT_S,
+and each answer a greatest length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from perilune_api import pages
+from perilune_gateway.feeds import engine_words
+from perilune_gateway.feeds.engine_words import Get
+from perilune_gateway.model.engine_facts import EngineFacts
+from perilune_lab.doctor import tokens
+
+TIMEOUT_S = 5.0
+GREETING_BYTES, GREETING = 10, (0xFF, 0x7F)
+"""How every ZMQ socket begins: ten bytes, of which the first and the last are these."""
+
+Post = Callable[[str, bytes, int], Awaitable[bytes | None]]
+"""Called with a path, a body and the most bytes of the answer; returns it, or None without one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patient:
+    """An engine that is to be examined, and how it is reached."""
+
+    name: str
+    get: Get
+    post: Post
+    host: str
+    """Where its sockets are; empty: they cannot be reached from here."""
+    events: Sequence[str] = ()
+    """Where it publishes KV events, one address for each rank, as far as the pool knows; empty: it is
+    asked."""
+    replay: Sequence[str] = ()
+    transfers: bool = False
+    """Whether the pool says that it hands KV over."""
+
+    def known(self, events: Sequence[str], replay: Sequence[str], *, transfers: bool) -> Patient:
+        """Return the same engine with what a pool says of it."""
+        return replace(self, events=events, replay=replay, transfers=transfers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    """What was found out of one engine."""
+
+    name: str
+    facts: EngineFacts
+    events: Sequence[str] = ()
+    replay: Sequence[str] = ()
+    silent: bool = False
+    """Whether nothing speaks ZMQ where its events should come from."""
+    tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """API → its tokens of the doctor's prompt; without those that it does not tell."""
+    transfers: bool = False
+
+
+async def examine(patient: Patient) -> Examined:
+    """Ask one engine everything."""
+    facts = await engine_words.ask(patient.get)
+    told = [_at(patient.host, address) for address in facts.events or ()]
+    events = [*patient.events] or [address for address in told if address]
+    replay = [*patient.replay]
+    if not patient.events:
+        replay = [address for address in (_at(patient.host, a) for a in facts.replay) if address]
+    if facts.trouble:
+        return Examined(name=patient.name, facts=facts, events=events, replay=replay)
+    model = facts.model
+    made, answered = await asyncio.gather(
+        tokens.of_engine(patient.post, model.id if model else ""),
+        asyncio.gather(*(_greets(address) for address in events)) if patient.host else _nothing(),
+    )
+    return Examined(
+        name=patient.name,
+        facts=facts,
+        events=events,
+        replay=replay,
+        silent=bool(patient.host and events) and not all(answered),
+        tokens=made,
+        transfers=patient.transfers,
+    )
+
+
+async def _nothing() -> list[bool]:
+    return []
+
+
+def _at(host: str, address: str) -> str:
+    """Where to connect to an engine's socket, by its own word (`tcp://*:5557`); empty if that is another
+    host's, to which the engine connects itself."""
+    parts = urlsplit(address)
+    try:
+        port = parts.port
+    except ValueError:
+        return ""
+    at, _, _ = parts.netloc.rpartition(":")
+    listens = parts.scheme == "tcp" and at in ("*", "[::]", "0.0.0.0", host)
+    return f"tcp://{host}:{port}" if listens and port else ""
+
+
+async def _greets(address: str) -> bool:
+    """Whether a ZMQ socket is there."""
+    parts = urlsplit(address)
+    writer = None
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            said = await reader.readexactly(GREETING_BYTES)
+            return (said[0], said[-1]) == GREETING
+    except (OSError, ValueError, asyncio.IncompleteReadError):
+        return False
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def direct(http: aiohttp.ClientSession, url: str, name: str = "") -> Patient:
+    """Return an engine that is reached at its URL."""
+    base = url.rstrip("/")
+
+    async def post(path: str, body: bytes, most: int) -> bytes | None:
+        try:
+            async with (
+                asyncio.timeout(TIMEOUT_S),
+                http.post(
+                    base + path, data=body, headers={"content-type": "application/json"}, **pages.NO_REDIRECTS
+                ) as answer,
+            ):
+                return await pages.read(answer, most)
+        except (aiohttp.ClientError, OSError, ValueError):
+            return None
+
+    host = urlsplit(base).hostname or ""
+    at = f"[{host}]" if ":" in host else host
+    get = engine_words.directly(http, base, TIMEOUT_S)
+    return Patient(name=name or base, get=get, post=post, host=at)

@@ -1,0 +1,159 @@
+"""What was found out of all engines, as rows and findings: a table for people, JSON for programs. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from perilune_api.findings import ADVICE, Finding
+from perilune_api.pool import Pool
+from perilune_gateway.observe import findings
+from perilune_gateway.observe.findings import Expected, Lack, Seen
+from perilune_lab.doctor import tokens
+from perilune_lab.doctor.examine import Examined
+
+UNKNOWN = "?"
+
+
+def expected(pool: Pool | None, engines: Sequence[Examined]) -> Expected:
+    """Return what the engines should have in common: what the pool says, else what most of them tell."""
+    if pool is not None:
+        return findings.expected(pool)
+    told = [engine.facts for engine in engines if not engine.facts.trouble]
+    return Expected(
+        models=frozenset({_most([facts.models[0].id for facts in told if facts.models]) or ""} - {""}),
+        block_size=_most([facts.block_size for facts in told if facts.block_size]) or 0,
+        hash_algorithm=_most([facts.hash_algorithm for facts in told if facts.hash_algorithm]) or "",
+    )
+
+
+def _most(values: Sequence[Any]) -> Any:
+    return Counter(values).most_common(1)[0][0] if values else None
+
+
+def lacks(
+    engines: Sequence[Examined], expected: Expected, gateway: Mapping[str, Sequence[int]]
+) -> tuple[Lack, ...]:
+    """Return the findings of all engines, worst first. `gateway`: the tokens of the pool's own tokenizer, by
+    API."""
+    others = tokens.differing({engine.name: engine.tokens for engine in engines}, gateway)
+    found = {
+        engine.name: findings.lacks(
+            Seen(
+                facts=engine.facts,
+                events=bool(engine.events),
+                replay=bool(engine.replay),
+                silent=engine.silent,
+                tokenizes=bool(engine.tokens),
+                other_tokens=engine.name in others,
+                transfers=engine.transfers or bool(engine.facts.connector),
+            ),
+            expected,
+        )
+        for engine in engines
+    }
+    return findings.together(found)
+
+
+def is_exact(found: Sequence[Lack]) -> bool:
+    return all(ADVICE[lack.finding].exact for lack in found)
+
+
+def rows(engines: Sequence[Examined], gateway: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
+    """One row for each engine, as JSON has it; null stands for what an engine does not tell."""
+    others = tokens.differing({engine.name: engine.tokens for engine in engines}, gateway)
+    return [
+        {
+            "engine": engine.name,
+            "trouble": facts.trouble or None,
+            "version": facts.version or None,
+            "model": facts.model.id if facts.model else None,
+            "contextTokens": (facts.model.context_tokens if facts.model else 0) or None,
+            "blockSize": facts.block_size or None,
+            "prefixCaching": facts.prefix_caching,
+            "events": list(engine.events),
+            "eventsAnswer": not engine.silent if engine.events else None,
+            "replay": list(engine.replay),
+            "hashAlgorithm": facts.hash_algorithm or None,
+            "fixedSeed": not findings.is_older(facts.version, findings.FIXED_SEED) if facts.version else None,
+            "connector": facts.connector or None,
+            "asleep": facts.asleep,
+            "metrics": facts.has_metrics,
+            "tokens": {api: api not in others.get(engine.name, ()) for api in engine.tokens},
+        }
+        for engine in engines
+        for facts in (engine.facts,)
+    ]
+
+
+def document(
+    engines: Sequence[Examined], found: Sequence[Lack], gateway: Mapping[str, Sequence[int]]
+) -> dict[str, Any]:
+    """Return the whole report as JSON."""
+    told = [
+        {
+            "finding": lack.finding.value,
+            "engines": [*lack.endpoints],
+            "costs": lack.costs,
+            "cure": lack.cure,
+            "exact": ADVICE[lack.finding].exact,
+        }
+        for lack in found
+    ]
+    return {"exact": is_exact(found), "engines": rows(engines, gateway), "findings": told}
+
+
+def printable(report: Mapping[str, Any]) -> RenderableType:
+    """Return the report for people."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("engine", "version", "model", "context", "block", "prefix caching", "KV events", "hashes"):
+        table.add_column(column, overflow="fold")
+    for column in ("connector", "tokens"):
+        table.add_column(column, overflow="fold")
+    for row in report["engines"]:
+        if row["trouble"]:
+            table.add_row(row["engine"], "no answer")
+            continue
+        table.add_row(*(Text(cell) for cell in _cells(row)))
+    count = len(report["engines"])
+    troubles = {row["engine"]: row["trouble"] for row in report["engines"] if row["trouble"]}
+    parts: list[RenderableType] = [table, Text()]
+    for i, finding in enumerate(report["findings"], 1):
+        of = finding["engines"]
+        which = "all engines" if len(of) == count > 1 else ", ".join(of)
+        parts.append(Text(f"{i}. {finding['finding']}: {which}"))
+        if finding["finding"] == Finding.UNREACHABLE:
+            parts += [Text(f"   {name}: {why}") for name, why in troubles.items()]
+        parts.append(Text(f"   costs  {finding['costs']}"))
+        parts.append(Text(f"   cure   {finding['cure']}"))
+    exact = "Routing is exact." if report["exact"] else "Routing works, and is not exact: see above."
+    return Group(*parts, Text(exact if count else "No engine was found."))
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    events = "none"
+    if row["events"]:
+        events = "yes" if row["eventsAnswer"] else "silent"
+        events += ", replayed" if row["replay"] else ""
+        events += f" ({len(row['events'])} ranks)" if len(row["events"]) > 1 else ""
+    caching = {True: "yes", False: "no", None: UNKNOWN}[row["prefixCaching"]]
+    seed = "" if row["fixedSeed"] is not False else ", own seed"
+    differing = [api for api, same in row["tokens"].items() if not same]
+    agreed = "agree" if row["tokens"] else "not told"
+    return [
+        row["engine"],
+        row["version"] or UNKNOWN,
+        f"{row['model'] or UNKNOWN}{' (asleep)' if row['asleep'] else ''}",
+        str(row["contextTokens"] or UNKNOWN),
+        str(row["blockSize"] or UNKNOWN),
+        caching,
+        events,
+        f"{row['hashAlgorithm'] or UNKNOWN}{seed}",
+        row["connector"] or "none",
+        f"differ: {', '.join(differing)}" if differing else agreed,
+    ]

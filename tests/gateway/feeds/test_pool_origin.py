@@ -1,0 +1,56 @@
+"""A standard InferencePool and the InferenceObjectives beside it, as the document of a pool."""
+
+from typing import Any
+
+import pytest
+
+from perilune_api.pool import Selector, SpecError, parse
+from perilune_gateway.feeds.pool_origin import document, inference_pool, priorities
+
+Object = dict[str, Any]
+
+
+def pool(**spec: Any) -> Object:
+    usual = {"selector": {"matchLabels": {"app": "vllm"}}, "targetPorts": [{"number": 9000}]}
+    return {"metadata": {"name": "qwen", "namespace": "ns"}, "spec": usual | spec}
+
+
+def objective(name: str, pool: str = "qwen", priority: int | None = None) -> Object:
+    given = {} if priority is None else {"priority": priority}
+    return {"metadata": {"name": name}, "spec": {"poolRef": {"name": pool}, **given}}
+
+
+def test_an_inference_pool_selects_its_pods_and_names_no_model() -> None:
+    made = document(pool(), [objective("chat", priority=2), objective("other", "another", 5)])
+    assert (made.metadata.name, made.metadata.namespace, made.spec.model.name) == ("qwen", "ns", "")
+    assert made.spec.engine.selector == Selector(labels={"app": "vllm"}, port=9000)
+    assert made.spec.routing.limits.objectives == {"chat": 2}
+    assert made.spec.routing.fallbacks == 0
+
+
+def test_priorities_of_any_scale_become_levels() -> None:
+    given = [objective("urgent", priority=100), objective("batch", priority=-100), objective("plain")]
+    assert priorities("qwen", given) == {"urgent": 8, "batch": -8, "plain": 0}
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        pytest.param({"selector": {}}, "$.spec", id="no labels"),
+        pytest.param({"targetPorts": []}, "$.spec", id="no port"),
+        pytest.param({"targetPorts": [{"number": 1}, {"number": 2}]}, "$.spec.targetPorts", id="two ports"),
+    ],
+)
+def test_one_that_cannot_be_served_is_refused_by_name(spec: Object, field: str) -> None:
+    with pytest.raises(SpecError, match=field.replace("$", r"\$")):
+        document(pool(**spec), [])
+
+
+def test_the_document_is_made_of_the_pool_and_both_kinds_of_objectives() -> None:
+    origin = inference_pool("ns", "qwen")
+    assert [c.path for c in origin.collections if not c.optional] == [
+        "/apis/inference.networking.k8s.io/v1/namespaces/ns/inferencepools"
+    ]
+    assert origin.text([[], [], []]) == ""
+    text = origin.text([[pool()], [objective("a", priority=1)], [objective("b", priority=-1)]])
+    assert parse(text).spec.routing.limits.objectives == {"a": 1, "b": -1}

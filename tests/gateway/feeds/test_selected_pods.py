@@ -1,0 +1,198 @@
+"""Pods that others run, as endpoints: by their arguments, annotations and labels."""
+
+from typing import Any
+
+import pytest
+
+from perilune_api.findings import EVENTS_FLAG
+from perilune_api.pool import (
+    EndpointSpec,
+    Engine,
+    HashAlgorithm,
+    Lora,
+    Metadata,
+    Model,
+    Pool,
+    Role,
+    Selector,
+    Spec,
+    SpecError,
+)
+from perilune_gateway.feeds.selected_pods import Published, completed, endpoint, published
+from perilune_gateway.model.engine_facts import EngineFacts, ServedModel
+
+Object = dict[str, Any]
+SELECTOR = Selector(labels={"app": "vllm"})
+EVENTS = '{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5600"}'
+REPLAYED = '{"enable_kv_cache_events": true, "replay_endpoint": "tcp://*:5558", "topic": "kv@$(POD_IP)@m"}'
+
+
+def pod(*args: str, command: tuple[str, ...] = (), ready: bool = True, **meta: Any) -> Object:
+    engine = {"name": "vllm", "command": list(command), "args": list(args)}
+    engine["ports"] = [{"name": "api", "containerPort": 8200}]
+    return {
+        "metadata": {"name": "a", "uid": "u", "labels": {"app": "vllm"}, **meta},
+        "spec": {"nodeName": "n1", "containers": [{"name": "sidecar"}, engine]},
+        "status": {
+            "podIP": "10.0.0.1",
+            "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
+            "containerStatuses": [{"name": "vllm", "started": True}],
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        pytest.param(pod("--model", "m"), Published(), id="nothing said"),
+        pytest.param(pod("--kv-events-config", EVENTS), Published(5600), id="argument"),
+        pytest.param(pod(f"--kv-events-config={EVENTS}"), Published(5600), id="argument with ="),
+        pytest.param(pod("--kv-events-config", REPLAYED), Published(5557, 5558), id="vLLM's defaults"),
+        pytest.param(
+            pod(f"vllm serve m --port 8000 {EVENTS_FLAG} --seed 1", command=("sh", "-c")),
+            Published(5557, 5558),
+            id="a shell's line",
+        ),
+        pytest.param(
+            pod('exec vllm serve m --kv_events_config "{\\"enable_kv_cache_events\\":true}"'),
+            Published(5557),
+            id="a shell's line with escaped quotes",
+        ),
+        pytest.param(
+            pod(
+                "--kv-events-config.enable_kv_cache_events",
+                "True",
+                "--kv-events-config.endpoint=tcp://*:5570",
+            ),
+            Published(5570),
+            id="dotted",
+        ),
+        pytest.param(
+            pod("--kv-events-config", '{"enable_kv_cache_events":true,"endpoint":"tcp://epp:5557"}'),
+            Published(elsewhere="tcp://epp:5557"),
+            id="sent elsewhere",
+        ),
+        pytest.param(pod("--kv-events-config", '{"endpoint":"tcp://*:5557"}'), Published(), id="not enabled"),
+        pytest.param(pod("--kv-events-config", "{broken"), Published(), id="no JSON"),
+        pytest.param(
+            pod("--kv-events-config", EVENTS, "--data-parallel-size", "8", "--data-parallel-size-local=2"),
+            Published(5600, ranks=8),
+            id="ranks",
+        ),
+        pytest.param(pod("-dp", "2"), Published(ranks=2), id="ranks, short"),
+        pytest.param(
+            pod(labels={"model.aibrix.ai/kv-events-enabled": "true"}), Published(5557, 5558), id="AIBrix"
+        ),
+        pytest.param(
+            pod(annotations={"perilune.dev/kv-events-port": "5557", "perilune.dev/ranks": "2"}),
+            Published(5557, 5559, 2),
+            id="our annotations",
+        ),
+    ],
+)
+def test_where_a_pod_publishes_its_events(given: Object, told: Published) -> None:
+    assert published(given, SELECTOR) == told
+
+
+def test_the_selector_itself_has_the_last_word_on_events() -> None:
+    selector = Selector(labels={"app": "vllm"}, events_port=5700, replay_port=5800)
+    assert published(pod("--kv-events-config", EVENTS), selector) == Published(5700, 5800)
+
+
+@pytest.mark.parametrize(
+    ("given", "port", "expected"),
+    [
+        pytest.param(
+            pod(), 8000, EndpointSpec(address="10.0.0.1:8000", node="n1", instance="u"), id="number"
+        ),
+        pytest.param(pod(), "api", EndpointSpec(address="10.0.0.1:8200", node="n1", instance="u"), id="name"),
+        pytest.param(pod(), "http", None, id="no such port"),
+        pytest.param(
+            pod("--kv-events-config", REPLAYED, "-dp=2"),
+            8000,
+            EndpointSpec(
+                address="10.0.0.1:8000",
+                node="n1",
+                instance="u",
+                events=("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558"),
+                replay=("tcp://10.0.0.1:5558", "tcp://10.0.0.1:5559"),
+            ),
+            id="events of two ranks",
+        ),
+        pytest.param(
+            pod(
+                "-dp=2",
+                "--kv-events-config",
+                '{"enable_kv_cache_events":true,"endpoint":"tcp://*:65535","replay_endpoint":"tcp://*:5558"}',
+            ),
+            8000,
+            EndpointSpec(address="10.0.0.1:8000", node="n1", instance="u"),
+            id="events above the last port",
+        ),
+        pytest.param(
+            pod(labels={"llm-d.ai/role": "decode"}),
+            8000,
+            EndpointSpec(address="10.0.0.1:8000", node="n1", instance="u", role=Role.DECODE),
+            id="llm-d's decode",
+        ),
+        pytest.param(
+            pod(labels={"llm-d.ai/role": "both"}),
+            8000,
+            EndpointSpec(address="10.0.0.1:8000", node="n1", instance="u"),
+            id="KServe's both",
+        ),
+        pytest.param(pod(labels={"llm-d.ai/role": "prefill"}), 8000, None, id="only prefills"),
+        pytest.param(
+            pod(ready=False),
+            8000,
+            EndpointSpec(address="10.0.0.1:8000", node="n1", instance="u", ready=False),
+            id="not ready any more",
+        ),
+    ],
+)
+def test_a_selected_pod_is_an_endpoint(given: Object, port: int | str, expected: EndpointSpec | None) -> None:
+    assert endpoint(given, Selector(labels={"app": "vllm"}, port=port)) == expected
+
+
+TOLD = EngineFacts(
+    models=(
+        ServedModel("m", root="/models/m", context_tokens=4096),
+        ServedModel("chat", root="/models/m", context_tokens=4096),
+        ServedModel("tuned", parent="m", root="/loras/tuned"),
+    ),
+    block_size=64,
+    kv_tokens=6400,
+    hash_algorithm="sha256_cbor",
+)
+
+
+def document(**model: Any) -> Pool:
+    return Pool(Metadata("p"), Spec(Model(**model), Engine(selector=SELECTOR)))
+
+
+def test_what_the_engines_tell_completes_the_document() -> None:
+    spec = completed(document(), TOLD).spec
+    assert (spec.model.name, spec.model.aliases) == ("m", ("chat",))
+    assert spec.model.loras == (Lora("tuned", "/loras/tuned"),)
+    assert (spec.model.context_tokens, spec.engine.block_size, spec.engine.kv_pool_tokens) == (4096, 64, 6400)
+    assert spec.engine.hashing.algorithm is HashAlgorithm.SHA256_CBOR
+
+
+def test_what_the_document_says_itself_stays() -> None:
+    spec = completed(document(name="chat", context_tokens=1000, loras=(Lora("tuned", "/mine"),)), TOLD).spec
+    assert (spec.model.name, spec.model.aliases, spec.model.context_tokens) == ("chat", ("m",), 1000)
+    assert spec.model.loras == (Lora("tuned", "/mine"),)
+
+
+@pytest.mark.parametrize(
+    ("model", "told", "words"),
+    [
+        pytest.param({"name": "other"}, TOLD, "The engines serve chat, m, not other", id="another model"),
+        pytest.param(
+            {}, EngineFacts(trouble="/v1/models answers 401"), "/v1/models answers 401", id="silent"
+        ),
+    ],
+)
+def test_an_engine_that_does_not_fit_completes_nothing(model: Object, told: EngineFacts, words: str) -> None:
+    with pytest.raises(SpecError, match=f"^{words}.* - at `\\$.spec.model.name`$"):
+        completed(document(**model), told)

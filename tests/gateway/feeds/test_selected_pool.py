@@ -1,0 +1,161 @@
+"""A pool whose engines others run, from the Kubernetes API and from real HTTP: found, asked, left."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from aiohttp import web
+from kubernetes.aio.client.configuration import Configuration
+
+from perilune_api import kube
+from perilune_api.pool import Engine, Metadata, Model, Pool, Selector, Spec, Topology, dump
+from perilune_gateway.feeds.kubernetes import KubernetesPool, with_pods
+from perilune_gateway.feeds.leaving import Use
+from perilune_gateway.feeds.pool_origin import inference_pool
+
+LABELS = {"app": "vllm", "tier": "gpu"}
+
+
+class Cluster:
+    """An API server that has one document and some pods, and engines that tell one model each."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, str] = {}
+        """Host → what its engine serves."""
+        self.pods: list[dict[str, object]] = []
+        self.document = b""
+        self.inference_pool: dict[str, object] = {}
+        self.selected = ""
+        self.port = 0
+
+    async def collection(self, request: web.Request) -> web.StreamResponse:
+        if "watch" in request.query:
+            answer = web.StreamResponse()
+            await answer.prepare(request)
+            await asyncio.Event().wait()
+        items: list[dict[str, object]] = self.pods
+        if request.match_info["kind"] == "inferencepools":
+            items = [self.inference_pool]
+        elif request.match_info["kind"] == "configmaps":
+            meta = {"name": "p-gateway", "namespace": "ns", "resourceVersion": "1"}
+            items = [{"metadata": meta, "data": {"pool.yaml": self.document.decode()}}]
+        else:
+            self.selected = request.query.get("labelSelector", "")
+        return web.json_response({"metadata": {"resourceVersion": "1"}, "items": items})
+
+    async def models_page(self, request: web.Request) -> web.Response:
+        model = self.models.get(request.host.partition(":")[0])
+        if model is None:
+            return web.Response(status=503)
+        return web.json_response({"data": [{"id": model, "max_model_len": 512}]})
+
+    def run(self, host: str, model: str | None) -> None:
+        """Have a pod run an engine. `model` None: it does not answer yet."""
+        if model:
+            self.models[host] = model
+        status = {"podIP": host, "conditions": [{"type": "Ready", "status": "True"}]}
+        meta = {"name": host, "namespace": "ns", "uid": host, "resourceVersion": "1"}
+        self.pods.append({"metadata": meta, "spec": {"nodeName": f"node-{host}"}, "status": status})
+
+    def select(self, name: str = "") -> None:
+        engine = Engine(selector=Selector(labels=LABELS, port=self.port))
+        self.document = dump(Pool(Metadata("p", "ns"), Spec(Model(name=name), engine)))
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    made = Cluster()
+    app = web.Application()
+    app.router.add_get("/api/v1/namespaces/ns/{kind}", made.collection)
+    app.router.add_get("/v1/models", made.models_page)
+    app.router.add_get("/apis/inference.networking.k8s.io/v1/namespaces/ns/{kind}", made.collection)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "0.0.0.0", 0).start()
+    made.port = runner.addresses[0][1]
+    yield made
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def source(cluster: Cluster) -> AsyncIterator[KubernetesPool]:
+    client = kube.Client(Configuration(host=f"http://127.0.0.1:{cluster.port}"))
+    yield KubernetesPool(client, "ns", "p")
+    await client.close()
+
+
+async def test_the_first_engine_that_answers_tells_model_and_context(
+    cluster: Cluster, source: KubernetesPool
+) -> None:
+    cluster.select()
+    cluster.run("127.0.0.1", None)
+    cluster.run("127.0.0.2", "m")
+    found = await source.first()
+    assert cluster.selected == "app=vllm,tier=gpu"
+    assert (found.spec.model.name, found.spec.model.context_tokens) == ("m", 512)
+    assert [e.address for e in found.spec.endpoints] == [
+        f"127.0.0.1:{cluster.port}",
+        f"127.0.0.2:{cluster.port}",
+    ]
+
+
+async def test_a_gateway_waits_for_an_engine_and_says_so(
+    cluster: Cluster, source: KubernetesPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster.select("m")
+    waiting = asyncio.create_task(source.first())
+    async with asyncio.timeout(10):
+        while "no started pod has the labels app=vllm,tier=gpu" not in caplog.text:  # noqa: ASYNC110 - a log wakes nobody
+            await asyncio.sleep(0.01)
+        cluster.run("127.0.0.1", "other")
+        while "The engines serve other, not m" not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        cluster.run("127.0.0.2", "m")
+        assert (await waiting).spec.model.name == "m"
+
+
+async def test_an_engine_of_another_model_gets_no_requests(cluster: Cluster, source: KubernetesPool) -> None:
+    cluster.select("m")
+    cluster.run("127.0.0.1", "m")
+    cluster.run("127.0.0.2", "other")
+    cluster.run("127.0.0.3", None)
+    await source.first()
+    pools: asyncio.Queue[Pool] = asyncio.Queue()
+    following = asyncio.create_task(source.run(pools.put_nowait, lambda address: Use(0, 0)))
+    async with asyncio.timeout(10):
+        while [e.ready for e in (await pools.get()).spec.endpoints] != [True, False, True]:
+            pass
+    following.cancel()
+    assert source.words.known[f"127.0.0.3:{cluster.port}"].trouble == "/v1/models answers 503"
+
+
+async def test_a_standard_inference_pool_is_a_source_too(cluster: Cluster) -> None:
+    """On a cluster that has no InferenceObjectives."""
+    spec = {"selector": {"matchLabels": LABELS}, "targetPorts": [{"number": cluster.port}]}
+    meta = {"name": "q", "namespace": "ns", "resourceVersion": "1"}
+    cluster.inference_pool = {"metadata": meta, "spec": spec}
+    cluster.run("127.0.0.1", "m")
+    client = kube.Client(Configuration(host=f"http://127.0.0.1:{cluster.port}"))
+    source = KubernetesPool(client, "ns", "q", origin=inference_pool("ns", "q"))
+    try:
+        found = await source.first()
+        assert (found.metadata.name, found.spec.model.name) == ("q", "m")
+        assert [e.address for e in found.spec.endpoints] == [f"127.0.0.1:{cluster.port}"]
+        pools: asyncio.Queue[Pool] = asyncio.Queue()
+        following = asyncio.create_task(source.run(pools.put_nowait, lambda address: Use(0, 0)))
+        cluster.run("127.0.0.2", "m")
+        async with asyncio.timeout(10):
+            while len((await pools.get()).spec.endpoints) < 2:
+                pass
+        following.cancel()
+    finally:
+        await client.close()
+
+
+def test_endpoints_on_a_node_that_is_being_emptied_drain(cluster: Cluster) -> None:
+    cluster.run("127.0.0.1", "m")
+    cluster.run("127.0.0.2", "m")
+    topology = Topology(leaving=("node-127.0.0.2",))
+    spec = Spec(Model(name="m"), Engine(selector=Selector(labels=LABELS)), topology=topology)
+    made = with_pods(Pool(Metadata("p"), spec), cluster.pods)
+    assert [e.draining for e in made.spec.endpoints] == [False, True]

@@ -1,0 +1,89 @@
+"""What engines that others run lack, from what they told."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from perilune_api.findings import ADVICE, Finding
+from perilune_api.pool import Engine, Hashing, Metadata, Model, Pool, Selector, Spec
+from perilune_gateway.model.engine_facts import EngineFacts, ServedModel
+from perilune_gateway.observe.findings import Expected, Seen, expected, is_older, lacks, together
+
+GOOD = EngineFacts(
+    models=(ServedModel("m"),),
+    version="0.32.0",
+    has_metrics=True,
+    block_size=16,
+    prefix_caching=True,
+    hash_algorithm="sha256",
+)
+POOL = expected(Pool(Metadata("p"), Spec(Model(name="m"), Engine(selector=Selector(labels={"app": "vllm"})))))
+
+
+def seen(more: dict[str, Any] | None = None, **facts: Any) -> Seen:
+    given = {"events": True, "replay": True, "transfers": True} | (more or {})
+    return Seen(facts=replace(GOOD, **facts), **given)
+
+
+@pytest.mark.parametrize(
+    ("engine", "found"),
+    [
+        pytest.param(seen(), [], id="nothing"),
+        pytest.param(seen(trouble="/v1/models answers 503", models=()), ["unreachable"], id="no answer"),
+        pytest.param(seen(models=(ServedModel("n"),)), ["other_model"], id="another model"),
+        pytest.param(seen(asleep=True), ["asleep"], id="asleep"),
+        pytest.param(seen(prefix_caching=False), ["no_prefix_caching"], id="no prefix caching"),
+        pytest.param(seen(prefix_caching=None), [], id="prefix caching not told"),
+        pytest.param(seen(block_size=24), ["block_size"], id="other blocks"),
+        pytest.param(seen(block_size=32), [], id="larger blocks that the pool's divide"),
+        pytest.param(seen({"events": False, "replay": False}), ["no_events"], id="no events"),
+        pytest.param(seen({"silent": True}), ["events_silent"], id="events that do not come"),
+        pytest.param(seen({"replay": False}), ["no_replay"], id="no replay"),
+        pytest.param(seen(hash_algorithm="sha256_cbor"), ["hashing"], id="another algorithm"),
+        pytest.param(seen({"other_tokens": True}), ["tokens"], id="another template"),
+        pytest.param(seen({"tokenizes": False}), ["no_tokenize"], id="no /tokenize"),
+        pytest.param(seen(has_metrics=False), ["no_metrics"], id="no metrics"),
+        pytest.param(seen(version="0.28.1"), ["random_seed"], id="a seed of its own"),
+        pytest.param(seen({"transfers": False}), ["no_transfer"], id="no connector"),
+        pytest.param(
+            seen({"events": False, "transfers": False}, has_metrics=False, prefix_caching=False),
+            ["no_prefix_caching", "no_events", "no_metrics", "no_transfer"],
+            id="worst first",
+        ),
+    ],
+)
+def test_an_engine_lacks(engine: Seen, found: list[str]) -> None:
+    assert [*lacks(engine, POOL)] == found
+
+
+def test_a_pool_that_names_seed_and_tokenizer_needs_less() -> None:
+    spec = Spec(Model(name="m", tokenizer="/model"), Engine(hashing=Hashing(seed="0")))
+    needs = expected(Pool(Metadata("p"), spec))
+    assert lacks(seen({"tokenizes": False}, version="0.23.0"), needs) == ()
+
+
+def test_without_a_pool_any_model_and_block_size_will_do() -> None:
+    assert lacks(seen(models=(ServedModel("x"),), block_size=100, hash_algorithm="xxhash"), Expected()) == ()
+
+
+@pytest.mark.parametrize(
+    ("version", "older"),
+    [("0.28.9", True), ("v0.9.1", True), ("0.29.0rc1", False), ("1.0", False), ("", False), ("main", False)],
+)
+def test_a_version_is_older_only_if_it_is_known(version: str, older: bool) -> None:
+    assert is_older(version, (0, 29)) is older
+
+
+def test_findings_of_all_engines_come_worst_first_with_their_cures() -> None:
+    made = together({"a": [Finding.NO_TRANSFER], "b": [Finding.NO_EVENTS, Finding.NO_TRANSFER]})
+    assert [(lack.finding, list(lack.endpoints)) for lack in made] == [
+        (Finding.NO_EVENTS, ["b"]),
+        (Finding.NO_TRANSFER, ["a", "b"]),
+    ]
+    assert "--kv-events-config" in made[0].cure
+
+
+def test_every_finding_has_costs_and_a_cure() -> None:
+    assert set(ADVICE) == set(Finding)
+    assert all(advice.costs and advice.cure for advice in ADVICE.values())

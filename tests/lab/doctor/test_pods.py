@@ -1,0 +1,95 @@
+"""A pool's engines in Kubernetes, reached through the API server's proxy."""
+
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+from aiohttp import web
+from kubernetes.aio.client.configuration import Configuration
+
+from perilune_api import kube
+from perilune_api.findings import EVENTS_FLAG
+from perilune_api.pool import Engine, Metadata, Pool, Selector, Spec, SpecError, dump
+from perilune_lab.doctor import pods, report
+from perilune_lab.doctor.cli import reported
+
+DOCUMENT = Pool(Metadata("p", "ns"), Spec(engine=Engine(selector=Selector(labels={"app": "vllm"}))))
+METRICS = 'vllm:num_requests_running{engine="0"} 0.0\nvllm:cache_config_info{block_size="16"} 1.0\n'
+
+
+def pod(name: str, *args: str) -> dict[str, object]:
+    status = {"podIP": "10.9.9.9", "conditions": [{"type": "Ready", "status": "True"}]}
+    spec = {"nodeName": "n", "containers": [{"name": "vllm", "args": [*args]}]}
+    return {"metadata": {"name": name, "namespace": "ns"}, "spec": spec, "status": status}
+
+
+class ApiServer:
+    """Has one pool, two pods, and a proxy to them."""
+
+    def __init__(self) -> None:
+        self.asked: set[str] = set()
+
+    async def collection(self, request: web.Request) -> web.Response:
+        assert request.query["labelSelector"] == "app=vllm"
+        return web.json_response({"items": [pod("a"), pod("b", f"vllm serve m {EVENTS_FLAG}")]})
+
+    async def document(self, request: web.Request) -> web.Response:
+        if request.match_info["name"] != "p-gateway":
+            return web.json_response({"reason": "NotFound"}, status=404)
+        return web.json_response({"data": {"pool.yaml": dump(DOCUMENT).decode()}})
+
+    async def proxy(self, request: web.Request) -> web.Response:
+        self.asked.add(f"{request.match_info['pod']} {request.method} /{request.match_info['page']}")
+        match request.match_info["page"]:
+            case "v1/models":
+                return web.json_response({"data": [{"id": "m", "max_model_len": 4096}]})
+            case "metrics":
+                return web.Response(text=METRICS)
+            case "tokenize":
+                return web.json_response({"tokens": [1, 2]})
+        return web.Response(status=404)
+
+
+@pytest.fixture
+def server() -> ApiServer:
+    return ApiServer()
+
+
+@pytest.fixture
+async def client(server: ApiServer) -> AsyncIterator[kube.Client]:
+    app = web.Application()
+    app.router.add_get("/api/v1/namespaces/ns/pods", server.collection)
+    app.router.add_get("/api/v1/namespaces/ns/configmaps/{name}", server.document)
+    app.router.add_route("*", "/api/v1/namespaces/ns/pods/{pod}/proxy/{page:.*}", server.proxy)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    made = kube.Client(Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}"))
+    yield made
+    await made.close()
+    await runner.cleanup()
+
+
+async def test_engines_are_reached_through_the_api_server(server: ApiServer, client: kube.Client) -> None:
+    async with aiohttp.ClientSession() as http:
+        document, patients = await pods.pool(client, "ns", "p", http)
+        made = await reported(document, patients)
+    assert {asked for asked in server.asked if "models" in asked} == {
+        "a:8000 GET /v1/models",
+        "b:8000 GET /v1/models",
+    }
+    assert "a:8000 POST /tokenize" in server.asked
+    rows = {row["engine"]: row for row in made["engines"]}
+    assert (rows["a"]["model"], rows["a"]["blockSize"]) == ("m", 16)
+    assert rows["b"]["events"] == ["tcp://10.9.9.9:5557"]
+    assert {f["finding"]: f["engines"] for f in made["findings"]} == {
+        "no_events": ["a"],
+        "no_transfer": ["a", "b"],
+    }
+    assert report.printable(made)
+
+
+async def test_a_pool_that_is_not_there_is_named(client: kube.Client) -> None:
+    async with aiohttp.ClientSession() as http:
+        with pytest.raises(SpecError, match="There is no pool q in namespace ns"):
+            await pods.pool(client, "ns", "q", http)
