@@ -196,6 +196,7 @@ def hub(request: pytest.FixtureRequest) -> Iterator[Hub]:
 
 def fetching(hub: Hub, home: Path) -> "subprocess.Popen[str]":
     env = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    del env["SSL_CERT_FILE"]  # huggingface_hub reads certificates whatever it is to fetch
     env |= {"HF_HOME": str(home), "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
     command = [sys.executable, "-c", FETCH, "org/m", "--revision", COMMIT, "--max-num-seqs=8"]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

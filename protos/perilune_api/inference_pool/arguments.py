@@ -39,6 +39,7 @@ VLLM_ARGS = frozenset(
 SIMULATED_ARGS = frozenset(
     {
         "--listen",
+        "--metrics-listen",
         "--name",
         "--model",
         "--alias",

@@ -66,6 +66,7 @@ def test_it_answers_like_the_gateways_index(seed: int):
             theirs.forget(str(e))
             ours.forget(e)
             held = {key: top for key, top in held.items() if key[0] != e}
+        theirs.expire(now)
         for asked in range(len(runs)):
             whole = runs.end[asked]
             matches = theirs.find_matches(blocks(runs, asked, whole), now)
