@@ -114,7 +114,7 @@ async def test_a_killed_prefill_engine_costs_recomputations_and_no_turn() -> Non
         for i in range(10):
             await user.ask(f"t{i}", LONG)
         assert user.failed == []
-        assert await user.metric('perilune_handoffs_given_up_total{cause="unreachable"}') >= 1
+        assert await user.metric('perilune_handoffs_given_up_total{cause="broke_off"}') >= 1
         assert await user.metric('perilune_prefills_total{where="no_giver"}') >= 1
 
 

@@ -131,7 +131,7 @@ def command(
 def balanced(endpoints: Sequence[str], lb_policy: str, port: int) -> envoy.Json:
     """Return the lab's Envoy configuration without a gateway, and with one of Envoy's own load balancing
     policies."""
-    config = envoy.config(endpoints, (), listen=f"127.0.0.1:{port}")
+    config = envoy.config(endpoints, (), listen=f"127.0.0.1:{port}", allowed=())
     static = config["static_resources"]
     manager = static["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
     manager["http_filters"] = [f for f in manager["http_filters"] if "ext_proc" not in f["name"]]
