@@ -28,11 +28,11 @@ class Queue:
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def add(self, name: str, words: int, *, tenant: str = "") -> None:
-        """Add a request, and wait until the gateway has sent it on."""
+        """Add a request, and wait until the engine has it."""
         prompt = " ".join(f"{name}and{i}" for i in range(words))
         self.tasks.append(asyncio.create_task(self._ask(name, prompt, tenant)))
         async with asyncio.timeout(60.0):
-            while await self._in_flight() < len(self.tasks):  # noqa: ASYNC110 - the page has no event
+            while await self._hanging() < len(self.tasks):  # noqa: ASYNC110 - the page has no event
                 await asyncio.sleep(0.02)
 
     async def served(self) -> list[str]:
@@ -53,10 +53,9 @@ class Queue:
             assert answer.status == 200, await answer.text()
         self.ended.append(name)
 
-    async def _in_flight(self) -> int:
-        async with self.http.get(f"{self.stack.admin_url}/api/nodes/stats") as answer:
-            (node,) = (await answer.json())["nodes"]
-            return int(node["load"]["in_flight"])
+    async def _hanging(self) -> int:
+        async with self.http.get(f"http://{self.stack.endpoints[0]}/fault") as answer:
+            return int((await answer.json())["hanging"])
 
 
 @asynccontextmanager

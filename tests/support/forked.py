@@ -14,10 +14,10 @@ import gc
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -64,11 +64,16 @@ class Forked:
             os.kill(self.pid, number)
 
     def wait(self, timeout: float) -> int:
-        end = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > end:
+        if self.poll() is None:
+            process = os.pidfd_open(self.pid)
+            try:
+                ended, _, _ = select.select([process], [], [], timeout)
+            finally:
+                os.close(process)
+            if not ended:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout)
-            time.sleep(0.02)
+        code = self.poll()
+        assert code is not None, "it has ended"
         return code
 
 

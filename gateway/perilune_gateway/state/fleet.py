@@ -3,11 +3,11 @@
 The load of an endpoint is that of the requests in flight there (`loads.py`), corrected by the engine's
 metrics.
 
-An endpoint is ready until it is suspected dead: Envoy used another endpoint, a connection failed (`suspect`),
-or two scrapes in a row failed. It is ready again after its next good scrape, or after SUSPECT_S seconds if
-its metrics are not scraped. One whose engine sleeps, by its metrics, is not ready until it is awake. If no
-endpoint is left, `as_last_resort` admits those whose metrics alone fail, because engines that are too busy to
-answer scrapes may still serve.
+An endpoint is ready until it is suspected dead: Envoy used another endpoint, a connection failed
+(`Unreached`), or two scrapes in a row failed. It is ready again after its next good scrape, or after
+SUSPECT_S seconds if its metrics are not scraped. One whose engine sleeps, by its metrics, is not ready until
+it is awake. If no endpoint is left, `as_last_resort` admits those whose metrics alone fail, because engines
+that are too busy to answer scrapes may still serve.
 
 `view` and `recent` only read, and cost O(endpoints); `recent` reuses what has not changed.
 """

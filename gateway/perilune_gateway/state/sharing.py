@@ -1,7 +1,7 @@
 """How one replica of the gateway shares the state of a pool: what the state and `Replicas` both have to know.
 
-`PoolState.of` gives its parts to the state, which tells them what happens here; `Replicas` takes that to the
-others, and merges what they tell into the state.
+`PoolState.of` keeps it in the state. `PendingChanges` hears what happens here as facts, and sessions call
+`SessionsElsewhere`; `Replicas` takes that to the others, and merges what they tell into the state.
 """
 
 from __future__ import annotations

@@ -101,7 +101,10 @@ async def _examined(p: argparse.ArgumentParser, args: argparse.Namespace) -> Map
             finally:
                 await client.close()
         if args.pool:
-            pool = load(args.pool)
+            try:
+                pool = load(args.pool)
+            except SpecError as error:
+                raise SpecError(f"{args.pool}: {error}") from None
             return await reported(pool, of_document(http, pool))
         try:
             urls = [url(given if "://" in given else f"http://{given}") for given in args.engines]

@@ -6,6 +6,7 @@
     {"slowdown": 10}    prefill and decode take ten times as long
     {}                  the engine is well again; each /fault replaces the one before
 
+`GET /fault` says how many requests hang: {"hanging": 2}. They go on in the order in which they came.
 Requests that are being served when a fault begins are served to their end.
 """
 
@@ -39,6 +40,11 @@ class Faults:
         self._healthy = schedulers[0].model
         self._fault = Fault()
         self._changed = asyncio.Event()
+        self._hanging = 0
+
+    async def get(self, _: web.Request) -> web.Response:
+        """Handle `GET /fault`."""
+        return web.json_response({"hanging": self._hanging})
 
     async def put(self, request: web.Request) -> web.Response:
         """Handle `POST /fault`."""
@@ -60,8 +66,14 @@ class Faults:
             request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
         ) -> web.StreamResponse:
             if request.method == "POST" and request.path.startswith("/v1/"):
-                while self._fault.hang:
-                    await self._changed.wait()
+                if self._fault.hang:
+                    await request.read()  # its length is not to decide when it goes on
+                    self._hanging += 1
+                    try:
+                        while self._fault.hang:
+                            await self._changed.wait()
+                    finally:
+                        self._hanging -= 1
                 if self._fault.reset and request.transport:
                     await request.read()
                     request.transport.abort()

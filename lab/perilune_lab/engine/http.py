@@ -124,6 +124,7 @@ class Server:
         middlewares = (_demand_key(self._served.api_keys), _answer_errors(self), faults.middleware())
         app = web.Application(middlewares=middlewares, client_max_size=_MOST_BODY_BYTES)
         app.router.add_post("/fault", faults.put)
+        app.router.add_get("/fault", faults.get)
         for api in Api:
             app.router.add_post(api, self._generate_handler(api))
         app.router.add_post("/v1/messages/count_tokens", self._count_tokens)

@@ -4,11 +4,13 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from perilune_api.pool import SpecError
 from perilune_lab.doctor.cli import main
 
 METRICS = """\
@@ -184,3 +186,10 @@ def test_a_wrong_call_ends_with_2(args: list[str], capsys: pytest.CaptureFixture
         main(args)
     assert end.value.code == 2
     assert "perilune doctor: error:" in capsys.readouterr().err
+
+
+def test_what_is_wrong_with_a_pool_document_names_its_file(tmp_path: Path) -> None:
+    document = tmp_path / "pool.yaml"
+    document.write_text("spec: {")
+    with pytest.raises(SpecError, match=r"pool\.yaml: Not YAML"):
+        main(["--pool", str(document)])
