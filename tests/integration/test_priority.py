@@ -1,10 +1,12 @@
 """Shortest-uncached-first by the engine's priority: gateway, real Envoy, simulated engines together.
 
-The engine begins with nothing (`POST /fault`) until every request waits there, so that their order does not
-depend on how fast this machine is.
+The engine begins with nothing (`POST /fault`) until every request waits there, and its own log says in which
+order they ended, so that their order does not depend on how fast this machine is. A step of the engine is
+shorter than any prompt, so no two prompts end in one step.
 """
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ import pytest
 from perilune_api import pool as spec
 from perilune_lab.processes.stack import EngineOptions, Stack
 
-TIME_SCALE = 4.0
+TIME_SCALE, STEP_TOKENS = 20.0, 32
 
 
 @dataclass
@@ -24,7 +26,6 @@ class Queue:
 
     stack: Stack
     http: aiohttp.ClientSession
-    ended: list[str] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def add(self, name: str, words: int, *, tenant: str = "") -> None:
@@ -39,7 +40,8 @@ class Queue:
         """Let the engine begin, and return the names in the order in which they ended."""
         await self.fault()
         await asyncio.gather(*self.tasks)
-        return self.ended
+        log = (self.stack.folder / "engine-0.requests.jsonl").read_text()
+        return [json.loads(line)["request_id"] for line in log.splitlines()]
 
     async def fault(self, **fault: object) -> None:
         url = f"http://{self.stack.endpoints[0]}/fault"
@@ -48,10 +50,9 @@ class Queue:
 
     async def _ask(self, name: str, prompt: str, tenant: str) -> None:
         body = {"model": self.stack.options.model, "prompt": prompt, "max_tokens": 1}
-        headers = {"authorization": tenant} if tenant else {}
+        headers = {"x-request-id": name} | ({"authorization": tenant} if tenant else {})
         async with self.http.post(f"{self.stack.url}/v1/completions", json=body, headers=headers) as answer:
             assert answer.status == 200, await answer.text()
-        self.ended.append(name)
 
     async def _hanging(self) -> int:
         async with self.http.get(f"http://{self.stack.endpoints[0]}/fault") as answer:
@@ -60,7 +61,8 @@ class Queue:
 
 @asynccontextmanager
 async def queue(scheduling: str, priority: spec.EnginePriority) -> AsyncIterator[Queue]:
-    options = EngineOptions(time_scale=TIME_SCALE, arguments=("--scheduling", scheduling))
+    arguments = ("--scheduling", scheduling, "--tokens-per-step", str(STEP_TOKENS))
+    options = EngineOptions(time_scale=TIME_SCALE, arguments=arguments, request_log=True)
     routing = spec.Routing(engine_priority=priority, limits=spec.Limits(decision_seconds=30.0))
     async with Stack(engines=1, options=options, routing=routing) as stack, aiohttp.ClientSession() as http:
         made = Queue(stack, http)

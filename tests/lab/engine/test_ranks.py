@@ -1,7 +1,5 @@
 """Data-parallel ranks: one server, and a cache, a scheduler and a publisher for each rank, as vLLM's."""
 
-import asyncio
-
 import aiohttp
 import msgspec
 import pytest
@@ -71,15 +69,13 @@ async def test_rank_r_publishes_r_ports_further(two):
 
 
 async def replayed(context: zmq.asyncio.Context, address: str) -> list:
-    socket = context.socket(zmq.DEALER)
-    socket.connect(address)
-    await socket.send_multipart([b"", (0).to_bytes(8, "big")])
     batches = []
-    while True:
-        frames = await asyncio.wait_for(socket.recv_multipart(), 10)
-        if frames[2] == b"\xff" * 8:
-            return batches
-        batches.append(msgspec.msgpack.decode(frames[3]))
+    with context.socket(zmq.DEALER) as socket:
+        socket.connect(address)
+        await socket.send_multipart([b"", (0).to_bytes(8, "big")])
+        while (frames := await socket.recv_multipart())[2] != b"\xff" * 8:
+            batches.append(msgspec.msgpack.decode(frames[3]))
+    return batches
 
 
 async def test_the_metrics_page_has_one_series_for_each_rank(two):
