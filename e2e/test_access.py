@@ -87,8 +87,9 @@ def test_no_secret_can_be_read(operator_token, gateway_token, whose, namespace):
     assert not token.may("GET", f"{where}/private")
     assert not token.may("GET", "/api/v1/secrets")
     for rule in token.rules(namespace):
-        assert not {"*", "secrets"} & set(rule["resources"]), rule
-        assert "*" not in rule["verbs"], rule
+        assert "*" not in rule["resources"] + rule["verbs"], rule
+        if "secrets" in rule["resources"]:  # the operator makes a pool's, and never reads it
+            assert (whose, rule["verbs"]) == ("operator", ["create"]), rule
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ from testbed.http import eventually
 from testbed.operators import Fate, operators
 from testbed.pool import LEAVES_SOON, LivePool
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+# A walk has thirteen steps, whose waits end by themselves; on two busy cores they add up to over ten minutes.
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 SEED = int(os.environ.get("PERILUNE_SEED", "1"))
 CALM, KILLED = "calm", "killed"

@@ -219,14 +219,16 @@ def _tracing(spec: GatewaySpec) -> list[str]:
 
 
 def _probes(args: Sequence[str]) -> Object:
+    """Return the probes. They are patient: a gateway that is killed because its node is starved has to start
+    again there, and until it is ready it gets no requests anyway."""
     alive = {"httpGet": {"path": "/healthz", "port": "admin"}}
     return {
-        "startupProbe": {**alive, "periodSeconds": 1, "failureThreshold": 60},
+        "startupProbe": {**alive, "periodSeconds": 1, "timeoutSeconds": 5, "failureThreshold": 300},
         "readinessProbe": {
             **_readiness(args),
             "periodSeconds": 2,
             "timeoutSeconds": 2,
             "failureThreshold": 2,
         },
-        "livenessProbe": {**alive, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 3},
+        "livenessProbe": {**alive, "periodSeconds": 10, "timeoutSeconds": 10, "failureThreshold": 6},
     }
