@@ -132,8 +132,9 @@ def test_a_pool_without_engines_takes_no_request_of_another(pools, edge):
     coder = client(edge, MODELS[CODER])
     for pool in (CHAT, CHAT_NEXT):
         pools[pool].scale(0)
-    for pool in (CHAT, CHAT_NEXT):
-        pools[pool].becomes(0, timeout_s=120)
+    eventually(
+        lambda: _is([pod for name in (CHAT, CHAT_NEXT) for pod in pools[name].pods()], []), timeout_s=120
+    )
     chat = client(edge, MODELS[CHAT])
     eventually(lambda: _is(chat.complete().status, 503), timeout_s=60)
     assert [coder.complete(session=f"alone-{n}").status for n in range(40)] == [200] * 40
