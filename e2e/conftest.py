@@ -22,7 +22,16 @@ from typing import Any
 import pytest
 
 from perilune_api.pool import EndpointSpec, Metadata, Model, NodePlace, Pool, Routing, Spec, Topology, dump
-from testbed import ai_gateway, cgroups, conformance, envoy_gateway, perilune, perilune_image, programs
+from testbed import (
+    ai_gateway,
+    cgroups,
+    conformance,
+    envoy_gateway,
+    lwepp,
+    perilune,
+    perilune_image,
+    programs,
+)
 from testbed.cluster import NODES, Cluster, build
 from testbed.http import Client, eventually
 from testbed.kind import Kind
@@ -44,6 +53,7 @@ BESIDE_OTHERS_S = 900
 ON_A_SECOND_CLUSTER = (
     "test_cluster.py",
     "test_envoy_gateway.py",
+    "test_extension_server.py",
     "test_inference_extension.py",
     "test_killed_operators.py",
     "test_operators.py",
@@ -120,6 +130,7 @@ def _build() -> list[Path] | ClusterError:
             perilune_image.engine_archive,
             perilune_image.store_archive,
             perilune_image.state_archive,
+            lwepp.archive,
             *((ai_gateway.archive, conformance.archive) if "CONFORMANCE" in os.environ else ()),
         )
     except ClusterError as error:
