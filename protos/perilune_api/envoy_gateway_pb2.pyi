@@ -2,6 +2,7 @@ import datetime
 
 from google.protobuf import any_pb2 as _any_pb2
 from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf import wrappers_pb2 as _wrappers_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -103,7 +104,7 @@ class VirtualHost(_message.Message):
     def __init__(self, name: _Optional[str] = ..., domains: _Optional[_Iterable[str]] = ..., routes: _Optional[_Iterable[_Union[Route, _Mapping]]] = ...) -> None: ...
 
 class Route(_message.Message):
-    __slots__ = ("route", "redirect", "direct_response", "typed_per_filter_config", "name")
+    __slots__ = ("route", "redirect", "direct_response", "metadata", "typed_per_filter_config", "name")
     class TypedPerFilterConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -114,14 +115,29 @@ class Route(_message.Message):
     ROUTE_FIELD_NUMBER: _ClassVar[int]
     REDIRECT_FIELD_NUMBER: _ClassVar[int]
     DIRECT_RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
     TYPED_PER_FILTER_CONFIG_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     route: RouteAction
     redirect: Unread
     direct_response: DirectResponseAction
+    metadata: Metadata
     typed_per_filter_config: _containers.MessageMap[str, _any_pb2.Any]
     name: str
-    def __init__(self, route: _Optional[_Union[RouteAction, _Mapping]] = ..., redirect: _Optional[_Union[Unread, _Mapping]] = ..., direct_response: _Optional[_Union[DirectResponseAction, _Mapping]] = ..., typed_per_filter_config: _Optional[_Mapping[str, _any_pb2.Any]] = ..., name: _Optional[str] = ...) -> None: ...
+    def __init__(self, route: _Optional[_Union[RouteAction, _Mapping]] = ..., redirect: _Optional[_Union[Unread, _Mapping]] = ..., direct_response: _Optional[_Union[DirectResponseAction, _Mapping]] = ..., metadata: _Optional[_Union[Metadata, _Mapping]] = ..., typed_per_filter_config: _Optional[_Mapping[str, _any_pb2.Any]] = ..., name: _Optional[str] = ...) -> None: ...
+
+class Metadata(_message.Message):
+    __slots__ = ("filter_metadata",)
+    class FilterMetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: _struct_pb2.Struct
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
+    FILTER_METADATA_FIELD_NUMBER: _ClassVar[int]
+    filter_metadata: _containers.MessageMap[str, _struct_pb2.Struct]
+    def __init__(self, filter_metadata: _Optional[_Mapping[str, _struct_pb2.Struct]] = ...) -> None: ...
 
 class RouteAction(_message.Message):
     __slots__ = ("cluster", "cluster_header", "weighted_clusters", "timeout")

@@ -163,6 +163,11 @@ MASTER_PORT = 9003
 """Port at which the Mooncake master serves its metrics and pages."""
 
 
+def picker_name(inference_pool: str) -> str:
+    """Return the name under which the chart installs an endpoint picker for a standard InferencePool."""
+    return f"{inference_pool}-perilune"[:LONGEST_LABEL].removesuffix("-")
+
+
 def models_name(pool: str) -> str:
     """Return the name of the Service of all engines that a pool's gateway serves, if it serves other pools,
     too."""

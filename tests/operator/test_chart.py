@@ -15,6 +15,7 @@ from charts import alerts
 from charts.dashboards import DASHBOARDS
 from document_tables import rows
 
+from perilune_api import names
 from perilune_api.inference_pool.checks import convert
 from perilune_gateway.config import arguments as gateway_arguments
 from perilune_operator.extension_server import main as extension_server
@@ -327,7 +328,7 @@ def test_a_picker_alone_is_all_that_is_installed_for_an_inference_pool(
     assert {name.partition("/")[0] for name in made} == {
         *("ServiceAccount", "Role", "RoleBinding", "ConfigMap", "Secret", "Service", "Deployment")
     }
-    assert {obj["metadata"]["name"] for obj in made.values()} == {"qwen-perilune"}
+    assert {obj["metadata"]["name"] for obj in made.values()} == {names.picker_name("qwen")}
     (container,) = made["Deployment/qwen-perilune"]["spec"]["template"]["spec"]["containers"]
     args = gateway_arguments([arg for arg in container["args"] if not arg.startswith("--tls")])
     assert args.inference_pool == ("sys", "qwen")

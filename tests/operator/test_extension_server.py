@@ -57,6 +57,14 @@ async def test_a_route_to_an_inference_pool_asks_its_picker(gateway: EnvoyGatewa
     assert (ours, router) == ((hooks.FILTER, True), ("envoy.filters.http.router", False))
 
 
+async def test_the_picker_that_the_chart_would_install_is_known_before_it_is_named(
+    gateway: EnvoyGateway,
+) -> None:
+    """Envoy looks its name up meanwhile; a route that named it at once would fail until then."""
+    made = await gateway.translated(inference_pool())
+    assert "perilune-picker/default/qwen-perilune/9002/tls" in {cluster.name for cluster in made.clusters}
+
+
 async def test_what_is_no_inference_pool_stays_as_it_is(gateway: EnvoyGateway) -> None:
     made = await gateway.translated(None)
     assert [*made.clusters] == [*calls.TRANSLATION.clusters]
@@ -84,7 +92,8 @@ async def test_a_picker_that_was_asked_lately_keeps_its_cluster(gateway: EnvoyGa
     await gateway.translated(inference_pool(picker="before"))
     made = await gateway.translated(inference_pool(picker="now"))
     found = {cluster.name for cluster in made.clusters if cluster.name.startswith("perilune-picker/")}
-    assert found == {f"perilune-picker/default/{name}/9002/tls" for name in ("before", "now")}
+    names = ("before", "now", "qwen-perilune")
+    assert found == {f"perilune-picker/default/{name}/9002/tls" for name in names}
 
 
 def test_after_an_hour_it_does_not() -> None:

@@ -39,10 +39,10 @@ async def pool(
     within = "KUBERNETES_SERVICE_HOST" in os.environ
     patients = []
     for pod in staying:
-        found = read(pod)
-        for e in found:
+        endpoints = read(pod)
+        for e in endpoints:
             of, port = pod["metadata"]["name"], e.address.rpartition(":")[2]
-            called = of if len(found) == 1 else f"{of}:{port}"
+            called = of if len(endpoints) == 1 else f"{of}:{port}"
             proxy = f"{at}/pods/{of}:{port}/proxy"
             made = direct(http, f"http://{e.address}", called) if within else _proxied(client, proxy, called)
             patients.append(made.known(e.events, e.replay, transfers=bool(e.bootstrap or e.peer)))

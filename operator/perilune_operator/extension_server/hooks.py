@@ -1,7 +1,8 @@
 """What Envoy Gateway's configuration becomes for routes whose backend is an InferencePool. Pure.
 
-1. `route`: it gets the settings of a filter, which name the picker's cluster, and no timeout if its owner has
-   set none. A route that cannot be served (several backends, no picker) answers 500 and says why.
+1. `route`: it gets the settings of a filter, which name the picker's cluster, metadata for the last step, and
+   no timeout if its owner has set none. A route that cannot be served (several backends, no picker) answers
+   500 and says why.
 2. `cluster`: requests go to the address that the picker has put into the metadata `envoy.lb`. A header would
    do, too, but a client could send that one while no picker answers.
 3. `translation`: the cluster of each picker that a route names or has named lately (`recent`), and, in
@@ -36,6 +37,9 @@ NO_PICKER = "perilune-no-picker"
 """The cluster that the filter itself names: none, since every route that it is on names another."""
 _EXT_PROC = "envoy.extensions.filters.http.ext_proc.v3"
 _MANAGER = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
+_PICKERS = "pickers"
+"""Key of a route's metadata: the clusters of its picker, and of the one that Perilune's chart would install,
+which Envoy then knows before it is asked to use it."""
 _RETRY_ON = "connect-failure,refused-stream,unavailable"
 
 
@@ -53,6 +57,8 @@ def route(asked: pb.PostRouteModifyRequest) -> pb.PostRouteModifyResponse:
         settings = pb.ExtProcPerRoute()
         settings.overrides.grpc_service.CopyFrom(_service(picker.cluster, f"{picker.host}:{picker.port}"))
         made.typed_per_filter_config[FILTER].CopyFrom(packed(settings, f"{_EXT_PROC}.ExtProcPerRoute"))
+        clusters = [picker.cluster, pools[0].usual.cluster]
+        made.metadata.filter_metadata[FILTER].update({_PICKERS: clusters})
     return pb.PostRouteModifyResponse(route=made)
 
 
@@ -83,7 +89,7 @@ def cluster(asked: pb.PostClusterModifyRequest) -> pb.PostClusterModifyResponse:
     pools = pickers.inference_pools(asked.post_cluster_context.backend_extension_resources)
     if len(pools) == 1:
         for field in ("eds_cluster_config", "load_assignment", "load_balancing_policy"):
-            made.ClearField(field)  # type: ignore[arg-type]  # the stub wants a literal
+            made.ClearField(field)
         made.type, made.lb_policy = pb.Cluster.ORIGINAL_DST, pb.Cluster.CLUSTER_PROVIDED
         key = made.original_dst_lb_config.metadata_key
         key.key = DESTINATION_NAMESPACE
@@ -134,9 +140,8 @@ def _named(config: pb.RouteConfiguration) -> Iterator[str]:
     """Yield the clusters of pickers that routes name."""
     for host in config.virtual_hosts:
         for made in host.routes:
-            if FILTER in made.typed_per_filter_config:
-                settings = pb.ExtProcPerRoute.FromString(made.typed_per_filter_config[FILTER].value)
-                yield settings.overrides.grpc_service.envoy_grpc.cluster_name
+            if FILTER in made.metadata.filter_metadata:
+                yield from made.metadata.filter_metadata[FILTER][_PICKERS]
 
 
 def _managers(listeners: Iterable[pb.Listener]) -> Iterator[Packed]:

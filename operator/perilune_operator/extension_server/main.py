@@ -49,9 +49,9 @@ class Server:
     def __init__(self, certificate: bytes = b"", key: bytes = b"") -> None:
         self._server = grpc.aio.server(options=_OPTIONS)
         self._recent = Recent(time.monotonic)
-        translate = (pb.PostTranslateModifyRequest, self._translate)
-        every = {**_HOOKS, "PostTranslateModify": translate}
-        handlers = {name: _handler(name, *hook) for name, hook in every.items()}
+        handlers = {name: _handler(name, *hook) for name, hook in _HOOKS.items()}
+        last = "PostTranslateModify"
+        handlers[last] = _handler(last, pb.PostTranslateModifyRequest, self._translate)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -89,7 +89,7 @@ def _handler(
             raise
 
     return grpc.unary_unary_rpc_method_handler(
-        answer,  # type: ignore[arg-type]  # the stub is of the synchronous server
+        answer,
         request_deserializer=request.FromString,
         response_serializer=lambda answer: answer.SerializeToString(deterministic=True),
     )

@@ -56,6 +56,8 @@ class InferencePool:
     name: str
     picker: Picker | None
     """None: it names none."""
+    usual: Picker
+    """The one that Perilune's chart installs for it, if it does."""
     http2: bool = False
 
 
@@ -77,7 +79,8 @@ def _pool(obj: dict[str, Any]) -> InferencePool:
         port = int((reference.get("port") or {}).get("number") or DEFAULT_PORT)
         tls = (meta.get("annotations") or {}).get(names.PICKER_PROTOCOL) != "h2c"
         picker = Picker(namespace, reference["name"], port, tls)
-    return InferencePool(f"{namespace}/{name}", picker, spec.get("appProtocol") == H2C)
+    usual = Picker(namespace, names.picker_name(name))
+    return InferencePool(f"{namespace}/{name}", picker, usual, spec.get("appProtocol") == H2C)
 
 
 def named(cluster: str) -> Picker | None:
