@@ -141,7 +141,8 @@ def _named(config: pb.RouteConfiguration) -> Iterator[str]:
     for host in config.virtual_hosts:
         for made in host.routes:
             if FILTER in made.metadata.filter_metadata:
-                yield from made.metadata.filter_metadata[FILTER][_PICKERS]
+                told = made.metadata.filter_metadata[FILTER].fields[_PICKERS]
+                yield from (value.string_value for value in told.list_value.values)
 
 
 def _managers(listeners: Iterable[pb.Listener]) -> Iterator[Packed]:
