@@ -22,8 +22,10 @@ OURS = "qwen-perilune"
 
 
 @pytest.fixture(scope="module")
-def extension(kube, edge, operator, tmp_path_factory):
-    """Envoy Gateway takes InferencePools; afterwards everything is as it was."""
+def extension(cluster, kube, edge, operator, tmp_path_factory):
+    """Envoy Gateway takes InferencePools; afterwards everything is as it was. The picker's image is in
+    clusters of our own only."""
+    cluster.load(lwepp.archive())
     crds = str(programs.module(*programs.INFERENCE_EXTENSION) / "config/crd/bases")
     kube.ctl("apply", "--server-side", "-f", crds)
     kube.wait("condition=Established", "-f", crds)
