@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# Two images. The default one has perilune-operator and perilune-gateway; `--target engine` has the simulated engine
+# Two images. The default one has perilune-operator, -gateway and -extension-server; `--target engine` has the simulated engine
 # (`perilune engine`) as well. Each program ends at once on SIGTERM (the gateway after its answers), so none needs an init.
 # Debian 12 works as a base, too; 13's Python 3.13 takes a tenth less CPU than 12's 3.11. A base that has python3 and
 # python3-venv needs no apt mirror.

@@ -22,7 +22,16 @@ from typing import Any
 import pytest
 
 from perilune_api.pool import EndpointSpec, Metadata, Model, NodePlace, Pool, Routing, Spec, Topology, dump
-from testbed import ai_gateway, cgroups, conformance, envoy_gateway, perilune, perilune_image, programs
+from testbed import (
+    ai_gateway,
+    cgroups,
+    conformance,
+    envoy_gateway,
+    lwepp,
+    perilune,
+    perilune_image,
+    programs,
+)
 from testbed.cluster import NODES, Cluster, build
 from testbed.http import Client, eventually
 from testbed.kind import Kind
@@ -44,6 +53,7 @@ BESIDE_OTHERS_S = 900
 ON_A_SECOND_CLUSTER = (
     "test_cluster.py",
     "test_envoy_gateway.py",
+    "test_extension_server.py",
     "test_inference_extension.py",
     "test_killed_operators.py",
     "test_operators.py",
@@ -90,7 +100,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     wanted = any("cluster" in item.keywords for item in session.items)
     if wanted and not _EXISTING and not impossible():
         with _shown(config):
-            config.stash[_ARCHIVES] = _build()
+            config.stash[_ARCHIVES] = _build({item.path.name for item in session.items})
     if config.option.side_by_side:
         lanes = {item.nodeid: lane for item in session.items if (lane := _lane(item)) is not None}
         config.pluginmanager.register(SideBySide(lanes))
@@ -111,8 +121,9 @@ def impossible() -> str:
     return ""
 
 
-def _build() -> list[Path] | ClusterError:
-    """Also what is only fetched: from inside the cluster's network, nothing outside can be reached."""
+def _build(files: set[str]) -> list[Path] | ClusterError:
+    """Also what is only fetched: from inside the cluster's network, nothing outside can be reached. `files`:
+    those with scenarios that run."""
     try:
         programs.module(*programs.INFERENCE_EXTENSION)
         return build(
@@ -120,6 +131,7 @@ def _build() -> list[Path] | ClusterError:
             perilune_image.engine_archive,
             perilune_image.store_archive,
             perilune_image.state_archive,
+            *((lwepp.archive,) if "test_extension_server.py" in files else ()),
             *((ai_gateway.archive, conformance.archive) if "CONFORMANCE" in os.environ else ()),
         )
     except ClusterError as error:

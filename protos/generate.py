@@ -1,10 +1,10 @@
 """Make what is generated: `python -m protos.generate [--check]`, from the repository root.
 
-Writes `protos/perilune_api/extproc_pb2.py` and `.pyi` from extproc.proto, the CustomResourceDefinition
+Writes `protos/perilune_api/*_pb2.py` and `.pyi` from the .proto files, the CustomResourceDefinition
 (`perilune_api.crdgen`), once for kubectl (`crds/`) and once for the chart, `docs/configuration.md`
 (`perilune_api.reference`), and what `charts/` makes for the chart. With --check nothing is written;
 the exit status is 1 and a line names the file when a committed file differs from what would be written. Takes
-about a second. No gRPC stubs are made: the server registers its one method by name.
+about a second. No gRPC stubs are made: the servers register their methods by name.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from grpc_tools import protoc
 from perilune_api import crdgen, reference
 
 HERE = Path(__file__).resolve().parent
-SOURCE = HERE / "extproc.proto"
+SOURCES = ("extproc.proto", "envoy_gateway.proto")
 TARGET = HERE / "perilune_api"
 CRD = "inferencepools.perilune.dev.yaml"
 CRD_FOLDERS = (HERE.parent / "crds", HERE.parent / "charts" / "perilune" / "crds")
@@ -32,8 +32,8 @@ def generate() -> dict[Path, bytes]:
     bundled = importlib.resources.files("grpc_tools") / "_proto"
     with tempfile.TemporaryDirectory() as out:
         arguments = ["protoc", f"-I{HERE}", f"-I{bundled}", f"--python_out={out}", f"--pyi_out={out}"]
-        if protoc.main([*arguments, SOURCE.name]) != 0:
-            raise RuntimeError(f"protoc refused {SOURCE}")
+        if protoc.main([*arguments, *SOURCES]) != 0:
+            raise RuntimeError(f"protoc refused one of {', '.join(SOURCES)}")
         files = {TARGET / file.name: file.read_bytes() for file in sorted(Path(out).iterdir())}
     files.update(dict.fromkeys((folder / CRD for folder in CRD_FOLDERS), crdgen.generate()))
     files[CONFIGURATION] = reference.page()

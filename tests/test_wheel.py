@@ -44,4 +44,9 @@ def test_the_wheel_has_the_three_programs(wheel: ZipFile):
     (path,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
     found = ConfigParser()
     found.read_string(wheel.read(path).decode())
-    assert set(found["console_scripts"]) == {"perilune", "perilune-gateway", "perilune-operator"}
+    assert set(found["console_scripts"]) == {
+        "perilune",
+        "perilune-extension-server",
+        "perilune-gateway",
+        "perilune-operator",
+    }

@@ -14,6 +14,7 @@ What the cluster is made of:
     kind             the same on kind, where there is Docker
     conformance      the inference extension's conformance suite, with our gateways as its pickers
     ai_gateway       Envoy AI Gateway, with which Envoy Gateway takes InferencePools
+    lwepp            the inference extension's own endpoint picker
     envoy_gateway    Envoy Gateway from its own chart, and what it needs here
     perilune_image   our own images, by the Dockerfile
     nodes            containerd, kubelet and kube-proxy of a node; its labels and GPUs

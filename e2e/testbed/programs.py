@@ -23,6 +23,7 @@ LWS_FOLDER = GO_MODULES / "@".join(LEADER_WORKER_SET)
 AI_GATEWAY = ("github.com/envoyproxy/ai-gateway", "v1.0.0")
 AI_GATEWAY_FOLDER = GO_MODULES / "@".join(AI_GATEWAY)
 INFERENCE_EXTENSION = ("sigs.k8s.io/gateway-api-inference-extension", "v1.6.0")
+INFERENCE_EXTENSION_FOLDER = GO_MODULES / "@".join(INFERENCE_EXTENSION)
 KEDA = ("github.com/kedacore/keda/v2", "v2.17.2")
 CONFORMANCE_SUITE = (f"{INFERENCE_EXTENSION[0]}/conformance", INFERENCE_EXTENSION[1])
 _GATEWAY_API_CONFORMANCE = ("sigs.k8s.io/gateway-api/conformance", "v1.6.1")
@@ -68,6 +69,7 @@ PROGRAMS = {
         Program("lws", "./cmd", LEADER_WORKER_SET[1], module=LWS_FOLDER),
         Program("otel-collector", ".", "v0.165.0", module=COLLECTOR),
         Program("ai-gateway", "./cmd/controller", AI_GATEWAY[1], module=AI_GATEWAY_FOLDER),
+        Program("lwepp", "./cmd/lwepp", INFERENCE_EXTENSION[1], module=INFERENCE_EXTENSION_FOLDER),
         Program("conformance", ".", CONFORMANCE_SUITE[1], module=CONFORMANCE),
         Program(
             "echo-basic",
@@ -144,7 +146,7 @@ def ensure(names: tuple[str, ...]) -> None:
 
 def _build(program: Program) -> None:
     BIN.mkdir(parents=True, exist_ok=True)
-    own = {"GOMODCACHE": str(GO_MODULES), "GOCACHE": str(GO_BUILD), "GOBIN": str(BIN)}
+    own = {"GOMODCACHE": str(GO_MODULES), "GOCACHE": str(GO_BUILD), "GOBIN": str(BIN), "GOWORK": "off"}
     env = {**os.environ, **own, "CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false"}
     how = ("-trimpath", "-ldflags", " ".join(program.flags))
     if program.module:

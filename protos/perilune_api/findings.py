@@ -32,7 +32,8 @@ class Finding(StrEnum):
     NO_EVENTS = "no_events"
     """It publishes no KV events."""
     EVENTS_SILENT = "events_silent"
-    """Nothing can be connected to where its KV events should come from."""
+    """Nothing can be connected to where its KV events should come from, or none has come although it serves
+    prompts."""
     HASHING = "hashing"
     """It hashes blocks otherwise than the pool says."""
     TOKENS = "tokens"
@@ -82,7 +83,8 @@ ADVICE: Mapping[Finding, Advice] = {
     ),
     Finding.EVENTS_SILENT: Advice(
         "what it caches is estimated from the requests that the gateway has sent there",
-        "publish at an address that listens, tcp://*:PORT, and let the gateway reach that port",
+        "publish at an address that listens, tcp://*:PORT, with enable_kv_cache_events, and let the gateway"
+        " reach that port",
     ),
     Finding.HASHING: Advice(
         "what it has in a shared store is not found, and hashes cannot be compared",

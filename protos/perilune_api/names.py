@@ -106,6 +106,9 @@ Duty = Literal["serve", "prefill"]
 SERVER_LABEL = "perilune.dev/server"
 """Label of an engine pod that gets requests through a Service of several pools: the pool whose gateway serves
 them. The operator writes it on running pods, so that a change of `serves` restarts none."""
+PICKER_PROTOCOL = "perilune.dev/picker-protocol"
+"""Annotation of an InferencePool of the inference extension: with the value `h2c`, its endpoint picker is
+asked without TLS by Envoys that Perilune's extension server configures."""
 EVENTS_PORT = "perilune.dev/kv-events-port"
 """Annotation of an engine pod: the port at which it publishes KV events. Each further data-parallel
 rank has the next one; the replay ports follow in the same order."""
@@ -158,6 +161,11 @@ POOL_DOCUMENT = "pool.yaml"
 
 MASTER_PORT = 9003
 """Port at which the Mooncake master serves its metrics and pages."""
+
+
+def picker_name(inference_pool: str) -> str:
+    """Return the name under which the chart installs an endpoint picker for a standard InferencePool."""
+    return f"{inference_pool}-perilune"[:LONGEST_LABEL].removesuffix("-")
 
 
 def models_name(pool: str) -> str:

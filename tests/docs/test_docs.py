@@ -22,7 +22,11 @@ from perilune_api import pool
 from perilune_api.inference_pool import arguments, checks
 from perilune_lab.cli import PROGRAM
 
-MAINS = {"perilune-gateway": "perilune_gateway.main", "perilune-operator": "perilune_operator.main"}
+MAINS = {
+    "perilune-gateway": "perilune_gateway.main",
+    "perilune-operator": "perilune_operator.main",
+    "perilune-extension-server": "perilune_operator.extension_server.main",
+}
 OTHERS = {
     "curl",
     "docker",

@@ -26,6 +26,7 @@ from routing_objects import fleet, request, session
 from waiting import until_true
 
 from perilune_api import pool as spec
+from perilune_api.findings import Finding
 from perilune_api.policies import PolicyParams
 from perilune_api.topology import Place
 from perilune_gateway.model import (
@@ -43,6 +44,7 @@ from perilune_gateway.moves.handoff import Handoff, Stage
 from perilune_gateway.observe import moves
 from perilune_gateway.observe.admin import Admin, AdminData
 from perilune_gateway.observe.decisions import Decisions
+from perilune_gateway.observe.findings import Lack
 from perilune_gateway.observe.health import report
 from perilune_gateway.observe.stats import EndpointStats, SessionStats
 from perilune_gateway.policy import POLICIES
@@ -256,6 +258,7 @@ class Many:
     decisions: Decisions = field(default_factory=Decisions)
     handoffs: list[dict[str, object]] = field(default_factory=list)
     engines: int = 1000
+    lacks: tuple[Lack, ...] = ()
 
     def endpoints(self) -> tuple[EndpointStats, ...]:
         return tuple(
@@ -278,7 +281,13 @@ class Many:
     def data(self) -> AdminData:
         def health() -> object:
             return report(
-                self.endpoints(), block_size=16, pool="default/p", policy="ear", version="0.1.0", uptime_s=1.0
+                self.endpoints(),
+                block_size=16,
+                pool="default/p",
+                policy="ear",
+                version="0.1.0",
+                uptime_s=1.0,
+                lacks=self.lacks,
             )
 
         return AdminData(
@@ -355,6 +364,22 @@ async def test_the_kv_of_a_session_that_moves_is_on_the_map_until_it_is_there(
             await page.keyboard.press("Escape")
             await expect(drawn).to_have_count(0)
             await expect(rows).to_have_count(0)
+    finally:
+        await admin.stop()
+
+
+async def test_what_selected_engines_lack_is_told_with_its_cure(browser: Browser) -> None:
+    many = Many(engines=6)
+    engines = [stats.endpoint.address for stats in many.endpoints()]
+    many.lacks = (Lack(Finding.NO_EVENTS, engines, "it is estimated", "start it with --kv-events-config"),)
+    admin = Admin(many.data())
+    port = await admin.start()
+    try:
+        async with opened(browser, f"http://127.0.0.1:{port}") as console:
+            problems = console.page.locator("#problems")
+            await expect(problems).to_contain_text(f"no_events: {', '.join(engines[:4])} and 2 more")
+            await expect(problems).to_contain_text("Costs: it is estimated")
+            await expect(problems).to_contain_text("Cure: start it with --kv-events-config")
     finally:
         await admin.stop()
 

@@ -15,7 +15,10 @@ from charts import alerts
 from charts.dashboards import DASHBOARDS
 from document_tables import rows
 
+from perilune_api import names
 from perilune_api.inference_pool.checks import convert
+from perilune_gateway.config import arguments as gateway_arguments
+from perilune_operator.extension_server import main as extension_server
 from perilune_operator.kinds import KINDS
 from perilune_operator.lease import NAME
 from perilune_operator.main import arguments
@@ -293,3 +296,49 @@ def test_reuse_values_of_the_first_chart(helm: Path, tmp_path: Path, api_server:
 def test_wrong_values_are_refused(template: Callable[..., Any], value: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         template(value)
+
+
+def test_the_extension_server_is_where_envoy_gateways_values_say(
+    template: Callable[..., dict[str, Any]],
+) -> None:
+    assert [name for name in template() if "extension-server" in name] == []
+    made = template("extensionServer.enabled=true")
+    values = fast_yaml.load((CHART / "envoy-gateway-values.yaml").read_text())
+    manager = values["config"]["envoyGateway"]["extensionManager"]
+    where = manager["service"]["fqdn"]
+    service = made["Service/perilune-extension-server"]["spec"]
+    assert where["hostname"].split(".")[0] == "perilune-extension-server"
+    assert [port["port"] for port in service["ports"]] == [where["port"]]
+    pod = made["Deployment/perilune-extension-server"]["spec"]["template"]
+    assert service["selector"].items() <= pod["metadata"]["labels"].items()
+    (container,) = pod["spec"]["containers"]
+    assert container["command"] == ["perilune-extension-server"]
+    assert extension_server.arguments(container["args"]).listen == f"[::]:{where['port']}"
+    (rule,) = made["ClusterRole/perilune-extension-server-inferencepools"]["rules"]
+    (watched,) = manager["backendResources"]
+    assert (rule["apiGroups"], watched["kind"]) == ([watched["group"]], "InferencePool")
+    assert set(rule["verbs"]) == {"get", "list", "watch"}
+    assert "serviceAccountName" not in pod["spec"]
+
+
+def test_a_picker_alone_is_all_that_is_installed_for_an_inference_pool(
+    template: Callable[..., dict[str, Any]],
+) -> None:
+    made = template("picker.pool=qwen", "image.tag=v7")
+    assert {name.partition("/")[0] for name in made} == {
+        *("ServiceAccount", "Role", "RoleBinding", "ConfigMap", "Secret", "Service", "Deployment")
+    }
+    assert {obj["metadata"]["name"] for obj in made.values()} == {names.picker_name("qwen")}
+    (container,) = made["Deployment/qwen-perilune"]["spec"]["template"]["spec"]["containers"]
+    args = gateway_arguments([arg for arg in container["args"] if not arg.startswith("--tls")])
+    assert args.inference_pool == ("sys", "qwen")
+    assert container["image"] == "ghcr.io/perilune/perilune:v7"
+    take = json.loads(made["ConfigMap/qwen-perilune"]["data"]["take"])
+    assert take["spec"]["endpointPickerRef"]["name"] == "qwen-perilune"
+    assert take["spec"]["endpointPickerRef"]["port"] == {"number": 9002}
+
+
+def test_a_picker_has_the_rights_of_the_example(template: Callable[..., dict[str, Any]]) -> None:
+    example = list(fast_yaml.load_all((CHART.parents[1] / "examples/picker.yaml").read_text()))
+    (role,) = [obj for obj in example if obj["kind"] == "Role"]
+    assert template("picker.pool=qwen")["Role/qwen-perilune"]["rules"] == role["rules"]

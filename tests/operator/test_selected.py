@@ -18,6 +18,7 @@ def at_port(port: int | str) -> Object:
     return {"engine": {"selector": selector}, "gateway": {"parent": {"name": "g"}}}
 
 
+ENVOY = frozenset({"gateway.networking.k8s.io/HTTPRoute", "gateway.envoyproxy.io/EnvoyExtensionPolicy"})
 EXTENSION = frozenset({"gateway.networking.k8s.io/HTTPRoute", "inference.networking.k8s.io/InferencePool"})
 
 
@@ -61,6 +62,8 @@ def test_what_makes_no_sense_with_a_selector_is_refused_by_name(changed: Object,
         pytest.param({"port": 0}, "0 is neither the number of a port nor", id="port 0"),
         pytest.param({"port": "8000"}, "'8000' is neither the number of a port nor", id="digits in quotes"),
         pytest.param({"port": "a-name-that-is-too-long"}, "'a-name.* is neither", id="long name"),
+        pytest.param({"furtherPorts": ["Not-A-Name"]}, "'Not-A-Name' is neither", id="wrong further port"),
+        pytest.param({"furtherPorts": [8000]}, "furtherPorts has port 8000", id="one port twice"),
         pytest.param({"replayPort": 5558}, "replayPort needs eventsPort", id="replay without events"),
     ],
 )
@@ -79,6 +82,28 @@ def test_an_implementation_of_the_extension_gets_the_owners_labels_and_port() ->
     (extension,) = [o["spec"] for o in objects if o["kind"] == "InferencePool"]
     assert extension["selector"] == {"matchLabels": {"app": "vllm"}}
     assert extension["targetPorts"] == [{"number": 9000}]
+
+
+def test_several_ports_are_several_backends_of_one_service() -> None:
+    pool = at_port(9000)
+    pool["engine"]["selector"]["furtherPorts"] = [9001, "rank-2"]
+    objects = made(pool, Observed("u", 1, kinds=ENVOY)).objects or ()
+    (service,) = [o["spec"] for o in objects if (o["kind"], o["metadata"]["name"]) == ("Service", "p")]
+    assert [(port["port"], port["targetPort"]) for port in service["ports"]] == [
+        (8000, 9000),
+        (8001, 9001),
+        (8002, "rank-2"),
+    ]
+    (route,) = [o["spec"] for o in objects if o["kind"] == "HTTPRoute"]
+    assert route["rules"][0]["backendRefs"] == [{"name": "p", "port": port} for port in (8000, 8001, 8002)]
+
+
+def test_the_extension_gets_all_ports() -> None:
+    pool = at_port(9000)
+    pool["engine"]["selector"]["furtherPorts"] = [9001]
+    objects = made(pool, Observed("u", 1, kinds=EXTENSION)).objects or ()
+    (extension,) = [o["spec"] for o in objects if o["kind"] == "InferencePool"]
+    assert extension["targetPorts"] == [{"number": 9000}, {"number": 9001}]
 
 
 def test_the_extension_needs_the_number_of_a_port() -> None:

@@ -34,6 +34,12 @@ def theirs(replicas: int = 2) -> Object:
     }
 
 
+def as_written(obj: Object) -> Object:
+    """Return an object without what Kubernetes itself goes on writing: its status."""
+    meta = {k: v for k, v in obj["metadata"].items() if k not in ("resourceVersion", "managedFields")}
+    return {"metadata": meta, "spec": obj["spec"]}
+
+
 async def test_engines_of_others_are_served_and_never_touched(
     client: Client, namespace: str, operator: Operator
 ) -> None:
@@ -42,7 +48,7 @@ async def test_engines_of_others_are_served_and_never_touched(
     async def of_theirs() -> list[Object]:
         listed = await client.request("GET", pods, params={"labelSelector": "app=vllm"})
         deployment = await client.request("GET", deployments(namespace, "/vllm"))
-        return [deployment, *listed["items"]]
+        return [*map(as_written, (deployment, *listed["items"]))]
 
     async def objects() -> set[str]:
         found = [(kind, await client.request("GET", part.format(namespace))) for kind, part in PARTS.items()]

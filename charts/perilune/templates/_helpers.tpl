@@ -23,3 +23,12 @@ may be required. */ -}}
 {{- define "perilune.monitorLabels" -}}
 {{ dig "monitors" "labels" (dict) .Values.AsMap | default dict | toYaml }}
 {{- end }}
+
+{{- /* The InferencePool that the chart installs a picker for; empty: it installs the operator. */ -}}
+{{- define "perilune.picked" -}}
+{{ dig "picker" "pool" "" .Values.AsMap }}
+{{- end }}
+
+{{- define "perilune.picker" -}}
+{{ printf "%s-perilune" (include "perilune.picked" .) | trunc 63 | trimSuffix "-" }}
+{{- end }}

@@ -12,7 +12,8 @@ The feed scrapes all endpoints at an interval that grows with their number, each
 interval and MOST_SCRAPES at once, so neither the gateway nor the network sees a burst, and endpoints that do
 not answer take a bounded number of files. For each failed scrape the sink gets None; the
 log has one line when an endpoint's scrapes begin to fail and one when they succeed again.
-Series names and labels come from vLLM, `vllm/v1/metrics/loggers.py`.
+Series names and labels come from vLLM, `vllm/v1/metrics/loggers.py`, and from SGLang 0.5.23,
+`srt/observability/metrics_collector.py`.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ def parse(text: bytes, rank: int | None = None) -> EngineMetrics:
     if rank is not None:
         mine = b'engine="%d"' % rank
         text = b"\n" + b"\n".join(line for line in text.split(b"\n") if mine in line) + b"\n"
+    if b"\nsglang:num_running_reqs" in text:
+        return _of_sglang(text, started_s)
     usage = _values(text, b"vllm:kv_cache_usage_perc")
     block_size = gpu_blocks = 0
     for labels, _ in _series(text, b"vllm:cache_config_info"):
@@ -77,6 +80,22 @@ def parse(text: bytes, rank: int | None = None) -> EngineMetrics:
             for labels, value in _series(text, b"vllm:engine_sleep_state")
             if b'sleep_state="awake"' in labels and _is_number(value)
         ),
+    )
+
+
+def _of_sglang(text: bytes, started_s: float) -> EngineMetrics:
+    """Read SGLang's series, one for each data-parallel rank; it counts prompts and hits of all ranks
+    together."""
+    usage, pages = _values(text, b"sglang:token_usage"), _values(text, b"sglang:page_size")
+    return EngineMetrics(
+        running=int(sum(_values(text, b"sglang:num_running_reqs"))),
+        waiting=int(sum(_values(text, b"sglang:num_queue_reqs"))),
+        kv_usage=min(sum(usage) / len(usage), 1.0) if usage else 0.0,
+        prefix_queries_tokens=sum(_values(text, b"sglang:prompt_tokens_total")),
+        prefix_hits_tokens=sum(_values(text, b"sglang:cached_tokens_total")),
+        block_size=int(max(pages, default=0.0)),
+        gpu_blocks=int(sum(_values(text, b"sglang:num_pages"))),
+        started_s=started_s,
     )
 
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from math import inf
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -23,6 +25,12 @@ from perilune_api.pool import EndpointSpec
 from perilune_gateway.feeds import engine_metrics, pages
 from perilune_gateway.model.engine_facts import EngineFacts, ServedModel
 
+MODELS = "/v1/models"
+HTTPS = (
+    "it speaks HTTPS, and Perilune speaks HTTP to engines: start it without --ssl-keyfile and --ssl-certfile,"
+    " and encrypt between nodes where needed (WireGuard, a mesh)"
+)
+"""Why an engine cannot be asked that has a certificate of its own."""
 ASK_S, LOOK_S = 30.0, 1.0
 """Seconds between two questions to one engine that has answered, and to one that has not."""
 PAGE_S = 2.0
@@ -82,6 +90,7 @@ def read_sources(page: bytes) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 _CONFIG = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
 _LABEL = re.compile(rb'([a-z_]+)="([^"\\]*)"')
+_RUNNING = (b"vllm:num_requests_running", b"sglang:num_running_reqs")
 _CONNECTORS = {b"vllm:nixl_": "NIXL", b"vllm:mooncake_": "Mooncake"}
 
 
@@ -92,7 +101,7 @@ def read_config(page: bytes) -> EngineFacts:
     labels = dict(_LABEL.findall(found[1])) if found else {}
     caching = {b"True": True, b"False": False}.get(labels.get(b"enable_prefix_caching", b""))
     return EngineFacts(
-        has_metrics=b"vllm:num_requests_running" in page,
+        has_metrics=any(series in page for series in _RUNNING),
         block_size=metrics.block_size,
         kv_tokens=metrics.kv_tokens,
         prefix_caching=caching,
@@ -115,15 +124,30 @@ def directly(http: aiohttp.ClientSession, server: str, page_s: float = PAGE_S) -
         except TimeoutError:
             return f"{path} does not answer within {page_s:g} s"
         except (aiohttp.ClientError, OSError, ValueError) as error:
+            if path == MODELS and await _speaks_tls(at, page_s):
+                return HTTPS
             return f"{path}: {type(error).__name__} {error}".strip()[:200]
 
     return get
 
 
+async def _speaks_tls(at: str, within_s: float) -> bool:
+    """Return whether a server that does not understand HTTP understands TLS. Nothing is sent to it."""
+    parts, context = urlsplit(at), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        async with asyncio.timeout(within_s):
+            _, writer = await asyncio.open_connection(parts.hostname, parts.port, ssl=context)
+    except (OSError, ValueError):
+        return False
+    writer.close()
+    return parts.scheme == "http"
+
+
 async def ask(get: Get) -> EngineFacts:
     """Ask an engine what it is. `get` reads its pages."""
     models, version, metrics, sources = await asyncio.gather(
-        get("/v1/models", MAX_BYTES),
+        get(MODELS, MAX_BYTES),
         get("/version", MAX_BYTES),
         get("/metrics", engine_metrics.MAX_BYTES),
         get("/kv_event_sources", MAX_BYTES),

@@ -49,8 +49,8 @@ from perilune_gateway.model.engine_facts import EngineFacts
 log = logging.getLogger(__name__)
 
 Object = dict[str, Any]
-Reader = Callable[[Object], EndpointSpec | None]
-"""The endpoint of a pod; None for a pod that is none."""
+Reader = Callable[[Object], Sequence[EndpointSpec]]
+"""The endpoints of a pod; none for a pod that is none."""
 FIRST_S = 0.5
 """Seconds between requests for the ConfigMap while it does not exist yet."""
 LOOK_S = 0.5
@@ -121,7 +121,12 @@ def with_pods(document: Pool, pods: Sequence[Object], giving: Collection[str] = 
 def reader(document: Pool) -> Reader:
     """Return how the pods of a pool are read: as the operator's own, or as others'."""
     selector = document.spec.engine.selector
-    return endpoint if selector is None else partial(selected_pods.endpoint, selector=selector)
+    return _own if selector is None else partial(selected_pods.endpoints, selector=selector)
+
+
+def _own(pod: Object) -> Sequence[EndpointSpec]:
+    made = endpoint(pod)
+    return () if made is None else (made,)
 
 
 def without_strangers(pool: Pool, known: Mapping[str, EngineFacts]) -> Pool:
@@ -142,9 +147,9 @@ def without_strangers(pool: Pool, known: Mapping[str, EngineFacts]) -> Pool:
 
 def _usable(pods: Sequence[Object], giving: Collection[str], read: Reader) -> list[EndpointSpec]:
     """Endpoints of started pods, by the two rules of the module's header."""
-    staying = [e for pod in pods if not _is_leaving(pod) and (e := read(pod))]
+    staying = [e for pod in pods if not _is_leaving(pod) for e in read(pod)]
     if not staying:
-        return [e for pod in pods if _is_leaving(pod) and (e := read(pod)) and e.ready]
+        return [e for pod in pods if _is_leaving(pod) for e in read(pod) if e.ready]
     if 2 * sum(e.ready for e in staying) < len(staying):
         staying = [msgspec.structs.replace(e, ready=True) for e in staying]
     leaving = (e for pod, e in _givers(pods, read) if pod["metadata"].get("uid", "") in giving)
@@ -153,8 +158,8 @@ def _usable(pods: Sequence[Object], giving: Collection[str], read: Reader) -> li
 
 def _givers(pods: Sequence[Object], read: Reader) -> list[tuple[Object, EndpointSpec]]:
     """Return the terminating pods that serve sessions and hand KV over, with their endpoints."""
-    leaving = ((pod, read(pod)) for pod in pods if _is_leaving(pod))
-    return [(p, e) for p, e in leaving if e and e.ready and e.bootstrap and e.role is not Role.PREFILL]
+    leaving = ((pod, e) for pod in pods if _is_leaving(pod) for e in read(pod))
+    return [(p, e) for p, e in leaving if e.ready and e.bootstrap and e.role is not Role.PREFILL]
 
 
 def _is_leaving(pod: Object) -> bool:

@@ -1,4 +1,4 @@
-"""Decodes vLLM's KV events: the bytes of a message → which blocks an engine's cache gained and lost.
+"""Decodes vLLM's and SGLang's KV events: the bytes of a message → the blocks that a cache gained and lost.
 
 Messages of vLLM 0.15 to 0.33:
 
@@ -6,7 +6,8 @@ Messages of vLLM 0.15 to 0.33:
 - replayed: a DEALER sends `[b"", start u64]`; the answers are `[b"", topic, seq, payload]`, without the topic
   before 0.26, and the last one has seq ff×8;
 - payload: msgpack `[ts, [event, …], dp_rank]`. Events are maps since 0.24, arrays before. Hashes are the low
-  64 bits of the digest, or all its bytes.
+  64 bits of the digest, or all its bytes. SGLang sends the same maps; with speculative decoding its tokens
+  are pairs, of each token and the next one, of which the first is taken.
 
     frames ─▶ live_frames, replay_frames ─▶ seq, payload ─▶ decode ─▶ Batch of BlockStored, BlockRemoved, …
 
@@ -54,6 +55,20 @@ class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored"):
     kv_cache_spec_sliding_window: int | None = None
 
 
+class _StoredPairs(msgspec.Struct, tag_field="type", tag="BlockStored"):
+    """SGLang's blocks of pairs of tokens."""
+
+    block_hashes: tuple[BlockHash, ...]
+    token_ids: tuple[tuple[int, int], ...]
+    block_size: int
+    parent_block_hash: BlockHash | None = None
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    session_id: str | None = None
+    cache_salt: str | None = None
+
+
 class _RemovedArray(msgspec.Struct, array_like=True, tag="BlockRemoved"):
     block_hashes: tuple[BlockHash, ...]
     medium: str | None = None
@@ -83,6 +98,7 @@ class _Maps(msgspec.Struct, array_like=True):
 _maps = msgspec.msgpack.Decoder(_Maps)
 _payload = msgspec.msgpack.Decoder(_Payload)
 _map_event = msgspec.msgpack.Decoder(Event)
+_pairs = msgspec.msgpack.Decoder(_StoredPairs)
 _map_type = msgspec.msgpack.Decoder(_Type)
 _array_event = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
 _array_type = msgspec.msgpack.Decoder(list[Any])
@@ -152,9 +168,26 @@ def _event(raw: msgspec.Raw) -> Event | None:
         return _map_event.decode(raw) if _is_map(raw) else _from_array(_array_event.decode(raw))
     except msgspec.ValidationError:
         name = _name(raw)
+        if name == "BlockStored" and _is_map(raw):
+            return _from_pairs(_pairs.decode(raw))
         if not isinstance(name, str) or name in _TYPES:
             raise
         return None
+
+
+def _from_pairs(stored: _StoredPairs) -> Event:
+    """Return the event with the first token of each pair: that of the pair's own position."""
+    return BlockStored(
+        stored.block_hashes,
+        stored.parent_block_hash,
+        tuple(first for first, _ in stored.token_ids),
+        stored.block_size,
+        stored.lora_id,
+        stored.medium,
+        stored.lora_name,
+        session_id=stored.session_id,
+        cache_salt=stored.cache_salt,
+    )
 
 
 def _from_array(old: _StoredArray | _RemovedArray | _ClearedArray) -> Event:

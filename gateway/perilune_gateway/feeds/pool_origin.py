@@ -82,11 +82,9 @@ def document(pool: Object, objectives: Sequence[Object]) -> Pool:
     ports = [int(port["number"]) for port in spec.get("targetPorts") or ()]
     if not labels or not ports:
         raise SpecError("The InferencePool has no selector.matchLabels or no targetPorts - at `$.spec`")
-    if len(ports) > 1:
-        words = "The InferencePool has several targetPorts, and Perilune serves one for each pod"
-        raise SpecError(f"{words} - at `$.spec.targetPorts`")
+    first, *further = ports
     try:
-        selector = msgspec.convert({"labels": labels, "port": ports[0]}, Selector)
+        selector = msgspec.convert({"labels": labels, "port": first, "furtherPorts": further}, Selector)
     except msgspec.ValidationError as error:
         raise SpecError(f"The InferencePool's selector cannot be used: {error}") from None
     limits = Limits(objectives=priorities(meta["name"], objectives))

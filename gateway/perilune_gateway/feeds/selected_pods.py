@@ -9,8 +9,12 @@ Pure. Where a pod's KV events come from, its role and its ranks follow, in this 
 - labels: llm-d's and KServe's `llm-d.ai/role`, and AIBrix' `model.aibrix.ai/kv-events-enabled`, which stands
   for the ports 5557 and 5558.
 
-A pod that only prefills for others (`llm-d.ai/role: prefill`) gets no requests, since the gateway does not
-speak to its connector; one that has a bootstrap page (names.BOOTSTRAP_PORT) does.
+A pod with several HTTP ports (`furtherPorts`) has an engine at each, whose events' ports follow each other as
+those of ranks do.
+
+A pod that only prefills or encodes for others (`llm-d.ai/role: prefill`, `encode`, `encode-prefill`) gets no
+requests, since the gateway does not speak to its connector; one that prefills and has a bootstrap page
+(names.BOOTSTRAP_PORT) does.
 """
 
 from __future__ import annotations
@@ -40,8 +44,10 @@ from perilune_gateway.model.engine_facts import EngineFacts
 Object = dict[str, Any]
 
 ROLE_LABEL = "llm-d.ai/role"
-"""Role of a pod of llm-d, and of KServe's LLMInferenceService: `prefill`, `decode`, `both`, and others that
-get clients' requests. No label: `both`."""
+"""Role of a pod of llm-d, and of KServe's LLMInferenceService. No label: `both`."""
+HELPERS = ("prefill", "encode", "encode-prefill")
+"""Roles of pods that answer no client. Those of others are `decode`, `both`, `prefill-decode` and
+`encode-prefill-decode`."""
 AIBRIX_EVENTS_LABEL = "model.aibrix.ai/kv-events-enabled"
 MOST_RANKS = 256
 
@@ -69,21 +75,31 @@ def published(pod: Object, selector: Selector) -> Published:
     if port := port_in(annotations.get(names.EVENTS_PORT, "")):
         return Published(port, port + ranks, ranks)
     if (config := _config(words)) is not None:
-        return _by_config(config, ranks)
+        return _by_config(config, ranks, _sglang_page(words))
     if labels.get(AIBRIX_EVENTS_LABEL) == "true":
         return Published(EVENTS_PORT, REPLAY_PORT, ranks)
     return Published(ranks=ranks)
 
 
-def _by_config(config: Object, ranks: int) -> Published:
-    """By the value of --kv-events-config, whose defaults are vLLM's."""
-    if config.get("enable_kv_cache_events") is not True or config.get("publisher", "zmq") != "zmq":
+def _by_config(config: Object, ranks: int, sglang_page: int | None) -> Published:
+    """By the value of --kv-events-config, whose defaults are vLLM's; SGLang's publisher has to be named, and
+    need not be enabled. `sglang_page`: the tokens of a page of SGLang; None: the engine is no SGLang."""
+    if sglang_page is None:
+        publishes = config.get("enable_kv_cache_events") is True and config.get("publisher", "zmq") == "zmq"
+    else:
+        publishes = sglang_page >= LEAST_PAGE and config.get("publisher") == "zmq"
+    if not publishes:
         return Published(ranks=ranks)
     endpoint = str(config.get("endpoint") or f"tcp://*:{EVENTS_PORT}")
     port = _listening(endpoint)
     if not port:
         return Published(ranks=ranks, elsewhere=endpoint)
     return Published(port, _listening(str(config.get("replay_endpoint") or "")), ranks)
+
+
+def _sglang_page(words: str) -> int | None:
+    """Return the tokens of a page, if a line of arguments starts SGLang; its default is one token."""
+    return int(_after(_PAGE, words) or 1) if _SGLANG.search(words) else None
 
 
 def _listening(address: str) -> int:
@@ -99,6 +115,10 @@ _DOTTED = re.compile(r"--kv[-_]events[-_]config\.([a-z_]+)(?:=|\s+)['\"]?([^\s'\
 _RANKS = re.compile(
     r"(?:--data[-_]parallel[-_]size[-_]local|--data[-_]parallel[-_]size|-dpl|-dp)(?:=|\s+)([0-9]+)\b"
 )
+_SGLANG = re.compile(r"\bsglang(\.launch_server)?\b")
+_PAGE = re.compile(r"--page[-_]size(?:=|\s+)([0-9]{1,6})\b")
+LEAST_PAGE = 8
+"""Tokens of SGLang's pages from which its KV events are followed; of smaller ones there are too many."""
 _json = msgspec.json.Decoder(Object)
 
 
@@ -133,15 +153,17 @@ def _words(pod: Object) -> Iterator[str]:
             yield str(word)
 
 
-def http_port(pod: Object, selector: Selector) -> int:
-    """Return the number of the port of a pod's HTTP server; 0 if the pod has no port of that name."""
-    if isinstance(selector.port, int):
-        return selector.port
-    for container in pod.get("spec", {}).get("containers") or ():
-        for port in container.get("ports") or ():
-            if port.get("name") == selector.port:
-                return int(port.get("containerPort", 0))
-    return 0
+def http_ports(pod: Object, selector: Selector) -> tuple[int, ...]:
+    """Return the numbers of the ports of a pod's HTTP servers, without names that the pod does not have."""
+    containers = pod.get("spec", {}).get("containers") or ()
+    named = {
+        port.get("name"): int(port.get("containerPort", 0))
+        for container in containers
+        for port in container.get("ports") or ()
+    }
+    given = (selector.port, *selector.further_ports)
+    found = (port if isinstance(port, int) else named.get(port, 0) for port in given)
+    return tuple(port for port in found if port)
 
 
 def role(pod: Object) -> Role:
@@ -149,17 +171,17 @@ def role(pod: Object) -> Role:
     meta = pod["metadata"]
     labels = meta.get("labels") or {}
     named = labels.get(names.DUTY_LABEL) or labels.get(ROLE_LABEL) or ""
-    if named == "prefill":
+    if named in HELPERS:
         return Role.PREFILL
     return Role.DECODE if named == "decode" else Role.BOTH
 
 
-def endpoint(pod: Object, selector: Selector) -> EndpointSpec | None:
-    """Return the endpoint of a selected pod; None for a pod that has no address, has not started, or only
-    prefills without a connector that the gateway speaks to."""
-    meta, there, port = pod["metadata"], up(pod), http_port(pod, selector)
-    if there is None or not port:
-        return None
+def endpoints(pod: Object, selector: Selector) -> tuple[EndpointSpec, ...]:
+    """Return the endpoints of a selected pod, one for each HTTP port; none for a pod that has no address, has
+    not started, or only helps others without a connector that the gateway speaks to."""
+    meta, there, ports = pod["metadata"], up(pod), http_ports(pod, selector)
+    if there is None or not ports:
+        return ()
     host, ready = there
     annotations = meta.get("annotations") or {}
     bootstrap, peer = (
@@ -167,21 +189,26 @@ def endpoint(pod: Object, selector: Selector) -> EndpointSpec | None:
         port_in(annotations.get(names.PEER_PORT, "")),
     )
     if role(pod) is Role.PREFILL and not bootstrap:
-        return None
+        return ()
     told = published(pod, selector)
-    events = _addresses(host, told.port, told.ranks)
-    return EndpointSpec(
-        address=f"{host}:{port}",
-        node=pod.get("spec", {}).get("nodeName", ""),
-        events=events,
-        replay=_addresses(host, told.replay_port, told.ranks) if events else (),
-        draining=names.DRAINING in annotations,
-        ready=ready,
-        bootstrap=f"{host}:{bootstrap}" if bootstrap else "",
-        role=role(pod),
-        peer=f"{host}:{peer}" if peer and not bootstrap else "",
-        instance=meta.get("uid", ""),
-    )
+    ranks = 1 if len(ports) > 1 else told.ranks  # each rank has a port of its own
+
+    def endpoint(i: int, port: int) -> EndpointSpec:
+        events = _addresses(host, told.port and told.port + i, ranks)
+        return EndpointSpec(
+            address=f"{host}:{port}",
+            node=pod.get("spec", {}).get("nodeName", ""),
+            events=events,
+            replay=_addresses(host, told.replay_port and told.replay_port + i, ranks) if events else (),
+            draining=names.DRAINING in annotations,
+            ready=ready,
+            bootstrap=f"{host}:{bootstrap}" if bootstrap else "",
+            role=role(pod),
+            peer=f"{host}:{peer + i}" if peer and not bootstrap else "",
+            instance=meta.get("uid", ""),
+        )
+
+    return tuple(endpoint(i, port) for i, port in enumerate(ports))
 
 
 def _addresses(host: str, port: int, ranks: int) -> tuple[str, ...]:
@@ -220,7 +247,7 @@ def completed(document: Pool, told: EngineFacts) -> Pool:
         ),
         engine=msgspec.structs.replace(
             engine,
-            block_size=told.block_size or engine.block_size,
+            block_size=told.block_size if told.block_size >= LEAST_PAGE else engine.block_size,
             kv_pool_tokens=told.kv_tokens or engine.kv_pool_tokens,
             hashing=msgspec.structs.replace(engine.hashing, algorithm=algorithm),
         ),

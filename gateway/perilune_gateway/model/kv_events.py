@@ -25,7 +25,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStore
     lora_id: int | None = None
     medium: str | None = None
     """Where the blocks are: `GPU`, `CPU` (host memory) or `cpu` (Mooncake's shared store). Old engines send
-    None for the GPU."""
+    None for the GPU. SGLang's words for the others are `CPU_PINNED`, `DISK` and `EXTERNAL`."""
     lora_name: str | None = None
     extra_keys: tuple[Any, ...] | None = None
     """For each block None, or the other values that its hash covers: LoRA name, multimodal keys, and for the
@@ -37,6 +37,8 @@ class BlockStored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStore
     kv_cache_spec_sliding_window: int | None = None
     """Tokens of the group's sliding window."""
     session_id: str | None = None
+    cache_salt: str | None = None
+    """SGLang's: the salt of the whole prompt. vLLM has it in `extra_keys`."""
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag_field="type", tag="BlockRemoved", gc=False):

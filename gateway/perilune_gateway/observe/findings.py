@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from perilune_api.findings import ADVICE, Finding
 from perilune_api.pool import Pool
 from perilune_gateway.model.engine_facts import EngineFacts
+from perilune_gateway.model.kv_events import EventStats
 
+SPEAKING_BLOCKS = 64
+"""Blocks of prompts, after which an engine that publishes its events has published one."""
 FIXED_SEED = (0, 29)
 """The first version of vLLM that hashes with a fixed seed unless PYTHONHASHSEED is set."""
 
@@ -41,7 +44,7 @@ class Seen:
     """Whether it is known where it publishes KV events."""
     replay: bool
     silent: bool = False
-    """Whether nothing comes from there."""
+    """Whether nothing comes from there: see `is_silent`."""
     tokenizes: bool = True
     """Whether it answers /tokenize."""
     other_tokens: bool = False
@@ -108,6 +111,13 @@ def _lacks(seen: Seen, expected: Expected) -> Iterator[Finding]:
         yield Finding.RANDOM_SEED
     if not seen.transfers:
         yield Finding.NO_TRANSFER
+
+
+def is_silent(events: EventStats, served_tokens: float, block_size: int) -> bool:
+    """Return whether events that should come do not: nothing is connected, or the engine has served prompts
+    of many blocks, and not one event has come. (Prompts that are shorter than a block make none.)"""
+    came = events.batches or events.replayed
+    return not events.connected or (not came and served_tokens >= SPEAKING_BLOCKS * max(1, block_size))
 
 
 def is_older(version: str, than: tuple[int, int]) -> bool:

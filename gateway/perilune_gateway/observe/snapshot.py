@@ -94,12 +94,12 @@ class Snapshots:
             metrics, events = self._state.fleet.engine_metrics(endpoint.address), None
             if endpoint.events:
                 events = self._events.stats(endpoint.address)
-            served = metrics is not None and metrics.prefix_queries_tokens > 0
+            served = metrics.prefix_queries_tokens if metrics else 0.0
             seen = Seen(
                 facts=facts,
                 events=bool(endpoint.events),
                 replay=bool(endpoint.replay),
-                silent=served and events is not None and not events.connected,
+                silent=events is not None and findings.is_silent(events, served, facts.block_size),
                 transfers=bool(endpoint.bootstrap or endpoint.peer),
             )
             found[server] = findings.lacks(seen, wanted)

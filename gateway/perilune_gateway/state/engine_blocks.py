@@ -50,7 +50,7 @@ from perilune_gateway.state.store_claims import StoreClaims
 STORE_MEDIUM = "cpu"
 """Medium that vLLM's MooncakeStoreConnector sends, in lower case. It never announces removals. vLLM's own
 offloading sends `CPU`."""
-_DEVICE, _HOST, _SHARED = {"", "gpu"}, {"cpu"}, {"disk", "storage"}
+_DEVICE, _HOST, _SHARED = {"", "gpu"}, {"cpu", "cpu_pinned"}, {"disk", "storage", "external"}
 """Media in lower case. What is on disk is the store's, where the pool has one."""
 _FULL_ATTENTION = {None, "full_attention", "mla_attention", "sink_full_attention"}
 """Kinds of KV cache groups whose prefixes need all of their blocks. Old engines name no kind."""
@@ -445,7 +445,7 @@ def _split(event: BlockStored) -> tuple[str, list[tuple[Any, ...]]]:
     The keys of a block come in this order: LoRA name, multimodal keys, and the salt in the first block. LoRA
     name and salt are bare strings.
     """
-    salt = ""
+    salt = event.cache_salt or ""
     rest: list[tuple[Any, ...]] = []
     for i, keys in enumerate(event.extra_keys or ()):
         left = [_bare(key) for key in keys] if isinstance(keys, list | tuple) else []
@@ -471,7 +471,7 @@ def _bare(key: Any) -> Any:
 def _extra(event: BlockStored) -> tuple[str, list[bytes | None] | None]:
     """Return (cache salt, the bytes that each block's hash must cover in addition to its tokens)."""
     if not event.extra_keys or not any(event.extra_keys):
-        return "", None
+        return event.cache_salt or "", None
     salt, rest = _split(event)
     extra = [_encode(keys) if keys else None for keys in rest]
     extra.extend([None] * (len(event.block_hashes) - len(extra)))

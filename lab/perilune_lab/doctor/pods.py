@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from perilune_api import kube, names
-from perilune_api.pool import EndpointSpec, Pool, SpecError, parse_known
+from perilune_api.pool import Pool, SpecError, parse_known
 from perilune_gateway.feeds.kubernetes import reader, selected
 from perilune_lab.doctor.examine import TIMEOUT_S, Patient, direct
 
@@ -36,19 +36,21 @@ async def pool(
     listed = await client.request("GET", f"{at}/pods", params=selected(document))
     read = reader(document)
     staying = (pod for pod in listed.get("items") or () if "deletionTimestamp" not in pod["metadata"])
-    there = {pod["metadata"]["name"]: endpoint for pod in staying if (endpoint := read(pod))}
-    if "KUBERNETES_SERVICE_HOST" in os.environ:
-        made = [direct(http, f"http://{e.address}", pod) for pod, e in there.items()]
-    else:
-        made = [_proxied(client, at, pod, endpoint) for pod, endpoint in there.items()]
-    return document, [
-        patient.known(e.events, e.replay, transfers=bool(e.bootstrap or e.peer))
-        for patient, e in zip(made, there.values(), strict=True)
-    ]
+    within = "KUBERNETES_SERVICE_HOST" in os.environ
+    patients = []
+    for pod in staying:
+        endpoints = read(pod)
+        for e in endpoints:
+            of, port = pod["metadata"]["name"], e.address.rpartition(":")[2]
+            called = of if len(endpoints) == 1 else f"{of}:{port}"
+            proxy = f"{at}/pods/{of}:{port}/proxy"
+            made = direct(http, f"http://{e.address}", called) if within else _proxied(client, proxy, called)
+            patients.append(made.known(e.events, e.replay, transfers=bool(e.bootstrap or e.peer)))
+    return document, patients
 
 
-def _proxied(client: kube.Client, at: str, pod: str, endpoint: EndpointSpec) -> Patient:
-    proxy = f"{at}/pods/{pod}:{endpoint.address.rpartition(':')[2]}/proxy"
+def _proxied(client: kube.Client, proxy: str, name: str) -> Patient:
+    """Return an engine that is reached through the API server, at the path `proxy`."""
 
     async def get(path: str, most: int) -> bytes | str:
         try:
@@ -66,4 +68,4 @@ def _proxied(client: kube.Client, at: str, pod: str, endpoint: EndpointSpec) -> 
             return None
         return page if status == 200 else None
 
-    return Patient(name=pod, get=get, post=post, host="")
+    return Patient(name=name, get=get, post=post, host="")

@@ -53,7 +53,7 @@ index, and its pods carry a label of the StatefulSet's name and a hash."""
 def engines(pool: Context) -> Iterator[Object]:
     """Yield all objects of the engines; of those that others run only the Service. Raises SpecError."""
     if (selector := pool.spec.engine.selector) is not None:
-        yield _service(pool, selector.labels, selector.port)
+        yield _service(pool, selector.labels, selector.port, *selector.further_ports)
         return
     if can_run(pool):
         if _guarded(pool):
@@ -89,9 +89,11 @@ def engines(pool: Context) -> Iterator[Object]:
         yield _autoscaler(pool)
 
 
-def _service(pool: Context, labels: Mapping[str, str], port: int | str) -> Object:
-    """Return the Service over all endpoints, at the port that routes name."""
+def _service(pool: Context, labels: Mapping[str, str], port: int | str, *further: int | str) -> Object:
+    """Return the Service over all endpoints, at the port that routes name, and at those after it."""
     ports = [{"name": "http", "port": names.ENGINE_PORT, "targetPort": port}]
+    for i, more in enumerate(further, 1):
+        ports.append({"name": f"http-{i}", "port": names.ENGINE_PORT + i, "targetPort": more})
     return pool.object("Service", pool.name, "engine", spec={"selector": dict(labels), "ports": ports})
 
 

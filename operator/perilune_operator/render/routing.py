@@ -113,7 +113,10 @@ def routing(pool: Context) -> Iterator[Object]:
 def _services(pool: Context) -> list[Object]:
     """Return one Service, also for the engines of several pools: Envoy Gateway shares out requests among
     backends before it looks for the endpoint that the gateway chose, so a pool without engines would take the
-    others' requests."""
+    others' requests. Engines with several ports are several backends, of one Service and one cluster."""
+    if (selector := pool.spec.engine.selector) is not None:
+        ports = range(names.ENGINE_PORT, names.ENGINE_PORT + 1 + len(selector.further_ports))
+        return [{"name": pool.name, "port": port} for port in ports]
     others, models = pool.spec.gateway.serves, names.models_name(pool.name)
     of_all = (models,) if pool.one_backend else (pool.name, *others)
     return [{"name": name, "port": names.ENGINE_PORT} for name in (of_all if others else (pool.name,))]
@@ -314,18 +317,18 @@ def _inference_pool(pool: Context) -> Object:
     """Render the InferencePool. Raises SpecError for selected engines of which only the name of a port is
     known."""
     selector = pool.spec.engine.selector
-    port = names.ENGINE_PORT if selector is None else selector.port
-    if not isinstance(port, int):
-        words = "An InferencePool of the inference extension has the number of a port: give it here"
+    ports = (names.ENGINE_PORT,) if selector is None else (selector.port, *selector.further_ports)
+    if not all(isinstance(port, int) for port in ports):
+        words = "An InferencePool of the inference extension has the numbers of ports: give them here"
         raise SpecError(f"{words} - at `$.spec.engine.selector.port`")
     labels = with_duty(pool, "serve") if selector is None else dict(selector.labels)
-    return pool.object(
+    made = pool.object(
         "InferencePool",
         pool.name,
         "gateway",
         spec={
             "selector": {"matchLabels": labels},
-            "targetPorts": [{"number": port}],
+            "targetPorts": [{"number": port} for port in ports],
             "endpointPickerRef": {
                 "name": names.gateway_name(pool.name),
                 "port": {"number": EXT_PROC_PORT},
@@ -333,3 +336,6 @@ def _inference_pool(pool: Context) -> Object:
             },
         },
     )
+    if pool.spec.gateway.tls is None:
+        made["metadata"]["annotations"] = {names.PICKER_PROTOCOL: "h2c"}
+    return made

@@ -18,7 +18,7 @@ def check(pool: Pool) -> None:
             "Name the model, as requests do: only engines that are selected tell it - at `$.spec.model.name`"
         )
     if spec.engine.selector is not None:
-        _check_port(spec.engine.selector)
+        _check_ports(spec.engine.selector)
     seen: set[str] = set()
     for i, endpoint in enumerate(spec.endpoints):
         at = f"at `$.spec.endpoints[{i}]"
@@ -48,14 +48,17 @@ def check(pool: Pool) -> None:
             raise SpecError(f"Model name {model!r} is given twice - at `$.spec.model`")
 
 
-def _check_port(selector: Selector) -> None:
-    port = selector.port
-    right = 0 < port < 65_536 if isinstance(port, int) else re.fullmatch(_PORT_NAME, port)
-    if not right:
-        raise SpecError(
-            f"{port!r} is neither the number of a port nor a name that a port of a pod may have"
-            " - at `$.spec.engine.selector.port`"
-        )
+def _check_ports(selector: Selector) -> None:
+    seen = set()
+    for i, port in enumerate((selector.port, *selector.further_ports)):
+        at = f"at `$.spec.engine.selector.{f'furtherPorts[{i - 1}]' if i else 'port'}`"
+        right = 0 < port < 65_536 if isinstance(port, int) else re.fullmatch(_PORT_NAME, port)
+        if not right:
+            words = f"{port!r} is neither the number of a port nor a name that a port of a pod may have"
+            raise SpecError(f"{words} - {at}")
+        if port in seen:
+            raise SpecError(f"furtherPorts has port {port} twice, or that of `port` - {at}")
+        seen.add(port)
     if selector.replay_port and not selector.events_port:
         raise SpecError("replayPort needs eventsPort - at `$.spec.engine.selector.replayPort`")
 

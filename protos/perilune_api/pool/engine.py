@@ -47,6 +47,10 @@ class Selector(Struct, frozen=True, kw_only=True):
     """Labels that a pod must have."""
     port: PortOrName = 8000
     """Port of the engines' HTTP server, by its number or by its name in the pod."""
+    further_ports: Annotated[tuple[PortOrName, ...], Meta(max_length=15)] = ()
+    """Ports of further HTTP servers in each pod: engines of their own, or data-parallel ranks that each have
+    an HTTP server. Each counts as an engine, and publishes its KV events at the port after that of the one
+    before."""
     events_port: Annotated[int, Meta(ge=0, le=65_535)] = 0
     """Port at which the engines publish their KV events; that of the first data-parallel rank, the others
     have the next ones. 0: as each pod's arguments (`--kv-events-config`), its annotations or its labels tell.

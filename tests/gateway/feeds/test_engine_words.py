@@ -1,8 +1,11 @@
 """What engines that others run tell of themselves, asked over real HTTP."""
 
+import ssl
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import aiohttp
+import certificates
 import pytest
 from aiohttp import web
 
@@ -145,3 +148,19 @@ async def test_an_engine_in_trouble_is_asked_until_it_answers(
     engine.pages = pages
     await words.look(there, http)
     assert not words.known[engine.address].trouble
+
+
+async def test_an_engine_that_speaks_https_is_named_as_such(
+    tmp_path: Path, http: aiohttp.ClientSession
+) -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(*certificates.make(tmp_path))
+    runner = web.AppRunner(web.Application(), shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
+    try:
+        told = await ask(directly(http, f"127.0.0.1:{runner.addresses[0][1]}"))
+    finally:
+        await runner.cleanup()
+    assert "it speaks HTTPS" in told.trouble
+    assert "--ssl-keyfile" in told.trouble

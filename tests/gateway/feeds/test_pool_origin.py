@@ -28,6 +28,13 @@ def test_an_inference_pool_selects_its_pods_and_names_no_model() -> None:
     assert made.spec.routing.fallbacks == 0
 
 
+def test_several_target_ports_are_several_engines_of_each_pod() -> None:
+    made = document(pool(targetPorts=[{"number": 8000}, {"number": 8001}, {"number": 8002}]), [])
+    assert made.spec.engine.selector == Selector(
+        labels={"app": "vllm"}, port=8000, further_ports=(8001, 8002)
+    )
+
+
 def test_priorities_of_any_scale_become_levels() -> None:
     given = [objective("urgent", priority=100), objective("batch", priority=-100), objective("plain")]
     assert priorities("qwen", given) == {"urgent": 8, "batch": -8, "plain": 0}
@@ -38,7 +45,6 @@ def test_priorities_of_any_scale_become_levels() -> None:
     [
         pytest.param({"selector": {}}, "$.spec", id="no labels"),
         pytest.param({"targetPorts": []}, "$.spec", id="no port"),
-        pytest.param({"targetPorts": [{"number": 1}, {"number": 2}]}, "$.spec.targetPorts", id="two ports"),
     ],
 )
 def test_one_that_cannot_be_served_is_refused_by_name(spec: Object, field: str) -> None:

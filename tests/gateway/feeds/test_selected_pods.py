@@ -18,7 +18,7 @@ from perilune_api.pool import (
     Spec,
     SpecError,
 )
-from perilune_gateway.feeds.selected_pods import Published, completed, endpoint, published
+from perilune_gateway.feeds.selected_pods import Published, completed, endpoints, published
 from perilune_gateway.model.engine_facts import EngineFacts, ServedModel
 
 Object = dict[str, Any]
@@ -141,7 +141,6 @@ def test_the_selector_itself_has_the_last_word_on_events() -> None:
             EndpointSpec(address="10.0.0.1:8000", node="n1", instance="u"),
             id="KServe's both",
         ),
-        pytest.param(pod(labels={"llm-d.ai/role": "prefill"}), 8000, None, id="only prefills"),
         pytest.param(
             pod(ready=False),
             8000,
@@ -151,7 +150,35 @@ def test_the_selector_itself_has_the_last_word_on_events() -> None:
     ],
 )
 def test_a_selected_pod_is_an_endpoint(given: Object, port: int | str, expected: EndpointSpec | None) -> None:
-    assert endpoint(given, Selector(labels={"app": "vllm"}, port=port)) == expected
+    found = () if expected is None else (expected,)
+    assert endpoints(given, Selector(labels={"app": "vllm"}, port=port)) == found
+
+
+@pytest.mark.parametrize("role", ["prefill", "encode", "encode-prefill"])
+def test_a_pod_that_answers_no_client_is_no_endpoint(role: str) -> None:
+    assert endpoints(pod(labels={"llm-d.ai/role": role}), SELECTOR) == ()
+
+
+@pytest.mark.parametrize("role", ["both", "prefill-decode", "encode-prefill-decode"])
+def test_a_pod_that_does_everything_is_one(role: str) -> None:
+    (found,) = endpoints(pod(labels={"llm-d.ai/role": role}), SELECTOR)
+    assert found.role is Role.BOTH
+
+
+def test_each_http_port_of_a_pod_is_an_engine_with_an_events_port_of_its_own() -> None:
+    selector = Selector(labels={"app": "vllm"}, port="api", further_ports=(8201, 8202))
+    found = endpoints(pod("--kv-events-config", REPLAYED, "--data-parallel-size", "3"), selector)
+    assert [(e.address, e.events, e.replay) for e in found] == [
+        ("10.0.0.1:8200", ("tcp://10.0.0.1:5557",), ("tcp://10.0.0.1:5558",)),
+        ("10.0.0.1:8201", ("tcp://10.0.0.1:5558",), ("tcp://10.0.0.1:5559",)),
+        ("10.0.0.1:8202", ("tcp://10.0.0.1:5559",), ("tcp://10.0.0.1:5560",)),
+    ]
+    assert {e.instance for e in found} == {"u"}
+
+
+def test_a_port_whose_name_a_pod_lacks_is_no_engine() -> None:
+    found = endpoints(pod(), Selector(labels={"app": "vllm"}, port=8000, further_ports=("http", "api")))
+    assert [e.address for e in found] == ["10.0.0.1:8000", "10.0.0.1:8200"]
 
 
 TOLD = EngineFacts(

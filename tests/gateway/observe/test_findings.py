@@ -8,7 +8,16 @@ import pytest
 from perilune_api.findings import ADVICE, Finding
 from perilune_api.pool import Engine, Hashing, Metadata, Model, Pool, Selector, Spec
 from perilune_gateway.model.engine_facts import EngineFacts, ServedModel
-from perilune_gateway.observe.findings import Expected, Seen, expected, is_older, lacks, together
+from perilune_gateway.model.kv_events import EventStats
+from perilune_gateway.observe.findings import (
+    Expected,
+    Seen,
+    expected,
+    is_older,
+    is_silent,
+    lacks,
+    together,
+)
 
 GOOD = EngineFacts(
     models=(ServedModel("m"),),
@@ -65,6 +74,23 @@ def test_a_pool_that_names_seed_and_tokenizer_needs_less() -> None:
 
 def test_without_a_pool_any_model_and_block_size_will_do() -> None:
     assert lacks(seen(models=(ServedModel("x"),), block_size=100, hash_algorithm="xxhash"), Expected()) == ()
+
+
+@pytest.mark.parametrize(
+    ("events", "served_tokens", "silent"),
+    [
+        pytest.param(EventStats(connected=True, batches=1), 1e6, False, id="they come"),
+        pytest.param(EventStats(connected=True, replayed=1), 1e6, False, id="they were replayed"),
+        pytest.param(EventStats(connected=True), 1e6, True, id="it serves, and none has come"),
+        pytest.param(EventStats(connected=True), 100.0, False, id="it has served prompts of few blocks"),
+        pytest.param(EventStats(), 0.0, True, id="nothing is connected, before any prompt"),
+        pytest.param(EventStats(batches=9), 0.0, True, id="the connection is lost"),
+    ],
+)
+def test_events_that_are_configured_and_do_not_come(
+    events: EventStats, served_tokens: float, silent: bool
+) -> None:
+    assert is_silent(events, served_tokens, 16) is silent
 
 
 @pytest.mark.parametrize(

@@ -234,10 +234,15 @@ async function page(path) {
   return value;
 }
 async function health() {
-  const { status, problems } = await page("api/health");
+  const { status, problems, lacks } = await page("api/health");
   $("health").textContent = status;
   $("health").className = `pill ${status === "ok" ? "good" : status === "degraded" ? "warn" : "bad"}`;
-  $("problems").replaceChildren(...(problems.length ? problems.map((p) => make("li", {}, make("b", { textContent: `${p.endpoint ? `${p.endpoint}: ` : ""}${p.message}` }), make("div", { textContent: `Effect: ${p.effect}` }), make("div", { textContent: `Cause: ${p.cause}` }), make("div", { textContent: `Cure: ${p.cure}` }))) : [make("li", { className: "good", textContent: "Everything is as it should be." })]));
+  const told = (what, facts) => make("li", {}, make("b", { textContent: what }), ...Object.entries(facts).map(([name, words]) => make("div", { textContent: `${name}: ${words}` })));
+  const found = [
+    ...problems.map((p) => told(`${p.endpoint ? `${p.endpoint}: ` : ""}${p.message}`, { Effect: p.effect, Cause: p.cause, Cure: p.cure })),
+    ...lacks.map((l) => told(`${l.finding}: ${l.endpoints.slice(0, 4).join(", ")}${l.endpoints.length > 4 ? ` and ${count(l.endpoints.length - 4)} more` : ""}`, { Costs: l.costs, Cure: l.cure })),
+  ];
+  $("problems").replaceChildren(...(found.length ? found : [make("li", { className: "good", textContent: "Everything is as it should be." })]));
 }
 async function moves() {
   const { budget, offers, ended } = await page("api/moves");

@@ -1,0 +1,147 @@
+"""A standard InferencePool on plain Envoy Gateway, by our extension server: its picker is the extension's
+own, then ours, then its own again, under load.
+
+Everything is installed as docs/adopt.md says: the chart with `extensionServer.enabled`, Envoy Gateway with
+the values that lie beside the chart, and our picker by the chart with `picker.pool`.
+"""
+
+import json
+
+import pytest
+
+from testbed import envoy_gateway, lwepp, perilune, perilune_image, programs
+from testbed.http import Client, eventually, under_load
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+NAMESPACE = "extended"
+THEIRS = "inferencepools.inference.networking.k8s.io"
+VALUES = perilune.CHART / "envoy-gateway-values.yaml"
+MODEL = "their-30b"
+OURS = "qwen-perilune"
+
+
+@pytest.fixture(scope="module")
+def extension(cluster, kube, edge, operator, tmp_path_factory):
+    """Envoy Gateway takes InferencePools; afterwards everything is as it was. The picker's image is in
+    clusters of our own only."""
+    cluster.load(lwepp.archive())
+    crds = str(programs.module(*programs.INFERENCE_EXTENSION) / "config/crd/bases")
+    kube.ctl("apply", "--server-side", "-f", crds)
+    kube.wait("condition=Established", "-f", crds)
+    folder = tmp_path_factory.mktemp("envoy-gateway")
+    perilune.install(kube, "extensionServer.enabled=true")
+    envoy_gateway.install(kube, folder, VALUES)
+    envoy_gateway.restart(kube)
+    yield
+    envoy_gateway.install(kube, folder)
+    envoy_gateway.restart(kube)
+    perilune.install(kube)
+    kube.ctl("delete", "-f", crds, "--wait", "--timeout=60s", timeout_s=70)
+
+
+@pytest.fixture(scope="module")
+def pool(kube, edge, extension):
+    """Return a client of an InferencePool with three engines and the extension's own picker."""
+    kube.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
+    kube.apply(*lwepp.objects("lwepp", NAMESPACE, "qwen"), engines(), inference_pool(), route())
+    for name in ("lwepp", "vllm"):
+        words = ("rollout", "status", f"deployment/{name}", "-n", NAMESPACE, "--timeout=120s")
+        kube.ctl(*words, timeout_s=130)
+    client = Client(edge, "extended.test", MODEL)
+    eventually(lambda: decided_by(client, ours=False), timeout_s=60)
+    yield client
+    kube.ctl("delete", "namespace", NAMESPACE, "--timeout=120s", timeout_s=130)
+
+
+def engines():
+    command = ["perilune", "engine", "--listen", "$(POD_IP):8000", "--model", MODEL, "--name", "$(POD)"]
+    env = [
+        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+        for name, path in (("POD", "metadata.name"), ("POD_IP", "status.podIP"))
+    ]
+    engine = {
+        "name": "vllm",
+        "image": perilune_image.ENGINE_NAME,
+        "imagePullPolicy": "Never",
+        "command": command,
+        "env": env,
+        "readinessProbe": {"httpGet": {"path": "/health", "port": 8000}, "periodSeconds": 1},
+        "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}},
+    }
+    template = {"metadata": {"labels": {"app": "vllm"}}, "spec": {"containers": [engine]}}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": "vllm", "namespace": NAMESPACE},
+        "spec": {"replicas": 3, "selector": {"matchLabels": {"app": "vllm"}}, "template": template},
+    }
+
+
+def inference_pool():
+    return {
+        "apiVersion": "inference.networking.k8s.io/v1",
+        "kind": "InferencePool",
+        "metadata": {"name": "qwen", "namespace": NAMESPACE},
+        "spec": {
+            "selector": {"matchLabels": {"app": "vllm"}},
+            "targetPorts": [{"number": 8000}],
+            "endpointPickerRef": {"name": "lwepp", "port": {"number": 9002}, "failureMode": "FailClose"},
+        },
+    }
+
+
+def route():
+    backend = {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "qwen"}
+    return {
+        "apiVersion": "gateway.networking.k8s.io/v1",
+        "kind": "HTTPRoute",
+        "metadata": {"name": "qwen", "namespace": NAMESPACE},
+        "spec": {
+            "parentRefs": [{"name": "edge", "namespace": "edge"}],
+            "hostnames": ["extended.test"],
+            "rules": [{"backendRefs": [backend]}],
+        },
+    }
+
+
+def decided_by(client, *, ours):
+    answer = client.complete()
+    assert answer.status == 200, answer.body
+    assert bool(answer.decided) is ours
+
+
+def patch(kube, which):
+    """One of the patches that the chart wrote."""
+    found = kube.get("configmap", OURS, "-n", NAMESPACE)["data"][which]
+    kube.ctl("patch", THEIRS, "qwen", "-n", NAMESPACE, "--type=merge", "-p", found)
+    return json.loads(found)
+
+
+def test_the_picker_is_swapped_under_load_and_back(kube, pool):
+    repository, tag = perilune_image.NAME.rsplit(":", 1)
+    image = f"image.repository={repository},image.tag={tag},image.pullPolicy=Never"
+    values = ("--skip-crds", "--set-string", f"picker.pool=qwen,{image}")
+    kube.install("picker", perilune.CHART, NAMESPACE, *values)
+    try:
+        with under_load(pool) as load:
+            load.goes_on()
+            patch(kube, "take")
+            eventually(lambda: decided_by(pool, ours=True), timeout_s=60)
+            load.goes_on(60)
+            turns = [pool.complete("again " * 400, session="stays") for _ in range(3)]
+            assert patch(kube, "back")["spec"]["endpointPickerRef"]["name"] == "lwepp"
+            eventually(lambda: decided_by(pool, ours=False), timeout_s=60)
+            load.goes_on(60)
+        assert load.failures == []
+        assert len({turn.served for turn in turns}) == 1
+        assert turns[-1].json["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    finally:
+        kube.helm("uninstall", "picker", "-n", NAMESPACE, "--wait")
+
+
+def test_an_answer_may_take_longer_than_envoys_own_timeout(pool):
+    answer = pool.complete("a long story", stream=True, max_tokens=3500, ignore_eos=True)
+    assert answer.status == 200
+    assert answer.seconds > 15
+    assert answer.body.decode().strip().endswith("data: [DONE]")
