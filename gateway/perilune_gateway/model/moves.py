@@ -34,6 +34,8 @@ class MoveReason(StrEnum):
     """The pool's moves per minute are used up."""
     BUDGET_BYTES = "budget_bytes"
     """The transfer would exceed the bytes that may be on their way over the link."""
+    BUDGET_SECONDS = "budget_seconds"
+    """Moves from busy endpoints have already cost the share of the pool's time that they may."""
 
 
 Subject = Hashable

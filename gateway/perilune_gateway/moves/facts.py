@@ -80,6 +80,12 @@ class LiveFacts:
             if there in view.links and can(there, here)
         }
 
+    def link(self, source: str, target: str, now: float) -> Link | None:
+        """Return the link from `source` to `target`, as slow as it was measured; None if it is not known."""
+        link = self._state.fleet.link(target, source)
+        slowdown = self._state.calibration.slowdown(source, target, now)
+        return link._replace(slowdown=slowdown) if link else None
+
     def sessions(
         self, host: str, limit: int, now: float, last: Collection[Subject] = ()
     ) -> Sequence[SessionFacts]:

@@ -53,6 +53,9 @@ from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.request_facts import TurnOver
 from perilune_gateway.state.sessions import Session
 
+KEPT_SHARE = 0.25
+"""Share of an endpoint's KV cache that it may keep for engines which have not fetched it yet."""
+
 
 class Legs(Struct, frozen=True, gc=False):
     """The two requests of one round."""
@@ -281,9 +284,10 @@ class HandingOver:
         )
 
     def transfers(self, address: str) -> int:
-        """Return the number of transfers that begin or end at the endpoint now, here or at other replicas. A
-        hand-off may count twice."""
-        return self._handoffs.copies(address) + self._planner.transfers(address)
+        """Return the number of transfers that begin or end at the endpoint now, here or at other replicas, or
+        wait to begin there. A hand-off may count twice."""
+        under_way = self._handoffs.copies(address) + self._planner.transfers(address)
+        return under_way + self._handoffs.waiting(address)
 
     def offers(self) -> list[Offered]:
         """Return what this replica offers, copies, or began within the last minute, without stamps. Of moves
@@ -457,6 +461,9 @@ class HandingOver:
 
     def kv_bytes(self, tokens: int) -> int:
         return self._state.calibration.engine.kv_bytes(tokens)
+
+    def keeps_room(self, source: str, tokens: int) -> bool:
+        return tokens <= KEPT_SHARE * self._state.fleet.kv_tokens(source)
 
     def affords(self, move: Move, transfer_bytes: int, now: float) -> bool:
         return self._planner.affords(move, transfer_bytes, now)

@@ -69,6 +69,8 @@ class _State:
     ejected: str = ""
     """Why it is ejected; empty if it is not."""
 
+    drains_since: float = -inf
+    """When it began to drain; -inf while it does not."""
     position: int = 0
     """Position in the pool's order."""
     join: int = 0
@@ -128,7 +130,7 @@ class Fleet:
 
     # -- endpoints ---------------------------------------------------------------------------------
 
-    def set_endpoints(self, endpoints: Iterable[Endpoint], topology: Topology) -> list[str]:
+    def set_endpoints(self, endpoints: Iterable[Endpoint], topology: Topology, now: float = 0.0) -> list[str]:
         """Replace the endpoints; those that stay keep their load. Returns the addresses that left, or at
         which another endpoint is now."""
         wanted = {e.address: e for e in endpoints}
@@ -144,6 +146,10 @@ class Fleet:
                 {a: topology.link(endpoint.place, e.place) for a, e in wanted.items() if a != address}
             )
             state = self._states[address] = old.get(address) or self._joined(endpoint, links)
+            if not endpoint.draining:
+                state.drains_since = -inf
+            elif state.drains_since == -inf:
+                state.drains_since = now
             state.endpoint, state.links, state.position = endpoint, links, position
         self._loads.follow(old)
         self._loads.follow(wanted)
@@ -177,6 +183,14 @@ class Fleet:
         """Return the link from `source` to `target`; None if one of them is unknown."""
         state = self._states.get(target)
         return state.links.get(source) if state else None
+
+    def alike(self, source: str, target: str) -> bool:
+        """Whether the KV of both endpoints means the same, as far as they have names for it."""
+        one, other = self._states.get(source), self._states.get(target)
+        if one is None or other is None:
+            return True
+        here, there = one.endpoint.kv_name, other.endpoint.kv_name
+        return here == there or not (here and there)
 
     def takes_sessions(self, address: str, now: float) -> bool:
         """Whether sessions may be bound to the endpoint: it is ready, does not drain, and decodes."""
@@ -295,6 +309,11 @@ class Fleet:
         state = self._states.get(address)
         return state.metrics if state else None
 
+    def kv_tokens(self, address: str) -> int:
+        """Return how many tokens fit into the endpoint's KV cache."""
+        metrics = self.engine_metrics(address)
+        return (metrics.kv_tokens if metrics else 0) or self.kv_pool_tokens
+
     def recent_hits_tokens(self, address: str) -> float:
         """Return how many prompt tokens the engine has found in its prefix cache lately: each counts half as
         much HITS_HALF_S later."""
@@ -311,6 +330,11 @@ class Fleet:
         never."""
         state = self._states.get(address)
         return state.busy_at if state else -inf
+
+    def drains_since(self, address: str) -> float:
+        """Return when the endpoint began to drain; -inf while it does not."""
+        state = self._states.get(address)
+        return state.drains_since if state else -inf
 
     def metrics(self, address: str, metrics: EngineMetrics | None, now: float) -> None:
         """Record a scrape: its result, or None if it failed."""
