@@ -67,6 +67,9 @@ class Move:
     """Number of turns over which the benefit was summed."""
     release: bool = False
     """Whether the source's copy is no longer needed once the target has the KV."""
+    stored_tokens: int = 0
+    """Number of tokens that the target reads from the store before the session switches; 0 if the session's
+    request reads them."""
 
     @property
     def approved(self) -> bool:

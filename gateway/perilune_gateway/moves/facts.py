@@ -33,14 +33,20 @@ class LiveFacts:
         self._handoffs = handoffs
         self._loras: Collection[str] = ()
         self._reads_peers = False
+        self.prewarms = False
+        """Whether an endpoint reads a session's KV from the store before the session switches there, because
+        engines hand nothing over to each other."""
         self.immovable: Counter[Immovable] = Counter()
         """Number of sessions and prefixes that could not be handed over, by cause."""
         self._counted: set[tuple[Subject, Immovable]] = set()
 
     def configure(self, spec: Spec) -> None:
         """Take over a (changed) pool document."""
+        reach = kv_reach(spec)
         self._loras = {lora.name for lora in spec.model.loras}
-        self._reads_peers = spec.routing.pull.enabled and kv_reach(spec).reads_peers
+        self._reads_peers = spec.routing.pull.enabled and reach.reads_peers
+        confirmed = all(endpoint.events for endpoint in spec.endpoints)
+        self.prewarms = reach.stores and confirmed and not (reach.hands_over or self._reads_peers)
 
     @property
     def pullable(self) -> bool:
@@ -118,17 +124,28 @@ class LiveFacts:
         if cause is Immovable.TOKENS and (s.ticket in state.requests or self._is_to_be_told(s.host, end)):
             return None
         self._count(s.subject, cause)
+        stored = (
+            len(s.chain) * state.block_size if s.chain and state.index.find_block(s.tail, now).store else 0
+        )
         return SessionFacts(
             s.subject,
             s.host,
             s.context_tokens,
             min(held, s.context_tokens) if cause is None else 0,
-            len(s.chain) * state.block_size if s.chain and state.index.find_block(s.tail, now).store else 0,
+            stored,
             s.turns,
             now - s.moved_at,
             now - s.seen_at,
+            bool(stored) and self._can_prewarm(s, now),
             s.chained,
         )
+
+    def _can_prewarm(self, s: Session, now: float) -> bool:
+        """Return whether the session's prompt is known, so that another endpoint can be asked to load it."""
+        if not self.prewarms or s.ticket in self._state.requests or self._handoffs.gave_up(s.subject, now):
+            return False
+        end, _ = self._state.held_end(s, now)
+        return bool(end) and self._state.block_tokens.why_not(end, self._loras) is None
 
     def can_be_copied(self, session: Session, now: float) -> bool:
         """Whether the session's KV can be handed over, or could once its present turn has been prefilled."""

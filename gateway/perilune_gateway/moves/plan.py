@@ -59,6 +59,8 @@ class SessionFacts:
     seconds_since_move: float = float("inf")
     idle_s: float = 0.0
     """Seconds since its last request."""
+    prewarms: bool = False
+    """Whether the gateway can let another endpoint read its KV from the store."""
     chained: bool = False
     """Whether its requests name earlier responses, which only the host's process has."""
 
@@ -238,8 +240,8 @@ class _Draft:
             return Move(prefix.name, MoveReason.NOWHERE, source)
         target = min(free, key=lambda c: (c.endpoint.superseded, self._queue_s[c.address]))
         cached = prefix.locations[0].tokens
-        cost_s, pulled = self._bring(target, source, prefix.tokens, cached, prefix.stored_tokens)
-        without_s, _ = self._bring(target, "", prefix.tokens, 0, prefix.stored_tokens)
+        cost_s, pulled, _ = self._bring(target, source, prefix.tokens, cached, prefix.stored_tokens)
+        without_s, *_ = self._bring(target, "", prefix.tokens, 0, prefix.stored_tokens)
         requests = prefix.frequency_score * 60.0 / len(self._endpoints)
         move = Move(
             prefix.name,
@@ -281,12 +283,14 @@ class _Draft:
         return serves and self._room[candidate.address] >= tokens
 
     def _move(self, session: SessionFacts, target: Candidate, trigger: MoveReason) -> Move:
-        cost_s, pulled = self._bring(
+        cost_s, pulled, stored = self._bring(
             target, session.host, session.context_tokens, session.cached_tokens, session.stored_tokens
         )
         turns = lasting_turns(session.turns, self._params)
         here_s, there_s = self._queue_s[session.host], self._queue_s[target.address]
-        if self._ahead and pulled:
+        if not session.prewarms:
+            stored = 0
+        if self._ahead and (pulled or stored):
             benefit_s, turns = relief_s(here_s, there_s, cost_s, turns), turns - 1.0
         else:
             benefit_s = (here_s - there_s) * turns
@@ -303,25 +307,26 @@ class _Draft:
             self._params.worth,
             turns,
             release=True,
+            stored_tokens=stored,
         )
 
     def _bring(
         self, target: Candidate, source: str, tokens: int, cached_tokens: int, stored_tokens: int
-    ) -> tuple[float, int]:
-        """Return the seconds until the target has `tokens`, and how many of them it pulls from the source. A
-        pull ahead of the move costs no request anything, so it is preferred."""
+    ) -> tuple[float, int, int]:
+        """Return the seconds until the target has `tokens`, and how many of them it pulls from the source and
+        reads from the store. A pull ahead of the move costs no request anything, so it is preferred."""
         engine = target.engine
 
         def with_rest(seconds: float, there: int) -> float:
             return seconds + engine.prefill_s(tokens - there, there)
 
-        ways = [(with_rest(0.0, 0), 0)]
+        ways = [(with_rest(0.0, 0), 0, 0)]
         if stored_tokens:
-            ways.append((with_rest(engine.store_s(stored_tokens), stored_tokens), 0))
+            ways.append((with_rest(engine.store_s(stored_tokens), stored_tokens), 0, stored_tokens))
         link = target.links.get(source)
         if self._pullable and cached_tokens and link is not None:
             pull_s = engine.transfer_s(cached_tokens, link.bandwidth_bytes_per_s) * link.slowdown
-            pull = with_rest(pull_s, cached_tokens), cached_tokens
+            pull = with_rest(pull_s, cached_tokens), cached_tokens, 0
             if self._ahead:
                 return pull
             ways.append(pull)

@@ -353,7 +353,7 @@ class Planner:
         return self._moves.at(address)
 
     def _is_ahead(self, move: Move) -> bool:
-        return self._facts.ahead and move.transfer_bytes > 0
+        return self._facts.ahead and bool(move.transfer_bytes or move.stored_tokens)
 
     def _drop(self, move: Move) -> None:
         offers = self._copies if move.reason is MoveReason.REPLICATE else self._sessions

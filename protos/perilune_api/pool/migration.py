@@ -44,8 +44,8 @@ class Migration(Struct, frozen=True, kw_only=True):
     a tenth of the pool's time."""
     token_memory_bytes: Annotated[int, Meta(ge=0)] = 256 * 1024 * 1024
     """Memory in bytes for the token ids of announced blocks, which a gateway needs to let one endpoint hand a
-    session's KV over to another. A block of 16 tokens takes about 210 bytes. Endpoints without a bootstrap
-    page need none."""
+    session's KV over to another, or read it from the store. A block of 16 tokens takes about 210 bytes. Pools
+    without a bootstrap page and without a store need none."""
     hot_pending_seconds: Weight = 1.5
     """For hot_host and rack_pressure: seconds of queued prefill above which an endpoint, or a rack on
     average, is overloaded."""
