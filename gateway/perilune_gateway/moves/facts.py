@@ -6,6 +6,7 @@ what cannot be handed over. `endpoints` costs O(endpoints), `sessions` costs O(s
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 
 from perilune_api.pool import Role, Spec
@@ -20,6 +21,8 @@ from perilune_gateway.state.fleet import EndpointView
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.sessions import Session
 
+ASKED_S = 10.0
+"""Seconds after its joining the pool within which an endpoint is asked whether it hands KV over."""
 REMEMBERED = 10_000
 """Maximum number of (session or prefix, cause) that are remembered, so that each is counted once."""
 
@@ -61,19 +64,33 @@ class LiveFacts:
 
     def endpoints(self, now: float, near: Collection[str] = ()) -> Sequence[Candidate]:
         """Return all endpoints to which sessions may be bound, each with links to those `near` whose KV it
-        can get."""
+        can get. One that has just joined, and has not told yet whether it can get any, is left out, and
+        sessions wait for it rather than go to one that it will replace."""
         state = self._state
+        views = [
+            view
+            for view in state.fleet.view(now, state.sessions.bound)
+            if view.endpoint.role is not Role.PREFILL
+        ]
+        asked = [view for view in views if not self._is_unasked(view, now)]
+        waits = len(asked) < len(views)
         return [
             Candidate(
-                view.endpoint,
+                replace(view.endpoint, ready=False) if waits and view.endpoint.superseded else view.endpoint,
                 view.load,
                 Overlap(),
                 links=self._links(view, near, now),
                 engine=state.calibration.speed(view.endpoint.address, now).engine,
             )
-            for view in state.fleet.view(now, state.sessions.bound)
-            if view.endpoint.role is not Role.PREFILL
+            for view in asked
         ]
+
+    def _is_unasked(self, view: EndpointView, now: float) -> bool:
+        """Return whether the endpoint has just joined and has not told yet whether it can take KV: a session
+        that moved there now would leave its KV behind."""
+        address, known = view.endpoint.address, self._state.connectors.known
+        unasked = bool(view.endpoint.bootstrap and known) and address not in known
+        return unasked and now - self._state.fleet.joined_at(address) < ASKED_S
 
     def _links(self, view: EndpointView, near: Collection[str], now: float) -> Mapping[str, Link]:
         here, calibration = view.endpoint.address, self._state.calibration

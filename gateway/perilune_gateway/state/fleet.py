@@ -75,6 +75,7 @@ class _State:
     """Position in the pool's order."""
     join: int = 0
     """Number of its joining the pool."""
+    joined_at: float = -inf
     stride: int = 1
     """Its engine's block size over the pool's, as its KV events tell."""
 
@@ -145,7 +146,7 @@ class Fleet:
             links = MappingProxyType(
                 {a: topology.link(endpoint.place, e.place) for a, e in wanted.items() if a != address}
             )
-            state = self._states[address] = old.get(address) or self._joined(endpoint, links)
+            state = self._states[address] = old.get(address) or self._joined(endpoint, links, now)
             if not endpoint.draining:
                 state.drains_since = -inf
             elif state.drains_since == -inf:
@@ -156,15 +157,20 @@ class Fleet:
         self._recent_until = -inf
         return left
 
-    def _joined(self, endpoint: Endpoint, links: Mapping[str, Link]) -> _State:
+    def _joined(self, endpoint: Endpoint, links: Mapping[str, Link], now: float) -> _State:
         self._joins += 1
-        return _State(endpoint, links, join=self._joins)
+        return _State(endpoint, links, join=self._joins, joined_at=now)
 
     def join(self, address: str) -> int:
         """Return the number of the endpoint's joining the pool, another one each time; 0: it is not in the
         pool."""
         state = self._states.get(address)
         return state.join if state else 0
+
+    def joined_at(self, address: str) -> float:
+        """Return when the endpoint joined the pool; -inf: it is not in the pool."""
+        state = self._states.get(address)
+        return state.joined_at if state else -inf
 
     def __len__(self) -> int:
         return len(self._states)

@@ -18,6 +18,7 @@ from perilune_api.pool import Pool, Topology
 from perilune_gateway.feeds.kubernetes import with_pods
 from perilune_gateway.model import MoveReason, Reason
 from perilune_gateway.model.handoff import Leg
+from perilune_gateway.state.connectors import Connector
 
 Object = dict[str, Any]
 PAGES = {A: "10.0.0.1:8998", B: "10.0.0.2:8998", C: "10.0.0.3:8998"}
@@ -166,6 +167,23 @@ def test_sessions_leave_with_their_kv(row: Row) -> None:
         assert record.cached_tokens == TOKENS
     if row.leave < 4:
         assert {rig.host(name) for name in silent} == {A}, "they may never come back"
+
+
+def test_sessions_wait_until_a_new_engine_has_told_what_it_can() -> None:
+    """It is marked as ready before its bootstrap page was asked."""
+    rig = Cluster()
+    (name, *_) = sessions_on_the_first(rig)
+    rig.state.connectors.forget(C)
+    del rig.pods[2]
+    rig.changes()
+    rig.pods.append(pod(3))
+    rolling_update(rig)
+    rig.changes()
+    assert rig.router.moves.planner.offers == ()
+    rig.state.connectors.answered(C, Connector(["e"], 1))
+    rig.goes_on()
+    assert rig.copy() == {C}
+    assert rig.host(name) == C
 
 
 def test_kv_of_another_model_revision_goes_nowhere() -> None:
