@@ -198,7 +198,7 @@ async def pod_stack(folder: Path, engines: int, most: int, **annotations: str) -
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     access = folder / "kubeconfig"
     access.write_text(yaml.safe_dump(kubeconfig(f"http://127.0.0.1:{runner.addresses[0][1]}")))
-    made, gateway = Stack(api, folder), None
+    made, gateway = Stack(api, folder), list[Child]()
     try:
         for number in range(engines):
             await made.start_engine(number, **annotations)
@@ -207,15 +207,15 @@ async def pod_stack(folder: Path, engines: int, most: int, **annotations: str) -
         command = [sys.executable, "-P", "-m", "perilune_gateway.main", "--kubernetes", "ns/p"]
         ports = ["--listen", f"{address(0)}:9002", "--admin", f"{address(0)}:9004"]
         environment = {**os.environ, "KUBECONFIG": str(access)}
-        gateway = await start("gateway", [*command, *ports], environment, folder)
-        await gateway.until_ready(60)
+        gateway.append(await start("gateway", [*command, *ports], environment, folder))
+        await gateway[0].until_ready(60)
         bootstrap = envoy.config([f"{address(n)}:8000" for n in range(most)], [f"{address(0)}:9002"])
         async with Envoy(bootstrap) as front, aiohttp.ClientSession() as http:
             made.http, made.url, made.admin = http, front.url, f"http://{address(0)}:9004"
             await made.hands_over(engines)
             yield made
     finally:
-        for child in (*filter(None, [gateway]), *made.engines.values()):
+        for child in (*gateway, *made.engines.values()):
             await child.stop(2.0)
         await runner.cleanup()
 
