@@ -89,8 +89,11 @@ class LiveFacts:
         """Return whether the endpoint has just joined and has not told yet whether it can take KV: a session
         that moved there now would leave its KV behind."""
         address, known = view.endpoint.address, self._state.connectors.known
-        unasked = bool(view.endpoint.bootstrap and known) and address not in known
-        return unasked and now - self._state.fleet.joined_at(address) < ASKED_S
+        takes = view.endpoint.bootstrap and not view.endpoint.draining
+        return bool(takes and known) and address not in known and self._is_young(address, now)
+
+    def _is_young(self, address: str, now: float) -> bool:
+        return now - self._state.fleet.joined_at(address) < ASKED_S
 
     def _links(self, view: EndpointView, near: Collection[str], now: float) -> Mapping[str, Link]:
         here, calibration = view.endpoint.address, self._state.calibration
