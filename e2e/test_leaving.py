@@ -18,7 +18,7 @@ from testbed.turns import agents, p90, share
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif("ENGINES" not in os.environ, reason="takes minutes: make e2e-long"),
 ]
 ENGINES = int(os.environ.get("ENGINES", "4"))
@@ -40,11 +40,7 @@ def moving(kube, edge, operator):
             "args": [f"--slowdown={SLOWDOWN}"],
         },
         mooncake={"transfer": "handoff"},
-        rollout={"sessionSeconds": 60, "drainSeconds": 60},
-        routing={
-            "decisionHeader": "address",
-            "migration": {"movesPerMinute": 10_000, "intervalSeconds": 0.2},
-        },
+        routing={"decisionHeader": "address"},
     )
     pool.becomes(ENGINES, timeout_s=180)
     eventually(pool.answers)
@@ -116,12 +112,17 @@ def test_a_rolling_update_takes_sessions_and_their_kv_along(moving, undisturbed,
         moving.patch(engine={"args": [f"--slowdown={SLOWDOWN}", "--log-level=info"]})
         eventually(lambda: is_rolling(moving))
         kube.ctl("delete", "pod", "--all", "-n", perilune.NAMESPACE, "--grace-period=0", "--force")
-        eventually(lambda: all_are_new(moving, before), timeout_s=300)
+        eventually(lambda: waits_for_sessions(moving))
+        eventually(lambda: all_are_new(moving, before), timeout_s=800)
         moving.settles(ENGINES)
         took = time.monotonic() - since
         turns.goes_on(AGENTS)
     print(f"{ENGINES} engines in {took:.0f} s; hand-offs {dict(handoffs(moving))}")
     left_with_their_kv("rolling update", turns, since, undisturbed)
+
+
+def waits_for_sessions(pool):
+    assert pool.conditions()["Draining"] == ("True", "SessionsLeaving")
 
 
 def is_rolling(pool):

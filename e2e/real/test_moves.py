@@ -19,7 +19,7 @@ from msgspec import structs
 
 from enginebed.completions import SAME, ask, cached, furthest, until
 from enginebed.marks import TAKES_MINUTES
-from perilune_api.pool import Disaggregation, Migration, MoveTrigger, Role, dump
+from perilune_api.pool import Disaggregation, Migration, Role, dump
 
 pytestmark = [
     pytest.mark.real,
@@ -206,10 +206,7 @@ async def served(rig, tiny):
             # bfloat16 ends in SIGILL on CPUs with AMX, at the first forward after a fetched prefill
             "engine": {"args": ["--num-gpu-blocks-override=6000", "--dtype=float32"]},
             "mooncake": {"transfer": "handoff"},
-            "routing": {
-                "migration": {"intervalSeconds": 0.2, "movesPerMinute": 10000},
-                "decisionHeader": "address",
-            },
+            "routing": {"decisionHeader": "address"},
         }
     )
     engines = [await rig.engine(rendered, number, **ABORT) for number in range(3)]
@@ -302,13 +299,7 @@ async def test_a_rolling_restart_of_all_engines(served):
 async def test_a_hot_engine(served):
     """Long new prompts queue at one engine; the planner takes sessions away from it."""
     spec = served.document.spec
-    migration = Migration(
-        triggers=(MoveTrigger.HOT_HOST,),
-        interval_seconds=0.2,
-        moves_per_minute=10_000,
-        hot_pending_seconds=0.1,
-        cooldown_seconds=0.0,
-    )
+    migration = Migration(hot_pending_seconds=0.1, cooldown_seconds=0.0)  # tiny models are fast
     hot = structs.replace(
         served.document,
         spec=structs.replace(spec, routing=structs.replace(spec.routing, migration=migration)),

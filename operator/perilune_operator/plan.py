@@ -4,9 +4,9 @@ Pure, and whole each time: what should exist follows from spec and facts, never 
 Planning again after a plan has been carried out changes nothing.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import ceil, floor, inf
 
 import msgspec
 
@@ -33,7 +33,7 @@ from perilune_operator.render.objects import Context, Defaults
 from perilune_operator.render.secrets import Chosen
 from perilune_operator.revision import Revised
 from perilune_operator.roles import Switch
-from perilune_operator.rollout import Drain, Mark, Replaced, drain
+from perilune_operator.rollout import Drain, Mark, Replaced, Rolling, drain, hold_seconds
 from perilune_operator.scaling import writers
 from perilune_operator.status import progress
 
@@ -116,7 +116,7 @@ def plan(
     each = (leave, replaced.drain, switch)
     switching = {*switch.waiting, switch.switched}
     return Plan(
-        made.objects,
+        _held(pool, made.objects, present, leave),
         status.of_pool(pool, present, leave, now, replaced, made, switch),
         again_in=min(LOOK_S, *(drained.again_in for drained in each)),
         marks=(
@@ -346,7 +346,43 @@ def _drain(pool: Context, observed: Observed, now: float) -> Drain:
     leaving, gateways, session_s = _surroundings(pool, observed)
     pods = [_with_workers(p, observed, leaving) for p in observed.pods if p.component == "engine"]
     workload = observed.children.get(endpoints.workload(pool))
-    return drain(pods, pool.spec.replicas, workload, leaving, gateways, session_s, now)
+    template = _hash_of(workload)
+    rolling = Rolling(template, _fewest(pool)) if template else None
+    return drain(pods, pool.spec.replicas, workload, leaving, gateways, session_s, now, rolling)
+
+
+def _held(pool: Context, objects: Sequence[Object], observed: Observed, leave: Drain) -> tuple[Object, ...]:
+    """Return the objects, in which new engines wait for the sessions of those that they replace, with the
+    first round of a changed template as well."""
+    workload = endpoints.workload(pool)
+    before, (_, _, session_s) = _hash_of(observed.children.get(workload)), _surroundings(pool, observed)
+
+    def held(obj: Object) -> Object:
+        template = _hash_of(obj) if key(obj) == workload else ""
+        pods = (p for p in observed.pods if p.component == "engine" and not p.terminating)
+        if not template or all(p.template == template for p in pods):
+            return obj
+        seconds = leave.min_ready_s if template == before else hold_seconds(session_s)
+        return {**obj, "spec": {**obj["spec"], "minReadySeconds": seconds}} if seconds else obj
+
+    return tuple(map(held, objects))
+
+
+def _hash_of(workload: Object | None) -> str:
+    """Return the hash of the template that a workload has; empty for one that need not wait for sessions."""
+    template = (workload or {}).get("spec", {}).get("template", {})
+    return str((template.get("metadata", {}).get("annotations") or {}).get(names.TEMPLATE, ""))
+
+
+def _fewest(pool: Context) -> int:
+    """Return how many engines Kubernetes keeps available while it replaces them."""
+    wanted, rollout = pool.spec.replicas, pool.spec.rollout
+
+    def number(share: int | str, per: Callable[[float], int]) -> int:
+        return share if isinstance(share, int) else per(wanted * int(share.rstrip("%")) / 100)
+
+    missing, surge = number(rollout.max_unavailable, floor), number(rollout.max_surge, ceil)
+    return max(0, wanted - (missing if missing or surge else 1))
 
 
 def _switch(pool: Context, observed: Observed, leave: Drain, now: float) -> Switch:

@@ -122,6 +122,15 @@ further data-parallel rank has the next one."""
 DRAINING = "perilune.dev/draining"
 """Annotation of an engine pod that drains: its sessions finish there, and new ones go elsewhere. Any value
 does; the operator writes the time at which draining began."""
+SUPERSEDED = "perilune.dev/superseded"
+"""Annotation of an engine pod that a rolling update will replace: sessions that have to leave another engine
+go to engines without it, as long as these have room."""
+TEMPLATE = "perilune.dev/template"
+"""Annotation of an engine pod that hands KV over: a hash of its template, by which the operator tells pods of
+an earlier one."""
+KV_NAME = "perilune.dev/kv-name"
+"""Annotation of an engine pod whose KV goes to other engines: a name of the model and of the arguments that
+say what KV means. KV goes only between engines of one name."""
 DRAINED = "perilune_pod_drained"
 """Metric of a gateway: 1 for a draining engine pod (label `pod`) on which it runs nothing any more, and of
 which no session has sent a request lately. The label `mark` repeats the value of DRAINING, so that a report

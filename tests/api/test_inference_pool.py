@@ -73,6 +73,11 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
         pytest.param({}, "Name the model, as requests do", id="no model"),
         pytest.param(spec(replicas=-1), ">= 0 - at `$.spec.replicas`", id="range"),
         pytest.param(
+            spec(mooncake={"transfer": "handoff"}, gateway={"replicas": 0}),
+            "gateway.replicas is 0 - at `$.spec.mooncake.transfer`",
+            id="nobody who says which KV goes where",
+        ),
+        pytest.param(
             spec(engine={"startupSeconds": 86_401}), "<= 86400", id="more seconds than Kubernetes counts"
         ),
         pytest.param(

@@ -187,8 +187,8 @@ def test_the_load_decides_again_and_again_without_flapping() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"prefillReplicas": 0}, {"replicas": 1, "prefillReplicas": 1}, {"gateway": {"replicas": 0}}],
-    ids=["no role to switch", "too few endpoints", "no gateway that reports"],
+    [{"prefillReplicas": 0}, {"replicas": 1, "prefillReplicas": 1}],
+    ids=["no role to switch", "too few endpoints"],
 )
 def test_roles_that_cannot_switch_are_refused(change: dict[str, object]) -> None:
     given = {

@@ -4,13 +4,14 @@ from typing import Any
 import pytest
 
 from perilune_operator.observe.facts import PodFacts
-from perilune_operator.rollout import Drain, Mark, drain
+from perilune_operator.rollout import RELEASE_S, Drain, Mark, Rolling, drain, hold_seconds
 
 Object = dict[str, Any]
 NOW = 1_760_000_000.0
 SINCE, EARLIER = "2025-10-09T08:53:20Z", "2025-10-09T08:53:00Z"
 """NOW, and 20 s before."""
 DRAINING, COST = "perilune.dev/draining", "controller.kubernetes.io/pod-deletion-cost"
+SUPERSEDED = "perilune.dev/superseded"
 
 
 def pod(name: str, **facts: Any) -> PodFacts:
@@ -33,9 +34,12 @@ def of(
     live: Object | None = None,
     leaving: str = "",
     gateways: tuple[str, ...] = ("g1",),
+    rolling: Rolling | None = None,
+    session_s: float = 30.0,
 ) -> Drain:
     live = workload(len(pods)) if live is None else live
-    return drain(pods, wanted, live, frozenset(leaving.split()), frozenset(gateways), 30.0, NOW)
+    nodes, answering = frozenset(leaving.split()), frozenset(gateways)
+    return drain(pods, wanted, live, nodes, answering, session_s, NOW, rolling)
 
 
 def marked(made: Drain) -> dict[str, dict[str, str | None]]:
@@ -179,3 +183,91 @@ def test_following_the_plan_changes_nothing_more() -> None:
     ]
     second = of(*after, wanted=2, leaving="gone")
     assert (second.marks, second.replicas, second.leaving) == ((), first.replicas, first.leaving)
+
+
+# -- a changed template ------------------------------------------------------------------------------------
+
+
+TWO = Rolling("v2", 2)
+HOLD_S = hold_seconds(30.0)
+
+
+def old(name: str, **facts: Any) -> PodFacts:
+    return pod(name, template="v1", superseded=True, **facts)
+
+
+def new(name: str, **facts: Any) -> PodFacts:
+    return pod(name, template="v2", **facts)
+
+
+@pytest.mark.parametrize(
+    ("pods", "leaving"),
+    [
+        pytest.param((old("a"), old("b")), (), id="nothing new yet"),
+        pytest.param((old("a"), old("b"), new("c", ready=False)), (), id="the new one loads"),
+        pytest.param((old("a"), old("b"), new("c")), ("a",), id="one serves more than has to"),
+        pytest.param((old("a"), old("b"), new("c"), new("d")), ("a", "b"), id="two do"),
+        pytest.param((old("a"), old("b", sessions=-1), new("c")), ("b",), id="the one of fewest sessions"),
+        pytest.param((old("a"), going("b", template="v1"), new("c")), ("b",), id="the one chosen before"),
+        pytest.param((old("a", ready=False), old("b"), new("c")), (), id="an old one has failed"),
+        pytest.param((old("a", terminating=True), old("b"), new("c")), (), id="one leaves already"),
+        pytest.param((old("a"), new("b"), new("c")), ("a",), id="the last one"),
+        pytest.param((new("a"), new("b"), new("c")), (), id="all are new"),
+    ],
+)
+def test_as_many_old_engines_leave_as_more_serve_than_have_to(
+    pods: tuple[PodFacts, ...], leaving: tuple[str, ...]
+) -> None:
+    assert of(*pods, wanted=2, live=workload(2), rolling=TWO).leaving == leaving
+
+
+@pytest.mark.parametrize(
+    ("a", "min_ready_s"),
+    [
+        pytest.param(old("a"), HOLD_S, id="not yet marked"),
+        pytest.param(going("a", template="v1"), HOLD_S, id="sessions are left"),
+        pytest.param(going("a", template="v1", drained_by=frozenset({"g1"})), RELEASE_S, id="all have left"),
+        pytest.param(going("a", "2025-10-09T08:52:50Z", template="v1"), RELEASE_S, id="time is up"),
+    ],
+)
+def test_a_new_engine_waits_until_sessions_have_left_the_old_one(a: PodFacts, min_ready_s: int) -> None:
+    made = of(a, old("b", recent_hits_tokens=1.0), new("c"), wanted=2, live=workload(2), rolling=TWO)
+    assert (made.replicas, made.leaving, made.min_ready_s) == (2, ("a",), min_ready_s)
+
+
+def test_old_engines_are_marked_so_that_sessions_go_to_new_ones() -> None:
+    made = of(pod("a", template="v1"), pod("b", template=""), new("c"), wanted=2, rolling=TWO)
+    assert marked(made) == {"a": {**GO, SUPERSEDED: "true"}, "b": {SUPERSEDED: "true"}}
+    back = of(old("a"), going("b", template="v2"), wanted=2, rolling=Rolling("v1", 2), live=workload(2))
+    assert marked(back) == {"a": {SUPERSEDED: None}, "b": {DRAINING: None, COST: None, SUPERSEDED: "true"}}
+
+
+def test_nothing_waits_for_sessions_where_there_are_none() -> None:
+    assert of(old("a"), new("b"), wanted=1, rolling=Rolling("v2", 1), session_s=0.0).min_ready_s == 0
+    assert of(new("a"), wanted=1, rolling=Rolling("v2", 1)).min_ready_s == 0
+
+
+def test_whatever_a_rollout_comes_to_enough_engines_stay() -> None:
+    """Follow the plan as Deployment and gateway would, and count who serves."""
+    pods, made, steps = [old("a"), old("b"), old("c")], 0, 0
+    rolling = Rolling("v2", 3)
+    while any(p.template == "v1" for p in pods):
+        steps += 1
+        assert steps < 20
+        if len(pods) < 4:
+            made += 1
+            pods.append(new(f"n{made}", ready=False))
+        pods = [replace(p, ready=True) for p in pods]
+        plan = of(*pods, wanted=3, live=workload(3), rolling=rolling)
+        carried = marked(plan)
+        pods = [
+            replace(
+                p, draining=carried.get(p.name, {}).get(DRAINING) or p.draining, chosen=p.name in plan.leaving
+            )
+            for p in pods
+        ]
+        answered = [replace(p, drained_by=frozenset({"g1"})) if p.draining else p for p in pods]
+        if of(*answered, wanted=3, live=workload(3), rolling=rolling).min_ready_s == RELEASE_S:
+            pods = [p for p in pods if not p.chosen]
+        assert sum(p.ready for p in pods) >= 3
+    assert [p.name for p in pods] == ["n1", "n2", "n3"]

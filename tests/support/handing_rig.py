@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from router_rig import USUAL, A, B, Rig, completion, pool
 from routing_objects import chosen, head
 
-from perilune_api.pool import EndpointSpec, Migration, MoveTrigger, Pool, Routing
+from perilune_api.pool import EndpointSpec, Engine, Migration, MoveTrigger, Pool, Routing
 from perilune_gateway.feeds.pool_events import EventSink
 from perilune_gateway.model import DecisionRecord, Routed
 from perilune_gateway.model.kv_events import Batch, BlockStored
@@ -30,16 +30,18 @@ class Handing(Rig):
         policy: str = DEFAULT,
         sharing: Sharing | None = None,
         listeners: Sequence[object] = (),
+        engine: Engine = USUAL,
     ) -> None:
-        self.pages = pages
+        """`engine`: with a store and without pages, engines only share that."""
+        self.pages, self.engine = pages, engine
         self.routing = Routing(
             policy=chosen(policy), migration=Migration(triggers=triggers or (MoveTrigger.DRAIN,))
         )
         super().__init__(self.pool(), sharing=sharing, listeners=listeners)
-        blocks = EngineBlocks(self.state.index, BLOCK, store=False)
+        blocks = EngineBlocks(self.state.index, BLOCK, store=engine.store)
         tokens = self.state.block_tokens
         self.sink = EventSink(blocks, self.state.parity, self.router, lambda: self.now, tokens)
-        for address in pages:
+        for address in filter(pages.get, pages):
             self.state.connectors.answered(address, Connector([f"engine at {address}"], 1))
         self.handing_over = self.router.moves.handing_over
 
@@ -48,7 +50,7 @@ class Handing(Rig):
             EndpointSpec(address=a, events=(f"tcp://{a}",), draining=a == draining, bootstrap=page)
             for a, page in self.pages.items()
         ]
-        return pool(endpoints=listed, routing=self.routing, engine=USUAL)
+        return pool(endpoints=listed, routing=self.routing, engine=self.engine)
 
     def announce(self, address: str, ids: Sequence[int], after: int = 0, block: int = BLOCK) -> None:
         """Announce that the engine, whose blocks have so many tokens, has stored the prompt's whole blocks;

@@ -111,6 +111,7 @@ def candidate(
     active_kv: int = 0,
     decode_s: float = 0.0,
     draining: bool = False,
+    superseded: bool = False,
     place: Place = Place(),  # noqa: B008
     links: Mapping[str, Link] | None = None,
     engine: EngineModel = H20_30B,
@@ -130,7 +131,7 @@ def candidate(
     )
     host = max(host, cached)
     return Candidate(
-        Endpoint(address, place, draining=draining),
+        Endpoint(address, place, draining=draining, superseded=superseded),
         load,
         Overlap(cached, host, max(stored, host)),
         links=links or {},

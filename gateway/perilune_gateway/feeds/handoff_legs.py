@@ -9,6 +9,9 @@ streamed, so that its head says that it was accepted before anybody depends on i
 engine as an ordinary request of one token. Engines identify the transfer by its id alone, and copy by
 position: the two prompts must be equal.
 
+Where engines only share a store, there is no give leg: the target loads the prompt from the store, as for any
+request.
+
 Every wait has a bound: PAGE_S for the page, ACCEPT_S for the head, TAKE_S for the take leg. A leg that is
 given up is cancelled, by which its engine frees what it can. Source of the fields: vLLM's
 `mooncake_connector_proxy.py`.
@@ -100,14 +103,17 @@ async def _round(
     legs: Legs, handing_over: HandingOver, connectors: Connectors, http: aiohttp.ClientSession
 ) -> None:
     try:
-        cached_tokens, seconds = await both_legs(
-            http,
-            legs,
-            await engine_of(http, legs, connectors),
-            giving=lambda: handing_over.giving(legs),
-            taking=lambda: handing_over.taking(legs),
-            ended=lambda leg: handing_over.ended(legs, leg),
-        )
+        if legs.from_store:
+            cached_tokens, seconds = await _prewarm(http, legs, handing_over)
+        else:
+            cached_tokens, seconds = await both_legs(
+                http,
+                legs,
+                await engine_of(http, legs, connectors),
+                giving=lambda: handing_over.giving(legs),
+                taking=lambda: handing_over.taking(legs),
+                ended=lambda leg: handing_over.ended(legs, leg),
+            )
     except LegFailed as error:
         log.warning(
             "hand-off leg failed leg=%s cause=%s source=%s target=%s error=%s",
@@ -119,6 +125,18 @@ async def _round(
         handing_over.failed(legs, GivenUp.ERROR)
     else:
         handing_over.took(legs, cached_tokens, seconds)
+
+
+async def _prewarm(http: aiohttp.ClientSession, legs: Legs, handing_over: HandingOver) -> tuple[int, float]:
+    """Let the target load the prompt from the store. Return how many tokens it had without computing, and the
+    seconds. Raises LegFailed."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    handing_over.taking(legs)
+    try:
+        return await _take(http, legs, None), loop.time() - began
+    finally:
+        handing_over.ended(legs, Leg.TAKE)
 
 
 async def engine_of(http: aiohttp.ClientSession, legs: Legs | KvPull, connectors: Connectors) -> str:
@@ -201,14 +219,17 @@ async def _give(http: aiohttp.ClientSession, legs: Legs | KvPull, accepted: asyn
         raise LegFailed(Leg.GIVE, GivenUp.UNREACHABLE, error) from None
 
 
-async def _take(http: aiohttp.ClientSession, legs: Legs | KvPull, engine_id: str) -> int:
-    """Send the take leg. Return how many tokens the target had without computing. Raises LegFailed."""
-    params = {
-        "do_remote_decode": False,
-        "do_remote_prefill": True,
-        "remote_bootstrap_addr": f"http://{legs.bootstrap}",
-        "remote_engine_id": engine_id,
-    }
+async def _take(http: aiohttp.ClientSession, legs: Legs | KvPull, engine_id: str | None) -> int:
+    """Send the take leg. Return how many tokens the target had without computing. `engine_id`: the source's;
+    None: the KV is in the store. Raises LegFailed."""
+    params = None
+    if engine_id is not None:
+        params = {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "remote_bootstrap_addr": f"http://{legs.bootstrap}",
+            "remote_engine_id": engine_id,
+        }
     body = _body(legs, params) | {"stream": False}
     _check_open(http, Leg.TAKE)
     try:
@@ -245,8 +266,9 @@ def _headers(legs: Legs | KvPull, address: str) -> dict[str, str]:
     return {"Content-Type": "application/json", "X-Request-Id": legs.transfer_id, **named}
 
 
-def _body(legs: Legs | KvPull, params: dict[str, Any]) -> dict[str, Any]:
+def _body(legs: Legs | KvPull, params: dict[str, Any] | None) -> dict[str, Any]:
     content = legs.content
+    transfer = {"kv_transfer_params": params | {"transfer_id": legs.transfer_id}} if params else {}
     return {
         "model": legs.model,
         "prompt": content.ids,
@@ -256,5 +278,5 @@ def _body(legs: Legs | KvPull, params: dict[str, Any]) -> dict[str, Any]:
         "stream": True,
         **({"priority": FIRST} if isinstance(legs, KvPull) and legs.first else {}),
         **({"cache_salt": content.salt} if content.salt else {}),
-        "kv_transfer_params": params | {"transfer_id": legs.transfer_id},
+        **transfer,
     }

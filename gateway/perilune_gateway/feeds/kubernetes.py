@@ -87,6 +87,8 @@ def endpoint(pod: Object) -> EndpointSpec | None:
         bootstrap=f"{host}:{bootstrap}" if bootstrap else "",
         role=Role.PREFILL if _prefills(meta) and bootstrap else Role.BOTH,
         peer=f"{host}:{peer}" if peer and not bootstrap else "",
+        kv_name=annotations.get(names.KV_NAME, ""),
+        superseded=names.SUPERSEDED in annotations,
         instance=meta.get("uid", ""),
     )
 

@@ -151,8 +151,6 @@ class Decision(Struct, frozen=True, gc=False):
     """Address of the host that the session leaves; empty if it does not move."""
     prefill: str = ""
     """Address where the prefill runs, if not on the target; the target then only decodes."""
-    prefill_queued: bool = False
-    """Whether the prefill goes into the pool's prefill queue, from which the next free endpoint takes it."""
     replicate_from: str = ""
     """Address that the prefilling endpoint pulls the prefix from; if that fails, it recomputes the prefix.
     Empty if it uses its own caches and the shared store."""
@@ -172,8 +170,8 @@ class Decision(Struct, frozen=True, gc=False):
 
     @property
     def prefill_endpoint(self) -> str:
-        """Address where the prefill runs; empty while it is queued."""
-        return "" if self.prefill_queued else self.prefill or self.target
+        """Address where the prefill runs."""
+        return self.prefill or self.target
 
 
 class Refusal(Struct, frozen=True, gc=False):

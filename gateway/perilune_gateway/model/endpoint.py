@@ -44,6 +44,10 @@ class Endpoint:
     """Address at which other engines read its host memory, `ip:port`; empty if they cannot."""
     instance: str = ""
     """What is at the address, as in the pool document."""
+    kv_name: str = ""
+    """What its KV means, as in the pool document; empty: as that of all others."""
+    superseded: bool = False
+    """Whether it will soon be replaced."""
 
     @property
     def server(self) -> str:

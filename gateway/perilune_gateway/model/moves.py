@@ -34,6 +34,8 @@ class MoveReason(StrEnum):
     """The pool's moves per minute are used up."""
     BUDGET_BYTES = "budget_bytes"
     """The transfer would exceed the bytes that may be on their way over the link."""
+    BUDGET_SECONDS = "budget_seconds"
+    """Moves from busy endpoints have already cost the share of the pool's time that they may."""
 
 
 Subject = Hashable
@@ -65,6 +67,9 @@ class Move:
     """Number of turns over which the benefit was summed."""
     release: bool = False
     """Whether the source's copy is no longer needed once the target has the KV."""
+    stored_tokens: int = 0
+    """Number of tokens that the target reads from the store before the session switches; 0 if the session's
+    request reads them."""
 
     @property
     def approved(self) -> bool:

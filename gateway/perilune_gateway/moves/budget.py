@@ -1,4 +1,4 @@
-"""Counts started moves against the pool's budget.
+"""Counts started moves against the pool's budget: bytes on their way, seconds, and moves per minute.
 
 A transfer lasts from `started` to `finished`, which raises KeyError if it is called twice. The moves of the
 last minute count from their start. What other replicas of the gateway move counts, too. Time is an argument.
@@ -6,14 +6,14 @@ last minute count from their start. What other replicas of the gateway move coun
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Protocol
 
 from perilune_api.pool import Migration
-from perilune_gateway.model import Move
-from perilune_gateway.moves.plan import Budget
+from perilune_gateway.model import Move, MoveReason
+from perilune_gateway.moves.plan import POOL_SHARE, Budget
 
 WINDOW_S = 60.0
-LINK_BYTES = 16_000_000_000
 
 
 class Elsewhere(Protocol):
@@ -29,9 +29,9 @@ class Elsewhere(Protocol):
 class Moves:
     """The moves of a pool."""
 
-    def __init__(self, link_bytes: int = LINK_BYTES, elsewhere: Elsewhere | None = None) -> None:
-        """`link_bytes`: maximum bytes on their way between two endpoints. `elsewhere`: None for a gateway
-        that shares nothing."""
+    def __init__(self, link_bytes: int | None = None, elsewhere: Elsewhere | None = None) -> None:
+        """`link_bytes`: maximum bytes on their way between two endpoints; None: by the measured speed of
+        their link. `elsewhere`: None for a gateway that shares nothing."""
         self._link_bytes = link_bytes
         self._elsewhere = elsewhere
         self._begun: deque[tuple[float, Move]] = deque()
@@ -64,13 +64,16 @@ class Moves:
         """Return the number of transfers that begin or end at the endpoint now."""
         return sum(address in (move.source, move.target) for move in self._running.values())
 
-    def budget(self, now: float, migration: Migration) -> Budget:
-        """Return what may still be moved now."""
+    def budget(self, now: float, migration: Migration, endpoints: int = 0) -> Budget:
+        """Return what may still be moved now. `endpoints`: their number; 0: seconds do not count."""
         others = self._elsewhere
         recent = len(self.begun(now)) + (others.begun(now) if others else 0)
         in_flight = dict(others.in_flight(now)) if others else {}
         for move in self._running.values():
             link = (move.source, move.target)
             in_flight[link] = in_flight.get(link, 0) + move.transfer_bytes
-        left = max(0, migration.moves_per_minute - recent)
-        return Budget(left, self._link_bytes, in_flight)
+        most = migration.moves_per_minute
+        left = None if most is None else max(0, most - recent)
+        cost_s = sum(move.cost_s for _, move in self.begun(now) if move.reason is not MoveReason.DRAIN)
+        seconds = POOL_SHARE * WINDOW_S * endpoints - cost_s if endpoints else inf
+        return Budget(left, self._link_bytes, in_flight, seconds)

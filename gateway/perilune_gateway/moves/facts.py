@@ -6,6 +6,7 @@ what cannot be handed over. `endpoints` costs O(endpoints), `sessions` costs O(s
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 
 from perilune_api.pool import Role, Spec
@@ -20,6 +21,8 @@ from perilune_gateway.state.fleet import EndpointView
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.sessions import Session
 
+ASKED_S = 10.0
+"""Seconds after its joining the pool within which an endpoint is asked whether it hands KV over."""
 REMEMBERED = 10_000
 """Maximum number of (session or prefix, cause) that are remembered, so that each is counted once."""
 
@@ -33,14 +36,20 @@ class LiveFacts:
         self._handoffs = handoffs
         self._loras: Collection[str] = ()
         self._reads_peers = False
+        self.prewarms = False
+        """Whether an endpoint reads a session's KV from the store before the session switches there, because
+        engines hand nothing over to each other."""
         self.immovable: Counter[Immovable] = Counter()
         """Number of sessions and prefixes that could not be handed over, by cause."""
         self._counted: set[tuple[Subject, Immovable]] = set()
 
     def configure(self, spec: Spec) -> None:
         """Take over a (changed) pool document."""
+        reach = kv_reach(spec)
         self._loras = {lora.name for lora in spec.model.loras}
-        self._reads_peers = spec.routing.pull.enabled and kv_reach(spec).reads_peers
+        self._reads_peers = spec.routing.pull.enabled and reach.reads_peers
+        confirmed = all(endpoint.events for endpoint in spec.endpoints)
+        self.prewarms = reach.stores and confirmed and not (reach.hands_over or self._reads_peers)
 
     @property
     def pullable(self) -> bool:
@@ -55,19 +64,36 @@ class LiveFacts:
 
     def endpoints(self, now: float, near: Collection[str] = ()) -> Sequence[Candidate]:
         """Return all endpoints to which sessions may be bound, each with links to those `near` whose KV it
-        can get."""
+        can get. One that has just joined, and has not told yet whether it can get any, is left out, and
+        sessions wait for it rather than go to one that it will replace."""
         state = self._state
+        views = [
+            view
+            for view in state.fleet.view(now, state.sessions.bound)
+            if view.endpoint.role is not Role.PREFILL
+        ]
+        asked = [view for view in views if not self._is_unasked(view, now)]
+        waits = len(asked) < len(views)
         return [
             Candidate(
-                view.endpoint,
+                replace(view.endpoint, ready=False) if waits and view.endpoint.superseded else view.endpoint,
                 view.load,
                 Overlap(),
                 links=self._links(view, near, now),
                 engine=state.calibration.speed(view.endpoint.address, now).engine,
             )
-            for view in state.fleet.view(now, state.sessions.bound)
-            if view.endpoint.role is not Role.PREFILL
+            for view in asked
         ]
+
+    def _is_unasked(self, view: EndpointView, now: float) -> bool:
+        """Return whether the endpoint has just joined and has not told yet whether it can take KV: a session
+        that moved there now would leave its KV behind."""
+        address, known = view.endpoint.address, self._state.connectors.known
+        takes = view.endpoint.bootstrap and not view.endpoint.draining
+        return bool(takes and known) and address not in known and self._is_young(address, now)
+
+    def _is_young(self, address: str, now: float) -> bool:
+        return now - self._state.fleet.joined_at(address) < ASKED_S
 
     def _links(self, view: EndpointView, near: Collection[str], now: float) -> Mapping[str, Link]:
         here, calibration = view.endpoint.address, self._state.calibration
@@ -79,6 +105,12 @@ class LiveFacts:
             for there in near
             if there in view.links and can(there, here)
         }
+
+    def link(self, source: str, target: str, now: float) -> Link | None:
+        """Return the link from `source` to `target`, as slow as it was measured; None if it is not known."""
+        link = self._state.fleet.link(target, source)
+        slowdown = self._state.calibration.slowdown(source, target, now)
+        return link._replace(slowdown=slowdown) if link else None
 
     def sessions(
         self, host: str, limit: int, now: float, last: Collection[Subject] = ()
@@ -112,17 +144,28 @@ class LiveFacts:
         if cause is Immovable.TOKENS and (s.ticket in state.requests or self._is_to_be_told(s.host, end)):
             return None
         self._count(s.subject, cause)
+        stored = (
+            len(s.chain) * state.block_size if s.chain and state.index.find_block(s.tail, now).store else 0
+        )
         return SessionFacts(
             s.subject,
             s.host,
             s.context_tokens,
             min(held, s.context_tokens) if cause is None else 0,
-            len(s.chain) * state.block_size if s.chain and state.index.find_block(s.tail, now).store else 0,
+            stored,
             s.turns,
             now - s.moved_at,
             now - s.seen_at,
+            bool(stored) and self._can_prewarm(s, now),
             s.chained,
         )
+
+    def _can_prewarm(self, s: Session, now: float) -> bool:
+        """Return whether the session's prompt is known, so that another endpoint can be asked to load it."""
+        if not self.prewarms or s.ticket in self._state.requests or self._handoffs.gave_up(s.subject, now):
+            return False
+        end, _ = self._state.held_end(s, now)
+        return bool(end) and self._state.block_tokens.why_not(end, self._loras) is None
 
     def can_be_copied(self, session: Session, now: float) -> bool:
         """Whether the session's KV can be handed over, or could once its present turn has been prefilled."""

@@ -5,7 +5,8 @@
                           └──────grow─────────┘           any of the first three ──give up──▶ given up
 
 1. *Offered*: the plan wants it, and it waits for room. At most COPIES_PER_ENDPOINT copies begin or end at one
-   endpoint, those for requests included, and the planner's budgets of moves and bytes apply.
+   endpoint, those for requests included, the planner's budgets of moves and bytes apply, and the host keeps
+   no more until it is fetched than it has room for.
 2. *Copying*: both legs of a hand-off are on their way. The session's turns go to its host as always.
 3. *Copied*: the take leg has answered and the target's own events have announced the last block. A prefix has
    arrived.
@@ -46,6 +47,9 @@ CONFIRM_S = 5.0
 QUIET_S = 60.0
 """Seconds that a copied session's turn may go on before the move is given up."""
 TRIES, FORGIVEN_S = 3, 60.0
+KEPT_S = 120.0
+"""Seconds for which an engine keeps blocks that nobody fetches. (The operator sets a minute and twice the
+longest prefill, VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT.)"""
 
 
 class Stage(StrEnum):
@@ -114,6 +118,9 @@ class World(Protocol):
 
     def affords(self, move: Move, transfer_bytes: int, now: float) -> bool:
         """Whether the budgets of moves and bytes allow it."""
+
+    def keeps_room(self, source: str, tokens: int) -> bool:
+        """Whether the source may keep so many tokens until they are fetched."""
 
 
 @dataclass(slots=True, eq=False)
@@ -189,6 +196,8 @@ class Handoffs:
         self._open: dict[Subject, Handoff] = {}
         self._failures: dict[Subject, tuple[int, float]] = {}
         """Subject → (number of failures in a row, time of the last one)."""
+        self._kept: list[tuple[str, int, float]] = []
+        """(endpoint, tokens, until) of failed copies whose blocks nobody fetches."""
 
     @property
     def open(self) -> Sequence[Handoff]:
@@ -220,6 +229,10 @@ class Handoffs:
         return self._others(address) + sum(
             address in (h.move.source, h.move.target) for h in self._open.values() if h.stage is Stage.COPYING
         )
+
+    def waiting(self, address: str) -> int:
+        """Return the number of sessions and prefixes that wait to be copied from the endpoint."""
+        return sum(h.move.source == address for h in self._open.values() if h.stage is Stage.OFFERED)
 
     # -- what happens ------------------------------------------------------------------------------
 
@@ -261,12 +274,32 @@ class Handoffs:
         if any(self.copies(address) >= COPIES_PER_ENDPOINT for address in (move.source, move.target)):
             return []
         copy = self._round(handoff, world, now)
-        if copy is None or not world.affords(move, handoff.transfer_bytes, now):
+        if (
+            copy is None
+            or not world.affords(move, handoff.transfer_bytes, now)
+            or not self._may_keep(handoff, world, now)
+        ):
             handoff.rounds = handoff.transfer_bytes = 0
             return []
         handoff.on(Event.BEGIN, now)
         handoff.began_at = now
         return [copy]
+
+    def _may_keep(self, handoff: Handoff, world: World, now: float) -> bool:
+        """Return whether the source has room to keep what it is to give. One copy is always allowed."""
+        assert handoff.content is not None
+        kept = self.kept_tokens(handoff.move.source, now)
+        return not kept or world.keeps_room(handoff.move.source, kept + handoff.content.tokens)
+
+    def kept_tokens(self, address: str, now: float) -> int:
+        """Return how many tokens the endpoint keeps until they are fetched: those of copies on their way, and
+        for KEPT_S those of copies that failed before."""
+        copying = (
+            h.content.tokens
+            for h in self._open.values()
+            if h.content and h.stage is Stage.COPYING and not h.took and h.move.source == address
+        )
+        return sum(copying) + sum(n for a, n, until in self._kept if a == address and now < until)
 
     def _round(self, handoff: Handoff, world: World, now: float) -> Copy | None:
         """A round that copies what there is now; None if it cannot be told."""
@@ -311,6 +344,9 @@ class Handoffs:
         if not begun:
             del self._open[subject]
             return []
+        if handoff.content and not handoff.took:
+            self._kept = [kept for kept in self._kept if now < kept[2]]
+            self._kept.append((handoff.move.source, handoff.content.tokens, now + KEPT_S))
         tries, _ = self._failures.pop(subject, (0, 0.0))
         closed = self._close(handoff)
         self._failures[subject] = tries + 1, now

@@ -4,14 +4,18 @@
 
 1. *Trigger*: the session's host drains, is hot (more than `hot_pending_seconds` of queued prefill), or is in
    a hot rack (its mean queue is hot and `rack_pressure` times the fleet's). `pressed` lists these hosts.
-2. *Target*: an endpoint that is ready, does not drain and has KV room for the context. For a hot host its
+2. *Target*: an endpoint that is ready, does not drain and has KV room for the context. Of these, one that
+   will itself be replaced soon is taken only if there is no other. For a hot host its
    queue must be shorter, for a hot rack it must be in another rack. Of the `TARGETS` shortest queues the best
    benefit − worth × cost wins. Without a target the session stays.
 3. *Cost*: the seconds to get the context's KV, by the fastest way: pulled over the link, read from the store,
-   or recomputed. *Benefit*: the difference of the queues, over the turns for which it is expected to last.
+   or recomputed. *Benefit*: the difference of the queues, over the turns for which it is expected to last
+   (`relief_s` where the KV is copied before).
    The benefit must be above `worth` × cost, and the session must not have moved within `cooldown_seconds`.
    From a draining host every session moves; only KV room and budget limit that.
-4. *Budget*: moves per minute in the pool, and bytes on their way per link. A plan never exceeds it.
+4. *Budget* (`Budget`): bytes on their way at each end of a link, by its measured speed; for moves that no
+   drain demands, seconds of the pool's time; and moves per minute, where the pool limits them. A plan never
+   exceeds it.
 5. Each planned move shifts the session's share of the queue from its host to the target, so that one target
    does not get all sessions, and a host stops being hot when enough sessions have left.
 6. *Replication*: a hot prefix is copied to the least loaded endpoint without it if the copy saves enough of
@@ -27,8 +31,10 @@ Costs O(endpoints + sessions × TARGETS): 32 sessions take 5 ms among 64 endpoin
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
+from math import inf
 
 from perilune_api.pool import Migration, MoveTrigger
+from perilune_api.topology import Link
 from perilune_gateway.model import Candidate, Location, Move, MoveReason, Subject
 from perilune_gateway.policy.cost import lasting_turns
 
@@ -53,6 +59,8 @@ class SessionFacts:
     seconds_since_move: float = float("inf")
     idle_s: float = 0.0
     """Seconds since its last request."""
+    prewarms: bool = False
+    """Whether the gateway can let another endpoint read its KV from the store."""
     chained: bool = False
     """Whether its requests name earlier responses, which only the host's process has."""
 
@@ -71,16 +79,38 @@ class PrefixFacts:
     """Number of its tokens that the shared store holds."""
 
 
+LINK_S = 2.0
+"""Seconds for which what is on its way may keep a network card busy, by the link's bandwidth and its measured
+slowdown. One transfer at a time is always allowed."""
+POOL_SHARE = 0.1
+"""Share of the endpoints' time that moves from busy endpoints may cost."""
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Limits of a plan."""
 
-    moves: int
-    """Number of moves that are still allowed."""
-    link_bytes: int
-    """Maximum bytes on their way over one link."""
+    moves: int | None = None
+    """Number of moves that are still allowed; None: any."""
+    link_bytes: int | None = None
+    """Maximum bytes on their way over one link; None: as many as `LINK_S` allows."""
     in_flight: Mapping[tuple[str, str], int] = field(default_factory=dict)
     """Bytes that are on their way, by (source, target)."""
+    seconds: float = inf
+    """Seconds that moves which no drain demands may still cost."""
+
+    def has_room(self, source: str, target: str, transfer_bytes: int, link: Link | None) -> bool:
+        """Return whether so many bytes more may be on their way over the link."""
+        if not transfer_bytes:
+            return True
+        if self.link_bytes is not None:
+            return self.in_flight.get((source, target), 0) + transfer_bytes <= self.link_bytes
+        sent = sum(size for (a, _), size in self.in_flight.items() if a == source)
+        received = sum(size for (_, b), size in self.in_flight.items() if b == target)
+        busy = max(sent, received)
+        if link is None or not busy:
+            return True
+        return busy + transfer_bytes <= LINK_S * link.bandwidth_bytes_per_s / link.slowdown
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +148,7 @@ def pressed(
     endpoints: Sequence[Candidate], params: Migration, triggers: Collection[MoveTrigger] = ALL_TRIGGERS
 ) -> list[str]:
     """Return the endpoints that sessions should leave: draining ones first, then the longest queues."""
-    draft = _Draft(endpoints, Budget(0, 0), params, pullable=False, triggers=triggers)
+    draft = _Draft(endpoints, Budget(), params, pullable=False, triggers=triggers)
     found = [c for c in endpoints if draft.trigger(c.address)]
     found.sort(key=lambda c: (not c.draining, -c.load.pending_prefill_s))
     return [c.address for c in found]
@@ -138,10 +168,11 @@ class _Draft:
     ) -> None:
         self._ahead = ahead
         self._endpoints = {c.address: c for c in endpoints}
-        self._budget, self._params, self._pullable = budget, params, pullable
+        self._params, self._pullable = params, pullable
         self._triggers = frozenset(triggers)
-        self._moves_left = budget.moves
+        self._moves_left, self._seconds_left = budget.moves, budget.seconds
         self._in_flight = dict(budget.in_flight)
+        self._budget = replace(budget, in_flight=self._in_flight)
         self._queue_s = {c.address: c.load.pending_prefill_s for c in endpoints}
         self._room = {c.address: c.load.kv_free_tokens for c in endpoints}
         self._racks: dict[str, list[float]] = {}
@@ -151,7 +182,9 @@ class _Draft:
             rack[0] += 1.0
             rack[1] += c.load.pending_prefill_s
         taking = [c for c in endpoints if self._takes(c, 1)]
-        self._shortlist = nsmallest(SHORTLIST, taking, key=lambda c: self._queue_s[c.address])
+        self._shortlist = nsmallest(
+            SHORTLIST, taking, key=lambda c: (c.endpoint.superseded, self._queue_s[c.address])
+        )
 
     def trigger(self, host: str) -> MoveReason | None:
         """Return why sessions should leave the host; None if they need not, or the host is unknown."""
@@ -205,10 +238,10 @@ class _Draft:
         free = [c for c in self._shortlist if c.address not in holders and self._takes(c, prefix.tokens)]
         if not free:
             return Move(prefix.name, MoveReason.NOWHERE, source)
-        target = min(free, key=lambda c: self._queue_s[c.address])
+        target = min(free, key=lambda c: (c.endpoint.superseded, self._queue_s[c.address]))
         cached = prefix.locations[0].tokens
-        cost_s, pulled = self._bring(target, source, prefix.tokens, cached, prefix.stored_tokens)
-        without_s, _ = self._bring(target, "", prefix.tokens, 0, prefix.stored_tokens)
+        cost_s, pulled, _ = self._bring(target, source, prefix.tokens, cached, prefix.stored_tokens)
+        without_s, *_ = self._bring(target, "", prefix.tokens, 0, prefix.stored_tokens)
         requests = prefix.frequency_score * 60.0 / len(self._endpoints)
         move = Move(
             prefix.name,
@@ -239,6 +272,7 @@ class _Draft:
             and (trigger is MoveReason.DRAIN or queue_s[c.address] < queue_s[session.host])
             and (trigger is not MoveReason.RACK_PRESSURE or c.endpoint.place.rack != host.endpoint.place.rack)
         ]
+        found = [c for c in found if not c.endpoint.superseded] or found
         if len(found) > TARGETS:
             found = nsmallest(TARGETS, found, key=lambda c: queue_s[c.address])
         return found
@@ -249,11 +283,17 @@ class _Draft:
         return serves and self._room[candidate.address] >= tokens
 
     def _move(self, session: SessionFacts, target: Candidate, trigger: MoveReason) -> Move:
-        cost_s, pulled = self._bring(
+        cost_s, pulled, stored = self._bring(
             target, session.host, session.context_tokens, session.cached_tokens, session.stored_tokens
         )
         turns = lasting_turns(session.turns, self._params)
-        benefit_s = (self._queue_s[session.host] - self._queue_s[target.address]) * turns
+        here_s, there_s = self._queue_s[session.host], self._queue_s[target.address]
+        if not session.prewarms:
+            stored = 0
+        if self._ahead and (pulled or stored):
+            benefit_s, turns = relief_s(here_s, there_s, cost_s, turns), turns - 1.0
+        else:
+            benefit_s = (here_s - there_s) * turns
         if trigger is MoveReason.DRAIN:  # once the host is gone, everything would be recomputed
             benefit_s = target.engine.prefill_s(session.context_tokens) - self._queue_s[target.address]
         return Move(
@@ -267,25 +307,26 @@ class _Draft:
             self._params.worth,
             turns,
             release=True,
+            stored_tokens=stored,
         )
 
     def _bring(
         self, target: Candidate, source: str, tokens: int, cached_tokens: int, stored_tokens: int
-    ) -> tuple[float, int]:
-        """Return the seconds until the target has `tokens`, and how many of them it pulls from the source. A
-        pull ahead of the move costs no request anything, so it is preferred."""
+    ) -> tuple[float, int, int]:
+        """Return the seconds until the target has `tokens`, and how many of them it pulls from the source and
+        reads from the store. A pull ahead of the move costs no request anything, so it is preferred."""
         engine = target.engine
 
         def with_rest(seconds: float, there: int) -> float:
             return seconds + engine.prefill_s(tokens - there, there)
 
-        ways = [(with_rest(0.0, 0), 0)]
+        ways = [(with_rest(0.0, 0), 0, 0)]
         if stored_tokens:
-            ways.append((with_rest(engine.store_s(stored_tokens), stored_tokens), 0))
+            ways.append((with_rest(engine.store_s(stored_tokens), stored_tokens), 0, stored_tokens))
         link = target.links.get(source)
         if self._pullable and cached_tokens and link is not None:
             pull_s = engine.transfer_s(cached_tokens, link.bandwidth_bytes_per_s) * link.slowdown
-            pull = with_rest(pull_s, cached_tokens), cached_tokens
+            pull = with_rest(pull_s, cached_tokens), cached_tokens, 0
             if self._ahead:
                 return pull
             ways.append(pull)
@@ -293,14 +334,19 @@ class _Draft:
 
     def _afford(self, move: Move) -> Move:
         """Take the move from the budget, or return it with the reason which budget is used up."""
-        link = (move.source, move.target)
-        on_link = self._in_flight.get(link, 0) + move.transfer_bytes
-        if self._moves_left <= 0:
+        ends = move.source, move.target
+        link = self._endpoints[move.target].links.get(move.source)
+        if self._moves_left is not None and self._moves_left <= 0:
             return _because(move, MoveReason.BUDGET_MOVES)
-        if move.transfer_bytes and on_link > self._budget.link_bytes:
+        if not self._budget.has_room(*ends, move.transfer_bytes, link):
             return _because(move, MoveReason.BUDGET_BYTES)
-        self._moves_left -= 1
-        self._in_flight[link] = on_link
+        if move.reason is not MoveReason.DRAIN:
+            if move.cost_s > self._seconds_left:
+                return _because(move, MoveReason.BUDGET_SECONDS)
+            self._seconds_left -= move.cost_s
+        if self._moves_left is not None:
+            self._moves_left -= 1
+        self._in_flight[ends] = self._in_flight.get(ends, 0) + move.transfer_bytes
         return move
 
     def _rack_presses(self, host: Candidate) -> bool:
@@ -311,6 +357,18 @@ class _Draft:
         mean_s = queued_s / count
         fleet_s = sum(queued_s for _, queued_s in self._racks.values()) / len(self._endpoints)
         return mean_s > self._params.hot_pending_seconds and mean_s > self._params.rack_pressure * fleet_s
+
+
+def relief_s(here_s: float, there_s: float, copy_s: float, lasting_turns: float) -> float:
+    """Return the seconds that a session waits less in all if its KV is copied from a host whose queue takes
+    `here_s` to an endpoint whose queue takes `there_s`.
+
+    The copy takes `copy_s`, in which both queues go on shrinking, so a queue that is gone by then is no
+    reason to move. The present turn does not gain, because the session switches after it: of `lasting_turns`,
+    which counts it as 1, the later ones do.
+    """
+    shorter_s = max(0.0, here_s - copy_s) - max(0.0, there_s - copy_s)
+    return shorter_s * (lasting_turns - 1.0)
 
 
 def _because(move: Move, reason: MoveReason) -> Move:

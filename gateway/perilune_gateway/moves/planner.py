@@ -30,10 +30,12 @@ from typing import Protocol
 
 from msgspec import structs
 
+from perilune_api.policies import PolicyName
 from perilune_api.pool import Migration, MoveTrigger
+from perilune_api.topology import Link
 from perilune_gateway.model import Candidate, Decision, Move, MoveReason, Reason, RequestView, Subject
 from perilune_gateway.model.handoff import HandoffRecord
-from perilune_gateway.moves.budget import LINK_BYTES, Elsewhere, Moves
+from perilune_gateway.moves.budget import Elsewhere, Moves
 from perilune_gateway.moves.plan import Plan, PrefixFacts, SessionFacts, plan_migration, pressed
 from perilune_gateway.policy import MOVES_SESSIONS
 from perilune_gateway.policy.cost import cheapest_fetch, has_kv_room
@@ -94,6 +96,9 @@ class Facts(Protocol):
     def endpoints(self, now: float, near: Collection[str] = ()) -> Sequence[Candidate]:
         """Return all endpoints of the pool, each with its links to the addresses `near`."""
 
+    def link(self, source: str, target: str, now: float) -> Link | None:
+        """Return the link from `source` to `target`, as slow as it was measured; None if it is not known."""
+
     def sessions(
         self, host: str, limit: int, now: float, last: Collection[Subject] = ()
     ) -> Sequence[SessionFacts]:
@@ -124,9 +129,8 @@ class PlannerStats:
 
     triggers: Sequence[MoveTrigger]
     planned_at: float
-    moves_left: int
-    """Number of moves left in the pool's budget of this minute."""
-    link_bytes: int
+    moves_left: int | None
+    """Number of moves left in the pool's budget of this minute; None: the pool does not limit it."""
     in_flight: Mapping[tuple[str, str], int]
     """Bytes on their way, by (source, target)."""
     moves: Mapping[tuple[MoveReason, State], int]
@@ -141,12 +145,12 @@ class Planner:
     def __init__(
         self,
         facts: Facts,
-        link_bytes: int = LINK_BYTES,
+        link_bytes: int | None = None,
         elsewhere: Elsewhere | None = None,
         tell: Tell = nobody,
     ) -> None:
-        """`link_bytes`: most bytes on their way between two endpoints. `elsewhere`: what other replicas of
-        the gateway move. `tell` hears `OffersChanged`."""
+        """`link_bytes`: most bytes on their way between two endpoints; None: by their link's measured speed.
+        `elsewhere`: what other replicas of the gateway move. `tell` hears `OffersChanged`."""
         self._facts = facts
         self._moves = Moves(link_bytes, elsewhere)
         self._tell = tell
@@ -161,16 +165,19 @@ class Planner:
         """What the plans left where it is, each with the last verdict. A plan looks at these after all
         others, beginning with the one that waited longest, so they hide no session that can move."""
         self._params = Migration()
-        self.triggers: tuple[MoveTrigger, ...] = ()
+        self._policy = ""
         self.last = Plan()
         self.planned_at = float("-inf")
         self.ended: deque[Ended] = deque(maxlen=KEPT)
 
     def configure(self, migration: Migration, policy: str) -> None:
-        """Take over the pool's settings. Policies that move sessions from hot hosts disable that trigger."""
-        left_out = {MoveTrigger.HOT_HOST} if policy in MOVES_SESSIONS else set()
-        self.triggers = tuple(t for t in migration.triggers if t not in left_out)
-        self._params = migration
+        """Take over the pool's settings."""
+        self._params, self._policy = migration, policy
+
+    @property
+    def triggers(self) -> Sequence[MoveTrigger]:
+        """The situations in which it acts now."""
+        return triggers(self._params, self._policy, ahead=self._facts.ahead and self._facts.pullable)
 
     # -- plan --------------------------------------------------------------------------------------
 
@@ -181,7 +188,8 @@ class Planner:
         prefixes = self._hot_prefixes(now)
         if hosts or prefixes:
             near = {*hosts, *(prefix.locations[0].address for prefix in prefixes)}
-            endpoints, budget = facts.endpoints(now, near), self._moves.budget(now, params)
+            endpoints = facts.endpoints(now, near)
+            budget = self._moves.budget(now, params, len(endpoints))
             plan = plan_migration(
                 self._gather(hosts, endpoints, now),
                 endpoints,
@@ -321,14 +329,13 @@ class Planner:
 
     def affords(self, move: Move, transfer_bytes: int, now: float) -> bool:
         """Whether the budget allows a move with so many bytes."""
-        budget = self._moves.budget(now, self._params)
-        on_link = budget.in_flight.get((move.source, move.target), 0)
-        return budget.moves > 0 and (not transfer_bytes or on_link + transfer_bytes <= budget.link_bytes)
+        left = self._moves.budget(now, self._params).moves
+        return (left is None or left > 0) and self.has_room((move.source, move.target), transfer_bytes, now)
 
     def has_room(self, link: tuple[str, str], transfer_bytes: int, now: float) -> bool:
         """Whether so many bytes more may be on their way over the link (source, target)."""
         budget = self._moves.budget(now, self._params)
-        return budget.in_flight.get(link, 0) + transfer_bytes <= budget.link_bytes
+        return budget.has_room(*link, transfer_bytes, self._facts.link(*link, now))
 
     def transfer_began(self, move: Move) -> int:
         """Record that bytes are on their way which no plan wanted. Returns the ticket for
@@ -346,7 +353,7 @@ class Planner:
         return self._moves.at(address)
 
     def _is_ahead(self, move: Move) -> bool:
-        return self._facts.ahead and move.transfer_bytes > 0
+        return self._facts.ahead and bool(move.transfer_bytes or move.stored_tokens)
 
     def _drop(self, move: Move) -> None:
         offers = self._copies if move.reason is MoveReason.REPLICATE else self._sessions
@@ -374,12 +381,26 @@ class Planner:
             self.triggers,
             self.planned_at,
             budget.moves,
-            budget.link_bytes,
             budget.in_flight,
             dict(self._counts),
             dict(self._lapses),
             dict(self._stays),
         )
+
+
+def triggers(migration: Migration, policy: str, *, ahead: bool) -> tuple[MoveTrigger, ...]:
+    """Return the situations in which the planner acts. `ahead`: whether KV is copied before a session moves.
+
+    The policy perilune moves a session from a hot host when its request comes, and weighs then what it would
+    have to compute. Where the KV can go ahead, the planner makes such a move cheap before. The policy ear has
+    its own rule.
+    """
+    asked = migration.triggers
+    if asked is None:
+        hot = ahead and policy == PolicyName.PERILUNE
+        return (MoveTrigger.DRAIN, MoveTrigger.HOT_HOST) if hot else (MoveTrigger.DRAIN,)
+    itself = policy in MOVES_SESSIONS and not (ahead and policy == PolicyName.PERILUNE)
+    return tuple(t for t in asked if not (itself and t is MoveTrigger.HOT_HOST))
 
 
 def redirect(

@@ -39,7 +39,6 @@ def page(
         "seconds_since_plan": now - stats.planned_at if isfinite(stats.planned_at) else None,
         "budget": {
             "moves_left": stats.moves_left,
-            "link_bytes": stats.link_bytes,
             "in_flight": [
                 {"source": source, "target": target, "bytes": size}
                 for (source, target), size in stats.in_flight.items()
@@ -168,9 +167,12 @@ def families(stats: PlannerStats) -> Iterator[Metric]:
     for reason in sorted(set(MoveReason) - APPROVED - UNPLANNED):
         refused.add_metric((reason,), stats.stays.get(reason, 0))
     yield refused
-    yield GaugeMetricFamily(
-        "perilune_moves_budget_left", "Moves that may still start within a minute.", stats.moves_left
+    left = GaugeMetricFamily(
+        "perilune_moves_budget_left", "Moves that may still start within a minute, if that is limited."
     )
+    if stats.moves_left is not None:
+        left.add_metric((), stats.moves_left)
+    yield left
     yield GaugeMetricFamily(
         "perilune_moves_bytes_in_flight",
         "KV bytes that are being transferred between endpoints.",

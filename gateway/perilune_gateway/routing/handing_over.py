@@ -53,6 +53,9 @@ from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.request_facts import TurnOver
 from perilune_gateway.state.sessions import Session
 
+KEPT_SHARE = 0.25
+"""Share of an endpoint's KV cache that it may keep for engines which have not fetched it yet."""
+
 
 class Legs(Struct, frozen=True, gc=False):
     """The two requests of one round."""
@@ -65,6 +68,8 @@ class Legs(Struct, frozen=True, gc=False):
     target: str
     bootstrap: str
     """The source's bootstrap page, `ip:port`."""
+    from_store: bool = False
+    """Whether the target reads the store; then there is no give leg."""
 
 
 class HandoffStats(Struct, frozen=True):
@@ -130,7 +135,8 @@ class HandingOver:
         self._worth = pool.spec.routing.migration.worth
         self._facts.configure(pool.spec)
         memory = pool.spec.routing.migration.token_memory_bytes
-        self._state.block_tokens.max_bytes = memory if kv_reach(pool.spec).hands_over else 0
+        knows = kv_reach(pool.spec).hands_over or self._facts.prewarms
+        self._state.block_tokens.max_bytes = memory if knows else 0
 
     def stats(self) -> HandoffStats:
         tokens = self._state.block_tokens
@@ -208,7 +214,10 @@ class HandingOver:
         tokens = legs.content.tokens
         if missing and cached_tokens >= tokens:
             took_s = max(0.001, seconds - state.calibration.engine.leg_overhead_s(tokens))
-            state.calibration.transfer(legs.source, legs.target, took_s, predicted_s, now)
+            if legs.from_store:
+                state.calibration.store(legs.target, took_s, predicted_s, now)
+            else:
+                state.calibration.transfer(legs.source, legs.target, took_s, predicted_s, now)
         self._handoffs.took(legs.handoff, cached_tokens, now)
         self.step()
 
@@ -281,9 +290,10 @@ class HandingOver:
         )
 
     def transfers(self, address: str) -> int:
-        """Return the number of transfers that begin or end at the endpoint now, here or at other replicas. A
-        hand-off may count twice."""
-        return self._handoffs.copies(address) + self._planner.transfers(address)
+        """Return the number of transfers that begin or end at the endpoint now, here or at other replicas, or
+        wait to begin there. A hand-off may count twice."""
+        under_way = self._handoffs.copies(address) + self._planner.transfers(address)
+        return under_way + self._handoffs.waiting(address)
 
     def offers(self) -> list[Offered]:
         """Return what this replica offers, copies, or began within the last minute, without stamps. Of moves
@@ -357,9 +367,11 @@ class HandingOver:
                 replace(move, transfer_bytes=handoff.transfer_bytes), now
             )
         link = state.fleet.link(move.target, move.source)
-        predicted_s = (
-            state.calibration.engine.transfer_s(missing_tokens, link.bandwidth_bytes_per_s) if link else 0.0
-        )
+        engine, from_store = state.calibration.engine, self._facts.prewarms
+        if from_store:
+            predicted_s = engine.store_s(missing_tokens)
+        else:
+            predicted_s = engine.transfer_s(missing_tokens, link.bandwidth_bytes_per_s) if link else 0.0
         self._copies[handoff] = missing_tokens, predicted_s
         self._due.append(
             Legs(
@@ -370,6 +382,7 @@ class HandingOver:
                 move.source,
                 move.target,
                 source.bootstrap if source else "",
+                from_store,
             )
         )
 
@@ -450,13 +463,16 @@ class HandingOver:
         return self._state.index.announced(target, block)
 
     def can_copy(self, source: str, target: str) -> bool:
-        return self._state.connectors.can(source, target)
+        return self._facts.prewarms or self._state.connectors.can(source, target)
 
     def may_choose(self, target: str) -> bool:
         return self._state.fleet.takes_sessions(target, self._clock())
 
     def kv_bytes(self, tokens: int) -> int:
         return self._state.calibration.engine.kv_bytes(tokens)
+
+    def keeps_room(self, source: str, tokens: int) -> bool:
+        return tokens <= KEPT_SHARE * self._state.fleet.kv_tokens(source)
 
     def affords(self, move: Move, transfer_bytes: int, now: float) -> bool:
         return self._planner.affords(move, transfer_bytes, now)

@@ -59,9 +59,9 @@ what was observed of the link includes that."""
 
 
 def gives(endpoint: Endpoint, *, ejected: bool = False) -> bool:
-    """Return whether an endpoint whose engine can hand KV over does so for requests now. One that drains only
-    hands over what leaves it, but lets others read its host memory."""
-    return endpoint.ready and not ejected and (not endpoint.draining or bool(endpoint.peer))
+    """Return whether an endpoint whose engine can hand KV over does so for requests now. One that drains does
+    for sessions that no plan knows, such as those of a gateway that has begun since."""
+    return endpoint.ready and not ejected
 
 
 def waits_s(

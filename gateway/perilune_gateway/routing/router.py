@@ -155,7 +155,7 @@ class Router:
         self._splits = any(endpoint.role is Role.PREFILL for endpoint in spec.endpoints)
         self._by_alias = {name: e.address for e in endpoints for name in self._aliases.endpoints(e.address)}
         known = {endpoint.address: endpoint.instance for endpoint in self.state.fleet.endpoints()}
-        gone = self.state.fleet.set_endpoints(endpoints, spec.topology)
+        gone = self.state.fleet.set_endpoints(endpoints, spec.topology, self._clock())
         for address in gone:
             self.state.facts.tell(EndpointLeft(address))
         for endpoint in endpoints:
@@ -545,8 +545,9 @@ def _ranks(spec: EndpointSpec, topology: Topology) -> list[Endpoint]:
     """The endpoints of one server: itself, or its data-parallel ranks, which publish their own events."""
     place = topology.place(spec.node)
     rest = spec.ready, spec.draining, spec.bootstrap, spec.role
+    last = spec.instance, spec.kv_name, spec.superseded
     if len(spec.events) < 2:
-        return [Endpoint(spec.address, place, spec.events, spec.replay, *rest, spec.peer, spec.instance)]
+        return [Endpoint(spec.address, place, spec.events, spec.replay, *rest, spec.peer, *last)]
     return [
         Endpoint(
             f"{spec.address}#{rank}",
@@ -555,7 +556,7 @@ def _ranks(spec: EndpointSpec, topology: Topology) -> list[Endpoint]:
             spec.replay[rank : rank + 1],
             *rest,
             _next_port(spec.peer, rank),
-            spec.instance,
+            *last,
         )
         for rank, url in enumerate(spec.events)
     ]

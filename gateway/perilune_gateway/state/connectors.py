@@ -5,7 +5,7 @@ nothing that was learned from an earlier process is used."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from perilune_gateway.model.handoff import Immovable
@@ -24,7 +24,9 @@ class Connector(NamedTuple):
 class Connectors:
     """The connectors of a pool's endpoints."""
 
-    def __init__(self) -> None:
+    def __init__(self, alike: Callable[[str, str], bool] = lambda source, target: True) -> None:
+        """`alike`: whether the KV of two endpoints means the same."""
+        self._alike = alike
         self._known: dict[str, Connector] = {}
 
     def answered(self, address: str, connector: Connector) -> None:
@@ -51,12 +53,13 @@ class Connectors:
         return Immovable.RANKS if len(giver.engine_ids) > 1 else None
 
     def can(self, source: str, target: str) -> bool:
-        """Whether `target` can take KV from `source`. Their tensor parallel sizes must be equal, because
-        others were not tried."""
+        """Whether `target` can take KV from `source`. Their KV must mean the same, because nothing would
+        notice if it did not, and their tensor parallel sizes must be equal, because others were not tried."""
         giver, taker = self._known.get(source), self._known.get(target)
         return (
             giver is not None
             and taker is not None
             and len(giver.engine_ids) == len(taker.engine_ids) == 1
             and giver.tensor_parallel == taker.tensor_parallel
+            and self._alike(source, target)
         )

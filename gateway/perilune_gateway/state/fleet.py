@@ -69,10 +69,13 @@ class _State:
     ejected: str = ""
     """Why it is ejected; empty if it is not."""
 
+    drains_since: float = -inf
+    """When it began to drain; -inf while it does not."""
     position: int = 0
     """Position in the pool's order."""
     join: int = 0
     """Number of its joining the pool."""
+    joined_at: float = -inf
     stride: int = 1
     """Its engine's block size over the pool's, as its KV events tell."""
 
@@ -128,7 +131,7 @@ class Fleet:
 
     # -- endpoints ---------------------------------------------------------------------------------
 
-    def set_endpoints(self, endpoints: Iterable[Endpoint], topology: Topology) -> list[str]:
+    def set_endpoints(self, endpoints: Iterable[Endpoint], topology: Topology, now: float = 0.0) -> list[str]:
         """Replace the endpoints; those that stay keep their load. Returns the addresses that left, or at
         which another endpoint is now."""
         wanted = {e.address: e for e in endpoints}
@@ -143,22 +146,31 @@ class Fleet:
             links = MappingProxyType(
                 {a: topology.link(endpoint.place, e.place) for a, e in wanted.items() if a != address}
             )
-            state = self._states[address] = old.get(address) or self._joined(endpoint, links)
+            state = self._states[address] = old.get(address) or self._joined(endpoint, links, now)
+            if not endpoint.draining:
+                state.drains_since = -inf
+            elif state.drains_since == -inf:
+                state.drains_since = now
             state.endpoint, state.links, state.position = endpoint, links, position
         self._loads.follow(old)
         self._loads.follow(wanted)
         self._recent_until = -inf
         return left
 
-    def _joined(self, endpoint: Endpoint, links: Mapping[str, Link]) -> _State:
+    def _joined(self, endpoint: Endpoint, links: Mapping[str, Link], now: float) -> _State:
         self._joins += 1
-        return _State(endpoint, links, join=self._joins)
+        return _State(endpoint, links, join=self._joins, joined_at=now)
 
     def join(self, address: str) -> int:
         """Return the number of the endpoint's joining the pool, another one each time; 0: it is not in the
         pool."""
         state = self._states.get(address)
         return state.join if state else 0
+
+    def joined_at(self, address: str) -> float:
+        """Return when the endpoint joined the pool; -inf: it is not in the pool."""
+        state = self._states.get(address)
+        return state.joined_at if state else -inf
 
     def __len__(self) -> int:
         return len(self._states)
@@ -177,6 +189,14 @@ class Fleet:
         """Return the link from `source` to `target`; None if one of them is unknown."""
         state = self._states.get(target)
         return state.links.get(source) if state else None
+
+    def alike(self, source: str, target: str) -> bool:
+        """Whether the KV of both endpoints means the same, as far as they have names for it."""
+        one, other = self._states.get(source), self._states.get(target)
+        if one is None or other is None:
+            return True
+        here, there = one.endpoint.kv_name, other.endpoint.kv_name
+        return here == there or not (here and there)
 
     def takes_sessions(self, address: str, now: float) -> bool:
         """Whether sessions may be bound to the endpoint: it is ready, does not drain, and decodes."""
@@ -295,6 +315,11 @@ class Fleet:
         state = self._states.get(address)
         return state.metrics if state else None
 
+    def kv_tokens(self, address: str) -> int:
+        """Return how many tokens fit into the endpoint's KV cache."""
+        metrics = self.engine_metrics(address)
+        return (metrics.kv_tokens if metrics else 0) or self.kv_pool_tokens
+
     def recent_hits_tokens(self, address: str) -> float:
         """Return how many prompt tokens the engine has found in its prefix cache lately: each counts half as
         much HITS_HALF_S later."""
@@ -311,6 +336,11 @@ class Fleet:
         never."""
         state = self._states.get(address)
         return state.busy_at if state else -inf
+
+    def drains_since(self, address: str) -> float:
+        """Return when the endpoint began to drain; -inf while it does not."""
+        state = self._states.get(address)
+        return state.drains_since if state else -inf
 
     def metrics(self, address: str, metrics: EngineMetrics | None, now: float) -> None:
         """Record a scrape: its result, or None if it failed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 
 from perilune_gateway.state.facts import EndpointLeft
 
@@ -10,7 +10,9 @@ from perilune_gateway.state.facts import EndpointLeft
 class HostTiers:
     """The endpoints of a pool whose port for peers answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, alike: Callable[[str, str], bool] = lambda source, target: True) -> None:
+        """`alike`: whether the KV of two endpoints means the same."""
+        self._alike = alike
         self._answering: set[str] = set()
 
     def answered(self, address: str) -> None:
@@ -31,5 +33,5 @@ class HostTiers:
 
     def can(self, source: str, target: str) -> bool:
         """Whether `target` can read the host memory of `source`. It reads into its own, so it needs the same
-        tier."""
-        return source != target and {source, target} <= self._answering
+        tier; engines whose KV means something else refuse, which takes them long."""
+        return source != target and {source, target} <= self._answering and self._alike(source, target)

@@ -143,6 +143,7 @@ def in_engine_time(routing: spec.Routing, time_scale: float) -> spec.Routing:
     """Return the same routing for engines whose time passes `time_scale` times as fast: parameters and limits
     in seconds are shorter by that factor, and the planner may move as many more sessions per minute."""
     policy, migration, limits = routing.policy, routing.migration, routing.limits
+    most = migration.moves_per_minute
     return structs.replace(
         routing,
         policy=structs.replace(
@@ -156,7 +157,7 @@ def in_engine_time(routing: spec.Routing, time_scale: float) -> spec.Routing:
             migration,
             cooldown_seconds=migration.cooldown_seconds / time_scale,
             hot_pending_seconds=migration.hot_pending_seconds / time_scale,
-            moves_per_minute=round(migration.moves_per_minute * time_scale),
+            moves_per_minute=most if most is None else round(most * time_scale),
         ),
         limits=structs.replace(
             limits,

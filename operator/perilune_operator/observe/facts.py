@@ -73,6 +73,10 @@ class PodFacts:
     """Sessions whose host it is, as the gateways said last."""
     recent_hits_tokens: float = 0.0
     """Prompt tokens that its prefix cache has saved lately, as the gateways said last."""
+    template: str = ""
+    """Hash of the template that it was made by; empty if it carries none."""
+    superseded: bool = False
+    """It carries the mark of pods that a rolling update will replace."""
     chosen: bool = False
     """The pod carries the deletion cost by which a ReplicaSet removes it first."""
     ip: str = ""

@@ -91,6 +91,8 @@ def pod(obj: Object, said: GatewayStats | None = None) -> PodFacts:
         drained_by=frozenset(d.gateway for d in drained if draining and d[1:] == (meta["name"], draining)),
         sessions=said.sessions_at.get(ip, 0) if said else 0,
         recent_hits_tokens=said.recent_hits_tokens_at.get(ip, 0.0) if said else 0.0,
+        template=annotations.get(names.TEMPLATE, ""),
+        superseded=names.SUPERSEDED in annotations,
         chosen=annotations.get(names.DELETION_COST) == CHOSEN_COST,
         ip=ip,
         duty=str(labels.get(names.DUTY_LABEL, HOME.get(labels.get(names.COMPONENT_LABEL, ""), ""))),

@@ -14,6 +14,7 @@ from perilune_api.quantities import quantity
 from perilune_operator.observe.facts import Object
 from perilune_operator.render import api_key, door, model_cache, mooncake
 from perilune_operator.render.endpoints import nodes_per_endpoint, ranks
+from perilune_operator.render.kv_name import kv_name
 from perilune_operator.render.objects import Context
 
 EVENTS_PORT = 5557
@@ -234,7 +235,11 @@ def _transfer(pool: Context) -> Object:
             {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": tier}
         )
     if made.store.enabled:
-        pooled: Object = {"load_async": True, "save_decode_cache": made.store.save_decode_cache}
+        pooled: Object = {
+            "load_async": True,
+            "save_decode_cache": made.store.save_decode_cache,
+            "cache_prefix": kv_name(pool),
+        }
         parts.append(
             {
                 "kv_connector": "MooncakeStoreConnector",

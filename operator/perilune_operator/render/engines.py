@@ -5,6 +5,8 @@ Other modules render parts of their pods: `endpoints.py` the numbers of GPUs and
 program, `drain_hook.py` the preStop hook, `placement.py` the affinity, `mooncake.py` the access to the store.
 """
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 
 from perilune_api import names
@@ -28,6 +30,7 @@ from perilune_operator.render.endpoints import (
     with_duty,
     workload_name,
 )
+from perilune_operator.render.kv_name import kv_name
 from perilune_operator.render.objects import (
     PATIENT_EVICTION,
     Context,
@@ -107,10 +110,25 @@ def _deployment(pool: Context) -> Object:
             "replicas": pool.replicas_now,
             "selector": {"matchLabels": labels},
             "strategy": {"type": "RollingUpdate", "rollingUpdate": _rolling(pool)},
-            "progressDeadlineSeconds": sizes.startup_seconds(pool) + 600,
-            "template": _template(pool, labels, serve=True, duty="serve"),
+            "progressDeadlineSeconds": sizes.startup_seconds(pool) + 600 + _waits_seconds(pool),
+            "template": _hashed(pool, _template(pool, labels, serve=True, duty="serve")),
         },
     )
+
+
+def _waits_seconds(pool: Context) -> int:
+    """Return for how long a new engine may wait until sessions have left the one that it replaces."""
+    return pool.spec.rollout.session_seconds if _hands_over(pool) else 0
+
+
+def _hashed(pool: Context, template: Object) -> Object:
+    """Return the template with its own hash, if sessions leave its engines with their KV before they are
+    replaced (rollout.py)."""
+    if not _hands_over(pool):
+        return template
+    meta, text = template["metadata"], json.dumps(template, sort_keys=True)
+    hashed = {names.TEMPLATE: hashlib.sha256(text.encode()).hexdigest()[:16]}
+    return {**template, "metadata": {**meta, "annotations": {**(meta.get("annotations") or {}), **hashed}}}
 
 
 def _prefill(pool: Context) -> Object:
@@ -119,6 +137,7 @@ def _prefill(pool: Context) -> Object:
     made, labels = _deployment(pool), pool.labels("prefill")
     spec = made["spec"] | {
         "replicas": pool.spec.prefill_replicas,
+        "progressDeadlineSeconds": sizes.startup_seconds(pool) + 600,
         "selector": {"matchLabels": labels},
         "template": _template(pool, labels, serve=True, duty="prefill"),
     }
@@ -183,6 +202,7 @@ def _template(
                     **(
                         {names.PEER_PORT: str(engine_process.PEER_PORT)} if engine_process.peers(pool) else {}
                     ),
+                    **({names.KV_NAME: kv_name(pool)} if _gives(pool) else {}),
                     **(mooncake.client_hash(pool) if has_store else {}),
                 },
             },
@@ -284,11 +304,16 @@ def _needs(pool: Context) -> Resources:
 def _shares_memory(pool: Context) -> bool:
     """Return whether the pod needs shared memory: NCCL and vLLM's processes (one per GPU) communicate through
     it, and vLLM's offloading keeps its blocks in it. A container has 64 MiB of it without a volume."""
-    return gpus(pool) > 1 or pool.spec.mooncake.transfer is not Transfer.NONE
+    return gpus(pool) > 1 or _gives(pool)
 
 
 def _hands_over(pool: Context) -> bool:
     return pool.spec.mooncake.transfer is Transfer.HANDOFF
+
+
+def _gives(pool: Context) -> bool:
+    """Return whether the engines' KV goes to other engines."""
+    return pool.spec.mooncake.transfer is not Transfer.NONE
 
 
 def _served(pool: Context) -> Object:

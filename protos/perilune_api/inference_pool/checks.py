@@ -71,6 +71,9 @@ def check(spec: InferencePoolSpec) -> None:
             "Endpoints that prefill for others hand KV over to them: set mooncake.transfer to handoff"
             " - at `$.spec.prefillReplicas`"
         )
+    if spec.mooncake.transfer is Transfer.HANDOFF and not spec.gateway.served_by and not _has_gateway(spec):
+        words = "Engines hand KV over, and prefill for others, when the pool's gateway says so"
+        raise SpecError(f"{words}, and gateway.replicas is 0 - at `$.spec.mooncake.transfer`")
     arguments.check_gateway(spec.gateway.args, "$.spec.gateway.args")
     _check_waits(spec)
     _check_scaling(spec)
@@ -96,6 +99,11 @@ def check(spec: InferencePoolSpec) -> None:
     _check_env(spec.engine)
     _check_pods(spec)
     pool.check(pool_document("check", "default", spec, pool.Topology()))
+
+
+def _has_gateway(spec: InferencePoolSpec) -> bool:
+    """Return whether the pool has a gateway of its own."""
+    return spec.gateway.replicas != 0 or spec.gateway.min_replicas is not None
 
 
 def _check_tracing(given: GatewaySpec) -> None:
@@ -200,9 +208,6 @@ def _check_role_switching(spec: InferencePoolSpec) -> None:
             "Both would follow the same load: leave out roleSwitching, or the gateways' signals of scaling"
         )
         raise SpecError(f"{words} and prefillScaling - at `$.spec.roleSwitching`")
-    if spec.gateway.replicas == 0 and spec.gateway.min_replicas is None:
-        words = "The operator switches roles by what the pool's gateways report, and gateway.replicas is 0"
-        raise SpecError(f"{words} - at `$.spec.roleSwitching`")
 
 
 def _check_env(engine: EngineSpec) -> None:

@@ -24,9 +24,10 @@ class Rollout(Struct, frozen=True):
     """Maximum number of engines that may exist beyond replicas during a change, as a number or as a
     percentage of replicas. Use 0 where there are no spare GPUs."""
     session_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 90
-    """Maximum seconds for which an engine that will be removed, by a scale-down for example, keeps its
-    sessions. It gets no new sessions, and is removed earlier once all have left or have been silent for a
-    minute, so with less than 60 nearly every engine waits this long."""
+    """Maximum seconds for which an engine that will be removed, by a scale-down for example or by a rolling
+    update of engines that hand KV over, keeps its sessions. It gets no new sessions, and is removed earlier
+    once all have left with their KV or have been silent for a minute; where no KV is handed over, nearly
+    every engine waits this long if it is less than 60."""
     drain_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 120
     """Maximum seconds for which an engine that is being stopped may finish its running requests."""
     revision: Annotated[str, Meta(max_length=128)] = ""

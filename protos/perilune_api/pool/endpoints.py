@@ -55,6 +55,12 @@ class EndpointSpec(Struct, frozen=True, kw_only=True):
     OffloadingConnector, of vLLM >= 0.27. With several data-parallel ranks it is that of the first; the others
     have the next ports. If empty, others cannot read it. No endpoint of a pool has both this and
     `bootstrap`."""
+    kv_name: str = ""
+    """Names the model and the arguments that say what its KV means. KV goes only between endpoints of one
+    name; an endpoint without a name is taken to be like all others."""
+    superseded: bool = False
+    """Whether the endpoint will soon be replaced: sessions that leave another one go elsewhere, as long as
+    other endpoints have room."""
     instance: str = ""
     """Names what is at the address, such as the uid of a pod. An endpoint with another name at the same
     address is another one, and inherits nothing from the one before. If empty, the address alone names it."""

@@ -221,6 +221,9 @@ class SimulatedHandingOver:
     def kv_bytes(self, tokens: int) -> int:
         return self._sim.beliefs.uncorrected.kv_bytes(tokens)
 
+    def keeps_room(self, source: str, tokens: int) -> bool:
+        return True
+
     def affords(self, move: Move, transfer_bytes: int, now: float) -> bool:
         return self._sim.gateway.moves.planner.affords(move, transfer_bytes, now)
 

@@ -47,11 +47,11 @@ class Moving:
         self.handoffs = Handoffs(open_pulls.copies)
         self.limits = PullLimits(self.planner, self.handoffs, open_pulls)
         self.planner.configure(setting.migration, setting.policy_name)
-        self.on = bool(self.planner.triggers)
         reach = setting.deployment.reach
         self._reads = reach.reads_peers and setting.routing.pull.enabled
         self.pullable = reach.hands_over or self._reads or setting.deployment.pulls
         self.ahead = reach.hands_over
+        self.on = bool(self.planner.triggers)
         self.interval_s = setting.migration.interval_seconds
         self._block = block_tokens
         self._beliefs, self._index, self._store, self._all = beliefs, index, store, sessions
@@ -143,6 +143,10 @@ class Moving:
             )
             for e, endpoint in enumerate(b.endpoints)
         ]
+
+    def link(self, source: str, target: str, now: float) -> Link | None:
+        b = self._beliefs
+        return b.links(b.number[target], [Location(source, 0)], now).get(source)
 
     def sessions(
         self, host: str, limit: int, now: float, last: Collection[Subject] = ()

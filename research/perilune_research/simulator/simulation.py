@@ -43,6 +43,7 @@ from perilune_research.simulator.handing_over import SimulatedHandingOver
 from perilune_research.simulator.index import RunIndex
 from perilune_research.simulator.new_sessions import LOOK_S, SimulatedNewSessions, retry_after_s
 from perilune_research.simulator.policies import POLICIES
+from perilune_research.simulator.policies.dynamo_disagg import QueuedPrefill
 from perilune_research.simulator.pulling import Fetch, SimulatedPulling
 from perilune_research.simulator.request import Leg, SimulatedRequest
 from perilune_research.simulator.routing import CLAIM_TTL_S, Seen, SimulatedGateway
@@ -322,7 +323,7 @@ class Simulation:
             return
         self.open += 1
         self.new_sessions.turn_began(request)
-        if decision.prefill_queued or (decision.prefill and decision.prefill != decision.target):
+        if isinstance(decision, QueuedPrefill) or (decision.prefill and decision.prefill != decision.target):
             self._split(request, decision, now)
             return
         if self._fetches(request):
@@ -498,7 +499,7 @@ class Simulation:
         leg.output_tokens = 1
         leg.answer_run = leg.run
         self.leg_of[leg] = request
-        if decision.prefill_queued:
+        if isinstance(decision, QueuedPrefill):
             self.waiting_legs.append(leg)
             self.gateway.prefill_queue = len(self.waiting_legs)
             self._feed_prefill(now)

@@ -1,5 +1,6 @@
 """A gateway says which draining engines it no longer uses."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,9 +9,10 @@ from replica_rig import HandingReplica
 from routing_objects import endpoint
 
 from perilune_api.inference_pool.spec import Rollout
+from perilune_api.names import QUIET_SECONDS
 from perilune_api.pool import Topology
 from perilune_gateway.feeds.drained import SILENT_S, drained, is_idle
-from perilune_gateway.model import EngineMetrics, SessionKey
+from perilune_gateway.model import Endpoint, EngineMetrics, SessionKey
 from perilune_gateway.state.fleet import Fleet
 from perilune_gateway.state.loads import Loads
 from perilune_gateway.state.sessions import Sessions
@@ -151,3 +153,21 @@ def test_a_pod_that_is_being_deleted_needs_no_answer() -> None:
 def test_an_operator_waits_by_default_for_longer_than_a_session_may_be_silent() -> None:
     """Or no engine that had a turn lately would ever count as drained before the wait is over."""
     assert Rollout().session_seconds > SILENT_S
+
+
+def handing(*, draining: bool) -> list[Endpoint]:
+    given = [endpoint("a"), endpoint("b")]
+    return [replace(e, bootstrap=f"{e.address}:8998", draining=draining and e.address == "a") for e in given]
+
+
+def test_an_engine_whose_sessions_have_left_with_their_kv_need_not_be_silent_for_a_minute() -> None:
+    fleet, sessions = Fleet(10_000, Loads()), Sessions(max_sessions=10, idle_s=1800.0)
+    fleet.set_endpoints(handing(draining=False), Topology(), 0.0)
+    sessions.bind(sessions.touch(SessionKey("t", "s"), 990.0), "a", 990.0)
+    fleet.metrics("a", EngineMetrics(running=1), 995.0)
+    fleet.metrics("a", EngineMetrics(), 999.0)
+    fleet.set_endpoints(handing(draining=True), Topology(), 1000.0)
+    assert not is_idle(fleet, sessions, "a", 1007.0), "a session is bound there"
+    sessions.bind(sessions.touch(SessionKey("t", "s"), 990.0), "b", 1003.0)
+    assert not is_idle(fleet, sessions, "a", 1000.0 + QUIET_SECONDS), "it has just begun to drain"
+    assert is_idle(fleet, sessions, "a", 1000.1 + QUIET_SECONDS)

@@ -12,6 +12,7 @@ from perilune_gateway.moves.handoff import (
     CONFIRM_S,
     COPIES_PER_ENDPOINT,
     FORGIVEN_S,
+    KEPT_S,
     QUIET_S,
     ROUNDS,
     TABLE,
@@ -47,6 +48,8 @@ class World:
     copies: bool = True
     chosen: bool = True
     room: bool = True
+    kept_tokens: int = 10_000
+    """What the host may keep until it is fetched."""
 
     def standing(self, subject):
         return self.stands
@@ -71,6 +74,9 @@ class World:
 
     def affords(self, asked, transfer_bytes, now):
         return self.room
+
+    def keeps_room(self, source, tokens):
+        return tokens <= self.kept_tokens
 
     def arrives(self) -> None:
         """Announce what is being copied, as the target does."""
@@ -259,6 +265,19 @@ def test_few_copies_at_a_time_begin_or_end_at_one_endpoint() -> None:
     world.arrives()
     handoffs.took(effects[0].handoff, 160, 0.0)
     assert kinds(handoffs.step(world, 0.0)) == [Switch, Over, Copy], "there is room for one more"
+
+
+def test_a_giver_keeps_no_more_than_it_has_room_for() -> None:
+    """Also of a copy that failed: its blocks stay until the engine's own timeout."""
+    world, handoffs = World(kept_tokens=200), Handoffs()
+    handoffs.offer([move(name, target=f"t{name}") for name in "abc"], 0.0)
+    assert [type(e) for e in handoffs.step(world, 0.0)] == [Copy], "one is always allowed, two are too many"
+    assert (handoffs.kept_tokens(H, 0.0), handoffs.waiting(H), handoffs.waiting("ta")) == (160, 2, 0)
+    first = handoffs.open[0]
+    handoffs.failed(first, GivenUp.NOT_TAKEN)
+    assert [type(e) for e in handoffs.step(world, 1.0)] == [Over]
+    assert handoffs.kept_tokens(H, 1.0) == 160
+    assert [type(e) for e in handoffs.step(world, 1.0 + KEPT_S)] == [Copy]
 
 
 def test_an_offer_waits_for_the_budget_and_a_new_plan_replaces_it() -> None:

@@ -11,7 +11,15 @@ from routing_objects import PLAIN, candidate, link
 from perilune_api.pool import Migration, MoveTrigger
 from perilune_api.topology import Place
 from perilune_gateway.model import Candidate, Location, Move, MoveReason
-from perilune_gateway.moves.plan import Budget, Plan, PrefixFacts, SessionFacts, plan_migration, pressed
+from perilune_gateway.moves.plan import (
+    Budget,
+    Plan,
+    PrefixFacts,
+    SessionFacts,
+    plan_migration,
+    pressed,
+    relief_s,
+)
 
 PARAMS = Migration()
 PLENTY = Budget(moves=100, link_bytes=10**12)
@@ -343,3 +351,80 @@ def test_renaming_endpoints_renames_the_plan(candidates, sessions, prefixes, mov
         ],
     )
     assert after == Plan(tuple(map(renamed, before.moves)), tuple(map(renamed, before.stays)))
+
+
+# -- engines that will be replaced, and KV that goes ahead --------------------------------------------------
+
+
+def test_sessions_go_to_engines_that_stay() -> None:
+    """In a rolling update each session moves once: to a new engine, though it has the longer queue."""
+    leaving, new = one("a", draining=True), one("c", 2.0)
+    old = one("b", superseded=True)
+    assert only(plan([session()], [leaving, old, new])).target == "c"
+    full = one("c", kv_free=999)
+    assert only(plan([session()], [leaving, old, full])).target == "b", "rather than nowhere"
+
+
+@pytest.mark.parametrize(
+    ("here_s", "there_s", "copy_s", "lasting", "seconds"),
+    [
+        pytest.param(3.0, 0.0, 0.5, 2.0, 2.5, id="what is left of the queue when the copy is there"),
+        pytest.param(3.0, 1.0, 0.5, 2.0, 2.0, id="the other one's queue shrinks as well"),
+        pytest.param(0.4, 0.0, 0.5, 2.0, 0.0, id="a queue that is gone by then"),
+        pytest.param(3.0, 0.0, 0.5, 1.0, 0.0, id="no later turn gains"),
+        pytest.param(1.0, 3.0, 0.5, 2.0, -2.0, id="a longer queue there"),
+    ],
+)
+def test_what_a_session_gains_whose_kv_goes_ahead(
+    here_s: float, there_s: float, copy_s: float, lasting: float, seconds: float
+) -> None:
+    assert relief_s(here_s, there_s, copy_s, lasting) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("queue_s", "tokens", "turns", "reason"),
+    [
+        pytest.param(1.6, 1_000, 1, MoveReason.HOT_HOST, id="1.4 × 0.5 > 1.5 × 0.2"),
+        pytest.param(1.6, 3_000, 1, MoveReason.NOT_WORTH, id="1.0 × 0.5 < 1.5 × 0.6"),
+        pytest.param(1.6, 3_000, 9, MoveReason.HOT_HOST, id="1.0 × 0.999 > 0.9: more turns to come"),
+        pytest.param(1.6, 8_000, 9, MoveReason.NOT_WORTH, id="the queue is gone when the copy is there"),
+    ],
+)
+def test_a_hot_host_is_left_when_waiting_costs_more_than_the_copy(
+    queue_s: float, tokens: int, turns: int, reason: MoveReason
+) -> None:
+    s = session(tokens=tokens, turns=turns)
+    assert only(plan([s], [one("a", queue_s), one("b")], ahead=True)).reason is reason
+
+
+def test_the_pools_time_is_the_limit_of_moves_that_no_drain_demands() -> None:
+    candidates = [one("a", 9.0, sessions=9), one("b", draining=True), one("c"), one("d")]
+    facts = [session(f"hot {n}", turns=9) for n in range(3)] + [session(f"drain {n}", "b") for n in range(3)]
+    p = plan(facts, candidates, Budget(seconds=0.3), ahead=True)
+    assert Counter(m.reason for m in p.moves) == {MoveReason.DRAIN: 3, MoveReason.HOT_HOST: 1}
+    assert [m.reason for m in p.stays] == [MoveReason.BUDGET_SECONDS] * 2
+
+
+def test_a_hot_host_sheds_what_it_has_too_much_and_nothing_swings_back() -> None:
+    """Twenty sessions of equal work on one of two hosts, a plan each second for ten minutes: each queue is
+    what its sessions bring. Some move, no session twice within the cooldown, and then all is quiet."""
+    moved_at: dict[str, list[float]] = {f"s{n}": [] for n in range(20)}
+    host = dict.fromkeys(moved_at, "a")
+    for second in range(600):
+        now = float(second)
+        queues = {address: 0.2 * sum(h == address for h in host.values()) for address in "ab"}
+        facts = [
+            session(s, host[s], 1_000, turns=5, seconds_since_move=now - (at[-1] if at else -1e9))
+            for s, at in moved_at.items()
+        ]
+        candidates = [
+            one(address, queue_s, sessions=sum(h == address for h in host.values()))
+            for address, queue_s in queues.items()
+        ]
+        for move in plan(facts, candidates, Budget(), ahead=True).moves:
+            host[move.subject] = move.target
+            moved_at[move.subject].append(now)
+    moves = sorted(at for each in moved_at.values() for at in each)
+    assert 5 <= len(moves) <= 13
+    assert moves[-1] < 60.0
+    assert all(len(each) <= 1 for each in moved_at.values()), "none swings back"

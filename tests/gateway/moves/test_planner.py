@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from routing_objects import PLAIN, candidate, link, prefix, request, session
 
 from perilune_api.pool import Migration, MoveTrigger
+from perilune_api.topology import Link
 from perilune_gateway.model import Candidate, Decision, Location, Move, MoveReason, Reason, Subject
 from perilune_gateway.moves.budget import WINDOW_S
 from perilune_gateway.moves.plan import PrefixFacts, SessionFacts
@@ -42,6 +43,9 @@ class World:
 
     def endpoints(self, now: float, near: Sequence[str] = ()) -> list[Candidate]:
         return [c._replace(links={a: c.links[a] for a in near if a in c.links}) for c in self.candidates]
+
+    def link(self, source: str, target: str, now: float) -> Link | None:
+        return next((c.links.get(source) for c in self.candidates if c.address == target), None)
 
     def sessions(
         self, host: str, limit: int, now: float, last: Collection[Subject] = ()
@@ -98,6 +102,7 @@ def test_an_offer_is_carried_out_by_the_sessions_next_request() -> None:
     assert p.offers == ()
     stats = p.stats(0.5)
     assert (stats.moves_left, stats.in_flight) == (3, {("a", "b"): 1_000_000})
+    assert Planner(World()).stats(0.0).moves_left is None, "by default their number is no limit"
     assert p.finished(ticket, 0.9) == moved.move
     assert p.stats(1.0).in_flight == {}
     (ended,) = p.ended
@@ -253,21 +258,41 @@ def test_what_could_not_move_is_looked_at_again_in_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "reasons"),
+    ("policy", "ahead", "reasons"),
     [
-        pytest.param("sticky", [MoveReason.DRAIN, MoveReason.HOT_HOST], id="sticky"),
-        pytest.param("ear", [MoveReason.DRAIN], id="ear moves sessions from hot hosts itself"),
-        pytest.param("perilune", [MoveReason.DRAIN], id="so does perilune"),
+        pytest.param("sticky", False, [MoveReason.DRAIN, MoveReason.HOT_HOST], id="sticky"),
+        pytest.param("ear", True, [MoveReason.DRAIN], id="ear moves sessions from hot hosts itself"),
+        pytest.param("perilune", False, [MoveReason.DRAIN], id="so does perilune"),
+        pytest.param("perilune", True, [MoveReason.DRAIN, MoveReason.HOT_HOST], id="unless KV goes ahead"),
     ],
 )
-def test_two_judges_of_one_question_disagree(policy: str, reasons: list[MoveReason]) -> None:
+def test_two_judges_of_one_question_disagree(policy: str, ahead: bool, reasons: list[MoveReason]) -> None:
     world = World(
         [one("a", 9.0), one("b", draining=True), one("c")],
         [at("a", "hot"), at("b", "drain")],
+        ahead=ahead,
     )
     p = planner(world, policy=policy)
     p.plan(0.0)
     assert [m.reason for m in p.offers] == reasons
+
+
+@pytest.mark.parametrize(
+    ("policy", "ahead", "pullable", "expected"),
+    [
+        pytest.param("perilune", True, True, ["drain", "hot_host"], id="KV goes ahead"),
+        pytest.param("perilune", True, False, ["drain"], id="no engine can just now"),
+        pytest.param("perilune", False, True, ["drain"], id="requests take it along"),
+        pytest.param("sticky", True, True, ["drain"], id="another policy means what it says"),
+        pytest.param("ear", True, True, ["drain"], id="ear"),
+    ],
+)
+def test_hot_hosts_are_left_by_default_where_the_kv_can_go_ahead(
+    policy: str, ahead: bool, pullable: bool, expected: list[str]
+) -> None:
+    p = Planner(World(ahead=ahead, pullable=pullable))
+    p.configure(Migration(), policy)
+    assert list(p.triggers) == expected
 
 
 def test_without_triggers_nothing_is_looked_at() -> None:

@@ -104,7 +104,6 @@ def test_only_candidates_are_named(
         assert verdict.replicate_from != verdict.target or not verdict.replicate_from, name
         assert 0 <= verdict.cached_tokens <= r.prompt_tokens, name
         assert not verdict.prefill, name
-        assert not verdict.prefill_queued, name
 
 
 def new(address: str) -> str:

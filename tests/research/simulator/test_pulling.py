@@ -253,7 +253,7 @@ class Simulated:
         pytest.param(Unpulled.SLOW, Pull(max_seconds=0.001), {}, id="a request may not be held for so long"),
         pytest.param(Unpulled.BUSY, Pull(), {"copies": 4}, id="the giver gives four already"),
         pytest.param(None, Pull(), {"copies": 3}, id="the giver gives three already"),
-        pytest.param(Unpulled.BUDGET, Pull(), {"bytes": 16_000_000_000}, id="the link is full"),
+        pytest.param(Unpulled.BUDGET, Pull(), {"bytes": 10**12}, id="the link is full"),
         pytest.param(Unpulled.FAILED, Pull(), {"failed": Leg.GIVE}, id="the giver has just failed"),
         pytest.param(Unpulled.FAILED, Pull(), {"failed": Leg.TAKE}, id="the target has just failed"),
         pytest.param(Unpulled.TOKENS, Pull(), {"announced": False}, id="no event told the tokens"),

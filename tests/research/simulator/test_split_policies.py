@@ -11,6 +11,7 @@ from perilune_api.policies import PolicyParams
 from perilune_api.pool import Role
 from perilune_gateway.model import Candidate, Decision, Endpoint, Reason
 from perilune_research.simulator.policies import POLICIES, SPLIT
+from perilune_research.simulator.policies.dynamo_disagg import QueuedPrefill
 
 
 def candidate(address: str, *, role: Role = Role.BOTH, **facts) -> Candidate:
@@ -49,13 +50,14 @@ def test_dynamo_disagg_prefills_remotely_what_is_long_while_the_queue_is_short(
 ) -> None:
     nodes = [candidate("p", role=Role.PREFILL), candidate("d", role=Role.DECODE, cached=cached)]
     verdict = run("dynamo_disagg", nodes, replace(request(tokens=1600), prefill_queue=queue))
-    assert (verdict.target, verdict.prefill_queued) == ("d", remote)
+    assert (verdict.target, isinstance(verdict, QueuedPrefill)) == ("d", remote)
     assert verdict.prefill_endpoint == ("" if remote else "d")
     assert verdict.reason is (Reason.SPLIT if remote else Reason.LOWEST_COST)
 
 
 def test_dynamo_disagg_without_prefill_endpoints_is_local() -> None:
-    assert not run("dynamo_disagg", [candidate("a")], request(tokens=9000)).prefill_queued
+    alone = run("dynamo_disagg", [candidate("a")], request(tokens=9000))
+    assert not isinstance(alone, QueuedPrefill)
 
 
 @pytest.mark.parametrize("name", SPLIT)

@@ -5,7 +5,7 @@
    > MAX_LOCAL_PREFILL_TOKENS and the queue is shorter than MAX_PREFILL_QUEUE. Otherwise the decoding endpoint
    prefills as well.
 
-Whichever prefill endpoint is free takes the next prompt from the queue, so the decision sets `prefill_queued`
+Whichever prefill endpoint is free takes the next prompt from the queue, so the decision is a `QueuedPrefill`
 and names no prefill endpoint. In a pool without one, the decoding endpoint always prefills.
 """
 
@@ -34,6 +34,15 @@ MAX_PREFILL_QUEUE = 2
 max_prefill_queue_size."""
 
 
+class QueuedPrefill(Decision, frozen=True, gc=False):
+    """A decision whose prefill goes into the pool's prefill queue, from which the next free endpoint takes
+    it."""
+
+    @property
+    def prefill_endpoint(self) -> str:
+        return ""
+
+
 def dynamo_disagg(
     request: RequestView, candidates: Sequence[Candidate], params: DynamoParams, rng: Random
 ) -> Decision | NeedBody:
@@ -43,11 +52,11 @@ def dynamo_disagg(
     costs = tuple(cost(c, request, params) for c in candidates)
     decoder = cheapest(with_role(candidates, Role.DECODE), costs, rng)
     remote = is_split(candidates) and prefill_remotely(request, decoder.overlap.device_tokens)
-    return Decision(
+    made = QueuedPrefill if remote else Decision
+    return made(
         decoder.address,
         Reason.SPLIT if remote else Reason.LOWEST_COST,
         costs,
-        prefill_queued=remote,
         cached_tokens=decoder.overlap.device_tokens,
     )
 

@@ -250,7 +250,7 @@ async function moves() {
   for (const flight of budget.in_flight) if (!shown(flight)) drawMove(flight.source, flight.target);
   const rows = [...offers.map((m) => ({ ...m, state: "offered" })), ...ended].slice(0, 12);
   const cells = (m) => [named(m), `${port(m.source)} → ${port(m.target)}`, m.reason, m.lapse ? `${m.state}: ${m.lapse}` : m.state, m.seconds == null ? "" : seconds(m.seconds)];
-  $("moves").replaceChildren(rows.length ? table(["what", "way", "why", "outcome", "time"], rows.map(cells)) : make("p", { className: "quiet", textContent: `No planned move yet; ${plural(budget.moves_left, "move")} may start within a minute.` }));
+  $("moves").replaceChildren(rows.length ? table(["what", "way", "why", "outcome", "time"], rows.map(cells)) : make("p", { className: "quiet", textContent: budget.moves_left == null ? "No planned move yet." : `No planned move yet; ${plural(budget.moves_left, "move")} may start within a minute.` }));
 }
 function table(titles, rows, chosen = -1) {
   const number = (v) => typeof v === "string" && /^[–\d][\d.,]*( ?(%|s|ms))?$/.test(v);
