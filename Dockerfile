@@ -16,17 +16,22 @@ COPY pyproject.toml README.md LICENSE ./
 COPY protos protos
 COPY gateway gateway
 COPY operator operator
-# The next two stages differ in the packages that they copy: the wheel has what is there.
+# The next two stages differ in the packages that they copy: the wheel has what is there. COMPILE makes bytecode that is not
+# compared with the times of its sources, since a release changes those: without it each start would compile everything.
+# (It fails for a file that is for another Python; such files are left out.)
 ENV INSTALL="/opt/perilune/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps --no-build-isolation ." \
-    TOOLS="hatchling editables trove-classifiers pathspec pluggy setuptools"
+    TOOLS="hatchling editables trove-classifiers pathspec pluggy setuptools" \
+    COMPILE="/opt/perilune/bin/python3 -m compileall -q -f --invalidation-mode unchecked-hash /opt/perilune/lib"
 
 FROM dependencies AS with-lab
 COPY lab lab
-RUN ${INSTALL} && /opt/perilune/bin/pip uninstall -y --quiet ${TOOLS} && /opt/perilune/bin/pip uninstall -y --quiet pip
+RUN ${INSTALL} && /opt/perilune/bin/pip uninstall -y --quiet ${TOOLS} && /opt/perilune/bin/pip uninstall -y --quiet pip \
+ && { ${COMPILE} || true; }
 
 FROM dependencies AS without-lab
 RUN ${INSTALL} && rm /opt/perilune/bin/perilune \
- && /opt/perilune/bin/pip uninstall -y --quiet ${TOOLS} && /opt/perilune/bin/pip uninstall -y --quiet pip
+ && /opt/perilune/bin/pip uninstall -y --quiet ${TOOLS} && /opt/perilune/bin/pip uninstall -y --quiet pip \
+ && { ${COMPILE} || true; }
 
 FROM ${BASE} AS runtime
 RUN command -v python3 >/dev/null || { \

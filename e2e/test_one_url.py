@@ -1,9 +1,10 @@
-"""Two models on one URL, one of them served by two pools: one gateway, one HTTPRoute, three pools."""
+"""Two models on one URL, one of them served by two pools: one gateway, one route, three pools."""
 
 import itertools
 
 import pytest
 
+from perilune_api.names import REFUSE_REASON_HEADER
 from testbed.http import Client, eventually, under_load
 from testbed.pool import LivePool, address
 
@@ -57,8 +58,15 @@ def test_the_models_share_one_gateway_and_one_route(pools):
         CHAT: 0,
         CHAT_NEXT: 0,
     }
-    routes = {name: [o for o in pool.objects() if o["kind"] == "HTTPRoute"] for name, pool in pools.items()}
-    assert {name: len(found) for name, found in routes.items()} == {CODER: 1, CHAT: 0, CHAT_NEXT: 0}
+    made = [o for pool in pools.values() for o in pool.objects() if o["kind"] == "HTTPRoute"]
+    assert {route["metadata"]["name"] for route in made} == {CODER, f"{CODER}-refused"}
+
+
+@pytest.mark.parametrize("path", ["/v1/audio/speech", "/inference/v1/generate", "/metrics"])
+def test_envoy_itself_refuses_other_paths_also_in_a_pool_that_does_not_fail_open(pools, edge, path):
+    answer = client(edge, MODELS[CODER]).request("POST", path)
+    assert (answer.status, answer.json["error"]["code"]) == (404, "not_found"), answer.body
+    assert REFUSE_REASON_HEADER not in answer.headers, "no gateway was asked"
 
 
 @pytest.mark.parametrize("session", ["", "named"])
@@ -140,7 +148,8 @@ def test_a_pool_without_engines_takes_no_request_of_another(pools, edge):
     assert [coder.complete(session=f"alone-{n}").status for n in range(40)] == [200] * 40
     pools[CHAT_NEXT].delete()
     assert [coder.complete(session=f"left-{n}").status for n in range(40)] == [200] * 40
-    route = next(o for o in pools[CODER].objects() if o["kind"] == "HTTPRoute")
+    routes = {o["metadata"]["name"]: o for o in pools[CODER].objects() if o["kind"] == "HTTPRoute"}
+    route = routes[CODER]
     assert len(route["spec"]["rules"][0]["backendRefs"]) == 1
     pools[CHAT].scale(1)
     pools[CHAT].becomes(1, timeout_s=120)

@@ -29,7 +29,6 @@ from statistics import median
 from urllib.parse import urlsplit
 from uuid import uuid4
 
-import uvloop
 from rich.table import Table
 
 from perilune_api import names
@@ -40,6 +39,7 @@ from perilune_lab.load.result import Result
 from perilune_lab.profile_transfer import Peer, Transfer
 from perilune_lab.terminal.arguments import count, output, positive, url
 from perilune_lab.terminal.console import Console
+from perilune_lab.terminal.loop import run
 from perilune_lab.traces.model import Segment, Session, Style, Turn
 from perilune_lab.vocabulary import Vocabulary
 
@@ -213,7 +213,7 @@ def main(argv: Sequence[str]) -> int:
         flush=True,
     )
     try:
-        profile, transfer = uvloop.run(_measure(args))
+        profile, transfer = run(_measure(args))
     except TargetError as error:
         print(f"perilune profile: {error}", file=sys.stderr)
         return DOWN

@@ -24,7 +24,6 @@ from typing import Self
 
 import aiohttp
 import msgspec
-import uvloop
 from msgspec import UNSET
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -38,6 +37,7 @@ from perilune_lab.report import Report
 from perilune_lab.terminal.arguments import count, figure, one_of, output, positive, url
 from perilune_lab.terminal.console import Console
 from perilune_lab.terminal.exits import INTERRUPTED, wrong_call
+from perilune_lab.terminal.loop import run
 from perilune_lab.traces.model import Mode, Trace
 from perilune_lab.traces.source import open_trace
 from perilune_lab.vocabulary import Vocabulary
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
         return wrong_call("perilune replay", error)
     replay = Replay(options, trace, Console(), Console(stderr=True), Vocabulary().words_for)
     try:
-        return uvloop.run(replay.run())
+        return run(replay.run())
     except TargetError as error:
         print(f"perilune replay: nothing to measure at {options.target}: {error}", file=sys.stderr)
         return DOWN

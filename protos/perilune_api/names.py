@@ -183,6 +183,11 @@ def models_name(pool: str) -> str:
     return f"{pool}-models"
 
 
+def refusals_name(pool: str) -> str:
+    """Return the name of the HTTPRoute of the requests that Envoy itself refuses for a pool."""
+    return f"{pool}-refused"
+
+
 def master_name(pool: str) -> str:
     """Return the name of the Mooncake master of a pool: its Deployment and its Service."""
     return f"{pool}-master"

@@ -41,3 +41,33 @@ def test_figures_in_prose_are_those_of_the_tables():
     assert f"{by_body['220 KB']} µs (a body" in operations
     assert f"| {min(by_headers)}–{max(by_headers)} µs of CPU |" in sizing
     assert f"| {' / '.join(str(by_body[size]) for size in ('1 KB', '64 KB', '220 KB'))} µs of CPU |" in sizing
+
+
+def test_what_is_said_of_kv_events_is_what_the_fleet_showed():
+    micros, core, engines = re.findall(
+        r"A change costs ([\d.]+) µs, so a core takes in ([\d,]+) changes per second\..*? of (\d+) engines",
+        DOCUMENT,
+        re.DOTALL,
+    )[0]
+    limits, sizing = " ".join(page("limits.md").split()), page("sizing.md")
+    half = f"{round(int(core.replace(',', '')) / 2, -3):,.0f}"
+    costs = f"costs about {float(micros):.0f} µs, so half a core takes in {half} changes per second"
+    assert f"{costs}: about {engines} engines" in limits
+    assert f"(KV event) | {float(micros):.0f} µs of CPU" in sizing
+
+
+def test_what_is_said_of_memory_and_of_http2_is_what_was_measured():
+    after = re.findall(r"h2: resident MB .*: (\d+) → flat", DOCUMENT)[0]
+    assert f"after 200,000 requests | {after} MB |" in page("sizing.md")
+    assert f"| memory of a gateway | {after} MB, " in page("sizing.md")
+    table = DOCUMENT.partition("| whole request | **h2 / own server**")[2].partition("<!--")[0]
+    ratios = [float(ratio) for ratio in re.findall(r"\*\*([\d.]+)\*\*", table)]
+    assert f"takes {min(ratios):.1f} to {max(ratios):.1f} times the" in page("architecture.md")
+
+
+def test_what_is_said_of_a_gateways_start_is_what_it_took():
+    took = dict(re.findall(r"^\| (?:\*\*)?([^|]+?)(?:\*\*)? \| ([\d.]+) \|$", DOCUMENT, re.MULTILINE))
+    ready, more = took["until it is ready"], took["in Kubernetes, more"]
+    assert f"after {ready} s of CPU to start, {more} s more for the Kubernetes client" in page(
+        "operations.md"
+    )

@@ -48,6 +48,60 @@ def test_every_policy_is_in_the_table_of_findings():
     assert {row[0] for row in rows(found, "policy")} == set(PolicyName)
 
 
+def tables(arm: str, load: str) -> dict[str, list[str]]:
+    """Return each policy's row in the evaluation's table of that arm and load."""
+    whole = page(f"evaluation/{arm}.md")
+    title = next(t for t in headings(whole) if t.startswith(f"End to end at {load} ="))
+    return {row[0]: row for row in rows(section(whole, f"## {title}"), "policy")}
+
+
+def ttft_p90(arm: str, load: str) -> dict[str, str]:
+    """Return each policy's TTFT p90 in seconds."""
+    return {name: row[2].split(" ")[0] for name, row in tables(arm, load).items()}
+
+
+COLUMNS = [("pull", "R/2"), ("pull", "R"), ("pull", "1.25 R"), ("none", "R/2"), ("none", "R")]
+FINDINGS = {row[0]: row[1:] for row in rows(section(DOCUMENT, "## What the evaluation found"), "policy")}
+
+
+def numbers(cells: list[str]) -> list[float]:
+    """Return the number that each cell begins with."""
+    return [float(cell.split(" ")[0].replace(",", "")) for cell in cells]
+
+
+@pytest.mark.parametrize("arm", ["none", "store"])
+def test_the_evaluations_own_summary_has_the_figures_of_its_tables(arm: str):
+    """TTFT p90 and the cached share at three loads, E2E p90 at two, tokens per second at the highest."""
+    summary = section(page("evaluation/README.md"), f"## Arm {arm}")
+    said = {row[0]: numbers(row[1:]) for row in rows(summary, "policy")}
+    loads = [tables(arm, load) for load in ("R/2", "R", "1.25 R")]
+    columns = [(0, 2), (0, 7), (1, 2), (1, 6), (1, 7), (2, 2), (2, 6), (2, 7), (2, 8)]
+    assert said
+    assert said == {name: numbers([loads[at][name][column] for at, column in columns]) for name in said}
+
+
+@pytest.mark.parametrize("column", range(len(COLUMNS)))
+def test_the_table_of_findings_has_the_figures_of_the_evaluation(column: int):
+    figures = ttft_p90(*COLUMNS[column])
+    assert {name: row[column] for name, row in FINDINGS.items()} == {n: figures.get(n, "") for n in FINDINGS}
+
+
+def test_what_is_said_of_a_policy_follows_from_the_tables():
+    """How many times the default's TTFT p90 it has at R, or how many seconds."""
+    seen = 0
+    for policy in PolicyName:
+        text = " ".join(section(DOCUMENT, f"## {policy}").partition("**Evaluation**")[2].split())
+        said = re.findall(r"([\d.]+) times (?:`perilune`'s at R )?in arm `(\w+)`", text)
+        for times, arm in said:
+            figures = ttft_p90(arm, "R")
+            assert times == f"{float(figures[policy]) / float(figures['perilune']):.1f}", (policy, arm)
+        seconds = re.findall(r"TTFT p90 of ([\d.]+) s at R in arm `(\w+)`", text)
+        for value, arm in seconds:
+            assert value == ttft_p90(arm, "R")[policy]
+        seen += len(said) + len(seconds)
+    assert seen > 10
+
+
 def test_every_trigger_of_the_planner_is_listed():
     triggers = SPEC["routing"]["properties"]["migration"]["properties"]["triggers"]["items"]["enum"]
     listed = rows(section(DOCUMENT, "## The migration planner"), "trigger")

@@ -6,11 +6,13 @@ import time
 from random import Random
 from typing import Any
 
+import pytest
 from api_server import ApiServer, new_namespace, until
 from operator_process import Operator, program
 from pool_objects import becomes, condition, config_maps, deployments, merge, pool, pools
 
 from perilune_api.kube import Client
+from perilune_operator.kinds import EVERYWHERE, KINDS, collection
 
 Object = dict[str, Any]
 
@@ -105,16 +107,40 @@ async def test_a_pool_deleted_behind_the_operators_back_stays_deleted(own_server
         await client.close()
 
 
+@pytest.mark.parametrize(
+    ("end", "propagation"),
+    [
+        pytest.param(signal.SIGTERM, "Foreground", id="the chart was uninstalled, and the client waits"),
+        pytest.param(signal.SIGKILL, "Background", id="the operator has died"),
+    ],
+)
 async def test_a_pool_can_be_deleted_while_no_operator_runs(
-    client: Client, namespace: str, operator: Operator
+    client: Client, namespace: str, operator: Operator, end: signal.Signals, propagation: str
 ) -> None:
-    """No finalizer holds it, and garbage collection takes its objects."""
-    await client.request("POST", pools(namespace), pool())
+    """Nothing waits for an operator: no finalizer holds anything, and garbage collection takes all."""
+    kinds = {kind: collection(KINDS[kind].api, namespace, KINDS[kind].plural) for kind in EVERYWHERE}
+    kinds["Secret"] = collection("v1", namespace, "secrets")
+
+    async def there() -> list[tuple[str, Object]]:
+        lists = {kind: await client.request("GET", where) for kind, where in kinds.items()}
+        return [(kind, item["metadata"]) for kind, listed in lists.items() for item in listed["items"]]
+
+    def names(found: list[tuple[str, Object]]) -> set[tuple[str, str]]:
+        return {(kind, meta["name"]) for kind, meta in found}
+
+    before = names(await there())
+    large = pool(replicas=2, gateway={"replicas": 2})
+    await client.request("POST", pools(namespace), large)
     await becomes(client, pools(namespace, "/p"), lambda p: bool(condition(p, "Ready")))
-    operator.stop(signal.SIGKILL)
-    await client.request("DELETE", pools(namespace, "/p"))
-    for where in (pools(namespace), deployments(namespace)):
-        await becomes(client, where, lambda listed: listed["items"] == [])
+    await becomes(client, deployments(namespace, "/p-state"))
+    made = await there()
+    assert {"Secret", "Deployment", "Role", "PodDisruptionBudget"} <= {kind for kind, _ in made}
+    assert [(kind, meta["name"]) for kind, meta in made if meta.get("finalizers")] == []
+    operator.stop(end)
+    params = {"propagationPolicy": propagation}
+    await client.request("DELETE", pools(namespace, "/p"), params=params)
+    await becomes(client, pools(namespace), lambda listed: listed["items"] == [])
+    await until(there, lambda found: names(found) <= before)
 
 
 async def test_probes_and_a_quick_end(client: Client, namespace: str, api_server: ApiServer) -> None:

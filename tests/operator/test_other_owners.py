@@ -158,8 +158,11 @@ def test_a_pool_that_names_no_matches_gets_the_paths_that_the_gateway_supports()
 
 def test_envoy_answers_at_other_paths_with_those_that_are_supported() -> None:
     """In the form of OpenAI's errors, also while no gateway runs."""
-    made = objects({}, kinds=KINDS | {"gateway.envoyproxy.io/HTTPRouteFilter"})
-    served, rule = made["HTTPRoute", "p"]["spec"]["rules"]
+    made = objects({"hostnames": ["a.test"]}, kinds=KINDS | {"gateway.envoyproxy.io/HTTPRouteFilter"})
+    routes = [made["HTTPRoute", name]["spec"] for name in ("p", "p-refused")]
+    (served,), (rule,) = (route["rules"] for route in routes)
+    assert routes[0]["parentRefs"] == routes[1]["parentRefs"]
+    assert routes[0]["hostnames"] == routes[1]["hostnames"] == ["a.test"]
     prefixes = [match["path"]["value"] for match in rule["matches"]]
     assert {"/v1", "/inference"} <= set(prefixes)
     assert "/" not in prefixes, "the host may have other routes"
@@ -176,7 +179,20 @@ def test_envoy_answers_at_other_paths_with_those_that_are_supported() -> None:
     assert "%" not in answer["body"]["inline"], "Envoy would take it for a variable"
 
 
+@pytest.mark.parametrize("opens", [True, False])
+def test_no_gateway_is_asked_about_what_envoy_refuses(opens: bool) -> None:
+    """Without one, and without failOpen, the answer would be 503."""
+    made = objects({"failOpen": opens}, kinds=KINDS | {"gateway.envoyproxy.io/HTTPRouteFilter"})
+    named = [
+        target["name"] for obj in made.values() for target in obj.get("spec", {}).get("targetRefs") or ()
+    ]
+    assert "p" in named
+    assert "p-refused" not in named
+    assert ("HTTPRoute", "p-refused") in made
+
+
 @pytest.mark.parametrize("gateway", [{"matches": [{"path": {"value": "/x"}}]}, {"route": "mine"}])
 def test_a_user_who_names_requests_also_says_what_happens_to_others(gateway: Object) -> None:
     made = objects(gateway, kinds=KINDS | {"gateway.envoyproxy.io/HTTPRouteFilter"})
     assert "HTTPRouteFilter" not in {kind for kind, _ in made}
+    assert ("HTTPRoute", "p-refused") not in made

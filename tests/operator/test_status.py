@@ -243,8 +243,15 @@ def test_what_is_wrong_has_a_reason(
             seen(verdict("BackendTLSPolicy", "False", name="p-gateway")),
             "",
             Reason.ROUTE_REFUSED,
-            "BackendTLSPolicy: Because: words",
+            "BackendTLSPolicy p-gateway: Because: words",
             id="Envoy cannot ask over TLS",
+        ),
+        pytest.param(
+            seen(verdict("HTTPRoute", "False", "parents", name="p-refused")),
+            "",
+            Reason.ROUTE_REFUSED,
+            "HTTPRoute p-refused: Because: words",
+            id="Envoy cannot refuse by itself",
         ),
         pytest.param(
             seen(rival=Rival(("other", "q"), ())),

@@ -1,6 +1,7 @@
 """A release states one version everywhere, and its files can be made again byte for byte."""
 
 import json
+import re
 import subprocess
 from hashlib import sha256
 from pathlib import Path
@@ -96,6 +97,17 @@ def test_the_workflow_publishes_images_before_the_chart_that_names_them() -> Non
     outputs = jobs[images]["outputs"]
     assert {"image", "engine"} == outputs.keys()
     assert all(".outputs.digest" in value for value in outputs.values())
+
+
+def test_bytecode_in_images_outlives_that_a_release_changes_the_times_of_files() -> None:
+    """Otherwise each start of a pod would compile all sources again, because nothing can be written there."""
+    recipe, workflow = (ROOT / "Dockerfile").read_text(), (ROOT / ".github/workflows/release.yml").read_text()
+    assert "rewrite-timestamp=true" in workflow
+    stages = recipe.split("\nFROM ")
+    installing = [stage for stage in stages if "RUN ${INSTALL}" in stage]
+    assert len(installing) == 2
+    assert all(stage.rindex("${COMPILE}") > stage.rindex("pip uninstall") for stage in installing)
+    assert re.search(r'COMPILE="[^"]* -f --invalidation-mode unchecked-hash /opt/perilune/lib"', recipe)
 
 
 def test_the_workflow_publishes_what_the_rehearsal_makes() -> None:

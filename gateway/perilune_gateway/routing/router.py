@@ -186,10 +186,10 @@ class Router:
         forced = self._conformance and names.CONFORMANCE_SELECTION_HEADER in head.headers
         has_body = head.has_body and head.method == "POST"
         for_model = has_body and paths.is_model_path(head.path)
-        body_bytes = head.content_length
+        body_bytes, response_id = head.content_length, paths.response_of(head.path)
         if refusal := self.unsupported(head):
             return self._verdicts.refused(head, refusal, timer)
-        if has_body and head.encoded:
+        if has_body and head.encoded and not response_id:
             return NEED_BODY  # engines cannot decode it
         if for_model and not forced:
             if body_bytes > self._routing.limits.max_body_bytes:
@@ -208,7 +208,7 @@ class Router:
             if self.state.resets.watching(now):
                 return NEED_BODY  # the body may be one at which engines break off
         context = RequestContext(head, now, timer, identity, session)
-        if not for_model and (response_id := paths.response_of(head.path)):
+        if response_id:
             context.holder = self._holder(identity, session, response_id)
             if not context.holder:
                 return self._verdicts.refused(head, admission.no_response(response_id), timer, context)

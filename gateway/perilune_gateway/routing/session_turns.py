@@ -8,9 +8,9 @@ from perilune_gateway.model import Endpoint
 from perilune_gateway.routing.candidates import cacheable
 from perilune_gateway.routing.context import RequestContext
 from perilune_gateway.routing.new_sessions import NewSessions
-from perilune_gateway.state.in_flight import Cause
+from perilune_gateway.state.in_flight import Cause, InFlight
 from perilune_gateway.state.pool_state import PoolState
-from perilune_gateway.state.request_facts import Answered, Decided, Ended, Rerouted
+from perilune_gateway.state.request_facts import Answered, Decided, Ended, Rerouted, Withdrawn
 from perilune_gateway.state.sessions import Session
 
 NOT_FOUND = 404
@@ -76,10 +76,19 @@ class SessionTurns:
             self._count_failures(session, request.status, fact.wrong, answered=fact.answered)
         if request.final and session and (session.ticket == request.ticket or not session.inferred):
             sessions.free(session.key)
+        self._turn_ended(request, fact.now)
+
+    def on_withdrawn(self, fact: Withdrawn) -> None:
+        session = fact.request.session
+        if session is None or session.ticket == fact.request.ticket:  # otherwise its turn did not begin
+            self._turn_ended(fact.request, fact.now)
+
+    def _turn_ended(self, request: InFlight, now: float) -> None:
+        session = request.session
         name, tokens = (session.key, session.context_tokens) if session else (request.ticket, 0)
-        self._new_sessions.turn_ended(name, tokens, fact.now, final=request.final or session is None)
+        self._new_sessions.turn_ended(name, tokens, now, final=request.final or session is None)
         if session:
-            sessions.turn_ended(session)
+            self._state.sessions.turn_ended(session)
 
     def _count_failures(self, session: Session, status: int, wrong: Cause | None, *, answered: bool) -> None:
         """Count the session's failures in a row. One that got no sign of life leaves its host at once."""

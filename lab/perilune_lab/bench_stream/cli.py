@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from uuid import uuid4
 
 import msgspec
-import uvloop
 from msgspec import UNSET
 
 from perilune_lab.bench_stream.burst import Burst, Measured, NoEngine, measure
@@ -28,6 +27,7 @@ from perilune_lab.load.client import TargetError
 from perilune_lab.processes.stack import EngineOptions, Stack, StackError
 from perilune_lab.terminal.arguments import count, output, positive, url
 from perilune_lab.terminal.console import Console
+from perilune_lab.terminal.loop import run
 
 DOWN = 1
 SCHEMA = "perilune.burst/v1"
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"{title}, to {where}; about {expected_s:.1f} s on one H20", file=sys.stderr, flush=True)
     try:
         work = on_simulated(burst, args.time_scale) if args.simulated else on_target(args, burst)
-        found, errors = uvloop.run(work)
+        found, errors = run(work)
     except (TargetError, StackError) as error:
         print(f"perilune bench-stream: {error}", file=sys.stderr)
         return DOWN

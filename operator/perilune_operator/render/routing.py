@@ -1,12 +1,14 @@
 """How requests reach the gateway and then an engine: a route, and the policies that go with it.
 
-Envoy Gateway is configured by five objects: an HTTPRoute to one Service that selects all engine pods, an
-HTTPRouteFilter that answers where a path is not supported, a BackendTrafficPolicy that obeys the picked
-endpoint, an EnvoyExtensionPolicy that asks the gateway, and a ClientTrafficPolicy on the Gateway that removes
-a destination that a client sends itself (with failOpen, Envoy would obey it). The last belongs to the
-Gateway: pools that share a Gateway share it, and it must be in the Gateway's namespace, so the operator
-creates it only if that is the pool's, the spec allows it, and no other is there: of two policies for one
-Gateway, Envoy Gateway takes only the older. An implementation of the inference extension gets an
+Envoy Gateway is configured by six objects: an HTTPRoute to one Service that selects all engine pods, another
+HTTPRoute with an HTTPRouteFilter that answers where a path is not supported, a BackendTrafficPolicy that
+obeys the picked endpoint, an EnvoyExtensionPolicy that asks the gateway, and a ClientTrafficPolicy on the
+Gateway that removes a destination that a client sends itself (with failOpen, Envoy would obey it). The
+refusals have a route of their own because no policy is about it: Envoy answers there without a gateway, also
+where the pool does not fail open. The ClientTrafficPolicy belongs to the Gateway: pools that share a Gateway
+share it, and it must be in the Gateway's namespace, so the operator creates it only if that is the pool's,
+the spec allows it, and no other is there: of two policies for one Gateway, Envoy Gateway takes only the
+older. An implementation of the inference extension gets an
 InferencePool whose endpoint picker is the gateway's Service.
 """
 
@@ -99,9 +101,9 @@ def routing(pool: Context) -> Iterator[Object]:
     made, parent = mode(pool), pool.spec.gateway.parent
     if made is GatewayMode.ENVOY_GATEWAY and parent is not None:
         if not pool.spec.gateway.route:
-            refuses = pool.has("HTTPRouteFilter") and not pool.spec.gateway.matches
-            yield _route(pool, parent, _services(pool), [_refusing(pool)] if refuses else [])
-            if refuses:
+            yield _route(pool, parent, _services(pool))
+            if pool.has("HTTPRouteFilter") and not pool.spec.gateway.matches:
+                yield _refusing(pool, parent)
                 yield _refusal(pool)
         yield from _envoy_policies(pool, parent)
     if made is GatewayMode.INFERENCE_EXTENSION:
@@ -122,38 +124,28 @@ def _services(pool: Context) -> list[Object]:
     return [{"name": name, "port": names.ENGINE_PORT} for name in (of_all if others else (pool.name,))]
 
 
-def _route(
-    pool: Context, parent: ParentRef, backends: list[Object], more_rules: Sequence[Object] = ()
-) -> Object:
-    spec = pool.spec.gateway
+def _route(pool: Context, parent: ParentRef, backends: list[Object]) -> Object:
+    matches = list(pool.spec.gateway.matches or PATHS)
+    rule = {"matches": matches, "backendRefs": backends, "timeouts": {"request": "0s"}}
+    return _http_route(pool, pool.name, parent, rule)
+
+
+def _refusing(pool: Context, parent: ParentRef) -> Object:
+    """Return the route of the requests that Envoy refuses."""
+    reference = {"group": ENVOY_GATEWAY, "kind": "HTTPRouteFilter", "name": pool.name}
+    rule = {"matches": list(REFUSED), "filters": [{"type": "ExtensionRef", "extensionRef": reference}]}
+    return _http_route(pool, names.refusals_name(pool.name), parent, rule)
+
+
+def _http_route(pool: Context, name: str, parent: ParentRef, rule: Object) -> Object:
     reference = {
         "name": parent.name,
         **({"namespace": parent.namespace} if parent.namespace else {}),
         **({"sectionName": parent.section_name} if parent.section_name else {}),
     }
-    return pool.object(
-        "HTTPRoute",
-        pool.name,
-        "gateway",
-        spec={
-            "parentRefs": [reference],
-            **({"hostnames": list(spec.hostnames)} if spec.hostnames else {}),
-            "rules": [
-                {
-                    "matches": list(spec.matches or PATHS),
-                    "backendRefs": backends,
-                    "timeouts": {"request": "0s"},
-                },
-                *more_rules,
-            ],
-        },
-    )
-
-
-def _refusing(pool: Context) -> Object:
-    """Return the rule of the requests that Envoy refuses."""
-    reference = {"group": ENVOY_GATEWAY, "kind": "HTTPRouteFilter", "name": pool.name}
-    return {"matches": list(REFUSED), "filters": [{"type": "ExtensionRef", "extensionRef": reference}]}
+    hosts = list(pool.spec.gateway.hostnames)
+    spec = {"parentRefs": [reference], **({"hostnames": hosts} if hosts else {}), "rules": [rule]}
+    return pool.object("HTTPRoute", name, "gateway", spec=spec)
 
 
 def _refusal(pool: Context) -> Object:

@@ -65,7 +65,7 @@ def _not_accepted(pool: Context, observed: Observed, parent: ParentRef, made: Ga
             return Fact(kind, "False", Reason.WAITING_FOR_ROUTE, waits)
         if refused := _refused(name, said):
             return refused
-    return _tls_refused(pool, observed, parent)
+    return _also_refused(pool, observed, parent)
 
 
 def _refused(name: str, said: Sequence[Verdict]) -> Fact | None:
@@ -76,11 +76,18 @@ def _refused(name: str, said: Sequence[Verdict]) -> Fact | None:
     return None
 
 
-def _tls_refused(pool: Context, observed: Observed, parent: ParentRef) -> Fact | None:
-    """Return why the policy by which Envoy asks the gateway over TLS is refused. Controllers need not report
-    on a Service that no route names, so a missing report is no trouble."""
-    policy = Key("BackendTLSPolicy", pool.namespace, names.gateway_name(pool.name))
-    return _refused(policy.kind, _verdicts(observed.children.get(policy, {}), parent))
+def _also_refused(pool: Context, observed: Observed, parent: ParentRef) -> Fact | None:
+    """Return why the policy by which Envoy asks the gateway over TLS is refused, or the route of what Envoy
+    refuses itself. A missing report is no trouble: controllers need not report on a Service that no route
+    names, and requests reach the gateway without the second route."""
+    for kind, name in (
+        ("BackendTLSPolicy", names.gateway_name(pool.name)),
+        ("HTTPRoute", names.refusals_name(pool.name)),
+    ):
+        also = observed.children.get(Key(kind, pool.namespace, name), {})
+        if refused := _refused(f"{kind} {name}", _verdicts(also, parent)):
+            return refused
+    return None
 
 
 def _verdicts(child: Object, gateway: ParentRef) -> list[Verdict]:

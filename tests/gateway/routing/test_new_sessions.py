@@ -160,6 +160,23 @@ def test_switching_admission_off_and_on_leaves_nothing(rig):
     assert rig.router.new_sessions.stats(rig.now).active_tokens == 0
 
 
+class Fails:
+    """A listener that cannot record verdicts."""
+
+    def on_recorded(self, fact):
+        raise RuntimeError("as the test says")
+
+
+@pytest.mark.parametrize("headers", [{"x_session_id": "a"}, {}])
+def test_a_verdict_that_cannot_be_applied_takes_no_room(headers):
+    rig = Rig(document(), listeners=[Fails()])
+    with pytest.raises(RuntimeError):
+        rig.ask(range(800), head("/v1/completions", **headers))
+    assert rig.state.index.stats(rig.now).endpoints[A].speculative == 0
+    rig.now += 86_400.0
+    assert rig.router.new_sessions.stats(rig.now).active_tokens == 0
+
+
 def test_bodies_of_waiting_sessions_have_a_budget(rig, monkeypatch):
     monkeypatch.setattr(session_queue, "MAX_BYTES", 3_000)
     rig.route(range(800), named("a"))

@@ -241,6 +241,11 @@ def test_a_response_that_a_client_named_is_in_the_pool_of_its_session(front: Fro
     assert isinstance(chosen, Chosen)
     assert isinstance(chosen.verdict, Routed)
     assert chosen.verdict.destinations == (B,)
-    nobody = front.pools.on_headers(head("/v1/responses/resp_mine", method="GET", has_body=False))
-    assert isinstance(nobody, Chosen)
-    assert isinstance(nobody.verdict, Refusal)
+    of_nobody = [
+        head("/v1/responses/resp_mine", method="GET", has_body=False),
+        head("/v1/responses/resp_mine/cancel", content_encoding="gzip"),
+    ]
+    for h in of_nobody:
+        nobody = front.pools.on_headers(h)
+        assert isinstance(nobody, Chosen)
+        assert isinstance(nobody.verdict, Refusal)

@@ -100,6 +100,16 @@ def test_a_refused_request_leaves_the_claims_of_others() -> None:
     assert {c.address: c.overlap.device_tokens for c in third.candidates}[first.destinations[0]] == 40
 
 
+def test_an_endpoint_that_is_not_reached_loses_the_claims_of_one_request_once() -> None:
+    """Envoy's 503 is an answer first, and then the request's end."""
+    rig = Rig(pool(routing=Routing(policy=chosen("ear"))))
+    first, second = (rig.route(range(n), head("/v1/completions", x_session_id="s")) for n in (40, 60))
+    assert first.destinations[0] == second.destinations[0]
+    rig.router.on_response(second.ticket, 503, second.destinations[0], False)
+    rig.finish(second, Outcome.FAILED)
+    assert rig.state.index.stats(rig.now).endpoints[first.destinations[0]].speculative == 10
+
+
 def test_where_the_headers_do_not_tell_the_body_is_asked_for() -> None:
     """The blocks of the session are not known any more."""
     rig = Rig(pool(routing=Routing(policy=chosen("ear"))))

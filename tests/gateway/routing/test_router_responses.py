@@ -148,3 +148,15 @@ def test_why_the_others_were_not_chosen_is_told(rig: Rig) -> None:
     first = ask(rig)
     record = rig.record(ask(rig, previous_response_id=first.fields.request_id))
     assert set(record.excluded.values()) == {"earlier_response"}
+
+
+def test_a_compressed_body_hides_nothing_of_whose_response_a_path_names(rig: Rig) -> None:
+    routed = ask(rig)
+    told = routed.fields.request_id
+    for _ in range(4):
+        found = rig.router.on_headers(head(f"{RESPONSES}/{told}/cancel", content_encoding="gzip"))
+        assert isinstance(found, Routed)
+        assert found.destinations == routed.destinations[:1]
+    found = rig.router.on_headers(head(f"{RESPONSES}/{told[:-1]}/cancel", content_encoding="gzip"))
+    assert isinstance(found, Refusal)
+    assert found.status == 404

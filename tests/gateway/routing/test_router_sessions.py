@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from router_rig import USUAL, A, B, Rig, pool
+from router_rig import USUAL, A, B, C, Rig, pool
 from routing_objects import chosen, head
 
 from perilune_api.pool import Routing, SessionKeys
@@ -156,3 +156,26 @@ def test_a_turn_that_is_only_estimated_keeps_its_host_and_what_that_caches() -> 
     assert second.destinations[0] == host
     (candidate,) = [c for c in rig.record(second).candidates if c.address == host]
     assert candidate.overlap.device_tokens > 9_000
+
+
+def test_a_gateway_that_replaces_another_finds_every_session_by_its_kv() -> None:
+    """It knows what engines announced to both, and no session."""
+    before, after = (Rig(pool(endpoints=[A, B, C])) for _ in range(2))
+    hosts = {}
+    for i in range(9):
+        prompt = range(i * 1_000, i * 1_000 + 600)
+        routed = before.route(prompt, head("/v1/completions", x_session_id=f"s{i}"))
+        hosts[i] = routed.destinations[0]
+        for rig in (before, after):
+            rig.stored(hosts[i], prompt)
+        before.finish(routed)
+    assert set(hosts.values()) == {A, B, C}
+    for address in (A, B, C):
+        after.queue(address, 2.0)
+    found = {}
+    for i in hosts:
+        turn = range(i * 1_000, i * 1_000 + 700)
+        routed = after.route(turn, head("/v1/completions", x_session_id=f"s{i}"))
+        found[i] = routed.destinations[0]
+        assert after.record(routed).cached_tokens == 600
+    assert found == hosts
