@@ -1,4 +1,4 @@
-"""One pool with all its parts: state → router → feeds → service for its streams, and what its pages show.
+"""One pool with all its parts: state → router → feeds → what its requests wait for, and what its pages show.
 
 `ServedPool.__init__` creates and connects them by hand; nothing runs before `start`. A gateway has one for
 each of its pools; they share the process, its listeners and nothing else.
@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from perilune_api import names
 from perilune_api.pool import Pool, SpecError
-from perilune_gateway.extproc.service import Service
+from perilune_gateway.extproc.waiting import Waiting
 from perilune_gateway.feeds import (
     bootstrap_pages,
     drained,
@@ -41,8 +41,7 @@ from perilune_gateway.model import EngineMetrics
 from perilune_gateway.model.engine_facts import EngineFacts
 from perilune_gateway.model.kv_reach import kv_reach
 from perilune_gateway.model.shared import Names, SharedStats
-from perilune_gateway.model.tracing import Trace, begin
-from perilune_gateway.observe.admin import AdminData
+from perilune_gateway.observe.admin import PoolData
 from perilune_gateway.observe.decision_log import DecisionLog, RotatedFile
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.metrics import Metrics
@@ -103,7 +102,6 @@ class ServedPool:
         state_key: str = "",
         state_cluster: str = "",
         traces: str = "",
-        traces_share: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`secret`: of the pool; empty: one of this process alone stands in. `previous_secret`: the one
@@ -112,7 +110,7 @@ class ServedPool:
         `log_file`, if given. `state_server`: what the pool's gateways share their state through; `state_key`:
         the key of the hashes that name sessions there; `state_cluster`: a name of the cluster, if the server
         has pools of several. `traces`: URL of the collector of spans, if there is
-        one; `traces_share`: of requests without a client's trace."""
+        one."""
         spec = pool.spec
         self._clock, self._rng = clock, Random(seed)
         self._key = {names.AUTHORIZATION_HEADER: authorization} if authorization else {}
@@ -184,16 +182,13 @@ class ServedPool:
         if state_server and sharing:
             self.replicas = Replicas(state, self.router.new_sessions, self.router.moves.handing_over)
             self.shared = SharedState(state_server, shared_as, self.replicas, changed, clock, Random())
-        self.service = Service(
+        self.waiting = Waiting(
             self.router,
             self.tokenizer,
             limits=spec.routing.limits,
             bytes_per_token=spec.model.bytes_per_token,
-            conformance=conformance,
             giver=self.prefill_legs,
             fetcher=self.pull_legs,
-            trace=_tracer(traces_share, Random()) if traces else None,
-            authorization=authorization,
         )
         snapshots = Snapshots(
             self.router,
@@ -207,21 +202,21 @@ class ServedPool:
         )
         self.metrics.mirror(snapshots.snapshot)
         self.metrics.describe(version("perilune"), spec.routing.policy.name)
-        self.pages = AdminData(
-            registry,
-            decisions,
-            POLICIES,
-            lambda: self.router.pool.spec.routing.policy,
-            snapshots.endpoints,
-            snapshots.sessions,
-            lambda: self.state.index.stats(clock()),
-            snapshots.moves,
-            lambda: snapshots.health(self.source.last_error),
-            lambda: not self.draining and snapshots.serves(),
-            snapshots.about,
-            snapshots.new_sessions,
-            snapshots.handoffs,
-            time.time,
+        self.pages = PoolData(
+            registry=registry,
+            decisions=decisions,
+            policies=POLICIES,
+            params=lambda: self.router.pool.spec.routing.policy,
+            endpoints=snapshots.endpoints,
+            sessions=snapshots.sessions,
+            index_stats=lambda: self.state.index.stats(clock()),
+            moves=snapshots.moves,
+            health=lambda: snapshots.health(self.source.last_error),
+            ready=lambda: not self.draining and snapshots.serves(),
+            about=snapshots.about,
+            new_sessions=snapshots.new_sessions,
+            handoffs=snapshots.handoffs,
+            wall=time.time,
         )
 
     @property
@@ -276,7 +271,7 @@ class ServedPool:
             yield self.shared.run()
         yield self._tick()
         yield self._plan_moves()
-        yield self.service.begin_sessions(self.router)
+        yield self.waiting.begin_sessions()
         yield self._hand_over()
 
     async def _hand_over(self) -> None:
@@ -347,7 +342,7 @@ class ServedPool:
         self.state.sessions.max_sessions = new.routing.session.max_sessions
         self.state.sessions.idle_s = new.routing.session.idle_seconds
         self.tokenizer.timeout_s = TOKENS_SHARE * new.routing.limits.decision_seconds
-        self.service.limits = new.routing.limits
+        self.waiting.limits = new.routing.limits
         self.metrics.describe(version("perilune"), new.routing.policy.name)
         self.events.follow(self.state.fleet.endpoints())
 
@@ -383,7 +378,3 @@ def _collector(url: str, pool: Pool, metrics: Metrics) -> Collector:
     from perilune_gateway.observe.otlp import Collector
 
     return Collector(url, f"{pool.metadata.namespace}/{pool.metadata.name}", metrics.count_spans())
-
-
-def _tracer(share: float, dice: Random) -> Callable[[str], Trace | None]:
-    return lambda traceparent: begin(traceparent, share, dice, time.time())

@@ -41,7 +41,7 @@ from perilune_gateway.model import (
 from perilune_gateway.model.handoff import Content
 from perilune_gateway.moves.handoff import Handoff, Stage
 from perilune_gateway.observe import moves
-from perilune_gateway.observe.admin import Admin, AdminData
+from perilune_gateway.observe.admin import Admin, AdminData, PoolData
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.health import report
 from perilune_gateway.observe.stats import EndpointStats, SessionStats
@@ -275,13 +275,13 @@ class Many:
                 )
             )
 
-    def data(self) -> AdminData:
+    def data(self) -> PoolData:
         def health() -> object:
             return report(
                 self.endpoints(), block_size=16, pool="default/p", policy="ear", version="0.1.0", uptime_s=1.0
             )
 
-        return AdminData(
+        return PoolData(
             registry=CollectorRegistry(),
             decisions=self.decisions,
             policies=POLICIES,
@@ -312,7 +312,7 @@ async def test_the_kv_of_a_session_that_moves_is_on_the_map_until_it_is_there(
 ) -> None:
     many = Many(engines=6)
     source, target, third = (stats.endpoint.address for stats in many.endpoints()[:3])
-    admin = Admin(many.data())
+    admin = Admin(AdminData(CollectorRegistry(), {"p": many.data()}))
     port = await admin.start()
     try:
         async with opened(browser, f"http://127.0.0.1:{port}", colours) as console:
@@ -363,7 +363,7 @@ async def test_a_thousand_engines_and_fifty_decisions_a_second_are_drawn(
     browser: Browser, record_property: Callable[[str, object], None]
 ) -> None:
     many = Many()
-    admin = Admin(many.data())
+    admin = Admin(AdminData(CollectorRegistry(), {"p": many.data()}))
     port = await admin.start()
     try:
         async with opened(browser, f"http://127.0.0.1:{port}") as console:
