@@ -22,16 +22,12 @@ from perilune_gateway.model import (
     Location,
     Overlap,
     Prefix,
-    Tokens,
     TokenSource,
     Unpulled,
     Unsplit,
 )
 from perilune_gateway.model.kv_reach import kv_reach
-from perilune_gateway.request import block_hashes, paths
-from perilune_gateway.request.media import digested
-from perilune_gateway.request.openai import ParsedRequest
-from perilune_gateway.request.tokens.prompts import MEDIA_TOKENS
+from perilune_gateway.request import paths
 from perilune_gateway.routing import admission
 from perilune_gateway.routing.context import Prompt, RequestContext
 from perilune_gateway.routing.pull import ANSWER_S, gives, unpulled, waits_s
@@ -49,11 +45,10 @@ class CandidateBuilder:
 
     def __init__(self, state: PoolState) -> None:
         self._state = state
-        self._chains = block_hashes.Chains()
 
     def configure(self, pool: Pool) -> None:
         """Take over a (changed) pool document."""
-        self._model = pool.spec.model
+        self._bytes_per_token = pool.spec.model.bytes_per_token
         self._block_size = pool.spec.engine.block_size
         self._session_failures = pool.spec.routing.ejection.session_failures
         rules = pool.spec.routing.pull
@@ -91,7 +86,7 @@ class CandidateBuilder:
 
     def estimate_from_session(self, context: RequestContext, session: Session, body_bytes: int) -> None:
         """Fill in prompt, prefix and candidates from the session and the body's length alone."""
-        tokens = max(1, session.estimate_tokens(body_bytes, self._model.bytes_per_token))
+        tokens = max(1, session.estimate_tokens(body_bytes, self._bytes_per_token))
         context.prompt = Prompt(tokens, TokenSource.ESTIMATE, body_bytes=body_bytes)
         self._weigh(context, self._state.held(session, context.now), session.chain)
 
@@ -117,16 +112,6 @@ class CandidateBuilder:
         if not self._splits:
             return None
         return context.prompt.unsplit if self._givers(context.eligible) else Unsplit.NO_GIVER
-
-    def hash_blocks(self, request: ParsedRequest, tokens: Tokens, lora: str) -> Sequence[int]:
-        """Our hashes of the prompt's full blocks; of its text if its token ids are not known."""
-        root = block_hashes.prefix_root(lora, request.cache_salt)
-        if tokens.ids is not None:
-            return self._chains.tokens(tokens.ids, self._block_size, root)
-        model = self._model
-        text = digested(request.prefix_text(), int(MEDIA_TOKENS * model.bytes_per_token))
-        text = text[: int(model.longest_context * model.bytes_per_token)]
-        return self._chains.text(text, int(self._block_size * model.bytes_per_token), root)
 
     # -- inside ------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from random import Random
 
 from msgspec import Struct, field
 
@@ -43,6 +44,16 @@ class StepTimer:
         """All steps, with the time since the start as the total."""
         self.us[Step.TOTAL] = (self._clock() - self._started) * 1e6
         return self.us
+
+
+class TimeAndDice(Struct, frozen=True):
+    """What comes into a decision from nowhere else."""
+
+    clock: Callable[[], float]
+    """Gives monotonic seconds."""
+    stopwatch: Callable[[], float]
+    """Gives the seconds by which steps are timed."""
+    dice: Random
 
 
 class Prompt(Struct, frozen=True, gc=False):

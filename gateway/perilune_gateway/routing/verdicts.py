@@ -36,7 +36,6 @@ from perilune_gateway.policy.cost import target_of
 from perilune_gateway.request.aliases import Aliases
 from perilune_gateway.routing.admission import engine_priority
 from perilune_gateway.routing.context import RequestContext, StepTimer
-from perilune_gateway.routing.full_reports import FullReports
 from perilune_gateway.routing.lifecycle import Lifecycle
 from perilune_gateway.routing.peer_reads import HANGS_S, PeerRead
 from perilune_gateway.routing.prefill_forecast import forecast, forecast_alone
@@ -64,14 +63,12 @@ class Verdicts:
         state: PoolState,
         lifecycle: Lifecycle,
         turns: SessionTurns,
-        reports: FullReports,
         aliases: Aliases,
         wall_clock: Callable[[], float],
     ) -> None:
         self._state = state
-        self._lifecycle = lifecycle
+        self.lifecycle = lifecycle
         self._turns = turns
-        self._reports = reports
         self._aliases = aliases
         self._wall_clock = wall_clock
         self.ordinal = 0
@@ -100,7 +97,7 @@ class Verdicts:
         session = self._turns.bind(context, chosen.endpoint)
         priority = self._priority(identity.tenant, work.calibrated_s)
         request = self._in_flight(context, decision, chosen, work, session)
-        with self._lifecycle.begun(request, view, decision, context.candidates):
+        with self.lifecycle.begun(request, view, decision, context.candidates):
             record = DecisionRecord(
                 view,
                 decision,
@@ -131,7 +128,7 @@ class Verdicts:
             started_at=context.now,
             sent_at=context.now,
         )
-        with self._lifecycle.begun(request, view, decision):
+        with self.lifecycle.begun(request, view, decision):
             record = DecisionRecord(
                 view,
                 decision,
@@ -250,8 +247,8 @@ class Verdicts:
         prompt, identity = context.prompt, context.identity
         if not prompt.model:
             return NO_FIELDS  # the body is not read
-        if asked := self._reports.wanted(target):
-            self._reports.asked(target)
+        if asked := self._state.reports.wanted(target):
+            self._state.reports.asked(target)
         response_id = ""
         if prompt.names_response:
             response_id = self._aliases.response(identity.tenant, identity.session_id, target, context.seed)

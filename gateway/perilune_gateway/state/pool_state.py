@@ -16,6 +16,7 @@ from perilune_gateway.state.connectors import Connectors
 from perilune_gateway.state.ejection import Ejection
 from perilune_gateway.state.facts import Facts
 from perilune_gateway.state.fleet import Fleet
+from perilune_gateway.state.full_reports import FullReports
 from perilune_gateway.state.host_tiers import HostTiers
 from perilune_gateway.state.in_flight import Requests
 from perilune_gateway.state.loads import Loads
@@ -55,6 +56,7 @@ class PoolState:
     host_tiers: HostTiers
     offers: Offers
     resets: Resets
+    reports: FullReports
     sharing: Sharing | None
     """With other replicas of the gateway. None if nothing is shared."""
     block_size: int
@@ -106,6 +108,7 @@ class PoolState:
             HostTiers(),
             Offers(sharing.replica if sharing else ""),
             Resets(),
+            FullReports(),
             sharing,
             spec.engine.block_size,
         )
