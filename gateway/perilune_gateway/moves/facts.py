@@ -18,7 +18,7 @@ from perilune_gateway.moves.handoff import Handoffs
 from perilune_gateway.moves.plan import PrefixFacts, SessionFacts
 from perilune_gateway.state.fleet import EndpointView
 from perilune_gateway.state.pool_state import PoolState
-from perilune_gateway.state.sessions import Session
+from perilune_gateway.state.session import Session
 
 REMEMBERED = 10_000
 """Maximum number of (session or prefix, cause) that are remembered, so that each is counted once."""

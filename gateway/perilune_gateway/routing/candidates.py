@@ -34,7 +34,7 @@ from perilune_gateway.routing.pull import ANSWER_S, gives, unpulled, waits_s
 from perilune_gateway.state.fleet import EndpointView
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.prefix_index import Matches
-from perilune_gateway.state.sessions import Session
+from perilune_gateway.state.session import Session
 
 MAX_LOCATIONS = 4
 """Maximum number of endpoints in a prefix's locations."""

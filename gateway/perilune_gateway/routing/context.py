@@ -20,7 +20,7 @@ from perilune_gateway.model import (
 )
 from perilune_gateway.model.handoff import Content
 from perilune_gateway.state.fleet import EndpointView
-from perilune_gateway.state.sessions import Session
+from perilune_gateway.state.session import Session
 
 
 class StepTimer:

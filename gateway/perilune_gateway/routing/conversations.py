@@ -15,7 +15,7 @@ from perilune_gateway.request.identity import from_headers, inferred, with_body
 from perilune_gateway.request.openai import ParsedRequest
 from perilune_gateway.routing.context import Prompt
 from perilune_gateway.state.pool_state import PoolState
-from perilune_gateway.state.sessions import Session
+from perilune_gateway.state.session import Session
 
 
 class Conversations:
@@ -38,8 +38,14 @@ class Conversations:
         return with_body(identity, request.session_id, request.user, self._keys)
 
     def find(self, identity: Identity, now: float) -> Session | None:
-        """Return the session that headers or body name, if it is known."""
+        """Return the session that headers or body name, if it is known; a copy if only other replicas have
+        routed it."""
         return self._sessions.find(identity.key, now) if identity.session_id else None
+
+    def arrived(self, identity: Identity, now: float) -> Session | None:
+        """Return the session of a request that has come. From now on it is known here, even if only other
+        replicas have routed it."""
+        return self._sessions.arrived(identity.key, now) if identity.session_id else None
 
     def of_prompt(
         self, identity: Identity, request: ParsedRequest, prompt: Prompt, now: float
@@ -51,10 +57,9 @@ class Conversations:
         if stored and not identity.session_id:
             identity = inferred(identity, stored.session_id)
         if identity.session_id or not (self._keys.infer and prompt.blocks):
-            return identity, self.find(identity, now)
-        session = sessions.infer(identity.tenant, prompt.blocks, prompt.tokens, now)
-        if session:
-            return inferred(identity, session.key.session_id), session
+            return identity, self.arrived(identity, now)
+        if session := sessions.infer(identity.tenant, prompt.blocks, prompt.tokens, now):
+            return inferred(identity, session.key.session_id), sessions.arrived(session.key, now)
         return inferred(identity, sessions.superseded(identity.tenant, prompt.blocks[-1])), None
 
     def holder(self, identity: Identity, session: Session | None, response_id: str) -> str:

@@ -32,7 +32,7 @@ from perilune_gateway.routing.kv_moves import KvMoves
 from perilune_gateway.routing.objectives import objectives
 from perilune_gateway.routing.pull import pull, without
 from perilune_gateway.state.pool_state import PoolState
-from perilune_gateway.state.sessions import Session
+from perilune_gateway.state.session import Session
 
 
 class Deciding:

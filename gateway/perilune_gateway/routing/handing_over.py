@@ -51,7 +51,7 @@ from perilune_gateway.state.in_flight import Load
 from perilune_gateway.state.offers import MOVING, STANDS_S
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.request_facts import TurnOver
-from perilune_gateway.state.sessions import Session
+from perilune_gateway.state.session import Session
 
 
 class Legs(Struct, frozen=True, gc=False):

@@ -148,7 +148,7 @@ class Router:
         """Decide from the headers if they suffice."""
         timer, now = StepTimer(self._stopwatch), self.arrived(head)
         identity = head.identity = self._conversations.identity(head)
-        session = self._conversations.find(identity, now)
+        session = self._conversations.arrived(identity, now)
         if session:
             self.moves.handing_over.follow(session)
         forced = self._conformance and names.CONFORMANCE_SELECTION_HEADER in head.headers

@@ -46,7 +46,7 @@ from perilune_gateway.state.fleet import EndpointView
 from perilune_gateway.state.in_flight import InFlight
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.request_facts import FirstToken, Recorded
-from perilune_gateway.state.sessions import Session
+from perilune_gateway.state.session import Session
 
 APPROXIMATE_TTL_S = 600.0
 """A prompt counts as cached for this long if its blocks are not announced: by an endpoint without KV events,

@@ -24,7 +24,8 @@ from perilune_gateway.state.offers import Offers
 from perilune_gateway.state.parity import ParityCheck
 from perilune_gateway.state.prefix_index import Matches, PrefixIndex
 from perilune_gateway.state.resets import Resets
-from perilune_gateway.state.sessions import Session, Sessions
+from perilune_gateway.state.session import Session
+from perilune_gateway.state.sessions import Sessions
 from perilune_gateway.state.sharing import Sharing
 
 SPECULATIVE_TTL_S = 30.0

@@ -56,8 +56,8 @@ from perilune_gateway.state.loads import NOTHING, AtEndpoint
 from perilune_gateway.state.offers import same
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.request_facts import TurnOver
+from perilune_gateway.state.session import Session
 from perilune_gateway.state.session_queue import Given, Line, Place
-from perilune_gateway.state.sessions import Session
 
 log = logging.getLogger(__name__)
 

@@ -2,12 +2,12 @@
 of which the others are to be told.
 
     a session's turns here (`Sessions`) ─▶ changed, ended, turn_ended ─▶ `Replicas.take` ─▶ the others
-    the others' turns (`Replicas`) ─▶ hear ─▶ kept under its name ─▶ find, infer ─▶ `Sessions` takes it over
+    the others' turns (`Replicas`) ─▶ hear ─▶ kept under its name ─▶ take ─▶ `Sessions` takes it over
                                                                   └▶ at ─▶ the planner ─▶ hand_over
 
 A session that only others have routed is kept under its name, a keyed hash, until one of its requests comes
-here (`find`, `infer`). Only then is the session's key known. The planner moves it by its name. Every method
-costs O(1), except `infer`, which is O(blocks), `at` and `names`.
+here (`take`). Only then is the session's key known; `find` and `infer` only look. The planner moves it by its
+name. Every method costs O(1), except `infer`, which is O(blocks), `at` and `names`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from perilune_gateway.model import SessionKey
 from perilune_gateway.model.shared import Bound, BoundElsewhere, Names, Stamp
 from perilune_gateway.state.changes import Stamps
 from perilune_gateway.state.peers import Peers
-from perilune_gateway.state.sessions import Session
+from perilune_gateway.state.session import Session
 
 MAX_TOLD = 10_000
 """Maximum number of ends and moves of sessions that wait to be told; the oldest are dropped."""
@@ -189,24 +189,38 @@ class SessionsElsewhere:
         first."""
         return (self._there[name] for name in reversed(self._at.get(host, {})))
 
-    def find(self, key: SessionKey, since: float) -> tuple[SessionKey, Bound, Stamp] | None:
-        """Return the session if other replicas have routed it, and were heard of it after `since`. From then
-        on it is known here."""
-        return self._found(key, self._names.session(key), since) if self._there else None
+    def find(self, key: SessionKey) -> BoundElsewhere | None:
+        """Return the latest turn of a session that only other replicas have routed and that has not ended."""
+        return self._bound(self._names.session(key)) if self._there else None
 
     def infer(
-        self, tenant: str, blocks: Sequence[int], tokens: int, since: float
-    ) -> tuple[SessionKey, Bound, Stamp] | None:
-        """Return the inferred session of other replicas that a prompt of `tokens` tokens continues, as
-        `find`."""
+        self, tenant: str, blocks: Sequence[int], tokens: int
+    ) -> tuple[SessionKey, BoundElsewhere] | None:
+        """Return the inferred session of other replicas that a prompt of `tokens` tokens continues, with its
+        latest turn."""
         if not self._tails:
             return None
         for block in reversed(blocks):
             if name := self._tails.get(block):
-                bound = self._there[name].bound
+                there = self._there[name]
+                bound = there.bound
                 if bound.prompt_tokens < tokens and bound.tenant == self._names.tenant(tenant):
-                    return self._found(SessionKey(tenant, bound.inferred), name, since)
+                    return (SessionKey(tenant, bound.inferred), there) if bound.host else None
         return None
+
+    def take(self, key: SessionKey, since: float) -> BoundElsewhere | None:
+        """Return what `find` does if it was heard after `since`. From then on the session is known here."""
+        if not self._there:
+            return None
+        name = self._names.session(key)
+        there = self._bound(name)
+        if there is None:
+            return None
+        self._drop(name)
+        if there.heard_at < since:
+            return None
+        self._here[name] = key
+        return there
 
     def key(self, name: bytes) -> SessionKey | None:
         """Return the key of the session with this name if it is known here."""
@@ -228,15 +242,9 @@ class SessionsElsewhere:
         """Return the tenant's name among replicas."""
         return self._names.tenant(tenant)
 
-    def _found(self, key: SessionKey, name: bytes, since: float) -> tuple[SessionKey, Bound, Stamp] | None:
+    def _bound(self, name: bytes) -> BoundElsewhere | None:
         there = self._there.get(name)
-        if there is None or not there.bound.host:
-            return None
-        self._drop(name)
-        if there.heard_at < since:
-            return None
-        self._here[name] = key
-        return key, there.bound, there.stamp
+        return there if there and there.bound.host else None
 
     def _drop(self, name: bytes) -> None:
         there = self._there.pop(name, None)
