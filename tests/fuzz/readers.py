@@ -63,7 +63,8 @@ from perilune_gateway.model.shared import (
 )
 from perilune_gateway.observe import decision_log
 from perilune_gateway.request.known_bodies import KnownBodies
-from perilune_gateway.request.openai import ChatPrompt, ParsedRequest, parse
+from perilune_gateway.request.openai import parse
+from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest
 from perilune_gateway.request.paths import PATHS
 from perilune_gateway.request.tokens import Tokenizer
 from perilune_gateway.routing.new_sessions import Queued

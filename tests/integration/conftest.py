@@ -24,7 +24,7 @@ from perilune_api.pool import Limits
 from perilune_gateway.extproc import Server, Transport, new_server
 from perilune_gateway.extproc.service import Service
 from perilune_gateway.model import Tokens
-from perilune_gateway.request.openai import ParsedRequest
+from perilune_gateway.request.parsed import ParsedRequest
 from perilune_lab.processes.envoy import Mode, config
 
 PATIENT_S = 60.0

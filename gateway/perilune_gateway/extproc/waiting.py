@@ -18,7 +18,7 @@ from perilune_api.pool import Limits
 from perilune_gateway.extproc.exchange import Hold, Router
 from perilune_gateway.model import Refusal, RequestHead, Tokens, TokenSource
 from perilune_gateway.model.handoff import Attachment, Fetched, KvPull, RemotePrefill
-from perilune_gateway.request.openai import ParsedRequest
+from perilune_gateway.request.parsed import ParsedRequest
 from perilune_gateway.routing.new_sessions import Queued
 from perilune_gateway.routing.router import Encode
 

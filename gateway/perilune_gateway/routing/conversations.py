@@ -12,7 +12,7 @@ from perilune_api.pool import SessionKeys
 from perilune_gateway.model import Endpoint, Identity, RequestHead
 from perilune_gateway.request.aliases import Aliases
 from perilune_gateway.request.identity import from_headers, inferred, with_body
-from perilune_gateway.request.openai import ParsedRequest
+from perilune_gateway.request.parsed import ParsedRequest
 from perilune_gateway.routing.context import Prompt
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.session import Session

@@ -24,7 +24,7 @@ from msgspec import Struct
 from perilune_api.pool import Role, SessionAdmission
 from perilune_gateway.model import Identity, Refusal, RefuseReason, RequestHead, SessionKey
 from perilune_gateway.model.shared import Counted
-from perilune_gateway.request.openai import ParsedRequest
+from perilune_gateway.request.parsed import ParsedRequest
 from perilune_gateway.routing.context import Prompt, RequestContext
 from perilune_gateway.state.active_contexts import HORIZON_S, ActiveContexts
 from perilune_gateway.state.facts import LineChanged

@@ -39,7 +39,7 @@ from perilune_gateway.model import (
 )
 from perilune_gateway.request import openai, paths
 from perilune_gateway.request.known_bodies import KnownBodies
-from perilune_gateway.request.openai import ParsedRequest
+from perilune_gateway.request.parsed import ParsedRequest, opening
 from perilune_gateway.routing import admission
 from perilune_gateway.routing.context import StepTimer
 from perilune_gateway.routing.new_sessions import Queued
@@ -171,7 +171,7 @@ def _of_session(serving: Sequence[Router], head: RequestHead, request: ParsedReq
             return router
     identity = serving[0].identity(head, request)
     session = (identity.parent_id or identity.session_id).encode(errors="surrogatepass")
-    name = identity.tenant.encode(errors="surrogatepass") + b"\0" + (session or openai.opening(request))
+    name = identity.tenant.encode(errors="surrogatepass") + b"\0" + (session or opening(request))
     weights = {_name(router): router.pool.spec.routing.weight for router in serving}
     chosen = by_weight(weights, name)
     return next(router for router in serving if _name(router) == chosen)

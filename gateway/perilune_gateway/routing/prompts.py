@@ -16,7 +16,7 @@ from perilune_gateway.request import block_hashes, paths
 from perilune_gateway.request.aliases import Aliases
 from perilune_gateway.request.identity import bounded
 from perilune_gateway.request.media import digested, may_have_media
-from perilune_gateway.request.openai import ChatPrompt, ParsedRequest
+from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest
 from perilune_gateway.request.tokens.prompts import MEDIA_TOKENS
 from perilune_gateway.routing.context import Prompt
 from perilune_gateway.state.pool_state import PoolState

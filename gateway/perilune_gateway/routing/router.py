@@ -47,7 +47,7 @@ from perilune_gateway.model.applied import Applied
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.request import paths
 from perilune_gateway.request.known_bodies import KnownBodies
-from perilune_gateway.request.openai import ParsedRequest
+from perilune_gateway.request.parsed import ParsedRequest
 from perilune_gateway.request.refusal_body import too_large
 from perilune_gateway.routing import admission
 from perilune_gateway.routing.candidates import wanted_by
