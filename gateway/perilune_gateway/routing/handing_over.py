@@ -33,7 +33,7 @@ from perilune_gateway.model.handoff import (
 )
 from perilune_gateway.model.kv_reach import kv_reach
 from perilune_gateway.model.shared import Offered, OfferStage, prefix_name
-from perilune_gateway.moves.facts import LiveFacts
+from perilune_gateway.moves.gatherer import PoolGatherer
 from perilune_gateway.moves.handoff import (
     Copy,
     Handoff,
@@ -98,7 +98,7 @@ class HandingOver:
         state: PoolState,
         planner: Planner,
         handoffs: Handoffs,
-        facts: LiveFacts,
+        gatherer: PoolGatherer,
         open_pulls: Mapping[int, Move],
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
@@ -108,7 +108,7 @@ class HandingOver:
         self._state = state
         self._planner = planner
         self._handoffs = handoffs
-        self._facts = facts
+        self._gatherer = gatherer
         self._open_pulls = open_pulls
         self._clock = clock
         self._wall_clock = wall_clock
@@ -128,7 +128,7 @@ class HandingOver:
         """Take over a (changed) pool document."""
         self._model = pool.spec.model.name
         self._worth = pool.spec.routing.migration.worth
-        self._facts.configure(pool.spec)
+        self._gatherer.configure(pool.spec)
         memory = pool.spec.routing.migration.token_memory_bytes
         self._state.block_tokens.max_bytes = memory if kv_reach(pool.spec).hands_over else 0
 
@@ -138,7 +138,7 @@ class HandingOver:
             self._handoffs.open,
             dict(self._outcomes),
             dict(self._given_up),
-            dict(self._facts.immovable),
+            dict(self._gatherer.immovable),
             dict(self._leg_counts),
             dict(self._leg_seconds),
             self._bytes,
@@ -244,7 +244,7 @@ class HandingOver:
         host = self._state.fleet.get(session.host)
         if host is None or not host.draining or MoveTrigger.DRAIN not in self._planner.triggers:
             return False
-        return self._facts.can_be_copied(session, now)
+        return self._gatherer.can_be_copied(session, now)
 
     # -- among replicas ----------------------------------------------------------------------------
 
@@ -440,7 +440,7 @@ class HandingOver:
         )
 
     def content(self, subject: Subject) -> Content | None:
-        return self._facts.content(subject, self._clock())
+        return self._gatherer.content(subject, self._clock())
 
     def missing_tokens(self, target: str, content: Content, now: float) -> int:
         held = self._state.index.leading(target, content.blocks, now)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from perilune_api.pool import Pool
-from perilune_gateway.moves.facts import LiveFacts
+from perilune_gateway.moves.gatherer import PoolGatherer
 from perilune_gateway.moves.handoff import Handoffs
 from perilune_gateway.moves.planner import Planner
 from perilune_gateway.request.aliases import Aliases
@@ -56,9 +56,9 @@ def new_router(
     transfer parameters. Empty if they need none."""
     aliases, open_pulls = Aliases(secret, previous_secret), OpenPulls()
     handoffs = Handoffs(lambda address: open_pulls.copies(address) + state.offers.copies(address, clock()))
-    facts = LiveFacts(state, handoffs)
-    planner = Planner(facts, elsewhere=state.offers, tell=state.facts.tell)
-    handing_over = HandingOver(state, planner, handoffs, facts, open_pulls, clock, wall_clock)
+    gatherer = PoolGatherer(state, handoffs)
+    planner = Planner(gatherer, elsewhere=state.offers, tell=state.facts.tell)
+    handing_over = HandingOver(state, planner, handoffs, gatherer, open_pulls, clock, wall_clock)
     limits = PullLimits(planner, handoffs, open_pulls)
     remote_prefills = RemotePrefills(state, clock, wall_clock)
     pulling = Pulling(state, limits, clock, wall_clock)
