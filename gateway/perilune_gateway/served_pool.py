@@ -80,7 +80,7 @@ class PoolSource(Protocol):
     """Why the newest document is not in force; empty when it is."""
 
     def run(self, on_pool: Callable[[Pool], None], use: Callable[[str], Use]) -> Coroutine[None, None, None]:
-        """Passes every new pool to `on_pool` until cancelled. `on_pool` raises SpecError to refuse one.
+        """Pass every new pool to `on_pool` until cancelled. `on_pool` raises SpecError to refuse one.
         `use`: how this gateway uses the endpoint with that address."""
 
 
@@ -225,7 +225,7 @@ class ServedPool:
         return self.router.pool.metadata.name
 
     async def start(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        """Starts all feeds, which end when they are cancelled, and the decision log, which `stop` ends."""
+        """Start all feeds, which end when they are cancelled, and the decision log, which `stop` ends."""
         if self.decision_log:
             tasks.create_task(self.decision_log.run())
         feeds = [tasks.create_task(feed) for feed in self._feeds()]
@@ -235,7 +235,7 @@ class ServedPool:
         return feeds
 
     async def warm(self) -> None:
-        """Waits until it is known what the engines cache, WARM_S at most."""
+        """Wait until it is known what the engines cache, WARM_S at most."""
         try:
             async with asyncio.timeout(WARM_S):
                 while not self.events.caught_up():  # noqa: ASYNC110 - a short wait, once
@@ -244,12 +244,12 @@ class ServedPool:
             log.warning("kv events not read in time, serving without them seconds=%g", WARM_S)
 
     def stop(self) -> None:
-        """Ends the decision log after the entries that wait."""
+        """End the decision log after the entries that wait."""
         if self.decision_log:
             self.decision_log.stop()
 
     async def close(self) -> None:
-        """Closes what the feeds and requests used."""
+        """Close what the feeds and requests used."""
         await self.events.close()
         await self.tokenizer.close()
         if self.collector:
@@ -275,7 +275,7 @@ class ServedPool:
         yield self._hand_over()
 
     async def _hand_over(self) -> None:
-        """Asks the engines whether they hand KV over, and sends the legs of hand-offs."""
+        """Ask the engines whether they hand KV over, and send the legs of hand-offs."""
         connectors = self.state.connectors
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
@@ -291,24 +291,24 @@ class ServedPool:
             )
 
     async def _tick(self) -> None:
-        """Lets time pass while no request comes."""
+        """Let time pass while no request comes."""
         while True:
             await asyncio.sleep(TICK_S)
             self.router.tick()
 
     async def _plan_moves(self) -> None:
-        """Runs the migration planner at the interval of the pool document."""
+        """Run the migration planner at the interval of the pool document."""
         while True:
             await asyncio.sleep(self.router.pool.spec.routing.migration.interval_seconds)
             self.router.plan_moves(self.shared is None or self.replicas.plans)
 
     def _told(self) -> Mapping[str, EngineFacts] | None:
-        """What engines that others run told; None for engines of the pool's own."""
+        """Return what engines that others run told; None for engines of the pool's own."""
         selects = self.router.pool.spec.engine.selector is not None
         return self.source.words.known if selects and isinstance(self.source, KubernetesPool) else None
 
     def _drained(self) -> Mapping[str, str]:
-        """The draining pods that this gateway no longer uses, with their marks."""
+        """Return the draining pods that this gateway no longer uses, with their marks."""
         if not isinstance(self.source, KubernetesPool):
             return {}
         state, now = self.state, self._clock()
@@ -326,7 +326,7 @@ class ServedPool:
         return drained.drained(self.source.pods, is_idle)
 
     def on_pool(self, pool: Pool) -> None:
-        """Applies a new pool document. Raises SpecError for a change that a running gateway cannot make."""
+        """Apply a new pool document. Raise SpecError for a change that a running gateway cannot make."""
         now, new = self.router.pool.spec, pool.spec
         for field, here, there in (
             ("model", now.model, new.model),
@@ -347,7 +347,7 @@ class ServedPool:
         self.events.follow(self.state.fleet.endpoints())
 
     def on_metrics(self, address: str, metrics: EngineMetrics | None, now: float) -> None:
-        """Records the result of a scrape; None when it failed. A restarted engine gets ready with its first
+        """Record the result of a scrape; None when it failed. A restarted engine gets ready with its first
         good scrape, so what its old process cached is forgotten before, and so is what a sleeping engine
         cached."""
         before, at = self.state.fleet.engine_metrics(address), self.state.fleet.metrics_at(address)
@@ -367,14 +367,14 @@ class ServedPool:
         return self.shared.stats(self._clock()) if self.shared else None
 
     def _least_busy(self) -> str:
-        """The ready endpoint with the fewest requests in flight, which the tokenizer asks; "" when none is
-        ready."""
+        """Return the ready endpoint with the fewest requests in flight, which the tokenizer asks; "" when
+        none is ready."""
         ready = [v for v in self.state.fleet.view(self._clock()) if v.endpoint.ready]
         return min(ready, key=lambda v: v.load.in_flight).endpoint.server if ready else ""
 
 
 def _collector(url: str, pool: Pool, metrics: Metrics) -> Collector:
-    """Imports opentelemetry, which only a gateway with tracing needs."""
+    """Import opentelemetry, which only a gateway with tracing needs."""
     from perilune_gateway.observe.otlp import Collector
 
     return Collector(url, f"{pool.metadata.namespace}/{pool.metadata.name}", metrics.count_spans())

@@ -73,7 +73,7 @@ class CandidateBuilder:
             context.eligible, context.excluded = admission.split(views, wanted)
 
     def _wanted(self, context: RequestContext, views: Sequence[EndpointView]) -> admission.Wanted:
-        """What admission must know of the request."""
+        """Return what admission must know of the request."""
         wanted, session = wanted_by(context), context.session
         if session and session.failures >= self._session_failures:
             wanted = replace(wanted, failing=session.host)
@@ -107,8 +107,8 @@ class CandidateBuilder:
         return matches
 
     def unsplit(self, context: RequestContext) -> Unsplit | None:
-        """Why no other endpoint can prefill the request's prompt; None if one can, or in a pool without
-        prefill endpoints."""
+        """Return why no other endpoint can prefill the request's prompt; None if one can, or in a pool
+        without prefill endpoints."""
         if not self._splits:
             return None
         return context.prompt.unsplit if self._givers(context.eligible) else Unsplit.NO_GIVER
@@ -145,8 +145,8 @@ class CandidateBuilder:
         elsewhere: Overlap,
         holders: Collection[str],
     ) -> list[Candidate]:
-        """One candidate per eligible endpoint. `elsewhere`: the overlap of endpoints not in `overlaps`.
-        `holders`: those that can hand KV over."""
+        """Return one candidate per eligible endpoint. `elsewhere`: the overlap of endpoints not in
+        `overlaps`. `holders`: those that can hand KV over."""
         calibration, now = self._state.calibration, context.now
         givers = self._givers(context.eligible)
         chosen_links = calibration.transfers or self._splits or self._pulls
@@ -172,7 +172,7 @@ class CandidateBuilder:
         return candidates
 
     def _givers(self, eligible: Sequence[EndpointView]) -> Sequence[str]:
-        """The endpoints that prefill for others."""
+        """Return the endpoints that prefill for others."""
         if not self._splits:
             return ()
         return [v.endpoint.address for v in eligible if v.endpoint.role is Role.PREFILL]
@@ -185,8 +185,8 @@ class CandidateBuilder:
         holders: Collection[str],
         now: float,
     ) -> Mapping[str, Link]:
-        """Links to the holders of the prefix, and to the prefill endpoints that can hand KV over to this one,
-        as slow as they were observed to be."""
+        """Return links to the holders of the prefix, and to the prefill endpoints that can hand KV over to
+        this one, as slow as they were observed to be."""
         state, here = self._state, view.endpoint.address
         can = state.host_tiers.can if self._reads_peers else state.connectors.can
         near = [there for there, *_ in prefix.locations if there not in givers]
@@ -201,7 +201,7 @@ class CandidateBuilder:
         }
 
     def _overlaps(self, matches: Matches, limit: int) -> dict[str, Overlap]:
-        """What each endpoint itself holds, in tokens, at most `limit`."""
+        """Return what each endpoint itself holds, in tokens, at most `limit`."""
         size, again, overlaps = self._block_size, self._state.computed_again, {}
         alike: dict[tuple[tuple[int, int, int], int], Overlap] = {}  # many endpoints hold equally much
         for address in matches.reach:
@@ -214,8 +214,8 @@ class CandidateBuilder:
         return overlaps
 
     def _locations(self, matches: Matches, limit: int, waits: Mapping[str, float]) -> tuple[Location, ...]:
-        """The endpoints that hold the most of the prompt. Where host memory is read, one of those that have
-        the most there is among them."""
+        """Return the endpoints that hold the most of the prompt. Where host memory is read, one of those that
+        have the most there is among them."""
         held, size = matches.host, self._block_size
         if not (limit and held):
             return ()
@@ -234,7 +234,7 @@ class CandidateBuilder:
         )
 
     def _waits_s(self, matches: Matches, tokens: int, now: float) -> Mapping[str, float]:
-        """The holders that can hand KV over now, and the predicted seconds until they begin."""
+        """Return the holders that can hand KV over now, and the predicted seconds until they begin."""
         holders = matches.offloaded if self._reads_peers else matches.host
         if not self._pulls or not holders:
             return {}
@@ -257,8 +257,8 @@ class CandidateBuilder:
         givers: Collection[str],
         blocks: Sequence[int],
     ) -> Unpulled | None:
-        """Why the longest prefix cannot be fetched from its holders; None if it can, or if nothing is held,
-        or in a pool that does not fetch KV with requests."""
+        """Return why the longest prefix cannot be fetched from its holders; None if it can, or if nothing is
+        held, or in a pool that does not fetch KV with requests."""
         if not self._pulls:
             return None
         if self._reads_peers:
@@ -269,7 +269,7 @@ class CandidateBuilder:
         return unpulled(locations, givers, lambda tokens: self._why_not(tokens, blocks))
 
     def _why_not(self, tokens: int, blocks: Sequence[int]) -> Unpulled | None:
-        """Why the prompt's leading `tokens` cannot be handed over; None if they can."""
+        """Return why the prompt's leading `tokens` cannot be handed over; None if they can."""
         last = tokens // self._block_size
         if not 0 < last <= len(blocks):
             return Unpulled.TOKENS
@@ -283,6 +283,6 @@ def cacheable(prompt_tokens: int, block_size: int) -> int:
 
 
 def wanted_by(context: RequestContext) -> admission.Wanted:
-    """What admission must know of the request."""
+    """Return what admission must know of the request."""
     host = context.session.host if context.session else ""
     return admission.Wanted(context.head.subset, host, context.holder)

@@ -29,19 +29,19 @@ class StepTimer:
     __slots__ = ("_clock", "_last", "_started", "us")
 
     def __init__(self, clock: Callable[[], float], started: float | None = None) -> None:
-        """`started`: a reading of `clock`; None means now."""
+        """Begin to measure. `started`: a reading of `clock`; None means now."""
         self._clock = clock
         self._started = self._last = clock() if started is None else started
         self.us: dict[str, float] = {}
 
     def lap(self, step: Step) -> None:
-        """The step has just ended; it began when the one before ended."""
+        """Record that the step has just ended; it began when the one before ended."""
         now = self._clock()
         self.us[step] = (now - self._last) * 1e6
         self._last = now
 
     def total(self) -> dict[str, float]:
-        """All steps, with the time since the start as the total."""
+        """Return all steps, with the time since the start as the total."""
         self.us[Step.TOTAL] = (self._clock() - self._started) * 1e6
         return self.us
 

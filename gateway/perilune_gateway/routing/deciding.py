@@ -72,7 +72,8 @@ class Deciding:
         return view, verdict
 
     def _with_room(self, decision: Decision, view: RequestView, context: RequestContext) -> Decision:
-        """The decision with what it fetches from another endpoint, unless too much is on its way already."""
+        """Return the decision with what it fetches from another endpoint, unless too much is on its way
+        already."""
         if view.prefix.from_host:
             cause = self.moves.peer_reads.refuses(decision, context.candidates, context.now)
         else:
@@ -85,7 +86,7 @@ class Deciding:
         return without(decision, target_of(decision, context.candidates), view, cause)
 
     def _offer(self, context: RequestContext) -> Move | None:
-        """The planner's offer for this session, or for the prefix that a new session begins with."""
+        """Return the planner's offer for this session, or for the prefix that a new session begins with."""
         planner, handing_over = self.moves.planner, self.moves.handing_over
         if context.session and context.session.host:
             key, name = context.session.key, context.session.name
@@ -99,7 +100,7 @@ class Deciding:
         return planner.offer(None, prefix) or handing_over.offered(prefix, prefix_name(prefix))
 
     def _view(self, context: RequestContext, request_id: str, ordinal: int) -> RequestView:
-        """The request as a policy sees it."""
+        """Return the request as a policy sees it."""
         prompt, session = context.prompt, context.session
         level, slo_ttft_s, slo_tpot_s = objectives(context.head.headers, self._routing.limits)
         return RequestView(

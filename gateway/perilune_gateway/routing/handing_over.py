@@ -152,8 +152,8 @@ class HandingOver:
     # -- what happens ------------------------------------------------------------------------------
 
     def planned(self, plans: bool = True) -> None:
-        """The planner has made a new plan; called at the planner's interval. `plans`: whether this replica is
-        the one that plans. It also ends what others, which may be gone, have copied."""
+        """Record that the planner has made a new plan; called at the planner's interval. `plans`: whether
+        this replica is the one that plans. It also ends what others, which may be gone, have copied."""
         now, offers = self._clock(), self._state.offers
         self._handoffs.offer(
             [move for move in self._planner.ahead if not offers.moves(self._name(move.subject), now)], now
@@ -181,16 +181,16 @@ class HandingOver:
         return due
 
     def giving(self, legs: Legs) -> None:
-        """The give leg is sent: the host computes the last block and keeps all blocks."""
+        """Record that the give leg is sent: the host computes the last block and keeps all blocks."""
         size = self._state.block_tokens.block_size
         self._begin(legs, Leg.GIVE, legs.source, size)
 
     def taking(self, legs: Legs) -> None:
-        """The host has accepted the give leg, and the take leg is sent."""
+        """Record that the host has accepted the give leg, and the take leg is sent."""
         self._begin(legs, Leg.TAKE, legs.target, 0)
 
     def ended(self, legs: Legs, leg: Leg) -> None:
-        """A leg has ended, however. Ignores legs that were not sent."""
+        """Record that a leg has ended, however. Ignore legs that were not sent."""
         running = self._running.pop((legs.handoff, leg), None)
         if running is None:
             return
@@ -200,7 +200,8 @@ class HandingOver:
         self._leg_seconds[leg] += self._clock() - since
 
     def took(self, legs: Legs, cached_tokens: int, seconds: float) -> None:
-        """The take leg has answered after `seconds`; the target computed all but `cached_tokens`."""
+        """Record that the take leg has answered after `seconds`; the target computed all but
+        `cached_tokens`."""
         if legs.handoff not in self._copies:
             return  # it was given up meanwhile
         now, state = self._clock(), self._state
@@ -213,7 +214,7 @@ class HandingOver:
         self.step()
 
     def failed(self, legs: Legs, cause: GivenUp) -> None:
-        """A leg has failed."""
+        """Record that a leg has failed."""
         self._handoffs.failed(legs.handoff, cause)
         self.step()
 
@@ -338,7 +339,7 @@ class HandingOver:
         )
 
     def _name(self, subject: Subject) -> bytes:
-        """The subject's name among replicas; empty: it has none."""
+        """Return the subject's name among replicas; empty: it has none."""
         if isinstance(subject, int):
             return prefix_name(subject)
         if isinstance(subject, bytes):

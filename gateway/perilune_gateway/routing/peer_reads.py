@@ -120,13 +120,13 @@ class PeerReads:
             self._over(one)
 
     def on_answered(self, fact: Answered) -> None:
-        """After a head nothing is fetched any more, unless it is the early one of a stream."""
+        """End the read: after a head nothing is fetched any more, unless it is the early one of a stream."""
         request = fact.request
         if (one := _under_way(request)) and not (request.streamed and request.awaited):
             self._over(one)
 
     def on_rerouted(self, fact: Rerouted) -> None:
-        """The endpoint that serves reads nothing."""
+        """Record that the endpoint that serves reads nothing."""
         if isinstance(one := fact.request.transfer, PeerRead):
             one.cause = GivenUp.ELSEWHERE
 
@@ -163,7 +163,7 @@ class PeerReads:
         self._transfers.ended(one, cached_tokens or 0, seen=cached_tokens is not None)
 
     def _over(self, one: PeerRead) -> None:
-        """Nothing is fetched any more."""
+        """Record that nothing is fetched any more."""
         assert one.limits_ticket is not None, "it is under way"
         self._limits.ended(one.limits_ticket)
         one.limits_ticket = None

@@ -136,7 +136,8 @@ class Pools:
         return Chosen(router, verdict)
 
     def _elsewhere(self, head: RequestHead, model: str) -> Chosen | Refusal:
-        """A request with a body for another page than the model's, such as /tokenize or /v1/embeddings."""
+        """Choose for a request with a body for another page than the model's, such as /tokenize or
+        /v1/embeddings."""
         if not model and len(self._names()) > 1:
             return self.refused(head, admission.no_model(self._names(), "This gateway"))
         router = next((r for r in self.routers if not model or model in r.models), None)
@@ -149,7 +150,7 @@ class Pools:
         return {name for router in self.routers for name in router.models}
 
     def _listed(self, head: RequestHead, model: str) -> Answer | Refusal:
-        """The page /v1/models, or the entry of one model."""
+        """Return the page /v1/models, or the entry of one model."""
         entries = {entry["id"]: entry for router in self.routers for entry in _entries(router, self._since)}
         if not model:
             return Answer(msgspec.json.encode({"object": "list", "data": list(entries.values())}))
@@ -163,7 +164,7 @@ def _of_one_model(router: Router) -> bool:
 
 
 def _of_session(serving: Sequence[Router], head: RequestHead, request: ParsedRequest) -> Router:
-    """Of the pools that serve the model, the one that has the session; else the one that the weights
+    """Return the pool that has the session, of those that serve the model; else the one that the weights
     choose."""
     for router in serving:
         identity = router.identity(head, request)
@@ -178,7 +179,8 @@ def _of_session(serving: Sequence[Router], head: RequestHead, request: ParsedReq
 
 
 def by_weight(weights: Mapping[str, int], name: bytes) -> str:
-    """The pool of a session, by weighted rendezvous hashing. If no pool has a weight, all have the same."""
+    """Return the pool of a session, by weighted rendezvous hashing. If no pool has a weight, all have the
+    same."""
     if not any(weights.values()):
         weights = dict.fromkeys(weights, 1)
 
@@ -194,7 +196,7 @@ def _name(router: Router) -> str:
 
 
 def _entries(router: Router, since: int) -> Iterator[dict[str, Any]]:
-    """A pool's entries of /v1/models, in OpenAI's form with vLLM's additions."""
+    """Yield a pool's entries of /v1/models, in OpenAI's form with vLLM's additions."""
     model = router.pool.spec.model
     context = {"max_model_len": model.context_tokens} if model.context_tokens else {}
     base = {"object": "model", "created": since, "owned_by": "perilune"}

@@ -192,7 +192,7 @@ class Router:
         return self._decide(context)
 
     def on_body(self, head: RequestHead, body: bytes) -> Routed | Refusal | Encode | Queued:
-        """The body has come."""
+        """Decide from the body, which has come."""
         timer = StepTimer(self._stopwatch)
         if len(body) > self._routing.limits.max_body_bytes:
             return self._verdicts.refused(head, self._too_large(), timer)
@@ -209,14 +209,14 @@ class Router:
         return self._pass_through(context) if context.eligible else self._no_endpoint(context)
 
     def unsupported(self, head: RequestHead) -> Refusal | None:
-        """Why no pool serves the request's path; None if one may. Conformance tests have paths of their
-        own."""
+        """Return why no pool serves the request's path; None if one may. Conformance tests have paths of
+        their own."""
         return None if self._conformance else admission.unsupported(head)
 
     def on_request(
         self, head: RequestHead, request: ParsedRequest | Refusal, body_bytes: int, timer: StepTimer
     ) -> Routed | Refusal | Encode | Queued:
-        """The body has been parsed."""
+        """Decide from the parsed body."""
         if body_bytes > self._routing.limits.max_body_bytes:
             return self._verdicts.refused(head, self._too_large(), timer)
         if isinstance(request, Refusal):
@@ -238,13 +238,13 @@ class Router:
         return self._on_prompt(head, request, body_bytes, tokens, timer)
 
     def on_tokens(self, encode: Encode, tokens: Tokens, waited_s: float = 0.0) -> Routed | Refusal | Queued:
-        """The prompt's tokens have come, after `waited_s` seconds."""
+        """Decide with the prompt's tokens, which have come after `waited_s` seconds."""
         timer = StepTimer(self._stopwatch)
         timer.us[Step.TOKENIZE] = waited_s * 1e6
         return self._on_prompt(encode.head, encode.request, encode.body_bytes, tokens, timer)
 
     def on_begun(self, queued: Queued, refusal: Refusal | None) -> Routed | Refusal:
-        """The session waits no longer: it begins, or is refused."""
+        """Decide for a session that waits no longer: it begins, or is refused."""
         self.new_sessions.over(queued.ticket)
         timer, head = StepTimer(self._stopwatch), queued.head
         identity = head.identity or self._conversations.identity(head)
@@ -255,20 +255,20 @@ class Router:
         return self._route(context)
 
     def left(self, queued: Queued) -> None:
-        """The client of a request that waited has gone."""
+        """Record that the client of a request that waited has gone."""
         self.new_sessions.over(queued.ticket)
         self._verdicts.gave_up(queued.head, self._clock())
 
     def refused(self, head: RequestHead, refusal: Refusal) -> None:
-        """The exchange refused the request by itself; record it."""
+        """Record that the exchange refused the request by itself."""
         self._verdicts.refused(head, refusal)
 
     def prefills_itself(self, ticket: int) -> None:
-        """No other endpoint prefills the request's prompt after all, see lifecycle."""
+        """Record that no other endpoint prefills the request's prompt after all, see lifecycle."""
         self._lifecycle.prefills_itself(ticket)
 
     def fetched(self, ticket: int) -> None:
-        """The request's endpoint has fetched its KV, see lifecycle."""
+        """Record that the request's endpoint has fetched its KV, see lifecycle."""
         self._lifecycle.fetched(ticket)
 
     # -- which pool, where one gateway has several --------------------------------------------------
@@ -291,29 +291,29 @@ class Router:
     # -- a request's way out -----------------------------------------------------------------------
 
     def on_response(self, ticket: int, status: int, served: str, streamed: bool) -> None:
-        """The answer's head has come, see lifecycle."""
+        """Record that the answer's head has come, see lifecycle."""
         self._lifecycle.on_response(ticket, status, served, streamed)
 
     def on_reset(self, ticket: int, served: str) -> None:
-        """An endpoint broke off before it answered, see lifecycle."""
+        """Record that an endpoint broke off before it answered, see lifecycle."""
         self._lifecycle.on_reset(ticket, served)
 
     def on_usage(self, ticket: int, cached_tokens: int) -> None:
-        """The engine has reported how much of the prompt it had, see lifecycle."""
+        """Record that the engine has reported how much of the prompt it had, see lifecycle."""
         self._lifecycle.on_usage(ticket, cached_tokens)
 
     def finished(self, ticket: int, outcome: Outcome) -> None:
-        """The request has ended, see lifecycle."""
+        """Record that the request has ended, see lifecycle."""
         self._lifecycle.finished(ticket, outcome)
 
     # -- what engines announce ---------------------------------------------------------------------
 
     def on_applied(self, applied: Applied) -> None:
-        """A KV event has changed the index, see lifecycle."""
+        """Record that a KV event has changed the index, see lifecycle."""
         self._lifecycle.on_applied(applied)
 
     def on_learning(self, endpoint: str, learning: bool) -> None:
-        """Whether blocks of the endpoint wait for others that are not known, see full_reports."""
+        """Record whether blocks of the endpoint wait for others that are not known, see full_reports."""
         self.state.reports.learning(endpoint, learning)
 
     # -- prompt and session ------------------------------------------------------------------------
@@ -400,8 +400,8 @@ class Router:
     def weigh(
         self, head: RequestHead, prompt: Prompt | None, seed: int
     ) -> tuple[RequestContext, RequestView, Verdict]:
-        """What would be decided now for a turn of a known session: from its headers alone, or from its
-        prompt. Records nothing. Raises KeyError for a session that is not bound."""
+        """Return what would be decided now for a turn of a known session: from its headers alone, or from its
+        prompt. Record nothing. Raise KeyError for a session that is not bound."""
         now = self._clock()
         identity = self._conversations.identity(head)
         session = self._conversations.find(identity, now)
@@ -430,7 +430,8 @@ class Router:
         return self._verdicts.unprompted(context, order, Reason.PASS_THROUGH)
 
     def _forced(self, context: RequestContext) -> Routed | Refusal:
-        """The endpoints that the conformance header names: `ip:port`, or an `ip` for all of its ports."""
+        """Return the endpoints that the conformance header names: `ip:port`, or an `ip` for all of its
+        ports."""
         wanted = [a.strip() for a in context.head.headers[names.CONFORMANCE_SELECTION_HEADER].split(",")]
         serving = [e for e in context.eligible if e.endpoint.role is not Role.PREFILL]
         chosen = [e for a in wanted for e in serving if a in (e.endpoint.server, _ip_of(e.endpoint.server))]
@@ -461,7 +462,8 @@ class Router:
 
 
 def _ranks(spec: EndpointSpec, topology: Topology) -> list[Endpoint]:
-    """The endpoints of one server: itself, or its data-parallel ranks, which publish their own events."""
+    """Return the endpoints of one server: itself, or its data-parallel ranks, which publish their own
+    events."""
     place = topology.place(spec.node)
     rest = spec.ready, spec.draining, spec.bootstrap, spec.role
     if len(spec.events) < 2:
@@ -485,6 +487,6 @@ def _ip_of(address: str) -> str:
 
 
 def _next_port(address: str, rank: int) -> str:
-    """The address of a rank whose port is so many above the first one's; empty if there is none."""
+    """Return the address of a rank whose port is so many above the first one's; empty if there is none."""
     host, _, port = address.rpartition(":")
     return f"{host}:{int(port) + rank}" if address else ""

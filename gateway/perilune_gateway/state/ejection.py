@@ -307,8 +307,9 @@ class Ejection:
                 self._step(address, record, Event.BAD, now)
 
     def learn(self, address: str, cause: str, now: float) -> None:
-        """Another replica of the gateway has ejected the endpoint or, with an empty cause, found it healthy.
-        That one tries it; this one does so only after the longest pause, if it has heard nothing more."""
+        """Record that another replica of the gateway has ejected the endpoint or, with an empty cause, found
+        it healthy. That one tries it; this one does so only after the longest pause, if it has heard nothing
+        more."""
         record = self._record(address)
         if (cause == "") is (record.standing is Standing.HEALTHY) or cause not in ("", *Cause):
             return
@@ -341,7 +342,7 @@ class Ejection:
         return self._records.setdefault(address, _Record())
 
     def _good(self, request: InFlight, wait: Wait, now: float) -> None:
-        """The first sign has come, perhaps late."""
+        """Record that the first sign has come, perhaps late."""
         request.wait = None
         record = self._record(wait.address)
         took_s = now - self._begun(wait, record)
@@ -422,7 +423,7 @@ class Ejection:
         return bad.most_common(1)[0][0], bad.total(), len(causes)
 
     def _agreed(self, record: _Record, now: float, tenants: int) -> bool:
-        """Whether the tenants with evidence of an endpoint accuse it, rather than few of them."""
+        """Return whether the tenants with evidence of an endpoint accuse it, rather than few of them."""
         latest: dict[str, deque[bool]] = {}
         for evidence in _fresh(record, now):
             latest.setdefault(evidence.tenant, deque(maxlen=IN_A_ROW)).append(evidence.cause is not None)
@@ -430,7 +431,8 @@ class Ejection:
         return accusing >= max(min(SOURCES, tenants), self.rules.failure_share * len(latest))
 
     def is_failure(self, status: int) -> bool:
-        """Whether an answer with this status is the endpoint's fault, and none that a client can cause."""
+        """Return whether an answer with this status is the endpoint's fault, and none that a client can
+        cause."""
         return (status >= 500 and status != NOT_IMPLEMENTED) or (self._keyed and status in (401, 403))
 
     @staticmethod
@@ -439,7 +441,7 @@ class Ejection:
         return max(wait.since, record.sign_at) if wait.by_event else wait.since
 
     def _is_late(self, wait: Wait, now: float) -> bool:
-        """Whether a request without a sign has waited longer than the patience."""
+        """Return whether a request without a sign has waited longer than the patience."""
         if now - self._measured_at > RATIO_S:
             self._ratios, self._measured_at = (self._tolerated(0), self._tolerated(1)), now
         record = self._record(wait.address)

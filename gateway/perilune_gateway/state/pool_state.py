@@ -140,10 +140,10 @@ class PoolState:
         return Matches(len(chain), here, here, here, longest=held)
 
     def knows(self, session: Session, body_bytes: int) -> bool:
-        """Whether the headers of a turn with a body of this length suffice to tell what its host caches. They
-        do not if the chain is not known although the host announces blocks, or if another replica knows more
-        of it, nor if the body is shorter than the last one: then it was rewritten, and may differ from it
-        anywhere, nor after a turn that asked for a model that the host does not serve."""
+        """Return whether the headers of a turn with a body of this length suffice to tell what its host
+        caches. They do not if the chain is not known although the host announces blocks, or if another
+        replica knows more of it, nor if the body is shorter than the last one: then it was rewritten, and may
+        differ from it anywhere, nor after a turn that asked for a model that the host does not serve."""
         endpoint = self.fleet.get(session.host)
         chained = session.chain or not (endpoint and endpoint.events)
         follows = bool(chained) and session.follows and not session.unserved

@@ -263,7 +263,7 @@ class Replicas:
         return of if isinstance(of, bytes) else f"{self.replica}:{of}".encode()[-64:]
 
     def _latest(self, name: bytes) -> tuple[Bound, Stamp] | None:
-        """The session's latest turn, or its end, that is known here."""
+        """Return the session's latest turn, or its end, that is known here."""
         if session := self._state.sessions.named(name):
             return (self._bound(session), session.stamp) if session.host else None
         there = self._elsewhere.latest(name)

@@ -44,7 +44,7 @@ class Sessions:
         elsewhere: SessionsElsewhere | None = None,
         tell: Tell = nobody,
     ) -> None:
-        """A session that was idle for more than `idle_s` seconds is forgotten. `max_blocks`: of all chains.
+        """`idle_s`: seconds after which an idle session is forgotten. `max_blocks`: of all chains.
         `elsewhere`: the sessions of other replicas; None: nothing is shared. `tell` hears
         `SessionsChanged`."""
         self._elsewhere = elsewhere
@@ -190,12 +190,12 @@ class Sessions:
         self._used(session, now)
 
     def turn_ended(self, session: Session) -> None:
-        """A turn of the session that was decided here has ended."""
+        """Record that a turn of the session that was decided here has ended."""
         if self._elsewhere:
             self._elsewhere.turn_ended(session)
 
     def runs_elsewhere(self, session: Session) -> bool:
-        """Whether a turn of the session runs at another replica, as far as is known."""
+        """Return whether a turn of the session runs at another replica, as far as is known."""
         return bool(session.runs_at) and self._elsewhere is not None and self._elsewhere.runs(session)
 
     def _used(self, session: Session, now: float) -> None:
@@ -296,7 +296,7 @@ class Sessions:
             self.forget_host(fact.applied.endpoint)
 
     def unbind(self, host: str) -> None:
-        """Another endpoint is at this address: no session is bound to it. What is known of the sessions
+        """Unbind all sessions of this address, where another endpoint is now. What is known of the sessions
         stays."""
         for session in list(self._bindings.at(host)):
             self._bindings.bind(session, "")

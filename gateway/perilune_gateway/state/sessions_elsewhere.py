@@ -71,7 +71,7 @@ class SessionsElsewhere:
     # -- what happens here -------------------------------------------------------------------------
 
     def changed(self, session: Session) -> None:
-        """A turn of the session was decided here."""
+        """Record that a turn of the session was decided here."""
         if not session.name:
             session.name = self._names.session(session.key)
             self._here[session.name] = session.key
@@ -81,19 +81,19 @@ class SessionsElsewhere:
         self._wake()
 
     def turn_ended(self, session: Session) -> None:
-        """A turn of the session that was decided here has ended."""
+        """Record that a turn of the session that was decided here has ended."""
         if session.name:
             self._turns_over[session.name] = None
             self._wake()
 
     def ended(self, session: Session) -> None:
-        """The session has ended here."""
+        """Record that the session has ended here."""
         if session.name:
             bound = Bound(self._stamps.next_us(), session.name, "")
             self._tell(bound)
 
     def forgotten(self, session: Session) -> None:
-        """The session was forgotten here, because it was idle or there are too many."""
+        """Record that the session was forgotten here, because it was idle or there are too many."""
         self._here.pop(session.name, None)
         self._turns.pop(session.name, None)
         self._turns_over.pop(session.name, None)
@@ -125,12 +125,12 @@ class SessionsElsewhere:
         self._wake()
 
     def save(self, name: bytes) -> None:
-        """The server lacks the session's latest turn."""
+        """Record that the server lacks the session's latest turn."""
         self._unsaved[name] = None
         self._wake()
 
     def superseded(self, name: bytes) -> None:
-        """Another replica has decided a later turn of the session."""
+        """Record that another replica has decided a later turn of the session."""
         self._turns.pop(name, None)
 
     def take_turns(self, limit: int) -> list[bytes]:
@@ -185,7 +185,7 @@ class SessionsElsewhere:
         return self._there.get(name)
 
     def at(self, host: str) -> Iterator[BoundElsewhere]:
-        """The sessions that are not known here and are bound to `host`, those that were heard of last
+        """Return the sessions that are not known here and are bound to `host`, those that were heard of last
         first."""
         return (self._there[name] for name in reversed(self._at.get(host, {})))
 
@@ -227,11 +227,12 @@ class SessionsElsewhere:
         return self._here.get(name)
 
     def names(self) -> Iterator[bytes]:
-        """The names of all sessions, here and there."""
+        """Return the names of all sessions, here and there."""
         return iter((*self._here, *self._there))
 
     def runs(self, session: Session) -> bool:
-        """Whether a turn of the session runs at another replica that is alive, as far as it has told."""
+        """Return whether a turn of the session runs at another replica that is alive, as far as it has
+        told."""
         return session.runs_at in self._peers
 
     def name(self, key: SessionKey) -> bytes:
