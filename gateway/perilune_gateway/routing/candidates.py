@@ -78,9 +78,10 @@ class CandidateBuilder:
         if session and session.failures >= self._session_failures:
             wanted = replace(wanted, failing=session.host)
         if paths.is_model_path(context.head.path) and context.head.method == "POST":
-            trial = self._state.ejection.trial(context.now, new_session=not wanted.host)
-            may = wanted.subset is None or trial in wanted.subset
-            if trial and may and any(v.ejected and v.endpoint.address == trial for v in views):
+            trial = self._state.ejection.trial(
+                context.now, new_session=not wanted.host, may=lambda address: _tried(address, wanted, views)
+            )
+            if trial:
                 wanted = replace(wanted, trial=trial)
         return wanted
 
@@ -280,6 +281,13 @@ class CandidateBuilder:
 def cacheable(prompt_tokens: int, block_size: int) -> int:
     """Return the most tokens of a prompt that a cache can serve: whole blocks, and never the last token."""
     return max(0, prompt_tokens - 1) // block_size * block_size
+
+
+def _tried(address: str, wanted: admission.Wanted, views: Sequence[EndpointView]) -> bool:
+    """Return whether the request may be the trial of an ejected endpoint, which does not drain."""
+    if wanted.subset is not None and address not in wanted.subset:
+        return False
+    return any(v.ejected and v.endpoint.address == address and not v.endpoint.draining for v in views)
 
 
 def wanted_by(context: RequestContext) -> admission.Wanted:

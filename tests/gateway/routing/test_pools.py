@@ -124,7 +124,8 @@ def test_after_a_404_of_the_engine_the_body_is_read(front: Front) -> None:
 
 def test_a_pool_may_have_every_body_of_its_sessions_read() -> None:
     mixed = Routing(session=SessionKeys(several_models=True))
-    front = Front([Rig(named("one", A, Model(name="m", tokenize="estimate"), mixed))])
+    other = Rig(named("two", B, Model(name="n", tokenize="estimate")))
+    front = Front([Rig(named("one", A, Model(name="m", tokenize="estimate"), mixed)), other])
     s = session("s")
     assert [front.ask("m", s)[2] for _ in range(3)] == [True, True, True]
 
