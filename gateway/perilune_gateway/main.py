@@ -1,6 +1,6 @@
 """perilune-gateway: the composition root. Settings → pools → server and pages; signals and drain.
 
-`served_pool.py` wires the parts of one pool. `Gateway` serves one pool, or several behind one route
+`served_pool.py` wires the parts of one pool. `Gateway` serves a list of pools behind one route
 (routing/pools.py). `Gateway.run` starts everything, prints one ready line to standard output, and waits for
 SIGTERM, SIGINT or SIGHUP. Then it drains: for `--drain-seconds` it serves while health answers NOT_SERVING,
 then it refuses new streams and gives open ones `--grace-seconds` to end.
@@ -20,12 +20,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from random import Random
 
 import uvloop
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 
 from perilune_api import kube, names
-from perilune_api.pool import Limits, Pool, SpecError, load
+from perilune_api.pool import Pool, SpecError, load
 from perilune_gateway.config import arguments
 from perilune_gateway.extproc import Transport, new_server
 from perilune_gateway.extproc.service import Service
@@ -35,8 +36,10 @@ from perilune_gateway.feeds.kubernetes import KubernetesPool
 from perilune_gateway.feeds.pool_file import PoolFile, refuse_selector
 from perilune_gateway.feeds.pool_origin import inference_pool
 from perilune_gateway.feeds.shared_state import Server
+from perilune_gateway.model import Refusal
+from perilune_gateway.model.tracing import Trace, begin
 from perilune_gateway.observe import logs
-from perilune_gateway.observe.admin import Admin, AdminData, PoolsData
+from perilune_gateway.observe.admin import Admin, AdminData
 from perilune_gateway.observe.decision_log import RotatedFile
 from perilune_gateway.observe.metrics import StreamMetrics, refusals
 from perilune_gateway.routing.pools import Pools
@@ -60,7 +63,7 @@ STATE_KEY = "PERILUNE_STATE_KEY"
 
 
 class Gateway:
-    """One gateway process: its pools, and the server and the pages that they have in common."""
+    """One gateway process: a list of pools, often of one, and the server and the pages that they share."""
 
     def __init__(
         self,
@@ -69,57 +72,44 @@ class Gateway:
         transport: Transport = Transport.H2,
         tls: Tls | None = None,
         pages_to_anyone: bool = False,
+        conformance: bool = False,
+        authorization: str = "",
+        trace: Callable[[str], Trace | None] | None = None,
         late: Sequence[KubernetesPool] = (),
         serve: Callable[[Pool, PoolSource], ServedPool] | None = None,
     ) -> None:
         """Without `tls`, ext_proc is served in plain text. `pages_to_anyone`: whether admin pages with
-        session ids answer clients on other machines. `late`: further pools, which are taken in once they are
-        there; `serve` makes such a pool. Raises SpecError for names of several pools that cannot
-        tell their pages apart."""
+        session ids answer clients on other machines. `conformance`, `authorization` and `trace` are for
+        extproc's `Service`. `late`: further pools, which are taken in once they are there; `serve` makes such
+        a pool. Raises SpecError for names of several pools that cannot tell their pages apart."""
         self.pools = tuple(pools)
         self._make = serve
         self._late = tuple(late)
         self._waiting = {source.name: "there is no such pool" for source in late}
         """Pools that are awaited, and why they are not served yet."""
-        self._pages: dict[str, AdminData] = {pool.name: pool.pages for pool in pools}
-        self._services: dict[object, Service] = {pool.router: pool.service for pool in pools}
-        pages: AdminData | PoolsData
-        if len(pools) == 1 and not self._late:
-            (pool,) = pools
-            self.registry, self.service, pages = pool.metrics.registry, pool.service, pool.pages
-        else:
+        self._pages = {pool.name: pool.pages for pool in pools}
+        if several := len(pools) + len(late) > 1:
             _check_names([pool.name for pool in pools])
-            self.registry = CollectorRegistry()
-            pages = PoolsData(self.registry, self._pages, lambda: self._waiting)
-            self._entrance = self._in_front()
-            self.service = self._service_of(self._entrance)
+        self.registry = CollectorRegistry()
+        self._entrance = Pools(
+            [pool.router for pool in pools],
+            _counting(self.registry) if several else lambda refusal: None,
+            stopwatch=time.perf_counter,
+            since=int(time.time()),
+            more=bool(late),
+        )
+        self.service = Service(
+            self._entrance,
+            [pool.waiting for pool in pools],
+            conformance=conformance,
+            trace=trace,
+            authorization=authorization,
+        )
         ProcessCollector(registry=self.registry)
         StreamMetrics(self.registry, self.service)
         self.server = new_server(transport, self.service, tls)
+        pages = AdminData(self.registry, self._pages, lambda: self._waiting)
         self.admin = Admin(pages, to_anyone=pages_to_anyone)
-
-    def _in_front(self) -> Pools:
-        """Return what chooses a pool for each request."""
-        refused = refusals(self.registry)
-        return Pools(
-            [pool.router for pool in self.pools],
-            lambda refusal: refused.add(refusal.reason),
-            stopwatch=time.perf_counter,
-            since=int(time.time()),
-        )
-
-    def _service_of(self, entrance: Pools) -> Service:
-        """Return the service of all pools' streams."""
-        first = self.pools[0].service
-        return Service(
-            entrance,
-            None,
-            limits=Limits(),
-            conformance=first.conformance,
-            trace=first.trace,
-            authorization=first.authorization,
-            pools=self._services,
-        )
 
     async def _take_in(
         self, source: KubernetesPool, tasks: asyncio.TaskGroup, feeds: list[asyncio.Task[None]]
@@ -140,7 +130,7 @@ class Gateway:
         feeds.extend(await pool.start(tasks))
         await pool.warm()
         self.pools = (*self.pools, pool)
-        self._services[pool.router] = pool.service
+        self.service.add(pool.waiting)
         self._pages[pool.name] = pool.pages
         self._entrance.add(pool.router)
         del self._waiting[source.name]
@@ -190,12 +180,18 @@ class Gateway:
         await self._set_ready(False)
         await asyncio.sleep(drain_s)
         for pool in self.pools:
-            pool.service.begin_all()
+            pool.waiting.begin_all()
         await self.server.stop(grace_s)
 
     async def _set_ready(self, ready: bool) -> None:
         await self.server.set_ready(ready)
         self.admin.serving = ready
+
+
+def _counting(registry: CollectorRegistry) -> Callable[[Refusal], None]:
+    """Return what counts the refusals of no pool."""
+    refused = refusals(registry)
+    return lambda refusal: refused.add(refusal.reason)
 
 
 def _check_names(given: Sequence[str]) -> None:
@@ -283,6 +279,7 @@ async def _serve(
     late: Sequence[KubernetesPool] = (),
 ) -> None:
     several = len(pools) + len(late) > 1
+    key = authorization(os.environ.get(ENGINE_API_KEY, ""))
 
     def served(pool: Pool, source: PoolSource) -> ServedPool:
         return ServedPool(
@@ -292,7 +289,7 @@ async def _serve(
             seed=args.seed,
             secret=os.environ.get(ENGINE_SECRET, ""),
             previous_secret=os.environ.get(PREVIOUS_SECRET, ""),
-            authorization=authorization(os.environ.get(ENGINE_API_KEY, "")),
+            authorization=key,
             log_file=_log_file(args, pool.metadata.name if several else ""),
             state_server=Server(
                 args.state_server, os.environ.get(STATE_PASSWORD, ""), str(args.state_ca or "")
@@ -302,7 +299,6 @@ async def _serve(
             state_key=os.environ.get(STATE_KEY, ""),
             state_cluster=args.state_cluster,
             traces=args.traces or "",
-            traces_share=args.traces_share,
         )
 
     gateway = Gateway(
@@ -310,6 +306,9 @@ async def _serve(
         transport=args.transport,
         tls=args.tls,
         pages_to_anyone=args.admin_pages == "anyone",
+        conformance=args.conformance,
+        authorization=key,
+        trace=_tracer(args.traces_share, Random()) if args.traces else None,
         late=late,
         serve=served,
     )
@@ -318,6 +317,11 @@ async def _serve(
     gc.collect()
     gc.freeze()
     await gateway.run(args.listen, args.admin, args.grace_seconds, stop, args.drain_seconds)
+
+
+def _tracer(share: float, dice: Random) -> Callable[[str], Trace | None]:
+    """Return what begins the span of a request. `share`: of requests without a client's trace."""
+    return lambda traceparent: begin(traceparent, share, dice, time.time())
 
 
 def authorization(key: str) -> str:

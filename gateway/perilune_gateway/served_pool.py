@@ -1,4 +1,4 @@
-"""One pool with all its parts: state → router → feeds → service for its streams, and what its pages show.
+"""One pool with all its parts: state → router → feeds → what its requests wait for, and what its pages show.
 
 `ServedPool.__init__` creates and connects them by hand; nothing runs before `start`. A gateway has one for
 each of its pools; they share the process, its listeners and nothing else.
@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from perilune_api import names
 from perilune_api.pool import Pool, SpecError
-from perilune_gateway.extproc.service import Service
+from perilune_gateway.extproc.waiting import Waiting
 from perilune_gateway.feeds import (
     bootstrap_pages,
     drained,
@@ -41,8 +41,7 @@ from perilune_gateway.model import EngineMetrics
 from perilune_gateway.model.engine_facts import EngineFacts
 from perilune_gateway.model.kv_reach import kv_reach
 from perilune_gateway.model.shared import Names, SharedStats
-from perilune_gateway.model.tracing import Trace, begin
-from perilune_gateway.observe.admin import AdminData
+from perilune_gateway.observe.admin import PoolData
 from perilune_gateway.observe.decision_log import DecisionLog, RotatedFile
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.metrics import Metrics
@@ -81,7 +80,7 @@ class PoolSource(Protocol):
     """Why the newest document is not in force; empty when it is."""
 
     def run(self, on_pool: Callable[[Pool], None], use: Callable[[str], Use]) -> Coroutine[None, None, None]:
-        """Passes every new pool to `on_pool` until cancelled. `on_pool` raises SpecError to refuse one.
+        """Pass every new pool to `on_pool` until cancelled. `on_pool` raises SpecError to refuse one.
         `use`: how this gateway uses the endpoint with that address."""
 
 
@@ -103,7 +102,6 @@ class ServedPool:
         state_key: str = "",
         state_cluster: str = "",
         traces: str = "",
-        traces_share: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`secret`: of the pool; empty: one of this process alone stands in. `previous_secret`: the one
@@ -112,7 +110,7 @@ class ServedPool:
         `log_file`, if given. `state_server`: what the pool's gateways share their state through; `state_key`:
         the key of the hashes that name sessions there; `state_cluster`: a name of the cluster, if the server
         has pools of several. `traces`: URL of the collector of spans, if there is
-        one; `traces_share`: of requests without a client's trace."""
+        one."""
         spec = pool.spec
         self._clock, self._rng = clock, Random(seed)
         self._key = {names.AUTHORIZATION_HEADER: authorization} if authorization else {}
@@ -184,16 +182,13 @@ class ServedPool:
         if state_server and sharing:
             self.replicas = Replicas(state, self.router.new_sessions, self.router.moves.handing_over)
             self.shared = SharedState(state_server, shared_as, self.replicas, changed, clock, Random())
-        self.service = Service(
+        self.waiting = Waiting(
             self.router,
             self.tokenizer,
             limits=spec.routing.limits,
             bytes_per_token=spec.model.bytes_per_token,
-            conformance=conformance,
             giver=self.prefill_legs,
             fetcher=self.pull_legs,
-            trace=_tracer(traces_share, Random()) if traces else None,
-            authorization=authorization,
         )
         snapshots = Snapshots(
             self.router,
@@ -207,21 +202,21 @@ class ServedPool:
         )
         self.metrics.mirror(snapshots.snapshot)
         self.metrics.describe(version("perilune"), spec.routing.policy.name)
-        self.pages = AdminData(
-            registry,
-            decisions,
-            POLICIES,
-            lambda: self.router.pool.spec.routing.policy,
-            snapshots.endpoints,
-            snapshots.sessions,
-            lambda: self.state.index.stats(clock()),
-            snapshots.moves,
-            lambda: snapshots.health(self.source.last_error),
-            lambda: not self.draining and snapshots.serves(),
-            snapshots.about,
-            snapshots.new_sessions,
-            snapshots.handoffs,
-            time.time,
+        self.pages = PoolData(
+            registry=registry,
+            decisions=decisions,
+            policies=POLICIES,
+            params=lambda: self.router.pool.spec.routing.policy,
+            endpoints=snapshots.endpoints,
+            sessions=snapshots.sessions,
+            index_stats=lambda: self.state.index.stats(clock()),
+            moves=snapshots.moves,
+            health=lambda: snapshots.health(self.source.last_error),
+            ready=lambda: not self.draining and snapshots.serves(),
+            about=snapshots.about,
+            new_sessions=snapshots.new_sessions,
+            handoffs=snapshots.handoffs,
+            wall=time.time,
         )
 
     @property
@@ -230,7 +225,7 @@ class ServedPool:
         return self.router.pool.metadata.name
 
     async def start(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        """Starts all feeds, which end when they are cancelled, and the decision log, which `stop` ends."""
+        """Start all feeds, which end when they are cancelled, and the decision log, which `stop` ends."""
         if self.decision_log:
             tasks.create_task(self.decision_log.run())
         feeds = [tasks.create_task(feed) for feed in self._feeds()]
@@ -240,7 +235,7 @@ class ServedPool:
         return feeds
 
     async def warm(self) -> None:
-        """Waits until it is known what the engines cache, WARM_S at most."""
+        """Wait until it is known what the engines cache, WARM_S at most."""
         try:
             async with asyncio.timeout(WARM_S):
                 while not self.events.caught_up():  # noqa: ASYNC110 - a short wait, once
@@ -249,12 +244,12 @@ class ServedPool:
             log.warning("kv events not read in time, serving without them seconds=%g", WARM_S)
 
     def stop(self) -> None:
-        """Ends the decision log after the entries that wait."""
+        """End the decision log after the entries that wait."""
         if self.decision_log:
             self.decision_log.stop()
 
     async def close(self) -> None:
-        """Closes what the feeds and requests used."""
+        """Close what the feeds and requests used."""
         await self.events.close()
         await self.tokenizer.close()
         if self.collector:
@@ -276,11 +271,11 @@ class ServedPool:
             yield self.shared.run()
         yield self._tick()
         yield self._plan_moves()
-        yield self.service.begin_sessions(self.router)
+        yield self.waiting.begin_sessions()
         yield self._hand_over()
 
     async def _hand_over(self) -> None:
-        """Asks the engines whether they hand KV over, and sends the legs of hand-offs."""
+        """Ask the engines whether they hand KV over, and send the legs of hand-offs."""
         connectors = self.state.connectors
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
@@ -296,24 +291,24 @@ class ServedPool:
             )
 
     async def _tick(self) -> None:
-        """Lets time pass while no request comes."""
+        """Let time pass while no request comes."""
         while True:
             await asyncio.sleep(TICK_S)
             self.router.tick()
 
     async def _plan_moves(self) -> None:
-        """Runs the migration planner at the interval of the pool document."""
+        """Run the migration planner at the interval of the pool document."""
         while True:
             await asyncio.sleep(self.router.pool.spec.routing.migration.interval_seconds)
             self.router.plan_moves(self.shared is None or self.replicas.plans)
 
     def _told(self) -> Mapping[str, EngineFacts] | None:
-        """What engines that others run told; None for engines of the pool's own."""
+        """Return what engines that others run told; None for engines of the pool's own."""
         selects = self.router.pool.spec.engine.selector is not None
         return self.source.words.known if selects and isinstance(self.source, KubernetesPool) else None
 
     def _drained(self) -> Mapping[str, str]:
-        """The draining pods that this gateway no longer uses, with their marks."""
+        """Return the draining pods that this gateway no longer uses, with their marks."""
         if not isinstance(self.source, KubernetesPool):
             return {}
         state, now = self.state, self._clock()
@@ -331,7 +326,7 @@ class ServedPool:
         return drained.drained(self.source.pods, is_idle)
 
     def on_pool(self, pool: Pool) -> None:
-        """Applies a new pool document. Raises SpecError for a change that a running gateway cannot make."""
+        """Apply a new pool document. Raise SpecError for a change that a running gateway cannot make."""
         now, new = self.router.pool.spec, pool.spec
         for field, here, there in (
             ("model", now.model, new.model),
@@ -347,12 +342,12 @@ class ServedPool:
         self.state.sessions.max_sessions = new.routing.session.max_sessions
         self.state.sessions.idle_s = new.routing.session.idle_seconds
         self.tokenizer.timeout_s = TOKENS_SHARE * new.routing.limits.decision_seconds
-        self.service.limits = new.routing.limits
+        self.waiting.limits = new.routing.limits
         self.metrics.describe(version("perilune"), new.routing.policy.name)
         self.events.follow(self.state.fleet.endpoints())
 
     def on_metrics(self, address: str, metrics: EngineMetrics | None, now: float) -> None:
-        """Records the result of a scrape; None when it failed. A restarted engine gets ready with its first
+        """Record the result of a scrape; None when it failed. A restarted engine gets ready with its first
         good scrape, so what its old process cached is forgotten before, and so is what a sleeping engine
         cached."""
         before, at = self.state.fleet.engine_metrics(address), self.state.fleet.metrics_at(address)
@@ -372,18 +367,14 @@ class ServedPool:
         return self.shared.stats(self._clock()) if self.shared else None
 
     def _least_busy(self) -> str:
-        """The ready endpoint with the fewest requests in flight, which the tokenizer asks; "" when none is
-        ready."""
+        """Return the ready endpoint with the fewest requests in flight, which the tokenizer asks; "" when
+        none is ready."""
         ready = [v for v in self.state.fleet.view(self._clock()) if v.endpoint.ready]
         return min(ready, key=lambda v: v.load.in_flight).endpoint.server if ready else ""
 
 
 def _collector(url: str, pool: Pool, metrics: Metrics) -> Collector:
-    """Imports opentelemetry, which only a gateway with tracing needs."""
+    """Import opentelemetry, which only a gateway with tracing needs."""
     from perilune_gateway.observe.otlp import Collector
 
     return Collector(url, f"{pool.metadata.namespace}/{pool.metadata.name}", metrics.count_spans())
-
-
-def _tracer(share: float, dice: Random) -> Callable[[str], Trace | None]:
-    return lambda traceparent: begin(traceparent, share, dice, time.time())

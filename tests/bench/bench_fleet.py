@@ -36,7 +36,7 @@ from perilune_gateway.feeds import zmq_sockets
 from perilune_gateway.feeds.leaving import Use
 from perilune_gateway.model import Outcome, RequestHead, Routed, Tokens, TokenSource
 from perilune_gateway.model.kv_events import EventStats
-from perilune_gateway.request.openai import ParsedRequest, TokenPrompt
+from perilune_gateway.request.parsed import ParsedRequest, TokenPrompt
 from perilune_gateway.request.paths import Api
 from perilune_gateway.routing.router import Encode
 from perilune_gateway.served_pool import ServedPool

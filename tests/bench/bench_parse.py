@@ -8,7 +8,8 @@ from time import perf_counter
 import pytest
 from tokenizers import Tokenizer as HfTokenizer
 
-from perilune_gateway.request.openai import ChatPrompt, ParsedRequest, parse
+from perilune_gateway.request.openai import parse
+from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest
 from perilune_gateway.request.tokens import chat_template
 from perilune_gateway.request.tokens.conversation import read
 from perilune_lab.vocabulary import Vocabulary, write_tokenizer

@@ -20,7 +20,8 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HfTokenizer
 
 from perilune_api.pool import Model
-from perilune_gateway.request.openai import ChatPrompt, ParsedRequest, parse
+from perilune_gateway.request.openai import parse
+from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest
 from perilune_gateway.request.tokens import Tokenizer, chat_template, conversation, encoder
 from perilune_gateway.request.tokens.encoder import Library
 from perilune_gateway.request.tokens.incremental import IncrementalEncoder

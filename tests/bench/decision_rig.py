@@ -15,7 +15,7 @@ from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.recorder import Recorder
 from perilune_gateway.request import block_hashes as blocks
-from perilune_gateway.request.openai import ParsedRequest, TokenPrompt
+from perilune_gateway.request.parsed import ParsedRequest, TokenPrompt
 from perilune_gateway.request.paths import Api
 from perilune_gateway.routing.new_router import new_router
 from perilune_gateway.routing.router import Encode

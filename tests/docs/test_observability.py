@@ -42,8 +42,9 @@ def documented(markdown: str) -> dict[str, Described]:
     }
 
 
-def exposed(registry: CollectorRegistry) -> dict[str, Described]:
-    return {name(family): Described(kind(family), labels(family)) for family in registry.collect()}
+def exposed(*registries: CollectorRegistry) -> dict[str, Described]:
+    families = (family for registry in registries for family in registry.collect())
+    return {name(family): Described(kind(family), labels(family)) for family in families}
 
 
 def name(family: Metric) -> str:
@@ -98,7 +99,7 @@ async def gateway(folder):
 
 
 async def test_every_metric_of_a_gateway_is_documented_as_it_is(gateway):
-    assert documented(OF_GATEWAY) == exposed(main.Gateway([gateway]).registry)
+    assert documented(OF_GATEWAY) == exposed(main.Gateway([gateway]).registry, gateway.metrics.registry)
 
 
 def test_every_metric_of_the_operator_is_documented_as_it_is():

@@ -7,6 +7,7 @@ coverage (`make fuzz`), `test_readers.py` tries a few thousand mutations (`make 
 from collections.abc import Callable, Mapping
 from math import isfinite
 
+import list_of_one
 import msgspec
 from envoy_doubles import PHASE, ROUTE, ScriptedRouter
 from msgspec.structs import replace
@@ -38,7 +39,6 @@ from perilune_gateway.extproc.h2.frames import (
     settings,
 )
 from perilune_gateway.extproc.h2.hpack import Decoder
-from perilune_gateway.extproc.service import Service
 from perilune_gateway.feeds import bootstrap_pages, engine_metrics, kv_events
 from perilune_gateway.feeds.pool_events import EventSink
 from perilune_gateway.model import MoveReason, NeedBody, ProtocolError, Refusal, RequestHead, Routed
@@ -63,7 +63,8 @@ from perilune_gateway.model.shared import (
 )
 from perilune_gateway.observe import decision_log
 from perilune_gateway.request.known_bodies import KnownBodies
-from perilune_gateway.request.openai import ChatPrompt, ParsedRequest, parse
+from perilune_gateway.request.openai import parse
+from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest
 from perilune_gateway.request.paths import PATHS
 from perilune_gateway.request.tokens import Tokenizer
 from perilune_gateway.routing.new_sessions import Queued
@@ -129,7 +130,7 @@ def messages(data: bytes) -> None:
 
 def streams(data: bytes) -> None:
     """Play messages of one stream, each after two bytes of its length, through exchange and service."""
-    service = Service(ScriptedRouter(), Deaf(), limits=Limits(max_body_bytes=1000))
+    service = list_of_one.service(ScriptedRouter(), Deaf(), limits=Limits(max_body_bytes=1000))
     stream = service.open()
     for message in parts(data):
         stream.receive(message)

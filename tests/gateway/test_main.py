@@ -100,7 +100,7 @@ async def test_a_changed_document_limits_the_sessions_that_are_kept(gateway, clo
 
 async def test_a_changed_document_limits_the_size_of_bodies(gateway) -> None:
     gateway.on_pool(pool(A, routing=Routing(limits=Limits(max_body_bytes=9))))
-    stream = gateway.service.open()
+    stream = main.Gateway([gateway]).service.open()
     names = ((":method", "POST"), (":path", COMPLETIONS), ("content-length", "10"))
     headers = pb.HeaderMap(headers=[pb.HeaderValue(key=name, value=value) for name, value in names])
     asked = pb.ProcessingRequest(request_headers=pb.HttpHeaders(headers=headers))

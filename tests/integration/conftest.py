@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 import envoy_doubles as doubles
+import list_of_one
 import pytest
 import pytest_asyncio
 from envoy_doubles import ScriptedRouter, StubEndpoint, StubProcessor
@@ -23,7 +24,7 @@ from perilune_api.pool import Limits
 from perilune_gateway.extproc import Server, Transport, new_server
 from perilune_gateway.extproc.service import Service
 from perilune_gateway.model import Tokens
-from perilune_gateway.request.openai import ParsedRequest
+from perilune_gateway.request.parsed import ParsedRequest
 from perilune_lab.processes.envoy import Mode, config
 
 PATIENT_S = 60.0
@@ -65,7 +66,7 @@ class Rig:
 
     def new_server(self, router: ScriptedRouter, decision_seconds: float) -> tuple[Service, Server]:
         limits = Limits(max_body_bytes=16 * 1024 * 1024, decision_seconds=decision_seconds)
-        service = Service(router, SlowTokenizer(), limits=limits, conformance=True)
+        service = list_of_one.service(router, SlowTokenizer(), limits=limits, conformance=True)
         return service, new_server(self.transport, service)
 
     async def start(self) -> None:

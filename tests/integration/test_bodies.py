@@ -274,7 +274,7 @@ async def test_refusal_is_an_error_in_openai_form(rig, mode, phase, reason, stat
 @pytest.mark.parametrize("said", ["with", "without"])
 async def test_body_above_the_limit_is_refused(rig, mode, said):
     envoy = await getattr(rig, mode)()
-    body = bytes(rig.service.limits.max_body_bytes + 1)
+    body = bytes(rig.service.max_body_bytes + 1)
 
     async def chunks():
         for start in range(0, len(body), 1 << 20):

@@ -42,7 +42,7 @@ from perilune_gateway.model import (
 from perilune_gateway.model.handoff import Content
 from perilune_gateway.moves.handoff import Handoff, Stage
 from perilune_gateway.observe import moves
-from perilune_gateway.observe.admin import Admin, AdminData
+from perilune_gateway.observe.admin import Admin, AdminData, PoolData
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.findings import Lack
 from perilune_gateway.observe.health import report
@@ -278,7 +278,7 @@ class Many:
                 )
             )
 
-    def data(self) -> AdminData:
+    def data(self) -> PoolData:
         def health() -> object:
             return report(
                 self.endpoints(),
@@ -290,7 +290,7 @@ class Many:
                 lacks=self.lacks,
             )
 
-        return AdminData(
+        return PoolData(
             registry=CollectorRegistry(),
             decisions=self.decisions,
             policies=POLICIES,
@@ -321,7 +321,7 @@ async def test_the_kv_of_a_session_that_moves_is_on_the_map_until_it_is_there(
 ) -> None:
     many = Many(engines=6)
     source, target, third = (stats.endpoint.address for stats in many.endpoints()[:3])
-    admin = Admin(many.data())
+    admin = Admin(AdminData(CollectorRegistry(), {"p": many.data()}))
     port = await admin.start()
     try:
         async with opened(browser, f"http://127.0.0.1:{port}", colours) as console:
@@ -388,7 +388,7 @@ async def test_a_thousand_engines_and_fifty_decisions_a_second_are_drawn(
     browser: Browser, record_property: Callable[[str, object], None]
 ) -> None:
     many = Many()
-    admin = Admin(many.data())
+    admin = Admin(AdminData(CollectorRegistry(), {"p": many.data()}))
     port = await admin.start()
     try:
         async with opened(browser, f"http://127.0.0.1:{port}") as console:

@@ -68,11 +68,7 @@ async def served(*arguments: str, **of: Any) -> AsyncIterator[User]:
     stack = Stack(engines=3, options=replace(OPTIONS, arguments=arguments), routing=ROUTING, **of)
     async with stack, aiohttp.ClientSession() as http:
         user = User(stack, http)
-
-        async def all_can() -> bool:
-            return len((await user.moves())["connectors"]) == 3
-
-        await until_true(all_can)
+        await user.all_hand_over()
         yield user
 
 

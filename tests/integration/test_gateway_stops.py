@@ -8,28 +8,27 @@ from pathlib import Path
 
 import aiohttp
 import envoy_doubles as doubles
+import list_of_one
 import pytest
 from waiting import until
 
-from perilune_api.pool import Limits
 from perilune_gateway.extproc import Transport, new_server
 from perilune_gateway.extproc.h2 import limits
 from perilune_gateway.extproc.h2 import server as h2_server
-from perilune_gateway.extproc.service import Closed, Service
+from perilune_gateway.extproc.service import Closed
 from perilune_lab.processes.envoy import Mode
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 GATEWAY = """
 import asyncio, signal, sys
-from perilune_api.pool import Limits
+import list_of_one
 from perilune_gateway.extproc import Transport, new_server
-from perilune_gateway.extproc.service import Service
 from envoy_doubles import ScriptedRouter
 
 async def main():
     print("loaded", flush=True)
-    server = new_server(Transport(sys.argv[1]), Service(ScriptedRouter(), None, limits=Limits()))
+    server = new_server(Transport(sys.argv[1]), list_of_one.service(ScriptedRouter()))
     print(await server.start("127.0.0.1:" + sys.stdin.readline().strip()), flush=True)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
@@ -100,7 +99,7 @@ async def test_no_request_fails_while_idle_connections_are_closed(rig, monkeypat
     """Requests come about when the h2 server drains a connection for being idle; none is retried."""
     monkeypatch.setattr(limits, "IDLE_S", 0.05)
     monkeypatch.setattr(h2_server, "CHECK_S", 0.005)
-    service = Service(rig.router, None, limits=Limits())
+    service = list_of_one.service(rig.router)
     server = new_server(Transport.H2, service)
     port = await server.start("127.0.0.1:0")
     try:

@@ -86,11 +86,7 @@ async def served(*arguments: str, engines: int = 3, routing: spec.Routing = ROUT
     stack = Stack(engines=engines, options=replace(OPTIONS, arguments=arguments), routing=routing)
     async with stack, aiohttp.ClientSession() as http:
         user = User(stack, http)
-
-        async def all_can() -> bool:
-            return len((await user.moves())["connectors"]) == engines
-
-        await until_true(all_can)
+        await user.all_hand_over()
         yield user
 
 

@@ -29,11 +29,7 @@ async def served(*arguments: str, engines: int = 3) -> AsyncIterator[User]:
     stack = Stack(engines=engines, options=replace(OPTIONS, arguments=arguments), routing=ROUTING)
     async with stack, aiohttp.ClientSession() as http:
         user = User(stack, http, stack.url)
-
-        async def all_can() -> bool:
-            return len((await user.moves())["connectors"]) == engines
-
-        await until_true(all_can)
+        await user.all_hand_over()
         yield user
 
 

@@ -8,6 +8,7 @@ import signal
 import aiohttp
 import pytest
 from running_envoy import Envoy
+from waiting import until_true
 
 from perilune_api import names
 from perilune_api import pool as spec
@@ -53,9 +54,10 @@ class Client:
             return float(value)
 
     async def until(self, name: str, value: float) -> None:
-        async with asyncio.timeout(120.0):
-            while await self.metric(name) < value:  # noqa: ASYNC110  # another process tells no event
-                await asyncio.sleep(0.02)
+        async def reached() -> bool:
+            return await self.metric(name) >= value
+
+        await until_true(reached, 120.0)
 
 
 async def test_a_new_session_waits_for_one_that_fills_the_kv_and_a_client_that_leaves_holds_up_none() -> None:

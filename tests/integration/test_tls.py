@@ -5,13 +5,12 @@ from contextlib import AsyncExitStack
 
 import aiohttp
 import certificates
+import list_of_one
 import pytest
 from envoy_doubles import ScriptedRouter
 from running_envoy import Envoy
 
-from perilune_api.pool import Limits
 from perilune_gateway.extproc import Transport, new_server
-from perilune_gateway.extproc.service import Service
 from perilune_gateway.extproc.tls import Tls
 from perilune_gateway.model import Outcome
 from perilune_lab.processes.envoy import config
@@ -38,7 +37,7 @@ async def test_envoy_is_served_where_both_sides_trust_each_other_and_nowhere_els
     client = certificates.make(tmp_path, "client")
     stranger = certificates.make(tmp_path, "stranger")
     router, target = ScriptedRouter(), stub_rig.addresses[2]
-    service = Service(router, None, limits=Limits())
+    service = list_of_one.service(router)
     server = new_server(transport, service, Tls(*gateway_pair, client_ca=client[0]))
     gateway = f"127.0.0.1:{await server.start('127.0.0.1:0')}"
     try:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from ports import free_port
 from running_envoy import Envoy
 
 from perilune_api import paths
@@ -217,8 +218,7 @@ def test_a_pool_document_without_endpoints_is_a_wrong_call(tmp_path, document, s
 def test_run_replaces_this_process_by_envoy(monkeypatch, capsys):
     called = []
     monkeypatch.setattr(os, "execv", lambda program, argv: called.append((program, argv)))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        listen = f"127.0.0.1:{free.getsockname()[1]}"
+    listen = f"127.0.0.1:{free_port()}"
     assert envoy.main([*ENDPOINTS, "--run", "--listen", listen]) is None
     [(program, argv)] = called
     assert program == argv[0] == str(envoy.binary())

@@ -14,7 +14,7 @@ from routing_objects import fleet, request, session
 from perilune_api.policies import PolicyParams
 from perilune_api.topology import Place
 from perilune_gateway.model import Decision, DecisionRecord, Ending, Outcome, Reason, Refusal, RefuseReason
-from perilune_gateway.observe.admin import Admin, AdminData
+from perilune_gateway.observe.admin import Admin, AdminData, PoolData
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.health import report
 from perilune_gateway.policy import POLICIES
@@ -49,7 +49,7 @@ async def gateway(*records: DecisionRecord):
         number = decisions.add(record)
         if record.request_id == "r1":
             decisions.finish(number, Ending(Outcome.COMPLETED, 1.5, "a", 200, cached_tokens=752))
-    data = AdminData(
+    data = PoolData(
         registry=CollectorRegistry(),
         decisions=decisions,
         policies=POLICIES,
@@ -65,7 +65,7 @@ async def gateway(*records: DecisionRecord):
         handoffs=list,
         wall=lambda: 0.0,
     )
-    admin = Admin(data)
+    admin = Admin(AdminData(CollectorRegistry(), {"p": data}))
     port = await admin.start()
     try:
         yield f"http://127.0.0.1:{port}"

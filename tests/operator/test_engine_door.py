@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ports import free_port
 
 from perilune_api import names
 from perilune_gateway.main import ENGINE_SECRET, PREVIOUS_SECRET
@@ -225,9 +226,7 @@ async def page_of(port: int, request: bytes) -> bytes:
 
 async def test_metrics_have_a_port_with_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an ASGI server starts and ends the app; two API servers of one engine share the port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     monkeypatch.setenv(METRICS_PORT, str(port))
     asked: list[tuple[str, str]] = []
     up = [asyncio.Event(), asyncio.Event()]

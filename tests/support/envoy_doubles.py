@@ -35,7 +35,8 @@ from perilune_gateway.model import (
     Routed,
     Tokens,
 )
-from perilune_gateway.request.openai import ParsedRequest, parse
+from perilune_gateway.request.openai import parse
+from perilune_gateway.request.parsed import ParsedRequest
 from perilune_gateway.routing.router import Encode
 
 ID = "x-test-id"

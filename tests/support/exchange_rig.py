@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import list_of_one
+
 from perilune_gateway.extproc.exchange import Exchange, Send
 from perilune_gateway.extproc.messages import Body, BodyMode, Immediate, Kind, RequestHeaders, ResponseHeaders
 from perilune_gateway.model import NEED_BODY, Refusal, RefuseReason, RequestHead, Routed, Tokens, TokenSource
@@ -90,7 +92,7 @@ class FakeRouter:
 
 
 def exchange_of(router: FakeRouter, **options) -> Exchange:
-    return Exchange(router, max_body_bytes=LIMIT_BYTES, **options)
+    return Exchange(list_of_one.entrance(router), max_body_bytes=LIMIT_BYTES, **options)
 
 
 def converse(router: FakeRouter, *events, **options) -> tuple[list, Exchange]:

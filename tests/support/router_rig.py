@@ -24,7 +24,8 @@ from perilune_gateway.observe.spans import Spans
 from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.request.tokens import Tokenizer
 from perilune_gateway.routing.new_router import new_router
-from perilune_gateway.routing.router import Encode, TokenizesNow
+from perilune_gateway.routing.prompts import TokenizesNow
+from perilune_gateway.routing.router import Encode
 from perilune_gateway.state.parity import ParityCheck
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.sharing import Sharing

@@ -5,6 +5,7 @@ from typing import Any
 
 import aiohttp
 from msgspec import structs
+from waiting import until_true
 
 from perilune_api import pool as spec
 from perilune_lab.processes.stack import Stack
@@ -27,6 +28,14 @@ class StackUser:
         """Return the page of moves, hand-offs, remote prefills and pulls."""
         found: dict[str, Any] = await self.page("/api/moves")
         return found
+
+    async def all_hand_over(self) -> None:
+        """Wait until all engines have said that they hand KV over."""
+
+        async def said() -> bool:
+            return len((await self.moves())["connectors"]) == len(self.stack.endpoints)
+
+        await until_true(said)
 
     async def metric(self, beginning: str) -> float:
         """Return the sum of the gateway's series whose lines begin so."""

@@ -54,7 +54,7 @@ import logging
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import partial
-from typing import Any, ClassVar, Literal, Protocol, cast
+from typing import Any, ClassVar, Literal, Protocol
 
 from msgspec import Struct
 
@@ -102,17 +102,18 @@ ECHO_BYTES = 62 * 1024
 
 
 class Entrance(Protocol):
-    """What a request comes to first: a router, or routing.pools.Pools, which choose one. Synchronous; only
-    bugs raise exceptions."""
+    """What a request comes to first: routing.pools.Pools, which choose its pool. Synchronous; only bugs raise
+    exceptions."""
 
-    def on_headers(self, head: RequestHead) -> Verdict | NeedBody: ...
-    def on_body(self, head: RequestHead, body: bytes) -> Verdict: ...
+    def on_headers(self, head: RequestHead) -> Chosen | Refusal | Answer | NeedBody: ...
+    def on_body(self, head: RequestHead, body: bytes) -> Chosen | Refusal: ...
     def refused(self, head: RequestHead, refusal: Refusal) -> object: ...
 
 
-class Router(Entrance, Protocol):
-    """The part of routing.router.Router that an exchange needs."""
+class Router(Protocol):
+    """The part of routing.router.Router that an exchange needs once the pool is chosen."""
 
+    def refused(self, head: RequestHead, refusal: Refusal) -> object: ...
     def on_tokens(
         self, encode: Encode, tokens: Tokens, waited_s: float = 0.0
     ) -> Routed | Refusal | Queued: ...
@@ -257,9 +258,9 @@ class Exchange:
 
     __slots__ = (
         "_authorization", "_bodies", "_body_bytes", "_cached_tokens", "_conformance", "_decoded", "_duplex",
-        "_encode", "_head", "_max_body_bytes", "_parts", "_queued", "_request_ended", "_response_body_seen",
-        "_response_ended", "_response_mode", "_response_status", "_routed", "_trace", "_trailers", "router",
-        "state",
+        "_encode", "_entrance", "_head", "_max_body_bytes", "_parts", "_queued", "_request_ended",
+        "_response_body_seen", "_response_ended", "_response_mode", "_response_status", "_routed", "_router",
+        "_trace", "_trailers", "state",
     )  # fmt: skip
 
     def __init__(
@@ -274,8 +275,8 @@ class Exchange:
         """`trace` begins the span of a request with this `traceparent`; None if there are no spans.
         `authorization` replaces the client's header of that name; empty keeps it."""
         self.state = State.START
-        # Until Pools have chosen a router, no other method than an entrance's is called.
-        self.router = cast(Router, entrance)
+        self._entrance = entrance
+        self._router: Router | None = None
         self._max_body_bytes = max_body_bytes
         self._conformance = conformance
         self._trace = trace
@@ -300,6 +301,12 @@ class Exchange:
         self._response_ended = False
 
     # Called by the stream.
+
+    @property
+    def router(self) -> Router:
+        """The router of the request's pool, once `entrance` has chosen it."""
+        assert self._router is not None, "no pool is chosen yet"
+        return self._router
 
     def receive(self, inbound: Inbound | Tokenized | Begun | Accepted) -> list[Effect]:
         """Handle a message from Envoy. Raises ProtocolError for one that the state does not allow."""
@@ -358,11 +365,11 @@ class Exchange:
         self._duplex = event.request_mode is BodyMode.FULL_DUPLEX_STREAMED
         self._request_ended = not head.has_body
         self._response_mode = event.response_mode
-        verdict = self.router.on_headers(head)
+        verdict = self._entrance.on_headers(head)
         if not isinstance(verdict, NeedBody):
             return self._conclude(verdict)
         if not head.has_body:
-            return self._conclude(self.router.on_body(head, b""))
+            return self._conclude(self._entrance.on_body(head, b""))
         if self._duplex:
             return State.BODY, []
         return State.BODY, [ASK_BODY]
@@ -391,7 +398,7 @@ class Exchange:
                 return self._conclude(self._own(unpacked))
             body, self._decoded = unpacked, True
         self._parts = [body]
-        return self._conclude(self.router.on_body(self._head, body))
+        return self._conclude(self._entrance.on_body(self._head, body))
 
     def _decide_tokens(self, event: Tokenized) -> _Next:
         if isinstance(event.tokens, Refusal):
@@ -473,6 +480,9 @@ class Exchange:
 
     def _conclude(self, verdict: Verdict) -> _Next:
         match verdict:
+            case Chosen():
+                self._router = verdict.router
+                return self._conclude(verdict.verdict)
             case Routed():
                 self._routed, self._encode = verdict, None  # a stream may last long, so it keeps no body
                 body, self._parts = b"".join(self._parts), []
@@ -498,9 +508,6 @@ class Exchange:
             case Answer():
                 self._parts = []
                 return State.REFUSED, [Send(Immediate(200, None, verdict.body))]
-            case Chosen():
-                self.router = verdict.router
-                return self._conclude(verdict.verdict)
 
     def _pick(
         self, routed: Routed, body: bytes, changed: bytes | None, headers: tuple[tuple[str, str], ...] = ()
@@ -541,8 +548,8 @@ class Exchange:
         return [Send(Immediate(refusal.status, refusal.reason, body, refusal.retry_after_s))]
 
     def _own(self, refusal: Refusal) -> Refusal:
-        """Report a refusal that is not the router's to the router, which records it."""
-        self.router.refused(self._head, refusal)
+        """Report a refusal of our own, so that it is recorded."""
+        (self._router or self._entrance).refused(self._head, refusal)
         return refusal
 
     def _outcome(self) -> Outcome:

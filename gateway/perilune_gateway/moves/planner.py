@@ -13,8 +13,8 @@ request carries an offer out that needs it: handoff.py copies the KV first. 3. A
 the request's decision, to `finished`, when its prefill ends, its answer begins or it ends. In between, its
 bytes count as on their way.
 
-The gateway and the simulator use the same class with different `Facts`. Time is an argument. A request costs
-one dict look-up; plan.py states the cost of a plan.
+The gateway and the simulator use the same class with different `Gatherer`s. Time is an argument. A request
+costs one dict look-up; plan.py states the cost of a plan.
 
 Moves that a policy makes itself do not count against the budget. A moved session's old copy (`Move.release`)
 stays on the engine until its LRU evicts it, because engines cannot be told to free it.
@@ -81,8 +81,8 @@ class State(StrEnum):
     LAPSED = "lapsed"
 
 
-class Facts(Protocol):
-    """The source of a plan's facts."""
+class Gatherer(Protocol):
+    """Gathers what a plan is made of."""
 
     @property
     def pullable(self) -> bool:
@@ -144,14 +144,14 @@ class Planner:
 
     def __init__(
         self,
-        facts: Facts,
+        gatherer: Gatherer,
         link_bytes: int | None = None,
         elsewhere: Elsewhere | None = None,
         tell: Tell = nobody,
     ) -> None:
         """`link_bytes`: most bytes on their way between two endpoints; None: by their link's measured speed.
         `elsewhere`: what other replicas of the gateway move. `tell` hears `OffersChanged`."""
-        self._facts = facts
+        self._gatherer = gatherer
         self._moves = Moves(link_bytes, elsewhere)
         self._tell = tell
         self._begun: dict[int, float] = {}
@@ -177,18 +177,18 @@ class Planner:
     @property
     def triggers(self) -> Sequence[MoveTrigger]:
         """The situations in which it acts now."""
-        return triggers(self._params, self._policy, ahead=self._facts.ahead and self._facts.pullable)
+        return triggers(self._params, self._policy, ahead=self._gatherer.ahead and self._gatherer.pullable)
 
     # -- plan --------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> Plan:
         """Make a new plan; its moves replace all offers."""
-        facts, params, on = self._facts, self._params, self.triggers
-        hosts = pressed(facts.endpoints(now), params, on)[:LOOKED_AT] if on else []
+        gatherer, params, on = self._gatherer, self._params, self.triggers
+        hosts = pressed(gatherer.endpoints(now), params, on)[:LOOKED_AT] if on else []
         prefixes = self._hot_prefixes(now)
         if hosts or prefixes:
             near = {*hosts, *(prefix.locations[0].address for prefix in prefixes)}
-            endpoints = facts.endpoints(now, near)
+            endpoints = gatherer.endpoints(now, near)
             budget = self._moves.budget(now, params, len(endpoints))
             plan = plan_migration(
                 self._gather(hosts, endpoints, now),
@@ -196,8 +196,8 @@ class Planner:
                 budget,
                 params,
                 prefixes,
-                pullable=facts.pullable,
-                ahead=facts.ahead,
+                pullable=gatherer.pullable,
+                ahead=gatherer.ahead,
                 triggers=on,
             )
         else:
@@ -216,7 +216,7 @@ class Planner:
         return [
             session
             for host in hosts
-            for session in self._facts.sessions(host, each, now, self._stayed)
+            for session in self._gatherer.sessions(host, each, now, self._stayed)
             if session.idle_s <= ACTIVE_S or host in draining
         ]
 
@@ -225,7 +225,7 @@ class Planner:
             return []
         hot = []
         for name, tokens in list(self._prefixes.items()):
-            facts = self._facts.prefix(name, tokens, now)
+            facts = self._gatherer.prefix(name, tokens, now)
             if facts and facts.frequency_score >= self._params.replicate_score:
                 hot.append(facts)
             else:
@@ -335,7 +335,7 @@ class Planner:
     def has_room(self, link: tuple[str, str], transfer_bytes: int, now: float) -> bool:
         """Whether so many bytes more may be on their way over the link (source, target)."""
         budget = self._moves.budget(now, self._params)
-        return budget.has_room(*link, transfer_bytes, self._facts.link(*link, now))
+        return budget.has_room(*link, transfer_bytes, self._gatherer.link(*link, now))
 
     def transfer_began(self, move: Move) -> int:
         """Record that bytes are on their way which no plan wanted. Returns the ticket for
@@ -353,7 +353,7 @@ class Planner:
         return self._moves.at(address)
 
     def _is_ahead(self, move: Move) -> bool:
-        return self._facts.ahead and bool(move.transfer_bytes or move.stored_tokens)
+        return self._gatherer.ahead and bool(move.transfer_bytes or move.stored_tokens)
 
     def _drop(self, move: Move) -> None:
         offers = self._copies if move.reason is MoveReason.REPLICATE else self._sessions

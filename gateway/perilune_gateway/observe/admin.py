@@ -2,7 +2,8 @@
 
 GET only. All pages answer JSON, except `/` (a list of the pages), `/metrics` and the probes. Errors are
 `{"error": {"message": …, "param": …}}`. A page reads the current state through `AdminData` when it is
-requested; this module keeps no state, and requests for the model do not pass through it.
+requested; this module keeps no state, and requests for the model do not pass through it. A gateway has a list
+of pools, often of one, and one application for it: `/pools/NAME` is the application of a list of this pool.
 
 The pages share the event loop that routes, so none may occupy it for long. A list has at most 1,000 records,
 and other tasks may run after every few records, each policy and each metric family (prometheus_client renders
@@ -50,11 +51,12 @@ YIELD_EVERY = 32
 DEFAULT_N = 50
 
 
-@dataclass(frozen=True, slots=True)
-class AdminData:
-    """The state and functions that the pages read."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolData:
+    """The state and functions that the pages of one pool read."""
 
     registry: CollectorRegistry
+    """Metrics of the pool."""
     decisions: explain.Decisions
     policies: Mapping[str, Policy]
     params: Callable[[], PolicyParams]
@@ -77,15 +79,21 @@ class AdminData:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolsData:
-    """What the pages of a gateway with several pools read."""
+class AdminData:
+    """What the pages of a gateway read."""
 
     registry: CollectorRegistry
     """Metrics of the process."""
-    pools: Mapping[str, AdminData]
+    pools: Mapping[str, PoolData]
     """By the pools' names."""
     waiting: Callable[[], Mapping[str, str]] = dict
     """Returns the pools that it waits for, with the reason why they are not served yet."""
+
+    @property
+    def only(self) -> PoolData | None:
+        """The only pool. Its pages are the gateway's then, and its series carry no pool's name."""
+        first, *others = self.pools.values()
+        return None if others or self.waiting() else first
 
 
 class PoolsHealth(Struct, frozen=True):
@@ -120,7 +128,8 @@ POOLS_PAGES: Mapping[str, str] = {
     "/readyz": "some pool is ready for requests",
     "/api/health": "the health of all pools",
 }
-"""Pages of a gateway with several pools. Each pool has all PAGES of its own below /pools/NAME."""
+"""Pages of a gateway with several pools. Each pool has PAGES of its own below /pools/NAME, as if it were the
+only one."""
 
 
 _SERVING: web.AppKey[Callable[[], bool]] = web.AppKey("serving")
@@ -135,7 +144,7 @@ PRIVATE = (
 class Admin:
     """The HTTP server of the pages."""
 
-    def __init__(self, data: AdminData | PoolsData, *, to_anyone: bool = False) -> None:
+    def __init__(self, data: AdminData, *, to_anyone: bool = False) -> None:
         """`to_anyone`: whether all pages answer anyone who can connect."""
         self.serving = False
         """Whether the gateway takes requests, as its gRPC health service says."""
@@ -145,11 +154,7 @@ class Admin:
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
         """Listen and return the port; port 0 takes a free one. Raises OSError with the address on failure."""
-        data, to_anyone = self._data, self._to_anyone
-        if isinstance(data, PoolsData):
-            app = pools_application(data, to_anyone=to_anyone)
-        else:
-            app = application(data, to_anyone=to_anyone)
+        app = application(self._data, to_anyone=self._to_anyone)
         app[_SERVING] = lambda: self.serving
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
@@ -182,48 +187,45 @@ class Admin:
 def application(data: AdminData, *, to_anyone: bool = False) -> web.Application:
     """Return the pages as an aiohttp application. `to_anyone`: as in Admin."""
     pages = _Pages(data)
-    stream = Stream(data.endpoints, data.new_sessions, data.handoffs, data.decisions, data.about, data.wall)
     app = web.Application(middlewares=[_errors_as_json, *([] if to_anyone else [_only_here])])
-    app.cleanup_ctx.append(partial(_running, stream))
-    app.on_shutdown.append(lambda _: _closed(stream))
     app.add_routes(
         [
             web.get("/", pages.index),
             web.get("/metrics", pages.metrics),
             web.get("/healthz", pages.healthz),
             web.get("/readyz", pages.readyz),
+            web.get("/api/health", pages.health),
+        ]
+    )
+    if data.only:
+        _add_pool(app, data.only)
+    else:
+        for name, pool in data.pools.items():
+            alone = AdminData(CollectorRegistry(), {name: pool})
+            app.add_subapp(f"/pools/{name}", application(alone, to_anyone=to_anyone))
+    return app
+
+
+def _add_pool(app: web.Application, data: PoolData) -> None:
+    """Add what only a single pool has: its decisions, endpoints, sessions, moves, index and console."""
+    pages = _PoolPages(data)
+    stream = Stream(data.endpoints, data.new_sessions, data.handoffs, data.decisions, data.about, data.wall)
+    app.cleanup_ctx.append(partial(_running, stream))
+    app.on_shutdown.append(lambda _: _closed(stream))
+    app.add_routes(
+        [
             web.get("/api/decisions", pages.decisions),
             web.get("/api/decisions/{request_id:.+}", pages.decision),
             web.get("/api/nodes/stats", pages.endpoints),
             web.get("/api/sessions/{id:.+}", pages.session),
             web.get("/api/moves", pages.moves),
             web.get("/api/index/stats", pages.index_stats),
-            web.get("/api/health", pages.health),
             web.get(STREAM, stream.watch),
             web.get("/console", _file("index.html", "text/html")),
             web.get("/console/console.css", _file("console.css", "text/css")),
             web.get("/console/console.js", _file("console.js", "text/javascript")),
         ]
     )
-    return app
-
-
-def pools_application(data: PoolsData, *, to_anyone: bool = False) -> web.Application:
-    """Return the pages of several pools."""
-    pages = _PoolsPages(data)
-    app = web.Application(middlewares=[_errors_as_json, *([] if to_anyone else [_only_here])])
-    app.add_routes(
-        [
-            web.get("/", pages.index),
-            web.get("/metrics", pages.metrics),
-            web.get("/healthz", pages.healthz),
-            web.get("/readyz", pages.readyz),
-            web.get("/api/health", pages.health),
-        ]
-    )
-    for name, pool in data.pools.items():
-        app.add_subapp(f"/pools/{name}", application(pool, to_anyone=to_anyone))
-    return app
 
 
 async def _running(stream: Stream, app: web.Application) -> AsyncIterator[None]:
@@ -237,15 +239,6 @@ async def _closed(stream: Stream) -> None:
     stream.close()
 
 
-def _alive(request: web.Request) -> web.Response:
-    """Answer that the process is alive. With `?service=readiness` answer as the gRPC health service of this
-    name does, for kubelets, which cannot ask it over TLS."""
-    serving = request.app.get(_SERVING)
-    if request.query.get("service") == "readiness" and serving is not None and not serving():
-        return web.Response(status=503, text="not serving\n")
-    return web.Response(text="ok\n")
-
-
 def _file(name: str, content_type: str) -> Callable[[web.Request], Awaitable[web.Response]]:
     """Return a page that answers one of the console's files."""
     body = (files(console) / "page" / name).read_bytes()
@@ -256,56 +249,60 @@ def _file(name: str, content_type: str) -> Callable[[web.Request], Awaitable[web
     return answer
 
 
-class _PoolsPages:
-    def __init__(self, data: PoolsData) -> None:
+class _Pages:
+    """The pages that every gateway has."""
+
+    def __init__(self, data: AdminData) -> None:
         self._data = data
 
     async def index(self, request: web.Request) -> web.Response:
+        if self._data.only:
+            return _index(PAGES)
         pools = {f"/pools/{name}/": f"the pages of the pool {name}" for name in self._data.pools}
         return _index({**POOLS_PAGES, **pools})
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Answer one family at a time, because each pool's takes milliseconds."""
-        merged = MergedMetrics()
-        registries = {"": self._data.registry, **{n: pool.registry for n, pool in self._data.pools.items()}}
-        for name, registry in registries.items():
+        merged, alone = MergedMetrics(), self._data.only is not None
+        pools = self._data.pools.items()
+        registries = [("", self._data.registry), *(("" if alone else n, pool.registry) for n, pool in pools)]
+        for name, registry in registries:
             for family in registry.collect():
                 merged.add(family, name)
                 await asyncio.sleep(0)
         return await _metrics(merged.families())
 
     async def healthz(self, request: web.Request) -> web.Response:
-        return _alive(request)
+        """Answer that the process is alive. With `?service=readiness` answer as the gRPC health service of
+        this name does, for kubelets, which cannot ask it over TLS."""
+        serving = request.app.get(_SERVING)
+        if request.query.get("service") == "readiness" and serving is not None and not serving():
+            return web.Response(status=503, text="not serving\n")
+        return web.Response(text="ok\n")
 
     async def readyz(self, request: web.Request) -> web.Response:
-        return _ready(any(pool.ready() for pool in self._data.pools.values()))
+        ready = any(pool.ready() for pool in self._data.pools.values())
+        return web.Response(text="ok\n" if ready else "not ready\n", status=200 if ready else 503)
 
     async def health(self, request: web.Request) -> web.Response:
-        """Answer with status 503 only when no pool of those that it serves has an endpoint that may be
-        chosen."""
+        """Answer with status 503 only when no endpoint of any pool may be chosen; 200 when degraded."""
         pools = tuple(pool.health() for pool in self._data.pools.values())
+        statuses = {pool.status for pool in pools}
+        if self._data.only:
+            (answer,) = pools
+            return _json(answer, 503 if Status.UNREADY in statuses else 200)
         waiting = self._data.waiting()
-        found = {pool.status for pool in pools} | ({Status.DEGRADED} if waiting else set())
-        unready = {pool.status for pool in pools} == {Status.UNREADY}
+        found = statuses | ({Status.DEGRADED} if waiting else set())
+        unready = statuses == {Status.UNREADY}
         status = Status.UNREADY if unready else found.pop() if len(found) == 1 else Status.DEGRADED
-        return _json(PoolsHealth(status, pools, waiting), 503 if status is Status.UNREADY else 200)
+        return _json(PoolsHealth(status, pools, waiting), 503 if unready else 200)
 
 
-class _Pages:
-    def __init__(self, data: AdminData) -> None:
+class _PoolPages:
+    """The pages that a single pool has in addition."""
+
+    def __init__(self, data: PoolData) -> None:
         self._data = data
-
-    async def index(self, request: web.Request) -> web.Response:
-        return _index(PAGES)
-
-    async def metrics(self, request: web.Request) -> web.Response:
-        return await _metrics(self._data.registry.collect())
-
-    async def healthz(self, request: web.Request) -> web.Response:
-        return _alive(request)
-
-    async def readyz(self, request: web.Request) -> web.Response:
-        return _ready(self._data.ready())
 
     async def decisions(self, request: web.Request) -> web.Response:
         n = _count(request, "n", DEFAULT_N, MAX_N)
@@ -350,11 +347,6 @@ class _Pages:
     async def index_stats(self, request: web.Request) -> web.Response:
         return _json(self._data.index_stats())
 
-    async def health(self, request: web.Request) -> web.Response:
-        """Answer with status 503 only when no endpoint may be chosen; 200 when degraded."""
-        health = self._data.health()
-        return _json(health, 503 if health.status is Status.UNREADY else 200)
-
 
 def endpoint_json(stats: EndpointStats) -> dict[str, Any]:
     """Return one endpoint as plain values; unknown values are null."""
@@ -397,10 +389,6 @@ async def _metrics(families: Iterable[Metric]) -> web.Response:
         parts.append(generate_latest(_OneFamily(family)))
         await asyncio.sleep(0)
     return web.Response(body=b"".join(parts), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-
-def _ready(ready: bool) -> web.Response:
-    return web.Response(text="ok\n" if ready else "not ready\n", status=200 if ready else 503)
 
 
 def _index(pages: Mapping[str, str]) -> web.Response:

@@ -1,7 +1,7 @@
 """The metrics of several pools on one page: each series of a pool gets a label that names the pool.
 
 A family that several registries have (a counter of each pool, say) becomes one family, as the text format
-demands. Costs a copy of each sample; requests do no work for it.
+demands. Costs a copy of each sample that gets a label; requests do no work for it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ class MergedMetrics:
         self._families: dict[str, Metric] = {}
 
     def add(self, family: Metric, pool: str = "") -> None:
-        """Add a pool's family, or without `pool` one of the whole process."""
+        """Add a pool's family, or without `pool` one that needs no label."""
         whole = self._families.setdefault(
             family.name, Metric(family.name, family.documentation, family.type, family.unit)
         )
-        label = {POOL: pool} if pool else {}
-        whole.samples += [sample._replace(labels={**sample.labels, **label}) for sample in family.samples]
+        if not pool:
+            whole.samples += family.samples
+        else:
+            label = {POOL: pool}
+            whole.samples += [sample._replace(labels={**sample.labels, **label}) for sample in family.samples]
 
     def families(self) -> Iterable[Metric]:
         """Return all families."""

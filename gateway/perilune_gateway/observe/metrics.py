@@ -179,8 +179,10 @@ class StreamCounts(Protocol):
     body_bytes_received: int
     protocol_errors: int
     failures: int
-    late_tokens: int
     connections_closed: dict[str, int]
+
+    @property
+    def late_tokens(self) -> int: ...
 
 
 class Metrics:

@@ -32,7 +32,7 @@ from xxhash import xxh3_64_intdigest
 
 from perilune_gateway.model import Refusal
 from perilune_gateway.request import openai, paths
-from perilune_gateway.request.openai import ChatPrompt, ParsedRequest
+from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest
 from perilune_gateway.request.paths import Api
 
 CHUNK_BYTES = 16_384

@@ -73,30 +73,30 @@ def exclusion(view: EndpointView, wanted: Wanted) -> str:
 
 
 def unknown_model(model: str, known: Iterable[str], server: str) -> Refusal:
-    """The refusal of a model that `server`, such as "This pool", does not serve."""
+    """Return the refusal of a model that `server`, such as "This pool", does not serve."""
     message = f"The model `{model[:200]}` does not exist. {server} serves: {', '.join(sorted(known))}"
     return Refusal(RefuseReason.UNKNOWN_MODEL, message)
 
 
 def no_model(known: Iterable[str], server: str) -> Refusal:
-    """The refusal of a request that does not say which of several models it is for."""
+    """Return the refusal of a request that does not say which of several models it is for."""
     message = f"The request names no model. {server} serves: {', '.join(sorted(known))} - at `$.model`"
     return Refusal(RefuseReason.NO_MODEL, message)
 
 
 def no_response(response_id: str) -> Refusal:
-    """The refusal of a response that no endpoint of the pool has."""
+    """Return the refusal of a response that no endpoint of the pool has."""
     return Refusal(RefuseReason.NOT_FOUND, f"Response with id '{response_id[:200]}' not found")
 
 
 def resets(left_s: float) -> Refusal:
-    """The refusal of a request at which engines broke off."""
+    """Return the refusal of a request at which engines broke off."""
     message = f"Engines broke off before they answered this request. It is refused for {left_s:.0f} s more"
     return Refusal(RefuseReason.RESETS, message)
 
 
 def unsupported(head: RequestHead) -> Refusal | None:
-    """Why no pool serves the request's path or protocol; None if one may."""
+    """Return why no pool serves the request's path or protocol; None if one may."""
     if "websocket" in head.headers.get("upgrade", "").lower():
         return Refusal(RefuseReason.UPGRADE, "Web sockets are not supported: send the request by HTTP")
     if paths.is_engine_page(head.path):

@@ -22,23 +22,19 @@ from perilune_gateway.model import (
     Location,
     Overlap,
     Prefix,
-    Tokens,
     TokenSource,
     Unpulled,
     Unsplit,
 )
 from perilune_gateway.model.kv_reach import kv_reach
-from perilune_gateway.request import block_hashes, paths
-from perilune_gateway.request.media import digested
-from perilune_gateway.request.openai import ParsedRequest
-from perilune_gateway.request.tokens.prompts import MEDIA_TOKENS
+from perilune_gateway.request import paths
 from perilune_gateway.routing import admission
 from perilune_gateway.routing.context import Prompt, RequestContext
 from perilune_gateway.routing.pull import ANSWER_S, gives, unpulled, waits_s
 from perilune_gateway.state.fleet import EndpointView
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.prefix_index import Matches
-from perilune_gateway.state.sessions import Session
+from perilune_gateway.state.session import Session
 
 MAX_LOCATIONS = 4
 """Maximum number of endpoints in a prefix's locations."""
@@ -49,11 +45,10 @@ class CandidateBuilder:
 
     def __init__(self, state: PoolState) -> None:
         self._state = state
-        self._chains = block_hashes.Chains()
 
     def configure(self, pool: Pool) -> None:
         """Take over a (changed) pool document."""
-        self._model = pool.spec.model
+        self._bytes_per_token = pool.spec.model.bytes_per_token
         self._block_size = pool.spec.engine.block_size
         self._session_failures = pool.spec.routing.ejection.session_failures
         rules = pool.spec.routing.pull
@@ -78,20 +73,21 @@ class CandidateBuilder:
             context.eligible, context.excluded = admission.split(views, wanted)
 
     def _wanted(self, context: RequestContext, views: Sequence[EndpointView]) -> admission.Wanted:
-        """What admission must know of the request."""
+        """Return what admission must know of the request."""
         wanted, session = wanted_by(context), context.session
         if session and session.failures >= self._session_failures:
             wanted = replace(wanted, failing=session.host)
         if paths.is_model_path(context.head.path) and context.head.method == "POST":
-            trial = self._state.ejection.trial(context.now, new_session=not wanted.host)
-            may = wanted.subset is None or trial in wanted.subset
-            if trial and may and any(v.ejected and v.endpoint.address == trial for v in views):
+            trial = self._state.ejection.trial(
+                context.now, new_session=not wanted.host, may=lambda address: _tried(address, wanted, views)
+            )
+            if trial:
                 wanted = replace(wanted, trial=trial)
         return wanted
 
     def estimate_from_session(self, context: RequestContext, session: Session, body_bytes: int) -> None:
         """Fill in prompt, prefix and candidates from the session and the body's length alone."""
-        tokens = max(1, session.estimate_tokens(body_bytes, self._model.bytes_per_token))
+        tokens = max(1, session.estimate_tokens(body_bytes, self._bytes_per_token))
         context.prompt = Prompt(tokens, TokenSource.ESTIMATE, body_bytes=body_bytes)
         self._weigh(context, self._state.held(session, context.now), session.chain)
 
@@ -112,21 +108,11 @@ class CandidateBuilder:
         return matches
 
     def unsplit(self, context: RequestContext) -> Unsplit | None:
-        """Why no other endpoint can prefill the request's prompt; None if one can, or in a pool without
-        prefill endpoints."""
+        """Return why no other endpoint can prefill the request's prompt; None if one can, or in a pool
+        without prefill endpoints."""
         if not self._splits:
             return None
         return context.prompt.unsplit if self._givers(context.eligible) else Unsplit.NO_GIVER
-
-    def hash_blocks(self, request: ParsedRequest, tokens: Tokens, lora: str) -> Sequence[int]:
-        """Our hashes of the prompt's full blocks; of its text if its token ids are not known."""
-        root = block_hashes.prefix_root(lora, request.cache_salt)
-        if tokens.ids is not None:
-            return self._chains.tokens(tokens.ids, self._block_size, root)
-        model = self._model
-        text = digested(request.prefix_text(), int(MEDIA_TOKENS * model.bytes_per_token))
-        text = text[: int(model.longest_context * model.bytes_per_token)]
-        return self._chains.text(text, int(self._block_size * model.bytes_per_token), root)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -160,8 +146,8 @@ class CandidateBuilder:
         elsewhere: Overlap,
         holders: Collection[str],
     ) -> list[Candidate]:
-        """One candidate per eligible endpoint. `elsewhere`: the overlap of endpoints not in `overlaps`.
-        `holders`: those that can hand KV over."""
+        """Return one candidate per eligible endpoint. `elsewhere`: the overlap of endpoints not in
+        `overlaps`. `holders`: those that can hand KV over."""
         calibration, now = self._state.calibration, context.now
         givers = self._givers(context.eligible)
         chosen_links = calibration.transfers or self._splits or self._pulls
@@ -187,7 +173,7 @@ class CandidateBuilder:
         return candidates
 
     def _givers(self, eligible: Sequence[EndpointView]) -> Sequence[str]:
-        """The endpoints that prefill for others."""
+        """Return the endpoints that prefill for others."""
         if not self._splits:
             return ()
         return [v.endpoint.address for v in eligible if v.endpoint.role is Role.PREFILL]
@@ -200,8 +186,8 @@ class CandidateBuilder:
         holders: Collection[str],
         now: float,
     ) -> Mapping[str, Link]:
-        """Links to the holders of the prefix, and to the prefill endpoints that can hand KV over to this one,
-        as slow as they were observed to be."""
+        """Return links to the holders of the prefix, and to the prefill endpoints that can hand KV over to
+        this one, as slow as they were observed to be."""
         state, here = self._state, view.endpoint.address
         can = state.host_tiers.can if self._reads_peers else state.connectors.can
         near = [there for there, *_ in prefix.locations if there not in givers]
@@ -216,7 +202,7 @@ class CandidateBuilder:
         }
 
     def _overlaps(self, matches: Matches, limit: int) -> dict[str, Overlap]:
-        """What each endpoint itself holds, in tokens, at most `limit`."""
+        """Return what each endpoint itself holds, in tokens, at most `limit`."""
         size, again, overlaps = self._block_size, self._state.computed_again, {}
         alike: dict[tuple[tuple[int, int, int], int], Overlap] = {}  # many endpoints hold equally much
         for address in matches.reach:
@@ -229,8 +215,8 @@ class CandidateBuilder:
         return overlaps
 
     def _locations(self, matches: Matches, limit: int, waits: Mapping[str, float]) -> tuple[Location, ...]:
-        """The endpoints that hold the most of the prompt. Where host memory is read, one of those that have
-        the most there is among them."""
+        """Return the endpoints that hold the most of the prompt. Where host memory is read, one of those that
+        have the most there is among them."""
         held, size = matches.host, self._block_size
         if not (limit and held):
             return ()
@@ -249,7 +235,7 @@ class CandidateBuilder:
         )
 
     def _waits_s(self, matches: Matches, tokens: int, now: float) -> Mapping[str, float]:
-        """The holders that can hand KV over now, and the predicted seconds until they begin."""
+        """Return the holders that can hand KV over now, and the predicted seconds until they begin."""
         holders = matches.offloaded if self._reads_peers else matches.host
         if not self._pulls or not holders:
             return {}
@@ -272,8 +258,8 @@ class CandidateBuilder:
         givers: Collection[str],
         blocks: Sequence[int],
     ) -> Unpulled | None:
-        """Why the longest prefix cannot be fetched from its holders; None if it can, or if nothing is held,
-        or in a pool that does not fetch KV with requests."""
+        """Return why the longest prefix cannot be fetched from its holders; None if it can, or if nothing is
+        held, or in a pool that does not fetch KV with requests."""
         if not self._pulls:
             return None
         if self._reads_peers:
@@ -284,7 +270,7 @@ class CandidateBuilder:
         return unpulled(locations, givers, lambda tokens: self._why_not(tokens, blocks))
 
     def _why_not(self, tokens: int, blocks: Sequence[int]) -> Unpulled | None:
-        """Why the prompt's leading `tokens` cannot be handed over; None if they can."""
+        """Return why the prompt's leading `tokens` cannot be handed over; None if they can."""
         last = tokens // self._block_size
         if not 0 < last <= len(blocks):
             return Unpulled.TOKENS
@@ -297,7 +283,14 @@ def cacheable(prompt_tokens: int, block_size: int) -> int:
     return max(0, prompt_tokens - 1) // block_size * block_size
 
 
+def _tried(address: str, wanted: admission.Wanted, views: Sequence[EndpointView]) -> bool:
+    """Return whether the request may be the trial of an ejected endpoint, which does not drain."""
+    if wanted.subset is not None and address not in wanted.subset:
+        return False
+    return any(v.ejected and v.endpoint.address == address and not v.endpoint.draining for v in views)
+
+
 def wanted_by(context: RequestContext) -> admission.Wanted:
-    """What admission must know of the request."""
+    """Return what admission must know of the request."""
     host = context.session.host if context.session else ""
     return admission.Wanted(context.head.subset, host, context.holder)

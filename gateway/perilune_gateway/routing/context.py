@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from random import Random
 
 from msgspec import Struct, field
 
@@ -19,7 +20,7 @@ from perilune_gateway.model import (
 )
 from perilune_gateway.model.handoff import Content
 from perilune_gateway.state.fleet import EndpointView
-from perilune_gateway.state.sessions import Session
+from perilune_gateway.state.session import Session
 
 
 class StepTimer:
@@ -28,21 +29,31 @@ class StepTimer:
     __slots__ = ("_clock", "_last", "_started", "us")
 
     def __init__(self, clock: Callable[[], float], started: float | None = None) -> None:
-        """`started`: a reading of `clock`; None means now."""
+        """Begin to measure. `started`: a reading of `clock`; None means now."""
         self._clock = clock
         self._started = self._last = clock() if started is None else started
         self.us: dict[str, float] = {}
 
     def lap(self, step: Step) -> None:
-        """The step has just ended; it began when the one before ended."""
+        """Record that the step has just ended; it began when the one before ended."""
         now = self._clock()
         self.us[step] = (now - self._last) * 1e6
         self._last = now
 
     def total(self) -> dict[str, float]:
-        """All steps, with the time since the start as the total."""
+        """Return all steps, with the time since the start as the total."""
         self.us[Step.TOTAL] = (self._clock() - self._started) * 1e6
         return self.us
+
+
+class TimeAndDice(Struct, frozen=True):
+    """What comes into a decision from nowhere else."""
+
+    clock: Callable[[], float]
+    """Gives monotonic seconds."""
+    stopwatch: Callable[[], float]
+    """Gives the seconds by which steps are timed."""
+    dice: Random
 
 
 class Prompt(Struct, frozen=True, gc=False):

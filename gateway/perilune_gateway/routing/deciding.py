@@ -32,7 +32,7 @@ from perilune_gateway.routing.kv_moves import KvMoves
 from perilune_gateway.routing.objectives import objectives
 from perilune_gateway.routing.pull import pull, without
 from perilune_gateway.state.pool_state import PoolState
-from perilune_gateway.state.sessions import Session
+from perilune_gateway.state.session import Session
 
 
 class Deciding:
@@ -45,11 +45,13 @@ class Deciding:
         moves: KvMoves,
     ) -> None:
         self._state = state
-        self._candidates = candidates
-        self._moves = moves
+        self.candidates = candidates
+        self.moves = moves
 
     def configure(self, pool: Pool) -> None:
         """Take over a (changed) pool document."""
+        self.candidates.configure(pool)
+        self.moves.configure(pool)
         self._routing = pool.spec.routing
         self._model = pool.spec.model.name
 
@@ -63,28 +65,29 @@ class Deciding:
         if isinstance(verdict, Decision) and (offer := self._offer(context)):
             if view.phase is Phase.HEADERS:
                 return view, NEED_BODY  # only the body tells what the offer's target holds of the prompt
-            moved = self._moves.planner.apply(offer, verdict, view, context.candidates, context.now)
+            moved = self.moves.planner.apply(offer, verdict, view, context.candidates, context.now)
             verdict = pull(view, moved, context.candidates, self._routing.pull)
         if isinstance(verdict, Decision) and verdict.replicate_from:
             verdict = self._with_room(verdict, view, context)
         return view, verdict
 
     def _with_room(self, decision: Decision, view: RequestView, context: RequestContext) -> Decision:
-        """The decision with what it fetches from another endpoint, unless too much is on its way already."""
+        """Return the decision with what it fetches from another endpoint, unless too much is on its way
+        already."""
         if view.prefix.from_host:
-            cause = self._moves.peer_reads.refuses(decision, context.candidates, context.now)
+            cause = self.moves.peer_reads.refuses(decision, context.candidates, context.now)
         else:
-            cause = self._moves.pulling.refuses(decision, context.candidates, context.now)
+            cause = self.moves.pulling.refuses(decision, context.candidates, context.now)
         if cause is None and not view.prefix.from_host:
-            context.content = self._moves.pulling.content(context.prompt.blocks, decision.cached_tokens)
+            context.content = self.moves.pulling.content(context.prompt.blocks, decision.cached_tokens)
             cause = None if context.content else Unpulled.TOKENS
         if cause is None:
             return decision
         return without(decision, target_of(decision, context.candidates), view, cause)
 
     def _offer(self, context: RequestContext) -> Move | None:
-        """The planner's offer for this session, or for the prefix that a new session begins with."""
-        planner, handing_over = self._moves.planner, self._moves.handing_over
+        """Return the planner's offer for this session, or for the prefix that a new session begins with."""
+        planner, handing_over = self.moves.planner, self.moves.handing_over
         if context.session and context.session.host:
             key, name = context.session.key, context.session.name
             planned = planner.offer(key, None) or planner.offer(name, None)  # before it came here
@@ -97,7 +100,7 @@ class Deciding:
         return planner.offer(None, prefix) or handing_over.offered(prefix, prefix_name(prefix))
 
     def _view(self, context: RequestContext, request_id: str, ordinal: int) -> RequestView:
-        """The request as a policy sees it."""
+        """Return the request as a policy sees it."""
         prompt, session = context.prompt, context.session
         level, slo_ttft_s, slo_tpot_s = objectives(context.head.headers, self._routing.limits)
         return RequestView(
@@ -115,13 +118,13 @@ class Deciding:
             slo_tpot_s,
             context.prefix,
             self._state.block_size,
-            unsplit=self._candidates.unsplit(context),
+            unsplit=self.candidates.unsplit(context),
             unpulled=context.unpulled,
         )
 
     def _session(self, session: Session, now: float) -> SessionView:
         view = self._state.sessions.view(session, now)
-        return replace(view, awaits_kv=True) if self._moves.handing_over.keeps(session) else view
+        return replace(view, awaits_kv=True) if self.moves.handing_over.keeps(session) else view
 
     def _new_session(self, context: RequestContext) -> SessionView | None:
         identity = context.identity

@@ -33,7 +33,7 @@ from perilune_gateway.model.handoff import (
 )
 from perilune_gateway.model.kv_reach import kv_reach
 from perilune_gateway.model.shared import Offered, OfferStage, prefix_name
-from perilune_gateway.moves.facts import LiveFacts
+from perilune_gateway.moves.gatherer import PoolGatherer
 from perilune_gateway.moves.handoff import (
     Copy,
     Handoff,
@@ -51,7 +51,7 @@ from perilune_gateway.state.in_flight import Load
 from perilune_gateway.state.offers import MOVING, STANDS_S
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.request_facts import TurnOver
-from perilune_gateway.state.sessions import Session
+from perilune_gateway.state.session import Session
 
 KEPT_SHARE = 0.25
 """Share of an endpoint's KV cache that it may keep for engines which have not fetched it yet."""
@@ -103,7 +103,7 @@ class HandingOver:
         state: PoolState,
         planner: Planner,
         handoffs: Handoffs,
-        facts: LiveFacts,
+        gatherer: PoolGatherer,
         open_pulls: Mapping[int, Move],
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
@@ -113,7 +113,7 @@ class HandingOver:
         self._state = state
         self._planner = planner
         self._handoffs = handoffs
-        self._facts = facts
+        self._gatherer = gatherer
         self._open_pulls = open_pulls
         self._clock = clock
         self._wall_clock = wall_clock
@@ -133,9 +133,9 @@ class HandingOver:
         """Take over a (changed) pool document."""
         self._model = pool.spec.model.name
         self._worth = pool.spec.routing.migration.worth
-        self._facts.configure(pool.spec)
+        self._gatherer.configure(pool.spec)
         memory = pool.spec.routing.migration.token_memory_bytes
-        knows = kv_reach(pool.spec).hands_over or self._facts.prewarms
+        knows = kv_reach(pool.spec).hands_over or self._gatherer.prewarms
         self._state.block_tokens.max_bytes = memory if knows else 0
 
     def stats(self) -> HandoffStats:
@@ -144,7 +144,7 @@ class HandingOver:
             self._handoffs.open,
             dict(self._outcomes),
             dict(self._given_up),
-            dict(self._facts.immovable),
+            dict(self._gatherer.immovable),
             dict(self._leg_counts),
             dict(self._leg_seconds),
             self._bytes,
@@ -158,8 +158,8 @@ class HandingOver:
     # -- what happens ------------------------------------------------------------------------------
 
     def planned(self, plans: bool = True) -> None:
-        """The planner has made a new plan; called at the planner's interval. `plans`: whether this replica is
-        the one that plans. It also ends what others, which may be gone, have copied."""
+        """Record that the planner has made a new plan; called at the planner's interval. `plans`: whether
+        this replica is the one that plans. It also ends what others, which may be gone, have copied."""
         now, offers = self._clock(), self._state.offers
         self._handoffs.offer(
             [move for move in self._planner.ahead if not offers.moves(self._name(move.subject), now)], now
@@ -187,16 +187,16 @@ class HandingOver:
         return due
 
     def giving(self, legs: Legs) -> None:
-        """The give leg is sent: the host computes the last block and keeps all blocks."""
+        """Record that the give leg is sent: the host computes the last block and keeps all blocks."""
         size = self._state.block_tokens.block_size
         self._begin(legs, Leg.GIVE, legs.source, size)
 
     def taking(self, legs: Legs) -> None:
-        """The host has accepted the give leg, and the take leg is sent."""
+        """Record that the host has accepted the give leg, and the take leg is sent."""
         self._begin(legs, Leg.TAKE, legs.target, 0)
 
     def ended(self, legs: Legs, leg: Leg) -> None:
-        """A leg has ended, however. Ignores legs that were not sent."""
+        """Record that a leg has ended, however. Ignore legs that were not sent."""
         running = self._running.pop((legs.handoff, leg), None)
         if running is None:
             return
@@ -206,7 +206,8 @@ class HandingOver:
         self._leg_seconds[leg] += self._clock() - since
 
     def took(self, legs: Legs, cached_tokens: int, seconds: float) -> None:
-        """The take leg has answered after `seconds`; the target computed all but `cached_tokens`."""
+        """Record that the take leg has answered after `seconds`; the target computed all but
+        `cached_tokens`."""
         if legs.handoff not in self._copies:
             return  # it was given up meanwhile
         now, state = self._clock(), self._state
@@ -222,7 +223,7 @@ class HandingOver:
         self.step()
 
     def failed(self, legs: Legs, cause: GivenUp) -> None:
-        """A leg has failed."""
+        """Record that a leg has failed."""
         self._handoffs.failed(legs.handoff, cause)
         self.step()
 
@@ -253,7 +254,7 @@ class HandingOver:
         host = self._state.fleet.get(session.host)
         if host is None or not host.draining or MoveTrigger.DRAIN not in self._planner.triggers:
             return False
-        return self._facts.can_be_copied(session, now)
+        return self._gatherer.can_be_copied(session, now)
 
     # -- among replicas ----------------------------------------------------------------------------
 
@@ -348,7 +349,7 @@ class HandingOver:
         )
 
     def _name(self, subject: Subject) -> bytes:
-        """The subject's name among replicas; empty: it has none."""
+        """Return the subject's name among replicas; empty: it has none."""
         if isinstance(subject, int):
             return prefix_name(subject)
         if isinstance(subject, bytes):
@@ -367,7 +368,7 @@ class HandingOver:
                 replace(move, transfer_bytes=handoff.transfer_bytes), now
             )
         link = state.fleet.link(move.target, move.source)
-        engine, from_store = state.calibration.engine, self._facts.prewarms
+        engine, from_store = state.calibration.engine, self._gatherer.prewarms
         if from_store:
             predicted_s = engine.store_s(missing_tokens)
         else:
@@ -453,7 +454,7 @@ class HandingOver:
         )
 
     def content(self, subject: Subject) -> Content | None:
-        return self._facts.content(subject, self._clock())
+        return self._gatherer.content(subject, self._clock())
 
     def missing_tokens(self, target: str, content: Content, now: float) -> int:
         held = self._state.index.leading(target, content.blocks, now)
@@ -463,7 +464,7 @@ class HandingOver:
         return self._state.index.announced(target, block)
 
     def can_copy(self, source: str, target: str) -> bool:
-        return self._facts.prewarms or self._state.connectors.can(source, target)
+        return self._gatherer.prewarms or self._state.connectors.can(source, target)
 
     def may_choose(self, target: str) -> bool:
         return self._state.fleet.takes_sessions(target, self._clock())

@@ -84,7 +84,7 @@ class Lifecycle:
         decision: Decision,
         candidates: Sequence[Candidate] = (),
     ) -> Iterator[None]:
-        """A request begins. If the block raises, the request is taken back, and leaves nothing behind."""
+        """Begin a request. If the block raises, the request is taken back, and leaves nothing behind."""
         self._state.requests.add(request)
         try:
             self._tell(Decided(request, view, decision, candidates, request.started_at))
@@ -95,16 +95,16 @@ class Lifecycle:
             raise
 
     def prefills_itself(self, ticket: int) -> None:
-        """The KV does not come from another endpoint after all: the target, to which the request is sent now,
-        computes the prompt. What a leg that failed has left there is unknown, so nothing is learned from this
-        prefill."""
+        """Record that the KV does not come from another endpoint after all: the target, to which the request
+        is sent now, computes the prompt. What a leg that failed has left there is unknown, so nothing is
+        learned from this prefill."""
         request, now = self._state.requests[ticket], self._clock()
         assert request.alone, "nothing was to come"
         request.sent_at, request.forecast, request.learns = now, request.alone, False
         self._tell(Sent(request, now, True))
 
     def fetched(self, ticket: int) -> None:
-        """The request was held until its KV was fetched, and is sent now."""
+        """Record that the request was held until its KV was fetched, and is sent now."""
         request, now = self._state.requests[ticket], self._clock()
         request.sent_at, request.forecast = now, request.forecast.fetched()
         self._tell(Sent(request, now, False))
@@ -112,14 +112,14 @@ class Lifecycle:
     # -- what Envoy says ---------------------------------------------------------------------------
 
     def on_reset(self, ticket: int, served: str) -> None:
-        """The endpoint that had the request last, `served`, broke off before it answered. If that is not the
-        target, the target did, too, or could not be reached."""
+        """Record that the endpoint that had the request last, `served`, broke off before it answered. If that
+        is not the target, the target did, too, or could not be reached."""
         request = self._state.requests[ticket]
         times = 2 if served and served != server_of(request.target) else 1
         self._tell(Broken(request, self._clock(), times))
 
     def on_response(self, ticket: int, status: int, served: str, streamed: bool) -> None:
-        """The answer's head has come. `served`: the endpoint that answers, empty if unknown."""
+        """Record that the answer's head has come. `served`: the endpoint that answers, empty if unknown."""
         request, now = self._state.requests[ticket], self._clock()
         rank = rank_of(request.target)
         if served and rank is not None:
@@ -133,8 +133,8 @@ class Lifecycle:
         self._tell(Answered(request, now, self._is_there(request), status >= REFUSED))
 
     def _reroute(self, request: InFlight, endpoint: Endpoint, now: float) -> None:
-        """The proxy sent the request to another endpoint, which computes whatever it lacks of the prompt: no
-        KV comes to it from elsewhere."""
+        """Record that the proxy sent the request to another endpoint, which computes whatever it lacks of the
+        prompt: no KV comes to it from elsewhere."""
         state, served, before = self._state, endpoint.address, request.target
         was_there, well = self._is_there(request), request.status < FAILED
         if request.awaited and not endpoint.events:
@@ -164,11 +164,11 @@ class Lifecycle:
         )
 
     def on_usage(self, ticket: int, cached_tokens: int) -> None:
-        """The engine served so many of the prompt's tokens from its prefix cache."""
+        """Record that the engine served so many of the prompt's tokens from its prefix cache."""
         self._state.requests[ticket].cached_tokens = cached_tokens
 
     def finished(self, ticket: int, outcome: Outcome) -> None:
-        """The request has ended. Raise KeyError if it had ended before."""
+        """Record that the request has ended. Raise KeyError if it had ended before."""
         request, now = self._state.requests.pop(ticket), self._clock()
         completed = outcome is Outcome.COMPLETED
         answered = completed and request.status < REFUSED
@@ -200,7 +200,8 @@ class Lifecycle:
     # -- what engines announce ---------------------------------------------------------------------
 
     def on_applied(self, applied: Applied) -> None:
-        """A KV event has changed the index: it may end prefills, and extend sessions' contexts."""
+        """Record that a KV event has changed the index: it may end prefills, and extend sessions'
+        contexts."""
         state, now, requests = self._state, self._clock(), self._state.requests
         if not applied.stored or applied.tier is not Tier.DEVICE:
             self._tell(BlocksChanged(applied, now))

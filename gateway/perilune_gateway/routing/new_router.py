@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from perilune_api.pool import Pool
-from perilune_gateway.moves.facts import LiveFacts
+from perilune_gateway.moves.gatherer import PoolGatherer
 from perilune_gateway.moves.handoff import Handoffs
 from perilune_gateway.moves.planner import Planner
 from perilune_gateway.request.aliases import Aliases
@@ -15,17 +15,19 @@ from perilune_gateway.routing.announcement_check import AnnouncementCheck
 from perilune_gateway.routing.candidates import CandidateBuilder
 from perilune_gateway.routing.carried_moves import CarriedMoves
 from perilune_gateway.routing.claiming import Claiming
+from perilune_gateway.routing.context import TimeAndDice
+from perilune_gateway.routing.conversations import Conversations
 from perilune_gateway.routing.deciding import Deciding
-from perilune_gateway.routing.full_reports import FullReports
 from perilune_gateway.routing.handing_over import HandingOver
 from perilune_gateway.routing.kv_moves import KvMoves
 from perilune_gateway.routing.lifecycle import Lifecycle
 from perilune_gateway.routing.new_sessions import NewSessions
 from perilune_gateway.routing.peer_reads import PeerReads
+from perilune_gateway.routing.prompts import Prompts, PromptSeen, TokenizesNow
 from perilune_gateway.routing.pull_limits import OpenPulls, PullLimits
 from perilune_gateway.routing.pulling import Pulling
 from perilune_gateway.routing.remote_prefills import RemotePrefills
-from perilune_gateway.routing.router import PromptSeen, Router, TokenizesNow
+from perilune_gateway.routing.router import Router
 from perilune_gateway.routing.session_turns import SessionTurns
 from perilune_gateway.routing.speed_learning import SpeedLearning
 from perilune_gateway.routing.verdicts import Verdicts
@@ -52,17 +54,17 @@ def new_router(
     `secret`: what clients may not know of endpoints and tenants' salts is derived from it. `previous_secret`:
     the one before, if ids of its responses are still to be read. `engine_secret`: by which engines obey
     transfer parameters. Empty if they need none."""
-    candidates, aliases, open_pulls = CandidateBuilder(state), Aliases(secret, previous_secret), OpenPulls()
+    aliases, open_pulls = Aliases(secret, previous_secret), OpenPulls()
     handoffs = Handoffs(lambda address: open_pulls.copies(address) + state.offers.copies(address, clock()))
-    facts = LiveFacts(state, handoffs)
-    planner = Planner(facts, elsewhere=state.offers, tell=state.facts.tell)
-    handing_over = HandingOver(state, planner, handoffs, facts, open_pulls, clock, wall_clock)
+    gatherer = PoolGatherer(state, handoffs)
+    planner = Planner(gatherer, elsewhere=state.offers, tell=state.facts.tell)
+    handing_over = HandingOver(state, planner, handoffs, gatherer, open_pulls, clock, wall_clock)
     limits = PullLimits(planner, handoffs, open_pulls)
     remote_prefills = RemotePrefills(state, clock, wall_clock)
     pulling = Pulling(state, limits, clock, wall_clock)
     peer_reads = PeerReads(state, limits, engine_secret, clock, wall_clock)
     moves = KvMoves(planner, handing_over, remote_prefills, pulling, peer_reads)
-    new_sessions, reports = NewSessions(state), FullReports()
+    new_sessions = NewSessions(state)
     turns = SessionTurns(state, new_sessions)
     lifecycle = Lifecycle(state, clock)
     state.facts.listen(
@@ -86,7 +88,7 @@ def new_router(
         pulling,
         peer_reads,
         limits,
-        reports,
+        state.reports,
         handing_over,
         *([state.sharing.changes] if state.sharing else []),
         *listeners,
@@ -94,18 +96,11 @@ def new_router(
     return Router(
         pool,
         state,
-        tokenizer,
-        candidates,
-        Deciding(state, candidates, moves),
-        Verdicts(state, lifecycle, turns, reports, aliases, wall_clock),
-        lifecycle,
-        moves,
-        aliases,
-        new_sessions,
-        reports,
-        clock=clock,
-        stopwatch=stopwatch,
-        rng=rng or Random(),
+        conversations=Conversations(state, aliases),
+        prompts=Prompts(state, tokenizer, aliases, prompt_seen),
+        deciding=Deciding(state, CandidateBuilder(state), moves),
+        verdicts=Verdicts(state, lifecycle, turns, aliases, wall_clock),
+        new_sessions=new_sessions,
+        time=TimeAndDice(clock, stopwatch, rng or Random()),
         conformance=conformance,
-        prompt_seen=prompt_seen,
     )

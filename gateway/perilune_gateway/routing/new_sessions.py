@@ -24,7 +24,7 @@ from msgspec import Struct
 from perilune_api.pool import Role, SessionAdmission
 from perilune_gateway.model import Identity, Refusal, RefuseReason, RequestHead, SessionKey
 from perilune_gateway.model.shared import Counted
-from perilune_gateway.request.openai import ParsedRequest
+from perilune_gateway.request.parsed import ParsedRequest
 from perilune_gateway.routing.context import Prompt, RequestContext
 from perilune_gateway.state.active_contexts import HORIZON_S, ActiveContexts
 from perilune_gateway.state.facts import LineChanged
@@ -115,7 +115,7 @@ class NewSessions:
     # -- requests ----------------------------------------------------------------------------------
 
     def arrive(self, context: RequestContext, request: ParsedRequest) -> Queued | Refusal | None:
-        """The request of a context with its prompt. None: it may be routed."""
+        """Return what becomes of a request with its prompt. None: it may be routed."""
         identity, prompt, now = context.identity, context.prompt, context.now
         if not self.on or self._inside(identity, now):
             return None
@@ -162,7 +162,8 @@ class NewSessions:
         return found
 
     def over(self, ticket: int) -> None:
-        """The request waits no longer: it is routed now, or its client has gone. Safe to call twice."""
+        """Record that the request waits no longer: it is routed now, or its client has gone. Safe to call
+        twice."""
         self._queue.leave(ticket)
         self._beginning.pop(ticket, None)
         self._state.facts.tell(LineChanged())
@@ -177,12 +178,12 @@ class NewSessions:
     # -- other replicas ----------------------------------------------------------------------------
 
     def counted(self, now: float, at_us: int) -> Counted:
-        """What the other replicas are told."""
+        """Return what the other replicas are told."""
         return Counted(at_us, round(self._active(now)), len(self._queue)) if self.on else Counted(at_us)
 
     def line(self, now: float, *, repeat: bool) -> Line | None:
-        """What the other replicas are told of the sessions that wait here; None: nothing new. `repeat`: tell
-        it again."""
+        """Return what the other replicas are told of the sessions that wait here; None: nothing new.
+        `repeat`: tell it again."""
         queue = self._queue
         soon = len(queue) <= FEW_PLACES or now - self._told_at >= TELL_S
         if not (queue.changed and soon) and not (repeat and (self._told.places or self._told.given)):
@@ -191,22 +192,22 @@ class NewSessions:
         return self._told
 
     def line_elsewhere(self, replica: str, line: Line) -> None:
-        """Another replica has told which sessions wait there."""
+        """Record that another replica has told which sessions wait there."""
         self._queue.hear(replica, line)
 
     def counted_elsewhere(self, replica: str, counted: Counted) -> None:
-        """Another replica has told what it counts."""
+        """Record that another replica has told what it counts."""
         self._elsewhere[replica] = _Elsewhere(counted)
 
     def gone(self, replica: str, now: float) -> None:
-        """Another replica is not heard any more."""
+        """Record that another replica is not heard any more."""
         self._queue.forget(replica)
         if other := self._elsewhere.get(replica):
             self._elsewhere[replica] = _Elsewhere(other.counted, now)
         self._elsewhere = {r: e for r, e in self._elsewhere.items() if e.gone_at is None or e.tokens(now)}
 
     def turn_elsewhere(self, session: SessionKey) -> None:
-        """Another replica has routed a turn of the session."""
+        """Record that another replica has routed a turn of the session."""
         if self.on:
             self._contexts.turn_elsewhere(session)
             self._state.facts.tell(LineChanged())
@@ -226,7 +227,7 @@ class NewSessions:
         )
 
     def _inside(self, identity: Identity, now: float) -> bool:
-        """Whether the session has begun, or its parent has."""
+        """Return whether the session has begun, or its parent has."""
         sessions = self._state.sessions
         each = (sessions.find(key, now) for key in (identity.key, identity.parent_key))
         return any(session and session.host for session in each)

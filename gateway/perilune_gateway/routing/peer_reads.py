@@ -77,6 +77,8 @@ class PeerReads:
         self._secret = secret
         self._clock = clock
         self._transfers = RequestTransfers(state.facts.tell, clock, wall_clock)
+        self._from: dict[str, set[PeerRead]] = {}
+        """Source → the reads from it that are under way."""
 
     def stats(self) -> TransferStats:
         return self._transfers.stats()
@@ -84,11 +86,7 @@ class PeerReads:
     def refuses(self, decision: Decision, candidates: Sequence[Candidate], now: float) -> Unpulled | None:
         """Return why the decision's KV may not be read now; None if it may."""
         move = move_of("", decision, target_of(decision, candidates), from_host=True)
-        if self._transfers.under_way and any(
-            one.move.source == move.source and one.late_at <= now
-            for request in self._state.requests.all()
-            if (one := _under_way(request))
-        ):
+        if any(one.late_at <= now for one in self._from.get(move.source, ())):
             return Unpulled.FAILED
         return self._limits.refuses(move.source, move.target, move.transfer_bytes, now)
 
@@ -103,7 +101,7 @@ class PeerReads:
         alone_s = request.alone.ttft_s if request.awaited else inf
         subject = request.session.key if request.session else fact.view.request_id
         move = move_of(subject, decision, target_of(decision, fact.candidates), from_host=True)
-        request.transfer = PeerRead(
+        one = request.transfer = PeerRead(
             move=move,
             began_at=fact.now,
             tokens=decision.cached_tokens,
@@ -112,6 +110,7 @@ class PeerReads:
             limits_ticket=self._limits.began(move),
         )
         self._transfers.under_way += 1
+        self._from.setdefault(move.source, set()).add(one)
 
     def on_prefilled(self, fact: Prefilled) -> None:
         if one := _under_way(fact.request):
@@ -120,13 +119,13 @@ class PeerReads:
             self._over(one)
 
     def on_answered(self, fact: Answered) -> None:
-        """After a head nothing is fetched any more, unless it is the early one of a stream."""
+        """End the read: after a head nothing is fetched any more, unless it is the early one of a stream."""
         request = fact.request
         if (one := _under_way(request)) and not (request.streamed and request.awaited):
             self._over(one)
 
     def on_rerouted(self, fact: Rerouted) -> None:
-        """The endpoint that serves reads nothing."""
+        """Record that the endpoint that serves reads nothing."""
         if isinstance(one := fact.request.transfer, PeerRead):
             one.cause = GivenUp.ELSEWHERE
 
@@ -163,11 +162,15 @@ class PeerReads:
         self._transfers.ended(one, cached_tokens or 0, seen=cached_tokens is not None)
 
     def _over(self, one: PeerRead) -> None:
-        """Nothing is fetched any more."""
+        """Record that nothing is fetched any more."""
         assert one.limits_ticket is not None, "it is under way"
         self._limits.ended(one.limits_ticket)
         one.limits_ticket = None
         self._transfers.under_way -= 1
+        reads = self._from[one.move.source]
+        reads.remove(one)
+        if not reads:
+            del self._from[one.move.source]
 
     def _fail(self, one: PeerRead, cause: GivenUp) -> None:
         if one.cause is None:

@@ -1,12 +1,12 @@
-"""Several pools behind one route: which of them serves a request, and what none of them has to be asked.
+"""The pools behind one route: which of them serves a request, and what none of them has to be asked.
 
     on_headers ─┬─▶ Chosen      the session is bound in one pool, which decides by the headers
                 ├─▶ Answer      /v1/models: the models of all pools
                 └─▶ NeedBody ──▶ on_body ─┬─▶ Chosen    a pool that serves the body's model
                                           └─▶ Refusal   no pool does
 
-`Pools` stands in a router's place until the pool is known. `Chosen` names that pool's router, which goes on
-with the request to its end.
+Every request comes to `Pools` first. `Chosen` names the router of its pool, which goes on with the request to
+its end. A gateway of one pool is a list of one: then every request is that pool's, and nothing is looked up.
 
 Where several pools serve a model of the same name, the one that has the session, or the response that the
 request continues, keeps it. A new session goes to the pool with the highest of the scores of weighted
@@ -39,7 +39,7 @@ from perilune_gateway.model import (
 )
 from perilune_gateway.request import openai, paths
 from perilune_gateway.request.known_bodies import KnownBodies
-from perilune_gateway.request.openai import ParsedRequest
+from perilune_gateway.request.parsed import ParsedRequest, opening
 from perilune_gateway.routing import admission
 from perilune_gateway.routing.context import StepTimer
 from perilune_gateway.routing.new_sessions import Queued
@@ -64,21 +64,27 @@ class Pools:
         *,
         stopwatch: Callable[[], float],
         since: int = 0,
+        more: bool = False,
     ) -> None:
         """`on_refused` is told of each refusal that is of no pool. `since`: what /v1/models gives as the time
-        at which the models came into being, in Unix seconds."""
+        at which the models came into being, in Unix seconds. `more`: whether further pools are awaited."""
         self.routers = tuple(routers)
+        self._only = self.routers[0] if len(self.routers) == 1 and not more else None
+        """The pool of every request, if there is no other one."""
         self.bodies = KnownBodies()
         self._on_refused = on_refused
         self._stopwatch = stopwatch
         self._since = since
 
     def add(self, router: Router) -> None:
-        """Takes in a further pool."""
-        self.routers = (*self.routers, router)
+        """Take in a further pool."""
+        self.routers, self._only = (*self.routers, router), None
 
     def on_headers(self, head: RequestHead) -> Chosen | Refusal | Answer | NeedBody:
-        """Chooses by the headers, if they suffice."""
+        """Choose by the headers, if they suffice."""
+        if self._only:
+            decided = self._only.on_headers(head)
+            return decided if isinstance(decided, NeedBody) else Chosen(self._only, decided)
         self.routers[0].arrived(head)
         if refusal := self.routers[0].unsupported(head):
             return self.refused(head, refusal)
@@ -95,7 +101,9 @@ class Pools:
         return self._by_headers(next(stores, self.routers[0]), head)
 
     def on_body(self, head: RequestHead, body: bytes) -> Chosen | Refusal:
-        """Chooses by the body's model."""
+        """Choose by the body's model."""
+        if self._only:
+            return Chosen(self._only, self._only.on_body(head, body))
         timer = StepTimer(self._stopwatch)
         if not paths.is_model_path(head.path):
             return self._elsewhere(head, openai.model_in(body))
@@ -115,8 +123,11 @@ class Pools:
         return Chosen(router, router.on_request(head, request, len(body), timer))
 
     def refused(self, head: RequestHead, refusal: Refusal) -> Refusal:
-        """The request is refused before its pool is known."""
-        self._on_refused(refusal)
+        """Record a refusal that no router has made."""
+        if self._only:
+            self._only.refused(head, refusal)
+        else:
+            self._on_refused(refusal)
         return refusal
 
     def _by_headers(self, router: Router, head: RequestHead) -> Chosen:
@@ -125,7 +136,8 @@ class Pools:
         return Chosen(router, verdict)
 
     def _elsewhere(self, head: RequestHead, model: str) -> Chosen | Refusal:
-        """A request with a body for another page than the model's, such as /tokenize or /v1/embeddings."""
+        """Choose for a request with a body for another page than the model's, such as /tokenize or
+        /v1/embeddings."""
         if not model and len(self._names()) > 1:
             return self.refused(head, admission.no_model(self._names(), "This gateway"))
         router = next((r for r in self.routers if not model or model in r.models), None)
@@ -138,7 +150,7 @@ class Pools:
         return {name for router in self.routers for name in router.models}
 
     def _listed(self, head: RequestHead, model: str) -> Answer | Refusal:
-        """The page /v1/models, or the entry of one model."""
+        """Return the page /v1/models, or the entry of one model."""
         entries = {entry["id"]: entry for router in self.routers for entry in _entries(router, self._since)}
         if not model:
             return Answer(msgspec.json.encode({"object": "list", "data": list(entries.values())}))
@@ -152,7 +164,7 @@ def _of_one_model(router: Router) -> bool:
 
 
 def _of_session(serving: Sequence[Router], head: RequestHead, request: ParsedRequest) -> Router:
-    """Of the pools that serve the model, the one that has the session; else the one that the weights
+    """Return the pool that has the session, of those that serve the model; else the one that the weights
     choose."""
     for router in serving:
         identity = router.identity(head, request)
@@ -160,14 +172,15 @@ def _of_session(serving: Sequence[Router], head: RequestHead, request: ParsedReq
             return router
     identity = serving[0].identity(head, request)
     session = (identity.parent_id or identity.session_id).encode(errors="surrogatepass")
-    name = identity.tenant.encode(errors="surrogatepass") + b"\0" + (session or openai.opening(request))
+    name = identity.tenant.encode(errors="surrogatepass") + b"\0" + (session or opening(request))
     weights = {_name(router): router.pool.spec.routing.weight for router in serving}
     chosen = by_weight(weights, name)
     return next(router for router in serving if _name(router) == chosen)
 
 
 def by_weight(weights: Mapping[str, int], name: bytes) -> str:
-    """The pool of a session, by weighted rendezvous hashing. If no pool has a weight, all have the same."""
+    """Return the pool of a session, by weighted rendezvous hashing. If no pool has a weight, all have the
+    same."""
     if not any(weights.values()):
         weights = dict.fromkeys(weights, 1)
 
@@ -183,7 +196,7 @@ def _name(router: Router) -> str:
 
 
 def _entries(router: Router, since: int) -> Iterator[dict[str, Any]]:
-    """A pool's entries of /v1/models, in OpenAI's form with vLLM's additions."""
+    """Yield a pool's entries of /v1/models, in OpenAI's form with vLLM's additions."""
     model = router.pool.spec.model
     context = {"max_model_len": model.context_tokens} if model.context_tokens else {}
     base = {"object": "model", "created": since, "owned_by": "perilune"}

@@ -135,7 +135,7 @@ def without(
 
 
 def _alone(target: Candidate, request: RequestView) -> tuple[float, int]:
-    """(seconds of what the target needs alone, prompt tokens that it need not prefill then)."""
+    """Return (seconds of what the target needs alone, prompt tokens that it need not prefill then)."""
     engine, prompt = target.engine, request.prompt_tokens
     return min(
         (s + engine.prefill_s(prompt - n, n), n)

@@ -120,14 +120,14 @@ class Pulling:
         self._leave(fact.request)
 
     def _leave(self, request: InFlight) -> None:
-        """The request has ended; it may have been held still."""
+        """Record that the request has ended; it may have been held still."""
         if isinstance(one := request.transfer, Pull):
             self._end(request, one, GivenUp.LEFT)
 
     # -- what happens to legs ----------------------------------------------------------------------
 
     def took(self, ticket: int, pull: KvPull, cached_tokens: int, seconds: float) -> None:
-        """The target has the KV: its take leg answered after `seconds`, and computed all but
+        """Record that the target has the KV: its take leg answered after `seconds`, and computed all but
         `cached_tokens`."""
         found = self._of(ticket, pull)
         if found is None:
@@ -143,8 +143,8 @@ class Pulling:
         return self._end(request, one, None, cached_tokens)
 
     def failed(self, ticket: int, pull: KvPull, leg: Leg, cause: GivenUp) -> None:
-        """The target has not got the KV in time, or will not, because of this leg. Ignores pulls that have
-        ended."""
+        """Record that the target has not got the KV in time, or will not, because of this leg. Ignore pulls
+        that have ended."""
         if found := self._of(ticket, pull):
             at, now = pull.source if leg is Leg.GIVE else pull.target, self._clock()
             self._limits.failed(leg, at, now)

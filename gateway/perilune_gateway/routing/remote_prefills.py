@@ -110,22 +110,23 @@ class RemotePrefills:
     # -- what happens to legs ----------------------------------------------------------------------
 
     def giving(self, ticket: int, remote: RemotePrefill, cancel: Callable[[], object]) -> None:
-        """The give leg is sent. `cancel` is called at the end of the request, after which the leg is of no
-        use; at once if it has ended."""
+        """Record that the give leg is sent. `cancel` is called at the end of the request, after which the leg
+        is of no use; at once if it has ended."""
         if one := self._of(ticket, remote):
             one.cancel = cancel
         else:
             cancel()
 
     def given(self, ticket: int, remote: RemotePrefill) -> None:
-        """The give leg has ended well: the source has computed the prompt, and keeps it until it is
-        fetched."""
+        """Record that the give leg has ended well: the source has computed the prompt, and keeps it until it
+        is fetched."""
         if one := self._of(ticket, remote):
             one.claimed = ()  # they stay
             self._end_leg(one)
 
     def failed(self, ticket: int, remote: RemotePrefill, cause: GivenUp) -> None:
-        """The give leg has failed, or the target will not fetch. Ignores requests that have ended."""
+        """Record that the give leg has failed, or the target will not fetch. Ignore requests that have
+        ended."""
         if one := self._of(ticket, remote):
             self._fail(one, cause)
             if cause is GivenUp.BROKE_OFF:  # the prompt may be one at which engines end
@@ -159,7 +160,8 @@ class RemotePrefills:
         one.cancel()
 
     def _unclaim(self, one: Prefilling) -> None:
-        """The source does not compute the prompt to its end. What it has computed it announces."""
+        """Record that the source does not compute the prompt to its end. What it has computed it
+        announces."""
         if self._is_there(one):
             self._state.index.unclaim(one.remote.source, one.claimed)
         one.claimed = ()

@@ -7,8 +7,8 @@
 `on_body` and `on_tokens` may also answer Queued: the session is new and has to wait (new_sessions.py) until
 `due` names it; `on_begun` then routes it.
 
-1. *Gather* (candidates.py): the session, the prompt's tokens and blocks, and for each endpoint what it holds
-   of them and what it has to do, as a `RequestView` and `Candidate`s.
+1. *Gather*: the session (conversations.py), the prompt's tokens and blocks (prompts.py), and for each
+   endpoint what it holds of them and what it has to do (candidates.py), as a `RequestView` and `Candidate`s.
 2. *Filter* (admission.py): endpoints that may not be chosen are left out.
 3. *Decide* (deciding.py): the policy, a pure function (decide.py). A planned move may replace its choice.
 4. *Admit* (decide.py): the prompt must fit, the fleet must not be overloaded, the SLOs must be within reach.
@@ -20,9 +20,7 @@ Synchronous. Time and randomness come in through the constructor. Knows nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from random import Random
-from typing import Protocol
+from collections.abc import Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -43,42 +41,29 @@ from perilune_gateway.model import (
     Routed,
     Step,
     Tokens,
-    Unsplit,
     Verdict,
 )
 from perilune_gateway.model.applied import Applied
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.request import paths
-from perilune_gateway.request.aliases import Aliases
-from perilune_gateway.request.identity import bounded, from_headers, inferred, with_body
 from perilune_gateway.request.known_bodies import KnownBodies
-from perilune_gateway.request.media import may_have_media
-from perilune_gateway.request.openai import ChatPrompt, ParsedRequest
+from perilune_gateway.request.parsed import ParsedRequest
 from perilune_gateway.request.refusal_body import too_large
 from perilune_gateway.routing import admission
-from perilune_gateway.routing.candidates import CandidateBuilder, wanted_by
-from perilune_gateway.routing.context import Prompt, RequestContext, StepTimer
+from perilune_gateway.routing.candidates import wanted_by
+from perilune_gateway.routing.context import Prompt, RequestContext, StepTimer, TimeAndDice
+from perilune_gateway.routing.conversations import Conversations
 from perilune_gateway.routing.deciding import Deciding
-from perilune_gateway.routing.full_reports import FullReports
-from perilune_gateway.routing.kv_moves import KvMoves
-from perilune_gateway.routing.lifecycle import Lifecycle
 from perilune_gateway.routing.new_sessions import NewSessions, Queued
 from perilune_gateway.routing.objectives import wrong_slo
+from perilune_gateway.routing.prompts import Prompts
 from perilune_gateway.routing.verdicts import Verdicts
 from perilune_gateway.state import resets
 from perilune_gateway.state.facts import EndpointLeft
 from perilune_gateway.state.pool_state import PoolState
-from perilune_gateway.state.sessions import Session
 
 SEED_BITS = 53
 """Number of bits of a decision's random seed; JSON readers lose precision above it."""
-
-
-class TokenizesNow(Protocol):
-    """The part of request.tokens.Tokenizer that the router uses."""
-
-    def now(self, request: ParsedRequest) -> Tokens | None:
-        """None: tokenizing has to wait for a thread or an engine."""
 
 
 class Encode(Struct, frozen=True, gc=False):
@@ -89,10 +74,6 @@ class Encode(Struct, frozen=True, gc=False):
     body_bytes: int
 
 
-PromptSeen = Callable[[Sequence[int], Sequence[int], str, str, float], object]
-"""Takes (token ids, blocks, adapter, salt, now) of a prompt."""
-
-
 class Router:
     """One pool's router."""
 
@@ -100,41 +81,30 @@ class Router:
         self,
         pool: Pool,
         state: PoolState,
-        tokenizer: TokenizesNow,
-        candidates: CandidateBuilder,
+        *,
+        conversations: Conversations,
+        prompts: Prompts,
         deciding: Deciding,
         verdicts: Verdicts,
-        lifecycle: Lifecycle,
-        moves: KvMoves,
-        aliases: Aliases,
         new_sessions: NewSessions,
-        reports: FullReports,
-        *,
-        clock: Callable[[], float],
-        stopwatch: Callable[[], float],
-        rng: Random,
+        time: TimeAndDice,
         conformance: bool = False,
-        prompt_seen: PromptSeen | None = None,
     ) -> None:
-        """`clock` and `stopwatch` give monotonic seconds; the second one times steps. `conformance`: obey the
-        header by which conformance tests name an endpoint. `prompt_seen`: is called with each prompt whose
-        token ids are known, before its blocks are looked up."""
+        """`conformance`: obey the header by which conformance tests name an endpoint."""
         self.state = state
-        self.moves = moves
+        self.moves = deciding.moves
         self.new_sessions = new_sessions
-        self._deciding = deciding
-        self._verdicts = verdicts
-        self._lifecycle = lifecycle
-        self._reports = reports
-        self._tokenizer = tokenizer
-        self._candidates = candidates
-        self._aliases = aliases
-        self._clock = clock
-        self._stopwatch = stopwatch
-        self._rng = rng
-        self._conformance = conformance
         self.bodies = KnownBodies()
-        self._prompt_seen = prompt_seen
+        self._conversations = conversations
+        self._prompts = prompts
+        self._deciding = deciding
+        self._candidates = deciding.candidates
+        self._verdicts = verdicts
+        self._lifecycle = verdicts.lifecycle
+        self._clock = time.clock
+        self._stopwatch = time.stopwatch
+        self._dice = time.dice
+        self._conformance = conformance
         self.configure(pool)
 
     def configure(self, pool: Pool) -> Sequence[str]:
@@ -145,15 +115,13 @@ class Router:
         self._routing = spec.routing
         self._loras = {lora.name for lora in spec.model.loras}
         self.models = {spec.model.name, *spec.model.aliases, *self._loras}
-        self._candidates.configure(pool)
-        self.moves.configure(pool)
+        self._prompts.configure(pool)
         self._deciding.configure(pool)
         self._verdicts.configure(pool)
         self.state.ejection.rules = self._routing.ejection
         self.new_sessions.configure(self._routing.session_admission)
         endpoints = [endpoint for e in spec.endpoints for endpoint in _ranks(e, spec.topology)]
-        self._splits = any(endpoint.role is Role.PREFILL for endpoint in spec.endpoints)
-        self._by_alias = {name: e.address for e in endpoints for name in self._aliases.endpoints(e.address)}
+        self._conversations.configure(self._routing.session, endpoints)
         known = {endpoint.address: endpoint.instance for endpoint in self.state.fleet.endpoints()}
         gone = self.state.fleet.set_endpoints(endpoints, spec.topology, self._clock())
         for address in gone:
@@ -179,8 +147,8 @@ class Router:
     def on_headers(self, head: RequestHead) -> Routed | Refusal | NeedBody:
         """Decide from the headers if they suffice."""
         timer, now = StepTimer(self._stopwatch), self.arrived(head)
-        identity = head.identity = from_headers(head.headers, self._routing.session)
-        session = self.state.sessions.find(identity.key, now) if identity.session_id else None
+        identity = head.identity = self._conversations.identity(head)
+        session = self._conversations.arrived(identity, now)
         if session:
             self.moves.handing_over.follow(session)
         forced = self._conformance and names.CONFORMANCE_SELECTION_HEADER in head.headers
@@ -198,7 +166,7 @@ class Router:
                 return NEED_BODY  # a body of unknown length may be too long
             if paths.api_of(head.path) in (paths.Api.RESPONSES, paths.Api.POOLING):
                 return NEED_BODY  # it may name an earlier response, which one endpoint has; or has no session
-            if not self.state.knows(session, body_bytes) or self._reports.wanted(session.host):
+            if not self.state.knows(session, body_bytes) or self.state.reports.wanted(session.host):
                 return NEED_BODY
             if self._routing.engine_priority.used or self._routing.cache_salt == "tenant":
                 return NEED_BODY  # priority and salt for the engine are written into every body
@@ -209,7 +177,7 @@ class Router:
                 return NEED_BODY  # the body may be one at which engines break off
         context = RequestContext(head, now, timer, identity, session)
         if response_id:
-            context.holder = self._holder(identity, session, response_id)
+            context.holder = self._conversations.holder(identity, session, response_id)
             if not context.holder:
                 return self._verdicts.refused(head, admission.no_response(response_id), timer, context)
         self._candidates.find_eligible(context)
@@ -224,7 +192,7 @@ class Router:
         return self._decide(context)
 
     def on_body(self, head: RequestHead, body: bytes) -> Routed | Refusal | Encode | Queued:
-        """The body has come."""
+        """Decide from the body, which has come."""
         timer = StepTimer(self._stopwatch)
         if len(body) > self._routing.limits.max_body_bytes:
             return self._verdicts.refused(head, self._too_large(), timer)
@@ -235,20 +203,20 @@ class Router:
 
     def beside(self, head: RequestHead) -> Routed | Refusal:
         """Route a request for another page than the model's to any endpoint, whatever its body says."""
-        identity = from_headers(head.headers, self._routing.session)
+        identity = self._conversations.identity(head)
         context = RequestContext(head, self._now(), StepTimer(self._stopwatch), identity, None)
         self._candidates.find_eligible(context)
         return self._pass_through(context) if context.eligible else self._no_endpoint(context)
 
     def unsupported(self, head: RequestHead) -> Refusal | None:
-        """Why no pool serves the request's path; None if one may. Conformance tests have paths of their
-        own."""
+        """Return why no pool serves the request's path; None if one may. Conformance tests have paths of
+        their own."""
         return None if self._conformance else admission.unsupported(head)
 
     def on_request(
         self, head: RequestHead, request: ParsedRequest | Refusal, body_bytes: int, timer: StepTimer
     ) -> Routed | Refusal | Encode | Queued:
-        """The body has been parsed."""
+        """Decide from the parsed body."""
         if body_bytes > self._routing.limits.max_body_bytes:
             return self._verdicts.refused(head, self._too_large(), timer)
         if isinstance(request, Refusal):
@@ -263,23 +231,23 @@ class Router:
             refusal = admission.unknown_model(request.model, self.models, "This pool")
             return self._verdicts.refused(head, refusal, timer)
         timer.lap(Step.PARSE)
-        tokens = self._tokenizer.now(request)
+        tokens = self._prompts.tokens(request)
         if tokens is None:
             return Encode(head, request, body_bytes)
         timer.lap(Step.TOKENIZE)
         return self._on_prompt(head, request, body_bytes, tokens, timer)
 
     def on_tokens(self, encode: Encode, tokens: Tokens, waited_s: float = 0.0) -> Routed | Refusal | Queued:
-        """The prompt's tokens have come, after `waited_s` seconds."""
+        """Decide with the prompt's tokens, which have come after `waited_s` seconds."""
         timer = StepTimer(self._stopwatch)
         timer.us[Step.TOKENIZE] = waited_s * 1e6
         return self._on_prompt(encode.head, encode.request, encode.body_bytes, tokens, timer)
 
     def on_begun(self, queued: Queued, refusal: Refusal | None) -> Routed | Refusal:
-        """The session waits no longer: it begins, or is refused."""
+        """Decide for a session that waits no longer: it begins, or is refused."""
         self.new_sessions.over(queued.ticket)
         timer, head = StepTimer(self._stopwatch), queued.head
-        identity = head.identity or from_headers(head.headers, self._routing.session)
+        identity = head.identity or self._conversations.identity(head)
         context = self._with_session(head, queued.request, queued.prompt, timer, identity)
         context.queued_s = context.now - queued.since
         if refusal:
@@ -287,75 +255,66 @@ class Router:
         return self._route(context)
 
     def left(self, queued: Queued) -> None:
-        """The client of a request that waited has gone."""
+        """Record that the client of a request that waited has gone."""
         self.new_sessions.over(queued.ticket)
         self._verdicts.gave_up(queued.head, self._clock())
 
     def refused(self, head: RequestHead, refusal: Refusal) -> None:
-        """The exchange refused the request by itself; record it."""
+        """Record that the exchange refused the request by itself."""
         self._verdicts.refused(head, refusal)
 
     def prefills_itself(self, ticket: int) -> None:
-        """No other endpoint prefills the request's prompt after all, see lifecycle."""
+        """Record that no other endpoint prefills the request's prompt after all, see lifecycle."""
         self._lifecycle.prefills_itself(ticket)
 
     def fetched(self, ticket: int) -> None:
-        """The request's endpoint has fetched its KV, see lifecycle."""
+        """Record that the request's endpoint has fetched its KV, see lifecycle."""
         self._lifecycle.fetched(ticket)
 
     # -- which pool, where one gateway has several --------------------------------------------------
 
     def identity(self, head: RequestHead, request: ParsedRequest | None = None) -> Identity:
-        """The tenant and the session that headers and body name, by this pool's session keys."""
-        keys = self._routing.session
-        identity = from_headers(head.headers, keys)
-        return with_body(identity, request.session_id, request.user, keys) if request else identity
+        """Return the tenant and the session that headers and body name, by this pool's session keys."""
+        return self._conversations.identity(head, request)
 
     def is_bound(self, identity: Identity) -> bool:
-        """Whether the session is bound to an endpoint of this pool."""
-        session = self.state.sessions.find(identity.key, self._clock())
+        """Return whether the session is bound to an endpoint of this pool."""
+        session = self._conversations.find(identity, self._clock())
         return session is not None and bool(session.host)
 
     def stores(self, identity: Identity, response_id: str) -> bool:
-        """Whether an endpoint of this pool has the response, as far as its id, or else its session, tells."""
-        session = self.state.sessions.find(identity.key, self._clock()) if identity.session_id else None
-        return bool(self._holder(identity, session, response_id))
-
-    def _holder(self, identity: Identity, session: Session | None, response_id: str) -> str:
-        """The endpoint that has a response; empty if none has it. An id that is not in our form was chosen by
-        a client, and is where its session is."""
-        if stored := self._aliases.stored(identity.tenant, response_id):
-            return self._by_alias.get(stored.endpoint, "")
-        known = response_id and session is not None and not self._aliases.is_ours(response_id)
-        return session.host if known and session is not None else ""
+        """Return whether an endpoint of this pool has the response, as far as its id, or else its session,
+        tells."""
+        session = self._conversations.find(identity, self._clock())
+        return bool(self._conversations.holder(identity, session, response_id))
 
     # -- a request's way out -----------------------------------------------------------------------
 
     def on_response(self, ticket: int, status: int, served: str, streamed: bool) -> None:
-        """The answer's head has come, see lifecycle."""
+        """Record that the answer's head has come, see lifecycle."""
         self._lifecycle.on_response(ticket, status, served, streamed)
 
     def on_reset(self, ticket: int, served: str) -> None:
-        """An endpoint broke off before it answered, see lifecycle."""
+        """Record that an endpoint broke off before it answered, see lifecycle."""
         self._lifecycle.on_reset(ticket, served)
 
     def on_usage(self, ticket: int, cached_tokens: int) -> None:
-        """The engine has reported how much of the prompt it had, see lifecycle."""
+        """Record that the engine has reported how much of the prompt it had, see lifecycle."""
         self._lifecycle.on_usage(ticket, cached_tokens)
 
     def finished(self, ticket: int, outcome: Outcome) -> None:
-        """The request has ended, see lifecycle."""
+        """Record that the request has ended, see lifecycle."""
         self._lifecycle.finished(ticket, outcome)
 
     # -- what engines announce ---------------------------------------------------------------------
 
     def on_applied(self, applied: Applied) -> None:
-        """A KV event has changed the index, see lifecycle."""
+        """Record that a KV event has changed the index, see lifecycle."""
         self._lifecycle.on_applied(applied)
 
     def on_learning(self, endpoint: str, learning: bool) -> None:
-        """Whether blocks of the endpoint wait for others that are not known, see full_reports."""
-        self._reports.learning(endpoint, learning)
+        """Record whether blocks of the endpoint wait for others that are not known, see full_reports."""
+        self.state.reports.learning(endpoint, learning)
 
     # -- prompt and session ------------------------------------------------------------------------
 
@@ -365,31 +324,13 @@ class Router:
         # A prompt that cannot fit is refused before it costs time that grows with its length.
         if refusal := admission.fits_context(tokens, self.pool.spec.model.context_tokens):
             return self._verdicts.refused(head, refusal, timer)
-        lora = request.model if request.model in self._loras else ""
+        identity = head.identity or self._conversations.identity(head)
         pooling = request.api is paths.Api.POOLING
-        identity = head.identity or from_headers(head.headers, self._routing.session)
         if pooling:  # it leaves nothing that a session could find again
             identity, request = Identity(identity.tenant), replace(request, session_id="", user="")
-        salt = ""
-        if self._routing.cache_salt == "tenant":
-            salt = self._aliases.cache_salt(identity.tenant, request.cache_salt)
-            request = replace(request, cache_salt=salt)
-        prompt = Prompt(
-            tokens.count,
-            tokens.source,
-            () if pooling else self._candidates.hash_blocks(request, tokens, lora),
-            request.model,
-            request.max_output_tokens,
-            request.priority,
-            body_bytes,
-            bounded(request.prompt_cache_key),
-            salt,
-            bool(request.previous_response_id),
-            paths.answers_with_id(head.path) and not request.request_id,
-            self._unsplit(request),
+        prompt = self._prompts.of(
+            head, request, tokens, tenant=identity.tenant, body_bytes=body_bytes, now=self._clock()
         )
-        if self._prompt_seen and tokens.ids is not None and not pooling:
-            self._prompt_seen(tokens.ids, prompt.blocks, lora, request.cache_salt, self._clock())
         timer.lap(Step.HASH)
         context = self._with_session(head, request, prompt, timer, identity)
         if prompt.chained and not context.holder:
@@ -401,15 +342,6 @@ class Router:
             case Queued() as queued:
                 return queued
         return self._route(context)
-
-    def _unsplit(self, request: ParsedRequest) -> Unsplit | None:
-        """Why the prompt can only be prefilled where it is decoded."""
-        if self.state.block_tokens.groups:
-            return Unsplit.GROUPS
-        chat = request.prompt
-        if self._splits and request.unsplit is None and isinstance(chat, ChatPrompt):
-            return Unsplit.PICTURES if may_have_media(chat.messages) else None
-        return request.unsplit
 
     def _route(self, context: RequestContext) -> Routed | Refusal:
         """Decide with the prompt."""
@@ -433,25 +365,12 @@ class Router:
         timer: StepTimer,
         identity: Identity,
     ) -> RequestContext:
-        """The request with its session: named by headers or body, or inferred from an earlier prompt."""
-        now, keys, sessions = self._now(), self._routing.session, self.state.sessions
-        identity = with_body(identity, request.session_id, request.user, keys)
-        session = None
-        stored = self._aliases.stored(identity.tenant, request.previous_response_id)
-        if stored and not identity.session_id:
-            identity = inferred(identity, stored.session_id)
-        if identity.session_id:
-            session = sessions.find(identity.key, now)
-        elif keys.infer and prompt.blocks:
-            session = sessions.infer(identity.tenant, prompt.blocks, prompt.tokens, now)
-            if session:
-                session_id = session.key.session_id
-            else:
-                session_id = sessions.superseded(identity.tenant, prompt.blocks[-1])
-            identity = inferred(identity, session_id)
+        """Return the request with its session, which is named or inferred from an earlier prompt."""
+        now = self._now()
+        identity, session = self._conversations.of_prompt(identity, request, prompt, now)
         if session:
             self.moves.handing_over.follow(session)
-        holder = self._holder(identity, session, request.previous_response_id)
+        holder = self._conversations.holder(identity, session, request.previous_response_id)
         return RequestContext(head, now, timer, identity, session, prompt=prompt, holder=holder)
 
     # -- decide ------------------------------------------------------------------------------------
@@ -467,7 +386,7 @@ class Router:
         if problem := wrong_slo(head.headers):
             refusal = Refusal(RefuseReason.BAD_REQUEST, problem)
             return self._verdicts.refused(head, refusal, context.timer, context)
-        context.seed = self._rng.getrandbits(SEED_BITS)
+        context.seed = self._dice.getrandbits(SEED_BITS)
         view, verdict = self._deciding.choose(
             context, policy, self._verdicts.request_id(head), self._verdicts.ordinal
         )
@@ -481,11 +400,11 @@ class Router:
     def weigh(
         self, head: RequestHead, prompt: Prompt | None, seed: int
     ) -> tuple[RequestContext, RequestView, Verdict]:
-        """What would be decided now for a turn of a known session: from its headers alone, or from its
-        prompt. Records nothing. Raises KeyError for a session that is not bound."""
+        """Return what would be decided now for a turn of a known session: from its headers alone, or from its
+        prompt. Record nothing. Raise KeyError for a session that is not bound."""
         now = self._clock()
-        identity = from_headers(head.headers, self._routing.session)
-        session = self.state.sessions.find(identity.key, now)
+        identity = self._conversations.identity(head)
+        session = self._conversations.find(identity, now)
         if session is None or not session.host:
             raise KeyError(identity.session_id)
         context = RequestContext(head, now, StepTimer(self._stopwatch), identity, session, seed=seed)
@@ -506,12 +425,13 @@ class Router:
 
     def _pass_through(self, context: RequestContext) -> Routed:
         eligible = [e for e in context.eligible if e.endpoint.role is not Role.PREFILL]
-        target = min(eligible, key=lambda e: (e.load.in_flight, self._rng.random()))
+        target = min(eligible, key=lambda e: (e.load.in_flight, self._dice.random()))
         order = [target, *(e for e in eligible if e is not target)]
         return self._verdicts.unprompted(context, order, Reason.PASS_THROUGH)
 
     def _forced(self, context: RequestContext) -> Routed | Refusal:
-        """The endpoints that the conformance header names: `ip:port`, or an `ip` for all of its ports."""
+        """Return the endpoints that the conformance header names: `ip:port`, or an `ip` for all of its
+        ports."""
         wanted = [a.strip() for a in context.head.headers[names.CONFORMANCE_SELECTION_HEADER].split(",")]
         serving = [e for e in context.eligible if e.endpoint.role is not Role.PREFILL]
         chosen = [e for a in wanted for e in serving if a in (e.endpoint.server, _ip_of(e.endpoint.server))]
@@ -542,7 +462,8 @@ class Router:
 
 
 def _ranks(spec: EndpointSpec, topology: Topology) -> list[Endpoint]:
-    """The endpoints of one server: itself, or its data-parallel ranks, which publish their own events."""
+    """Return the endpoints of one server: itself, or its data-parallel ranks, which publish their own
+    events."""
     place = topology.place(spec.node)
     rest = spec.ready, spec.draining, spec.bootstrap, spec.role
     last = spec.instance, spec.kv_name, spec.superseded
@@ -567,6 +488,6 @@ def _ip_of(address: str) -> str:
 
 
 def _next_port(address: str, rank: int) -> str:
-    """The address of a rank whose port is so many above the first one's; empty if there is none."""
+    """Return the address of a rank whose port is so many above the first one's; empty if there is none."""
     host, _, port = address.rpartition(":")
     return f"{host}:{int(port) + rank}" if address else ""

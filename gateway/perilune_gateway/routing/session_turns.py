@@ -11,7 +11,7 @@ from perilune_gateway.routing.new_sessions import NewSessions
 from perilune_gateway.state.in_flight import Cause, InFlight
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.request_facts import Answered, Decided, Ended, Rerouted, Withdrawn
-from perilune_gateway.state.sessions import Session
+from perilune_gateway.state.session import Session
 
 NOT_FOUND = 404
 

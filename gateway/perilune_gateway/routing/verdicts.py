@@ -36,7 +36,6 @@ from perilune_gateway.policy.cost import target_of
 from perilune_gateway.request.aliases import Aliases
 from perilune_gateway.routing.admission import engine_priority
 from perilune_gateway.routing.context import RequestContext, StepTimer
-from perilune_gateway.routing.full_reports import FullReports
 from perilune_gateway.routing.lifecycle import Lifecycle
 from perilune_gateway.routing.peer_reads import HANGS_S, PeerRead
 from perilune_gateway.routing.prefill_forecast import forecast, forecast_alone
@@ -47,7 +46,7 @@ from perilune_gateway.state.fleet import EndpointView
 from perilune_gateway.state.in_flight import InFlight
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.request_facts import FirstToken, Recorded
-from perilune_gateway.state.sessions import Session
+from perilune_gateway.state.session import Session
 
 APPROXIMATE_TTL_S = 600.0
 """A prompt counts as cached for this long if its blocks are not announced: by an endpoint without KV events,
@@ -64,14 +63,12 @@ class Verdicts:
         state: PoolState,
         lifecycle: Lifecycle,
         turns: SessionTurns,
-        reports: FullReports,
         aliases: Aliases,
         wall_clock: Callable[[], float],
     ) -> None:
         self._state = state
-        self._lifecycle = lifecycle
+        self.lifecycle = lifecycle
         self._turns = turns
-        self._reports = reports
         self._aliases = aliases
         self._wall_clock = wall_clock
         self.ordinal = 0
@@ -87,20 +84,20 @@ class Verdicts:
         self._turns.configure(routing.ejection.session_failures)
 
     def request_id(self, head: RequestHead) -> str:
-        """The client's request id, or one of ours."""
+        """Return the client's request id, or one of ours."""
         return head.headers.get(names.REQUEST_ID_HEADER, "")[:128] or f"request-{self.ordinal}"
 
     # -- verdicts ----------------------------------------------------------------------------------
 
     def routed(self, context: RequestContext, view: RequestView, decision: Decision, policy: str) -> Routed:
-        """A policy has chosen an endpoint."""
+        """Apply a policy's choice of an endpoint."""
         prompt, identity = context.prompt, context.identity
         chosen, believed = target_of(decision, context.candidates), self._state.calibration.engine
         work = forecast(decision, chosen, prompt.tokens, believed, from_host=view.prefix.from_host)
         session = self._turns.bind(context, chosen.endpoint)
         priority = self._priority(identity.tenant, work.calibrated_s)
         request = self._in_flight(context, decision, chosen, work, session)
-        with self._lifecycle.begun(request, view, decision, context.candidates):
+        with self.lifecycle.begun(request, view, decision, context.candidates):
             record = DecisionRecord(
                 view,
                 decision,
@@ -120,7 +117,7 @@ class Verdicts:
             return replace(routed, fields=self._engine_fields(context, decision.target, priority))
 
     def unprompted(self, context: RequestContext, order: Sequence[EndpointView], reason: Reason) -> Routed:
-        """No policy was asked: the request goes to the first of `order`, the rest are fallbacks."""
+        """Send the request to the first of `order`; the rest are fallbacks. No policy was asked."""
         target = order[0].endpoint.address
         request_id, ticket = self.request_id(context.head), self._next_ticket()
         view, decision = RequestView(request_id, ticket, 0, Phase.HEADERS), Decision(target, reason)
@@ -131,7 +128,7 @@ class Verdicts:
             started_at=context.now,
             sent_at=context.now,
         )
-        with self._lifecycle.begun(request, view, decision):
+        with self.lifecycle.begun(request, view, decision):
             record = DecisionRecord(
                 view,
                 decision,
@@ -153,8 +150,8 @@ class Verdicts:
         view: RequestView | None = None,
         policy: str = "",
     ) -> Refusal:
-        """No endpoint gets the request. `context`: as far as it is known; `view` and `policy`: where a policy
-        was asked."""
+        """Record that no endpoint gets the request, and return the refusal. `context`: as far as it is known;
+        `view` and `policy`: where a policy was asked."""
         record = DecisionRecord(
             view or RequestView(self.request_id(head), self.ordinal, 0),
             refusal,
@@ -175,7 +172,7 @@ class Verdicts:
         return refusal
 
     def gave_up(self, head: RequestHead, now: float) -> None:
-        """The request's session waited to begin, and its client left or was refused."""
+        """Record that the request's session waited to begin, and its client left or was refused."""
         if head.arrived_at is not None:
             self._state.facts.tell(FirstToken(now - head.arrived_at))
 
@@ -238,7 +235,7 @@ class Verdicts:
         )
 
     def _priority(self, tenant: str, prefill_s: float) -> int | None:
-        """The request's rank in the engine's queue; None: first come, first served."""
+        """Return the request's rank in the engine's queue; None: first come, first served."""
         ranks = self._engine_priority
         if not ranks.used:
             return None
@@ -246,25 +243,25 @@ class Verdicts:
         return engine_priority(self._wall_clock() + ahead_s, prefill_s, ranks.ageing_weight)
 
     def _engine_fields(self, context: RequestContext, target: str, priority: int | None) -> EngineFields:
-        """What to write into the body of a request that was routed to `target`."""
+        """Return what to write into the body of a request that was routed to `target`."""
         prompt, identity = context.prompt, context.identity
         if not prompt.model:
             return NO_FIELDS  # the body is not read
-        if asked := self._reports.wanted(target):
-            self._reports.asked(target)
+        if asked := self._state.reports.wanted(target):
+            self._state.reports.asked(target)
         response_id = ""
         if prompt.names_response:
             response_id = self._aliases.response(identity.tenant, identity.session_id, target, context.seed)
         return EngineFields(priority, prompt.cache_salt, response_id, asked)
 
     def _destinations(self, decision: Decision) -> tuple[str, ...]:
-        """The target, then the cheapest other candidates as fallbacks."""
+        """Return the target, then the cheapest other candidates as fallbacks."""
         by_cost = sorted(decision.costs, key=lambda cost: cost.total)
         return self._servers(decision.target, [cost.address for cost in by_cost])
 
     def _servers(self, target: str, others: Sequence[str]) -> tuple[str, ...]:
-        """The `ip:port` of the target, then of its fallbacks. All get the same headers, so a fallback serves
-        with the rank that was chosen."""
+        """Return the `ip:port` of the target, then of its fallbacks. All get the same headers, so a fallback
+        serves with the rank that was chosen."""
         alike = [a for a in others if a != target and rank_of(a) == rank_of(target)]
         return tuple(server_of(address) for address in (target, *alike[: self._fallbacks]))
 

@@ -68,7 +68,7 @@ class ActiveContexts:
         return len(self._known)
 
     def began(self, session: Hashable, tokens: int, turns: int) -> None:
-        """A turn of the session runs, with a context of `tokens`; `turns` counts it too."""
+        """Record that a turn of the session runs, with a context of `tokens`; `turns` counts it too."""
         context = self._known.get(session)
         if context is None:
             context = self._known[session] = _Context(0, turns)
@@ -82,8 +82,8 @@ class ActiveContexts:
         self._busy += tokens
 
     def ended(self, session: Hashable, tokens: int, now: float, *, final: bool = False) -> None:
-        """A turn of the session has ended, with a context of `tokens`. `final`: it was the last one. Ignores
-        turns of which it was not told that they began."""
+        """Record that a turn of the session has ended, with a context of `tokens`. `final`: it was the last
+        one. Ignore turns of which it was not told that they began."""
         context = self._known.get(session)
         if context is None or not context.running:
             return
@@ -98,7 +98,7 @@ class ActiveContexts:
         self._enter(session, context, 0)
 
     def turn_elsewhere(self, session: Hashable) -> None:
-        """Another replica has routed a turn of the session and counts its context from now on."""
+        """Record that another replica has routed a turn of the session and counts its context from now on."""
         context = self._known.get(session)
         if context is None:
             return

@@ -128,7 +128,7 @@ class BlockTokens:
     # ----------------------------------------------------------------------------------------------
 
     def _path(self, last: int) -> list[_Run] | Immovable:
-        """The prompt's runs, the last one first."""
+        """Return the prompt's runs, the last one first."""
         runs: list[_Run] = []
         run = self._where.get(last)
         while run is not None and len(runs) < FORKS:
@@ -157,7 +157,7 @@ class BlockTokens:
         self.bytes += len(new) * self._bytes_per_block
 
     def _renew(self, run: _Run | None) -> None:
-        """The run and those before it were just announced."""
+        """Record that the run and those before it were just announced."""
         for _ in range(FORKS):
             if run is None:
                 return

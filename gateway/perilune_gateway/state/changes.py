@@ -61,7 +61,7 @@ class Stamps:
         return max(0.0, self._wall_clock() - at_us / 1e6)
 
     def saw(self, at_us: int) -> None:
-        """Another replica's change has come."""
+        """Record that another replica's change has come."""
         self._latest_us = max(self._latest_us, at_us)
 
 
@@ -123,7 +123,8 @@ class PendingChanges:
         self._wake()
 
     def judged_elsewhere(self, endpoint: str, cause: str, stamp: Stamp) -> bool:
-        """Another replica has judged the endpoint. Returns whether that is later than what is known here."""
+        """Record that another replica has judged the endpoint. Return whether that is later than what is
+        known here."""
         before, _ = self._judgements.get(endpoint, (NEVER, ""))
         if stamp <= before:
             return False
@@ -177,6 +178,6 @@ class PendingChanges:
         self._wake()
 
     def take_offers_changed(self) -> bool:
-        """Whether offers may have changed since the last call."""
+        """Return whether offers may have changed since the last call."""
         changed, self._offers_changed = self._offers_changed, False
         return changed

@@ -34,7 +34,7 @@ class Connectors:
         self._known[address] = connector
 
     def forget(self, address: str) -> None:
-        """The endpoint's page does not answer any more."""
+        """Record that the endpoint's page does not answer any more."""
         self._known.pop(address, None)
 
     def on_endpoint_left(self, fact: EndpointLeft) -> None:
@@ -53,8 +53,9 @@ class Connectors:
         return Immovable.RANKS if len(giver.engine_ids) > 1 else None
 
     def can(self, source: str, target: str) -> bool:
-        """Whether `target` can take KV from `source`. Their KV must mean the same, because nothing would
-        notice if it did not, and their tensor parallel sizes must be equal, because others were not tried."""
+        """Return whether `target` can take KV from `source`. Their KV must mean the same, because nothing
+        would notice if it did not, and their tensor parallel sizes must be equal, because others were not
+        tried."""
         giver, taker = self._known.get(source), self._known.get(target)
         return (
             giver is not None

@@ -284,14 +284,22 @@ class Ejection:
         self._judged_at = now
         if not self.rules.enabled:
             return
-        for record in self._records.values():
-            record.longest_s = 0.0
-        waiting = [(request.ticket, request.wait) for request in self._requests.all() if request.wait]
-        for _, wait in waiting:
-            record = self._record(wait.address)
-            record.longest_s = max(record.longest_s, wait.alone_s)
-        for ticket, wait in waiting:
-            if wait.cause is None and self._is_late(wait, now):
+        longest: dict[str, float] = {}
+        old: list[tuple[int, Wait]] = []
+        for request in self._requests.all():
+            if wait := request.wait:
+                if wait.alone_s > longest.get(wait.address, 0.0):
+                    longest[wait.address] = wait.alone_s
+                if wait.cause is None and now - wait.since > LEAST_PATIENCE_S:
+                    old.append((request.ticket, wait))
+        for address, record in self._records.items():
+            record.longest_s = longest.get(address, 0.0)
+        late_before: dict[tuple[str, bool], float] = {}  # alike for all requests that an endpoint has
+        for ticket, wait in old:
+            key = wait.address, wait.by_event
+            if key not in late_before:
+                late_before[key] = self._late_before(wait, now)
+            if wait.since < late_before[key]:
                 self._bad(ticket, wait, Cause.LATE, now)
         if not self._accused:
             return
@@ -307,8 +315,9 @@ class Ejection:
                 self._step(address, record, Event.BAD, now)
 
     def learn(self, address: str, cause: str, now: float) -> None:
-        """Another replica of the gateway has ejected the endpoint or, with an empty cause, found it healthy.
-        That one tries it; this one does so only after the longest pause, if it has heard nothing more."""
+        """Record that another replica of the gateway has ejected the endpoint or, with an empty cause, found
+        it healthy. That one tries it; this one does so only after the longest pause, if it has heard nothing
+        more."""
         record = self._record(address)
         if (cause == "") is (record.standing is Standing.HEALTHY) or cause not in ("", *Cause):
             return
@@ -320,11 +329,12 @@ class Ejection:
             record.evidence.clear()
         self._tell(Judged(address, cause, False))
 
-    def trial(self, now: float, *, new_session: bool) -> str:
-        """Return the endpoint that wants this request as its trial, or an empty string."""
+    def trial(self, now: float, *, new_session: bool, may: Callable[[str], bool] = lambda _: True) -> str:
+        """Return the endpoint that wants this request as its trial, or an empty string. `may`: whether the
+        request may be that of an endpoint."""
         due = now if new_session else now - EAGER_S
         for address, record in self._records.items():
-            if record.standing is Standing.EJECTED and record.until <= due:
+            if record.standing is Standing.EJECTED and record.until <= due and may(address):
                 return address
         return ""
 
@@ -338,10 +348,13 @@ class Ejection:
     # -- inside ------------------------------------------------------------------------------------
 
     def _record(self, address: str) -> _Record:
-        return self._records.setdefault(address, _Record())
+        record = self._records.get(address)
+        if record is None:
+            record = self._records[address] = _Record()
+        return record
 
     def _good(self, request: InFlight, wait: Wait, now: float) -> None:
-        """The first sign has come, perhaps late."""
+        """Record that the first sign has come, perhaps late."""
         request.wait = None
         record = self._record(wait.address)
         took_s = now - self._begun(wait, record)
@@ -422,7 +435,7 @@ class Ejection:
         return bad.most_common(1)[0][0], bad.total(), len(causes)
 
     def _agreed(self, record: _Record, now: float, tenants: int) -> bool:
-        """Whether the tenants with evidence of an endpoint accuse it, rather than few of them."""
+        """Return whether the tenants with evidence of an endpoint accuse it, rather than few of them."""
         latest: dict[str, deque[bool]] = {}
         for evidence in _fresh(record, now):
             latest.setdefault(evidence.tenant, deque(maxlen=IN_A_ROW)).append(evidence.cause is not None)
@@ -430,7 +443,8 @@ class Ejection:
         return accusing >= max(min(SOURCES, tenants), self.rules.failure_share * len(latest))
 
     def is_failure(self, status: int) -> bool:
-        """Whether an answer with this status is the endpoint's fault, and none that a client can cause."""
+        """Return whether an answer with this status is the endpoint's fault, and none that a client can
+        cause."""
         return (status >= 500 and status != NOT_IMPLEMENTED) or (self._keyed and status in (401, 403))
 
     @staticmethod
@@ -439,13 +453,19 @@ class Ejection:
         return max(wait.since, record.sign_at) if wait.by_event else wait.since
 
     def _is_late(self, wait: Wait, now: float) -> bool:
-        """Whether a request without a sign has waited longer than the patience."""
+        """Return whether a request without a sign has waited longer than the patience."""
+        return wait.since < self._late_before(wait, now)
+
+    def _late_before(self, wait: Wait, now: float) -> float:
+        """Return the time before which a request was sent that is late now. No request is while its endpoint
+        gives signs."""
         if now - self._measured_at > RATIO_S:
             self._ratios, self._measured_at = (self._tolerated(0), self._tolerated(1)), now
         record = self._record(wait.address)
         longest_s = max(wait.alone_s, record.longest_s) + SLACK_S
         patience_s = self.rules.slow_factor * self._ratios[wait.by_event] * longest_s
-        return now - self._begun(wait, record) > max(LEAST_PATIENCE_S, patience_s)
+        due = now - max(LEAST_PATIENCE_S, patience_s)
+        return due if not wait.by_event or record.sign_at < due else -inf
 
     def _tolerated(self, by_event: int) -> float:
         """Return the observed over predicted seconds that hardly any request of the pool exceeds."""

@@ -199,7 +199,7 @@ class Fleet:
         return here == there or not (here and there)
 
     def takes_sessions(self, address: str, now: float) -> bool:
-        """Whether sessions may be bound to the endpoint: it is ready, does not drain, and decodes."""
+        """Return whether sessions may be bound to the endpoint: it is ready, does not drain, and decodes."""
         state = self._states.get(address)
         if state is None or not state.endpoint.ready or state.endpoint.draining or state.asleep:
             return False
@@ -385,8 +385,8 @@ class Fleet:
 
 
 def _recent_hits_tokens(state: _State, metrics: EngineMetrics, now: float) -> float:
-    """Begins at 0 with a gateway, because its engines may have counted for days, and with a new process of an
-    engine, whose cache is empty."""
+    """Return the hits, which begin at 0 with a gateway, because its engines may have counted for days, and
+    with a new process of an engine, whose cache is empty."""
     if state.metrics is None or metrics.restarted_since(state.metrics):
         return 0.0
     found = metrics.prefix_hits_tokens - state.metrics.prefix_hits_tokens

@@ -20,7 +20,7 @@ class HostTiers:
         self._answering.add(address)
 
     def forget(self, address: str) -> None:
-        """The port does not answer any more."""
+        """Record that the port does not answer any more."""
         self._answering.discard(address)
 
     def on_endpoint_left(self, fact: EndpointLeft) -> None:
@@ -32,6 +32,6 @@ class HostTiers:
         return self._answering
 
     def can(self, source: str, target: str) -> bool:
-        """Whether `target` can read the host memory of `source`. It reads into its own, so it needs the same
-        tier; engines whose KV means something else refuse, which takes them long."""
+        """Return whether `target` can read the host memory of `source`. It reads into its own, so it needs
+        the same tier; engines whose KV means something else refuse, which takes them long."""
         return source != target and {source, target} <= self._answering and self._alike(source, target)

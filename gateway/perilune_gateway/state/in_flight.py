@@ -16,7 +16,7 @@ from msgspec import Struct
 from perilune_gateway.model import Move
 from perilune_gateway.model.forecast import NO_PREFILL, PrefillForecast
 from perilune_gateway.model.handoff import Content, GivenUp
-from perilune_gateway.state.sessions import Session
+from perilune_gateway.state.session import Session
 
 
 class Cause(StrEnum):

@@ -166,7 +166,7 @@ class Loads:
         )
 
     def _again(self, request: InFlight, awaited: int) -> None:
-        """The request has another prefill than it had at its start, there or at another endpoint. Its tenant
+        """Count another prefill than the request had at its start, there or at another endpoint. Its tenant
         and its context stay."""
         before = request.load
         assert before, "it was decided"

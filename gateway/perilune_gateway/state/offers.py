@@ -80,7 +80,7 @@ class Offers:
         return heard.stamp if heard else NEVER
 
     def stands(self, name: bytes, now: float) -> bool:
-        """Whether a move of this session is offered or on its way, here or elsewhere."""
+        """Return whether a move of this session is offered or on its way, here or elsewhere."""
         heard = self._heard.get(name)
         return heard is not None and now < heard.until
 
@@ -92,12 +92,13 @@ class Offers:
         return heard.offered
 
     def moves(self, name: bytes, now: float) -> bool:
-        """Whether another replica copies its KV, or has copied it for a switch that has not come yet."""
+        """Return whether another replica copies its KV, or has copied it for a switch that has not come
+        yet."""
         offered = self.elsewhere(name, now)
         return offered is not None and offered.stage in MOVING
 
     def carried_out(self, name: bytes, source: str, now: float) -> bool:
-        """Whether another replica has begun to move it away from `source` within the last minute."""
+        """Return whether another replica has begun to move it away from `source` within the last minute."""
         heard = self._heard.get(name)
         return (
             heard is not None
@@ -133,10 +134,10 @@ class Offers:
 
 
 def _counts(heard: Heard, now: float) -> bool:
-    """Whether it counts among the moves of the last minute."""
+    """Return whether it counts among the moves of the last minute."""
     return heard.begun_at is not None and now - heard.begun_at < BEGUN_S
 
 
 def same(before: Offered, offered: Offered) -> bool:
-    """Whether the second one only repeats the first."""
+    """Return whether the second one only repeats the first."""
     return replace(before, at_us=offered.at_us, begun_s=offered.begun_s) == offered

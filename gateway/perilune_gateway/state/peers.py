@@ -21,7 +21,7 @@ class Peers:
         return replica in self._heard
 
     def hear(self, replica: str, now: float) -> None:
-        """The replica has given a sign of life."""
+        """Record that the replica has given a sign of life."""
         self._heard[replica] = now
 
     def late(self, now: float) -> list[str]:
@@ -32,7 +32,7 @@ class Peers:
         return list(self._heard)
 
     def forget(self, replica: str) -> None:
-        """The replica is gone. Unknown ones are ignored."""
+        """Record that the replica is gone. Unknown ones are ignored."""
         self._heard.pop(replica, None)
 
     @property

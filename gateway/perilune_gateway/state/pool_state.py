@@ -16,6 +16,7 @@ from perilune_gateway.state.connectors import Connectors
 from perilune_gateway.state.ejection import Ejection
 from perilune_gateway.state.facts import Facts
 from perilune_gateway.state.fleet import Fleet
+from perilune_gateway.state.full_reports import FullReports
 from perilune_gateway.state.host_tiers import HostTiers
 from perilune_gateway.state.in_flight import Requests
 from perilune_gateway.state.loads import Loads
@@ -23,7 +24,8 @@ from perilune_gateway.state.offers import Offers
 from perilune_gateway.state.parity import ParityCheck
 from perilune_gateway.state.prefix_index import Matches, PrefixIndex
 from perilune_gateway.state.resets import Resets
-from perilune_gateway.state.sessions import Session, Sessions
+from perilune_gateway.state.session import Session
+from perilune_gateway.state.sessions import Sessions
 from perilune_gateway.state.sharing import Sharing
 
 SPECULATIVE_TTL_S = 30.0
@@ -55,6 +57,7 @@ class PoolState:
     host_tiers: HostTiers
     offers: Offers
     resets: Resets
+    reports: FullReports
     sharing: Sharing | None
     """With other replicas of the gateway. None if nothing is shared."""
     block_size: int
@@ -106,6 +109,7 @@ class PoolState:
             HostTiers(fleet.alike),
             Offers(sharing.replica if sharing else ""),
             Resets(),
+            FullReports(),
             sharing,
             spec.engine.block_size,
         )
@@ -136,10 +140,10 @@ class PoolState:
         return Matches(len(chain), here, here, here, longest=held)
 
     def knows(self, session: Session, body_bytes: int) -> bool:
-        """Whether the headers of a turn with a body of this length suffice to tell what its host caches. They
-        do not if the chain is not known although the host announces blocks, or if another replica knows more
-        of it, nor if the body is shorter than the last one: then it was rewritten, and may differ from it
-        anywhere, nor after a turn that asked for a model that the host does not serve."""
+        """Return whether the headers of a turn with a body of this length suffice to tell what its host
+        caches. They do not if the chain is not known although the host announces blocks, or if another
+        replica knows more of it, nor if the body is shorter than the last one: then it was rewritten, and may
+        differ from it anywhere, nor after a turn that asked for a model that the host does not serve."""
         endpoint = self.fleet.get(session.host)
         chained = session.chain or not (endpoint and endpoint.events)
         follows = bool(chained) and session.follows and not session.unserved

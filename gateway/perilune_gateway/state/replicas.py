@@ -56,8 +56,8 @@ from perilune_gateway.state.loads import NOTHING, AtEndpoint
 from perilune_gateway.state.offers import same
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.request_facts import TurnOver
+from perilune_gateway.state.session import Session
 from perilune_gateway.state.session_queue import Given, Line, Place
-from perilune_gateway.state.sessions import Session
 
 log = logging.getLogger(__name__)
 
@@ -263,7 +263,7 @@ class Replicas:
         return of if isinstance(of, bytes) else f"{self.replica}:{of}".encode()[-64:]
 
     def _latest(self, name: bytes) -> tuple[Bound, Stamp] | None:
-        """The session's latest turn, or its end, that is known here."""
+        """Return the session's latest turn, or its end, that is known here."""
         if session := self._state.sessions.named(name):
             return (self._bound(session), session.stamp) if session.host else None
         there = self._elsewhere.latest(name)

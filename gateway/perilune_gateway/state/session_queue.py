@@ -112,11 +112,11 @@ class Place(Struct, frozen=True, gc=False, kw_only=True):
     """When the client of a refused session is expected back; None: the session waits."""
 
     def is_held(self, now: float) -> bool:
-        """Whether it waits, or its client is about to come back."""
+        """Return whether it waits, or its client is about to come back."""
         return self.back_at is None or abs(now - self.back_at) <= HOLD_S
 
     def is_kept(self, now: float) -> bool:
-        """Whether it waits, or its client is not overdue."""
+        """Return whether it waits, or its client is not overdue."""
         return self.back_at is None or now - self.back_at <= HOLD_S
 
 
@@ -179,7 +179,7 @@ class SessionQueue:
         self._paced_at = -inf
 
     def __len__(self) -> int:
-        """Number of sessions that wait here."""
+        """Return the number of sessions that wait here."""
         return len(self._places)
 
     @property
@@ -200,8 +200,8 @@ class SessionQueue:
         body_bytes: int = 0,
         now_us: int | None = None,
     ) -> Waiting | Refused | None:
-        """A request of a new session has come. None: it begins. `session`: None if it would not be recognized
-        when it returns. `now_us`: the time by the clock that all gateways share."""
+        """Return what becomes of a request of a new session. None: it begins. `session`: None if it would not
+        be recognized when it returns. `now_us`: the time by the clock that all gateways share."""
         self._pace(now)
         places, known = self._all(now), self._known(session, now)
         if known is None or known.back_at is not None:
@@ -277,14 +277,14 @@ class SessionQueue:
             yield oldest, self._out(oldest, now)
 
     def release(self, session: Hashable) -> None:
-        """The session has begun elsewhere, so that its requests need not wait."""
+        """Record that the session has begun elsewhere, so that its requests need not wait."""
         place = self._places.pop(session, None)
         if place:
             self._passing += self._requests_of(place)
             self.changed = True
 
     def leave(self, ticket: int) -> None:
-        """The client has gone. Ignores requests that do not wait."""
+        """Record that the client has gone. Ignore requests that do not wait."""
         if waiting := self._take(ticket):
             self._drop(waiting)
 
@@ -314,11 +314,11 @@ class SessionQueue:
         return Line((*self._places.values(), *away[-MOST_TOLD:]), dict(latest), self._own_pace())
 
     def hear(self, gateway: str, line: Line) -> None:
-        """Another gateway has told of its queue."""
+        """Record that another gateway has told of its queue."""
         self._elsewhere[gateway] = line
 
     def forget(self, gateway: str) -> None:
-        """Another gateway is gone."""
+        """Record that another gateway is gone."""
         self._elsewhere.pop(gateway, None)
 
     @property
@@ -421,7 +421,7 @@ class SessionQueue:
         return (min(before.total(), before[place.tenant] * len(before)) + 1) / pace
 
     def _makes_room(self, tenant: Hashable, body_bytes: int) -> bool:
-        """Whether a further request may wait, if need be in the place of a tenant that has more."""
+        """Return whether a further request may wait, if need be in the place of a tenant that has more."""
         while (crowded := len(self._requests) >= self.max_waiting) or self._bytes + body_bytes > MAX_BYTES:
             has: Counter[Hashable] = Counter()
             for waiting in self._requests.values():
@@ -472,7 +472,7 @@ class _Order:
             yield place
 
     def give(self, place: Place) -> None:
-        """The place begins, so its tenant was given its tokens."""
+        """Record that the place begins, so its tenant was given its tokens."""
         self._given[place.tenant] += place.tokens
         self._turn_at[place.tenant] = self._now
 
@@ -487,7 +487,7 @@ def _arrived(place: Place) -> int:
 
 
 def _fits(tokens: int, room: Room) -> bool:
-    """A prompt that is larger than the room may begin while half of the room is free. Without any endpoint,
-    waiting is of no use."""
+    """Return whether the prompt fits. One that is larger than the room may begin while half of the room is
+    free. Without any endpoint, waiting is of no use."""
     allowed = FULL * room.capacity
     return not room.capacity or room.active + tokens <= allowed or room.active <= allowed / 2

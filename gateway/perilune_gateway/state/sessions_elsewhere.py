@@ -2,12 +2,12 @@
 of which the others are to be told.
 
     a session's turns here (`Sessions`) ─▶ changed, ended, turn_ended ─▶ `Replicas.take` ─▶ the others
-    the others' turns (`Replicas`) ─▶ hear ─▶ kept under its name ─▶ find, infer ─▶ `Sessions` takes it over
+    the others' turns (`Replicas`) ─▶ hear ─▶ kept under its name ─▶ take ─▶ `Sessions` takes it over
                                                                   └▶ at ─▶ the planner ─▶ hand_over
 
 A session that only others have routed is kept under its name, a keyed hash, until one of its requests comes
-here (`find`, `infer`). Only then is the session's key known. The planner moves it by its name. Every method
-costs O(1), except `infer`, which is O(blocks), `at` and `names`.
+here (`take`). Only then is the session's key known; `find` and `infer` only look. The planner moves it by its
+name. Every method costs O(1), except `infer`, which is O(blocks), `at` and `names`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from perilune_gateway.model import SessionKey
 from perilune_gateway.model.shared import Bound, BoundElsewhere, Names, Stamp
 from perilune_gateway.state.changes import Stamps
 from perilune_gateway.state.peers import Peers
-from perilune_gateway.state.sessions import Session
+from perilune_gateway.state.session import Session
 
 MAX_TOLD = 10_000
 """Maximum number of ends and moves of sessions that wait to be told; the oldest are dropped."""
@@ -71,7 +71,7 @@ class SessionsElsewhere:
     # -- what happens here -------------------------------------------------------------------------
 
     def changed(self, session: Session) -> None:
-        """A turn of the session was decided here."""
+        """Record that a turn of the session was decided here."""
         if not session.name:
             session.name = self._names.session(session.key)
             self._here[session.name] = session.key
@@ -81,19 +81,19 @@ class SessionsElsewhere:
         self._wake()
 
     def turn_ended(self, session: Session) -> None:
-        """A turn of the session that was decided here has ended."""
+        """Record that a turn of the session that was decided here has ended."""
         if session.name:
             self._turns_over[session.name] = None
             self._wake()
 
     def ended(self, session: Session) -> None:
-        """The session has ended here."""
+        """Record that the session has ended here."""
         if session.name:
             bound = Bound(self._stamps.next_us(), session.name, "")
             self._tell(bound)
 
     def forgotten(self, session: Session) -> None:
-        """The session was forgotten here, because it was idle or there are too many."""
+        """Record that the session was forgotten here, because it was idle or there are too many."""
         self._here.pop(session.name, None)
         self._turns.pop(session.name, None)
         self._turns_over.pop(session.name, None)
@@ -125,12 +125,12 @@ class SessionsElsewhere:
         self._wake()
 
     def save(self, name: bytes) -> None:
-        """The server lacks the session's latest turn."""
+        """Record that the server lacks the session's latest turn."""
         self._unsaved[name] = None
         self._wake()
 
     def superseded(self, name: bytes) -> None:
-        """Another replica has decided a later turn of the session."""
+        """Record that another replica has decided a later turn of the session."""
         self._turns.pop(name, None)
 
     def take_turns(self, limit: int) -> list[bytes]:
@@ -185,39 +185,54 @@ class SessionsElsewhere:
         return self._there.get(name)
 
     def at(self, host: str) -> Iterator[BoundElsewhere]:
-        """The sessions that are not known here and are bound to `host`, those that were heard of last
+        """Return the sessions that are not known here and are bound to `host`, those that were heard of last
         first."""
         return (self._there[name] for name in reversed(self._at.get(host, {})))
 
-    def find(self, key: SessionKey, since: float) -> tuple[SessionKey, Bound, Stamp] | None:
-        """Return the session if other replicas have routed it, and were heard of it after `since`. From then
-        on it is known here."""
-        return self._found(key, self._names.session(key), since) if self._there else None
+    def find(self, key: SessionKey) -> BoundElsewhere | None:
+        """Return the latest turn of a session that only other replicas have routed and that has not ended."""
+        return self._bound(self._names.session(key)) if self._there else None
 
     def infer(
-        self, tenant: str, blocks: Sequence[int], tokens: int, since: float
-    ) -> tuple[SessionKey, Bound, Stamp] | None:
-        """Return the inferred session of other replicas that a prompt of `tokens` tokens continues, as
-        `find`."""
+        self, tenant: str, blocks: Sequence[int], tokens: int
+    ) -> tuple[SessionKey, BoundElsewhere] | None:
+        """Return the inferred session of other replicas that a prompt of `tokens` tokens continues, with its
+        latest turn."""
         if not self._tails:
             return None
         for block in reversed(blocks):
             if name := self._tails.get(block):
-                bound = self._there[name].bound
+                there = self._there[name]
+                bound = there.bound
                 if bound.prompt_tokens < tokens and bound.tenant == self._names.tenant(tenant):
-                    return self._found(SessionKey(tenant, bound.inferred), name, since)
+                    return (SessionKey(tenant, bound.inferred), there) if bound.host else None
         return None
+
+    def take(self, key: SessionKey, since: float) -> BoundElsewhere | None:
+        """Return what `find` does if it was heard after `since`. From then on the session is known here."""
+        if not self._there:
+            return None
+        name = self._names.session(key)
+        there = self._bound(name)
+        if there is None:
+            return None
+        self._drop(name)
+        if there.heard_at < since:
+            return None
+        self._here[name] = key
+        return there
 
     def key(self, name: bytes) -> SessionKey | None:
         """Return the key of the session with this name if it is known here."""
         return self._here.get(name)
 
     def names(self) -> Iterator[bytes]:
-        """The names of all sessions, here and there."""
+        """Return the names of all sessions, here and there."""
         return iter((*self._here, *self._there))
 
     def runs(self, session: Session) -> bool:
-        """Whether a turn of the session runs at another replica that is alive, as far as it has told."""
+        """Return whether a turn of the session runs at another replica that is alive, as far as it has
+        told."""
         return session.runs_at in self._peers
 
     def name(self, key: SessionKey) -> bytes:
@@ -228,15 +243,9 @@ class SessionsElsewhere:
         """Return the tenant's name among replicas."""
         return self._names.tenant(tenant)
 
-    def _found(self, key: SessionKey, name: bytes, since: float) -> tuple[SessionKey, Bound, Stamp] | None:
+    def _bound(self, name: bytes) -> BoundElsewhere | None:
         there = self._there.get(name)
-        if there is None or not there.bound.host:
-            return None
-        self._drop(name)
-        if there.heard_at < since:
-            return None
-        self._here[name] = key
-        return key, there.bound, there.stamp
+        return there if there and there.bound.host else None
 
     def _drop(self, name: bytes) -> None:
         there = self._there.pop(name, None)

@@ -29,7 +29,7 @@ class StoreClaims:
         """Segment → its bytes in use."""
 
     def stored(self, endpoint: str, blocks: Iterable[int]) -> None:
-        """`endpoint` has put these blocks into the store."""
+        """Record that `endpoint` has put these blocks into the store."""
         mine = self._blocks.setdefault(_host(endpoint), set())
         before = len(mine)
         mine.update(blocks)
@@ -39,8 +39,8 @@ class StoreClaims:
             self._count = sum(map(len, self._blocks.values()))
 
     def seen(self, used: Mapping[str, int]) -> set[int]:
-        """The master names these segments (`host:port`), of which so many bytes are in use: return the blocks
-        that are lost since the last call."""
+        """Return the blocks that are lost since the last call. `used`: the segments (`host:port`) that the
+        master names, and how many bytes of each are in use."""
         gone = {
             _host(name)
             for name, before in self._used.items()

@@ -15,7 +15,8 @@ import msgspec
 
 from perilune_api.pool import Model
 from perilune_gateway.model import TokenSource
-from perilune_gateway.request.openai import ParsedRequest, parse
+from perilune_gateway.request.openai import parse
+from perilune_gateway.request.parsed import ParsedRequest
 from perilune_gateway.request.tokens import Tokenizer
 from perilune_gateway.request.tokens.causes import CannotTellError
 from perilune_gateway.request.tokens.engine import question

@@ -4,6 +4,7 @@ the request has ended exactly once. A real router behind the exchange."""
 import gzip
 import json
 
+import list_of_one
 import pytest
 from exchange_rig import BUFFERED, DUPLEX
 from handing_rig import text
@@ -35,7 +36,7 @@ class Conversation:
 
     def __init__(self, mode: BodyMode, *, accepted: bool, answer: bytes) -> None:
         self.rig = Split()
-        self.exchange = Exchange(self.rig.router, max_body_bytes=1_000_000)
+        self.exchange = Exchange(list_of_one.entrance(self.rig.router), max_body_bytes=1_000_000)
         self.passed: dict[Kind, bytes] = {Kind.REQUEST_BODY: b"", Kind.RESPONSE_BODY: b""}
         self.cancelled = 0
         self.hold: Hold | None = None

@@ -3,6 +3,7 @@
 import gzip
 import json
 
+import list_of_one
 import pytest
 from exchange_rig import (
     BUFFERED,
@@ -270,7 +271,7 @@ def test_a_priority_is_written_into_the_body(late):
 )
 def test_large_bodies_are_echoed_in_parts_of_62_kib(size, parts):
     body = bytes(i % 251 for i in range(size))
-    exchange = Exchange(FakeRouter(), max_body_bytes=1 << 20)
+    exchange = Exchange(list_of_one.entrance(FakeRouter()), max_body_bytes=1 << 20)
     exchange.receive(request(DUPLEX))
     pick, *echoes = [effect.message for effect in exchange.receive(part(body, True))]
     assert pick == PICK_DUPLEX

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import list_of_one
 from exchange_rig import (
     BUFFERED,
     DUPLEX,
@@ -103,7 +104,8 @@ def test_any_order_of_events_gives_the_ticket_back_once(router, mode, events):
 
 @given(st.lists(st.binary(max_size=300), max_size=6), st.booleans(), st.booleans())
 def test_full_duplex_returns_every_byte_in_order(texts, on_headers, trailers):
-    exchange = Exchange(FakeRouter(on_headers_=ROUTED if on_headers else NEED_BODY), max_body_bytes=10_000)
+    router = FakeRouter(on_headers_=ROUTED if on_headers else NEED_BODY)
+    exchange = Exchange(list_of_one.entrance(router), max_body_bytes=10_000)
     effects = exchange.receive(request(DUPLEX))
     for text in texts:
         effects += exchange.receive(part(text))

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 import certificates
 import grpc
 import grpc.aio
+import list_of_one
 import pytest
 from envoy_doubles import ID, PHASE, REFUSE, ROUTE, ScriptedRouter
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -64,7 +65,7 @@ def serving(request):
     async def serving(tokenizer_answer=None, decision_seconds: float = 30.0, router=None, **options):
         router = router or ScriptedRouter()
         limits = Limits(decision_seconds=decision_seconds)
-        service = Service(router, Tokenizer(tokenizer_answer), limits=limits, **options)
+        service = list_of_one.service(router, Tokenizer(tokenizer_answer), limits=limits, **options)
         server = new_server(request.param, service)
         port = await server.start("127.0.0.1:0")
         try:
@@ -236,7 +237,7 @@ async def test_a_refusal_is_answered_with_its_status(serving):
 @over_one_transport
 async def test_new_limits_are_in_force_with_the_next_stream(serving):
     async with serving() as rig:
-        rig.service.limits = Limits(max_body_bytes=2)
+        rig.service.of(rig.router).limits = Limits(max_body_bytes=2)
         call = rig.call()
         await ask(call, request_headers("body"))
         assert (await ask(call, request_body(b"abc"))).immediate_response.status.code == 413
@@ -305,7 +306,7 @@ async def test_a_grpc_server_that_stops_closes_connections_to_itself(tmp_path, m
 
     monkeypatch.setattr(asyncio, "open_connection", open_connection)
     tls = Tls(*certificates.make(tmp_path)) if over_tls else None
-    server = new_server(Transport.GRPC, Service(ScriptedRouter(), Tokenizer(None), limits=Limits()), tls)
+    server = new_server(Transport.GRPC, list_of_one.service(ScriptedRouter(), Tokenizer(None)), tls)
     await server.start(f"{host}:0")
     await server.stop(10)
     assert opened
@@ -323,7 +324,7 @@ async def test_a_read_that_grpc_awaits_is_not_cancelled_with_its_call():
             reads.append("to its end")
             return grpc.aio.EOF
 
-    service = Service(ScriptedRouter(), Tokenizer(None), limits=Limits())
+    service = list_of_one.service(ScriptedRouter(), Tokenizer(None))
     call = asyncio.create_task(GrpcServer(service).process(None, Context()))
     await reading.wait()
     call.cancel()
@@ -336,6 +337,6 @@ async def test_a_read_that_grpc_awaits_is_not_cancelled_with_its_call():
 
 async def test_taken_port_is_a_clear_error(serving):
     async with serving() as rig:
-        second = type(rig.server)(Service(ScriptedRouter(), Tokenizer(None), limits=Limits()))
+        second = type(rig.server)(list_of_one.service(ScriptedRouter(), Tokenizer(None)))
         with pytest.raises(OSError, match=rf"cannot listen on 127\.0\.0\.1:{rig.port}"):
             await second.start(f"127.0.0.1:{rig.port}")

@@ -8,12 +8,13 @@ from contextlib import asynccontextmanager
 import certificates
 import grpc
 import grpc.aio
+import list_of_one
 import pytest
 from envoy_doubles import ScriptedRouter
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from waiting import until
 
-from perilune_api.pool import Limits, SpecError
+from perilune_api.pool import SpecError
 from perilune_gateway import main
 from perilune_gateway.extproc import Transport, grpc_server, new_server
 from perilune_gateway.extproc.h2 import limits
@@ -26,7 +27,7 @@ by_both = pytest.mark.parametrize("transport", list(Transport), ids=str)
 
 @asynccontextmanager
 async def serving(tls: Tls, transport: Transport = Transport.H2, service: Service | None = None):
-    server = new_server(transport, service or Service(ScriptedRouter(), None, limits=Limits()), tls)
+    server = new_server(transport, service or list_of_one.service(ScriptedRouter()), tls)
     try:
         yield await server.start("127.0.0.1:0")
     finally:
@@ -163,7 +164,7 @@ async def refusing(tmp_path, caplog):
     """Serve h2 over TLS; in the end exactly one connection was closed, and the log names it."""
     caplog.set_level(logging.WARNING)
     pair = certificates.make(tmp_path)
-    service = Service(ScriptedRouter(), None, limits=Limits())
+    service = list_of_one.service(ScriptedRouter())
     async with serving(Tls(*pair), service=service) as port:
         yield port, pair[0], service
         await until(lambda: sum(service.connections_closed.values()) == 1)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import until
 
 from perilune_gateway.feeds.engine_metrics import MOST_SERIES, interval_s, parse, run
 from perilune_gateway.model import EngineMetrics
@@ -306,18 +307,10 @@ class Sink:
 
     def __init__(self) -> None:
         self.told: list[tuple[str, EngineMetrics | None]] = []
-        self._changed = asyncio.Event()
 
     def __call__(self, address: str, metrics: EngineMetrics | None, now: float) -> None:
         assert now == 42.0
         self.told.append((address, metrics))
-        self._changed.set()
-
-    async def until(self, condition) -> None:
-        async with asyncio.timeout(10):
-            while not condition(self):
-                self._changed.clear()
-                await self._changed.wait()
 
 
 @contextlib.asynccontextmanager
@@ -338,8 +331,8 @@ class TestFeed:
         a, b, sink = Engine(), Engine(), Sink()
         b.body = b"vllm:num_requests_running 2\n"
         async with a.serving() as at_a, b.serving() as at_b, scraping(lambda: [at_a, at_b], sink):
-            await sink.until(lambda s: s.told.count((at_a, EngineMetrics(running=1))) >= 3)
-            await sink.until(lambda s: s.told.count((at_b, EngineMetrics(running=2))) >= 3)
+            await until(lambda: sink.told.count((at_a, EngineMetrics(running=1))) >= 3)
+            await until(lambda: sink.told.count((at_b, EngineMetrics(running=2))) >= 3)
         assert a.encoding == "identity"
 
     async def test_a_failure_is_told_each_time_and_logged_once(self, caplog):
@@ -347,9 +340,9 @@ class TestFeed:
         engine, sink = Engine(), Sink()
         engine.status = 503
         async with engine.serving() as at, scraping(lambda: [at], sink):
-            await sink.until(lambda s: s.told.count((at, None)) >= 3)
+            await until(lambda: sink.told.count((at, None)) >= 3)
             engine.status = 200
-            await sink.until(lambda s: (at, EngineMetrics(running=1)) in s.told)
+            await until(lambda: (at, EngineMetrics(running=1)) in sink.told)
         levels = [record.levelname for record in caplog.records]
         assert levels == ["WARNING", "INFO"]
         assert at in caplog.text
@@ -358,14 +351,14 @@ class TestFeed:
         engine, sink = Engine(), Sink()
         engine.status = 404
         async with engine.serving() as at, scraping(lambda: [at], sink):
-            await sink.until(lambda s: s.told.count((at, EngineMetrics())) >= 2)
+            await until(lambda: sink.told.count((at, EngineMetrics())) >= 2)
 
     async def test_an_engine_does_not_choose_whom_the_gateway_asks(self):
         engine, other, sink = Engine(), Engine(), Sink()
         engine.status = 302
         async with engine.serving() as at, other.serving() as at_other, scraping(lambda: [at], sink):
             engine.headers = {"location": f"http://{at_other}/metrics"}
-            await sink.until(lambda s: s.told.count((at, None)) >= 3)
+            await until(lambda: sink.told.count((at, None)) >= 3)
         assert other.scrapes == 0
 
     async def test_nobody_listens(self):
@@ -373,7 +366,7 @@ class TestFeed:
             pass
         sink = Sink()
         async with scraping(lambda: [gone], sink):
-            await sink.until(lambda s: (gone, None) in s.told)
+            await until(lambda: (gone, None) in sink.told)
 
     async def test_a_slow_endpoint_delays_only_itself(self):
         slow, quick, sink = Engine(), Engine(), Sink()
@@ -383,7 +376,7 @@ class TestFeed:
             quick.serving() as at_quick,
             scraping(lambda: [at_slow, at_quick], sink, timeout_s=0.2),
         ):
-            await sink.until(lambda s: (at_slow, None) in s.told)
+            await until(lambda: (at_slow, None) in sink.told)
             before = sink.told.index((at_slow, None))
             assert sink.told[:before].count((at_quick, EngineMetrics(running=1))) >= 3
 
@@ -403,10 +396,8 @@ class TestFeed:
                 sink(*told)
 
             async with scraping(lambda: addresses, asked, timeout_s=0.1):
-                await sink.until(lambda s: all((at, None) in s.told for at in addresses[:12]))
-                await sink.until(
-                    lambda s: all(s.told.count((at, EngineMetrics(running=1))) >= 3 for at in quick)
-                )
+                await until(lambda: all((at, None) in sink.told for at in addresses[:12]))
+                await until(lambda: all(sink.told.count((at, EngineMetrics(running=1))) >= 3 for at in quick))
         assert 1 <= most <= 4
 
     async def test_endpoints_come_and_go(self):
@@ -414,12 +405,12 @@ class TestFeed:
         async with a.serving() as at_a, b.serving() as at_b:
             present = [at_a]
             async with scraping(lambda: present, sink):
-                await sink.until(lambda s: any(address == at_a for address, _ in s.told))
+                await until(lambda: any(address == at_a for address, _ in sink.told))
                 present[:] = [at_b]
-                await sink.until(lambda s: any(address == at_b for address, _ in s.told))
+                await until(lambda: any(address == at_b for address, _ in sink.told))
                 seen = a.scrapes
                 target = b.scrapes + 5
-                await sink.until(lambda s: b.scrapes >= target)
+                await until(lambda: b.scrapes >= target)
                 assert a.scrapes <= seen + 1
 
     async def test_an_endless_body_counts_as_unreadable(self, monkeypatch):
@@ -427,13 +418,13 @@ class TestFeed:
         engine, sink = Engine(), Sink()
         engine.body = b"#" * 101
         async with engine.serving() as at, scraping(lambda: [at], sink):
-            await sink.until(lambda s: (at, None) in s.told)
+            await until(lambda: (at, None) in sink.told)
 
     async def test_another_block_size_is_logged_once_and_told(self, caplog):
         engine, sink = Engine(), Sink()
         engine.body = b'vllm:cache_config_info{block_size="24",num_gpu_blocks="10"} 1\n'
         async with engine.serving() as at, scraping(lambda: [at], sink, block_size=lambda: 16):
-            await sink.until(lambda s: len(s.told) >= 3)
+            await until(lambda: len(sink.told) >= 3)
         assert [r.getMessage() for r in caplog.records if r.levelname == "ERROR"] == [
             f"block size differs from the pool's: no prefix will match endpoint={at} engine=24 pool=16"
         ]

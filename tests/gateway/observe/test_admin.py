@@ -24,7 +24,7 @@ from perilune_gateway.model import (
     tenant_hash,
 )
 from perilune_gateway.model.kv_events import EventStats
-from perilune_gateway.observe.admin import PAGES, Admin, AdminData, PoolsData, application
+from perilune_gateway.observe.admin import PAGES, Admin, AdminData, PoolData, application
 from perilune_gateway.observe.console import STREAM
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.health import Health, report
@@ -50,8 +50,8 @@ class World:
             self.endpoints, block_size=16, pool="default/p", policy="ear", version="0.1.0", uptime_s=1.0
         )
 
-    def data(self) -> AdminData:
-        return AdminData(
+    def data(self) -> PoolData:
+        return PoolData(
             registry=self.metrics.registry,
             decisions=self.decisions,
             policies=POLICIES,
@@ -68,6 +68,9 @@ class World:
             wall=lambda: 0.0,
         )
 
+    def pages(self) -> AdminData:
+        return AdminData(CollectorRegistry(), {"p": self.data()})
+
 
 @pytest.fixture
 def world():
@@ -77,11 +80,8 @@ def world():
 @asynccontextmanager
 async def browsing(world: World | dict[str, World]):
     """`await get(path)` → (status, parsed JSON or text)."""
-    several = isinstance(world, dict)
-    data = (
-        PoolsData(CollectorRegistry(), {n: w.data() for n, w in world.items()}) if several else world.data()
-    )
-    admin = Admin(data)
+    worlds = world if isinstance(world, dict) else {"p": world}
+    admin = Admin(AdminData(CollectorRegistry(), {name: world.data() for name, world in worlds.items()}))
     port = await admin.start()
     try:
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
@@ -267,7 +267,7 @@ class TestPlainPages:
 
 class TestListening:
     async def test_a_taken_port_is_an_oserror_that_names_it(self, world):
-        first, second = Admin(world.data()), Admin(world.data())
+        first, second = Admin(world.pages()), Admin(world.pages())
         port = await first.start()
         try:
             with pytest.raises(
@@ -280,7 +280,7 @@ class TestListening:
             await first.stop()
 
     async def test_the_port_is_free_after_stop(self, world):
-        admin = Admin(world.data())
+        admin = Admin(world.pages())
         port = await admin.start()
         await admin.stop()
         await admin.stop()
@@ -310,7 +310,7 @@ async def as_stranger(request, handler):
     ],
 )
 async def test_who_may_read_what(world, peer, to_anyone, path, status):
-    app = application(world.data(), to_anyone=to_anyone)
+    app = application(world.pages(), to_anyone=to_anyone)
     app.middlewares.insert(0, as_stranger)
     async with TestClient(TestServer(app)) as client:
         answer = await client.get(URL(path, encoded=True), headers={"X-Test-Peer": peer})

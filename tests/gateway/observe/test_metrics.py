@@ -2,14 +2,13 @@
 
 from dataclasses import replace
 
+import list_of_one
 import pytest
 from msgspec import structs
 from prometheus_client import CollectorRegistry, generate_latest
 from routing_objects import candidate, request, session
 
 from perilune_api import extproc_pb2 as pb
-from perilune_api.pool import Limits
-from perilune_gateway.extproc.service import Service
 from perilune_gateway.model import (
     Decision,
     DecisionRecord,
@@ -184,7 +183,7 @@ class TestStreams:
         ],
     )
     def test_what_streams_count_is_read_when_asked(self, metrics, name, expected):
-        service = Service(None, None, limits=Limits())
+        service = list_of_one.service(None)
         StreamMetrics(metrics.registry, service)
         stream = service.open()
         stream.receive(b"no message of Envoy's")

@@ -6,7 +6,8 @@ import pytest
 
 from perilune_gateway.model import NO_FIELDS, EngineFields
 from perilune_gateway.request.engine_body import for_engine
-from perilune_gateway.request.openai import ParsedRequest, parse
+from perilune_gateway.request.openai import parse
+from perilune_gateway.request.parsed import ParsedRequest
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from perilune_api.pool import Model
 from perilune_gateway.model import Refusal, Tokens, TokenSource
-from perilune_gateway.request.openai import ParsedRequest, parse
+from perilune_gateway.request.openai import parse
+from perilune_gateway.request.parsed import ParsedRequest
 from perilune_gateway.request.paths import PATHS, Api
 from perilune_gateway.request.tokens import Tokenizer
 

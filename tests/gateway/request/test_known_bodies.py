@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from perilune_gateway.request import openai
 from perilune_gateway.request.known_bodies import KnownBodies
-from perilune_gateway.request.openai import ParsedRequest
+from perilune_gateway.request.parsed import ParsedRequest
 
 CHAT, MESSAGES, COMPLETIONS = "/v1/chat/completions", "/v1/messages", "/v1/completions"
 CHUNK = 16

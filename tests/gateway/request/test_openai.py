@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perilune_gateway.model import Refusal, RefuseReason
-from perilune_gateway.request.openai import ChatPrompt, ParsedRequest, TextPrompt, TokenPrompt, parse
+from perilune_gateway.request.openai import parse
+from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest, TextPrompt, TokenPrompt
 from perilune_gateway.request.paths import Api
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (

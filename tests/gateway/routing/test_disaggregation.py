@@ -11,6 +11,7 @@ from perilune_api.pool import Disaggregation, Limits, Role, Routing
 from perilune_api.topology import Level, Link
 from perilune_gateway.model import NEED_BODY, Candidate, Decision, Phase, Reason, RequestView, Unsplit
 from perilune_gateway.request import openai
+from perilune_gateway.request.parsed import ParsedRequest
 from perilune_gateway.routing import admission
 from perilune_gateway.routing.decide import decide
 from perilune_gateway.state.fleet import EndpointView
@@ -171,5 +172,5 @@ def test_a_subset_hint_need_not_name_the_prefill_endpoint() -> None:
 )
 def test_what_cannot_be_split_is_named(path: str, body: bytes, why: Unsplit | None) -> None:
     parsed = openai.parse(head(path).path, body)
-    assert isinstance(parsed, openai.ParsedRequest)
+    assert isinstance(parsed, ParsedRequest)
     assert parsed.unsplit is why

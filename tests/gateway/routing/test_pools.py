@@ -62,6 +62,31 @@ def front() -> Front:
     return Front([one, two])
 
 
+class TestAListOfOne:
+    def test_gets_every_request(self) -> None:
+        front = Front([Rig(named("one", A, Model(name="m", tokenize="estimate")))])
+        listed = front.pools.on_headers(RequestHead("GET", "/v1/models", {}, has_body=False))
+        assert isinstance(listed, Chosen)
+        assert isinstance(listed.verdict, Routed)
+        pool, verdict, read = front.ask("other")
+        assert (pool, read) == ("one", True)
+        assert isinstance(verdict, Refusal)
+        assert "This pool" in verdict.message
+
+    def test_records_all_refusals(self) -> None:
+        front = Front([Rig(named("one", A, Model(name="m", tokenize="estimate")))])
+        front.pools.refused(head("/v1/completions"), Refusal(RefuseReason.BAD_JSON, "no JSON"))
+        (record,) = front.rigs[0].decisions.query("", 9)
+        assert record.verdict == Refusal(RefuseReason.BAD_JSON, "no JSON")
+        assert front.refused == []
+
+    def test_is_one_of_several_while_others_are_awaited(self) -> None:
+        rig = Rig(named("one", A, Model(name="m", tokenize="estimate")))
+        pools = Pools([rig.router], lambda refusal: None, stopwatch=lambda: 0.0, more=True)
+        listed = pools.on_headers(RequestHead("GET", "/v1/models", {}, has_body=False))
+        assert isinstance(listed, Answer)
+
+
 @pytest.mark.parametrize(("model", "found"), [("m", "one"), ("tuned", "one"), ("n", "two")])
 def test_the_model_or_its_adapter_chooses(front: Front, model: str, found: str) -> None:
     assert front.ask(model)[0] == found
@@ -99,7 +124,8 @@ def test_after_a_404_of_the_engine_the_body_is_read(front: Front) -> None:
 
 def test_a_pool_may_have_every_body_of_its_sessions_read() -> None:
     mixed = Routing(session=SessionKeys(several_models=True))
-    front = Front([Rig(named("one", A, Model(name="m", tokenize="estimate"), mixed))])
+    other = Rig(named("two", B, Model(name="n", tokenize="estimate")))
+    front = Front([Rig(named("one", A, Model(name="m", tokenize="estimate"), mixed)), other])
     s = session("s")
     assert [front.ask("m", s)[2] for _ in range(3)] == [True, True, True]
 

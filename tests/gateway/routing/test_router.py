@@ -21,7 +21,7 @@ from perilune_gateway.model import (
     TokenSource,
 )
 from perilune_gateway.request import block_hashes as blocks
-from perilune_gateway.request.openai import ParsedRequest
+from perilune_gateway.request.parsed import ParsedRequest
 from perilune_gateway.routing.context import Prompt
 from perilune_gateway.routing.decide import decide
 from perilune_gateway.routing.router import Encode

@@ -12,8 +12,8 @@ from perilune_api.pool import EndpointSpec, Hashing, Lora, Model, Routing
 from perilune_gateway.model import NEED_BODY, DecisionRecord, Outcome, Routed, Tier, TokenSource
 from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.request.tokens.prompts import MEDIA_TOKENS
-from perilune_gateway.routing.full_reports import MAX_ASKING
 from perilune_gateway.state.computed_again import ComputedAgain
+from perilune_gateway.state.full_reports import MAX_ASKING
 from perilune_gateway.state.parity import ParityCheck
 
 

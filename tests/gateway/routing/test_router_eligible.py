@@ -1,10 +1,11 @@
 """Whatever the policy, whatever the planner offers: nobody is sent where they may not go."""
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from router_rig import Rig, pool
 from routing_objects import chosen
 
+from perilune_api.policies import PolicyName
 from perilune_api.pool import EndpointSpec, Engine, Migration, MoveTrigger, Routing
 from perilune_gateway.model import Refusal, RefuseReason, RequestHead, Routed
 from perilune_gateway.policy import POLICIES
@@ -41,6 +42,18 @@ turns_strategy = st.lists(
     after=endpoints_strategy,
     dead=st.frozensets(st.sampled_from(ADDRESSES)),
     turns=turns_strategy,
+)
+@example(  # an endpoint that was ejected drains: no request is its trial
+    policy=PolicyName.CONDUCTOR,
+    before=[EndpointSpec(address=ADDRESSES[0]), EndpointSpec(address=ADDRESSES[2])],
+    after=[EndpointSpec(address=ADDRESSES[0]), EndpointSpec(address=ADDRESSES[2], draining=True)],
+    dead=frozenset(),
+    turns=[
+        ("a", 32, None, False, 2.0),
+        ("b", 20, None, False, 0.0),
+        ("c", 33, None, False, 0.0),
+        ("a", 20, None, False, 2.0),
+    ],
 )
 def test_no_request_goes_where_it_may_not(policy, before, after, dead, turns) -> None:
     """Sessions are made in one pool, which then changes: endpoints leave, drain, die, change their role."""

@@ -9,7 +9,7 @@ from routing_objects import chosen, head
 from perilune_api.pool import Routing, SessionKeys
 from perilune_gateway.model import NEED_BODY, NeedBody, Phase, Reason, Routed, Tier, Tokens, TokenSource
 from perilune_gateway.model.applied import Applied
-from perilune_gateway.request.openai import ChatPrompt, ParsedRequest
+from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest
 
 
 def test_an_unknown_session_needs_its_body_and_then_has_a_host(rig: Rig) -> None:

@@ -11,7 +11,7 @@ from perilune_gateway.state.ejection import TABLE, Ejection, Event, Standing
 from perilune_gateway.state.facts import EndpointLeft, Fact, Judged
 from perilune_gateway.state.in_flight import Cause, InFlight, Requests
 from perilune_gateway.state.request_facts import Prefilled, Rerouted
-from perilune_gateway.state.sessions import Session
+from perilune_gateway.state.session import Session
 
 PAUSE_S = 2.0
 

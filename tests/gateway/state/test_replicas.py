@@ -101,7 +101,7 @@ def test_a_turn_at_another_replica_is_known_before_the_session_comes_back():
     first, second = two()
     first.finish(first.route(range(20), turn("s")))
     first.tells(second)
-    second.state.sessions.bind(second.state.sessions.find(SessionKey("", "s"), second.now), B, second.now)
+    second.state.sessions.bind(second.state.sessions.arrived(SessionKey("", "s"), second.now), B, second.now)
     second.tells(first)
     assert first.host("s") == B
 

@@ -4,7 +4,8 @@ import pytest
 
 from perilune_gateway.model import Identity, SessionKey
 from perilune_gateway.state.facts import Fact, SessionsChanged
-from perilune_gateway.state.sessions import Session, Sessions
+from perilune_gateway.state.session import Session
+from perilune_gateway.state.sessions import Sessions
 
 A, B = SessionKey("t", "a"), SessionKey("t", "b")
 

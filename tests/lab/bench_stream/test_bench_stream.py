@@ -1,11 +1,11 @@
 """`perilune bench-stream`: bursts against simulated engines; and what batching a burst's misses is worth."""
 
 import json
-import socket
 from collections import Counter
 
 import pytest
 from msgspec import UNSET
+from ports import free_port
 from stepped_engine import SteppedEngine
 
 from perilune_lab.bench_stream import cli
@@ -139,9 +139,7 @@ class TestOverHttp:
             assert found.client.ttft_s.p50 < found.client.latency_s.p50
 
     async def test_a_target_that_does_not_answer_is_named(self):
-        with socket.socket() as bound:
-            bound.bind(("127.0.0.1", 0))
-            target = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        target = f"http://127.0.0.1:{free_port()}"
         with pytest.raises(TargetError, match="cannot connect"):
             await measure("", target, [target], Burst(1))
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from perilune_gateway.request.openai import BILLING_MARK, ChatPrompt
+from perilune_gateway.request.parsed import BILLING_MARK, ChatPrompt
 from perilune_gateway.request.paths import Api
 
 Message = dict[str, Any]

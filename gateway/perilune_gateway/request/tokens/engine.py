@@ -18,7 +18,7 @@ import msgspec
 
 from perilune_api import pages
 from perilune_gateway.model import Tokens, TokenSource
-from perilune_gateway.request.openai import ChatPrompt, ParsedRequest, TextPrompt, TokenId
+from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest, TextPrompt, TokenId
 from perilune_gateway.request.paths import Api
 from perilune_gateway.request.tokens.causes import CannotTellError, Cause
 from perilune_gateway.request.tokens.conversation import as_sent

@@ -7,7 +7,7 @@ import string
 
 from msgspec import Raw
 
-from perilune_gateway.request.openai import ChatPrompt, ParsedRequest, TextPrompt, TokenPrompt
+from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest, TextPrompt, TokenPrompt
 from perilune_gateway.request.tokens.causes import CannotTellError, Cause
 from perilune_gateway.request.tokens.conversation import Conversation, ConversationError, read
 

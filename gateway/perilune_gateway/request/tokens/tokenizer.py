@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 
 from perilune_api.pool import Model, SpecError
 from perilune_gateway.model import Tokens, TokenSource
-from perilune_gateway.request.openai import ChatPrompt, ParsedRequest, TextPrompt, TokenPrompt
+from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest, TextPrompt, TokenPrompt
 from perilune_gateway.request.paths import Api
 from perilune_gateway.request.tokens import encoder
 from perilune_gateway.request.tokens.causes import ENGINE_MAY_KNOW, CannotTellError, Cause

@@ -4,6 +4,7 @@ import asyncio
 import random
 import struct
 
+import list_of_one
 import pytest
 from envoy_doubles import ID, PHASE, REFUSE, ROUTE, ScriptedRouter
 from waiting import until
@@ -138,7 +139,7 @@ class Rig:
 @pytest.fixture(params=list(Transport), ids=str)
 async def rig(request):
     router = ScriptedRouter()
-    service = Service(router, StuckTokenizer(), limits=Limits(max_body_bytes=50_000))
+    service = list_of_one.service(router, StuckTokenizer(), limits=Limits(max_body_bytes=50_000))
     server = new_server(request.param, service)
     rig = Rig(request.param, service, router, await server.start("127.0.0.1:0"))
     try:
@@ -265,7 +266,7 @@ async def h2(monkeypatch, caplog):
     """(service, port); time limits are checked often."""
     caplog.set_level("INFO")
     monkeypatch.setattr(h2_server, "CHECK_S", 0.02)
-    service = Service(ScriptedRouter(), StuckTokenizer(), limits=Limits())
+    service = list_of_one.service(ScriptedRouter(), StuckTokenizer())
     server = new_server(Transport.H2, service)
     yield service, await server.start("127.0.0.1:0")
     await server.stop(0)

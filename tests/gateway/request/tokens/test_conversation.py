@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune_gateway.request.openai import ParsedRequest, parse
+from perilune_gateway.request.openai import parse
+from perilune_gateway.request.parsed import ParsedRequest
 from perilune_gateway.request.paths import Api
 from perilune_gateway.request.tokens.conversation import Conversation, ConversationError, as_sent, read
 

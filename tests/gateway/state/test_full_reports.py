@@ -1,7 +1,7 @@
 """Which endpoints are asked to announce their cached blocks again."""
 
-from perilune_gateway.routing.full_reports import MAX_ASKING, FullReports
 from perilune_gateway.state.facts import EndpointLeft
+from perilune_gateway.state.full_reports import MAX_ASKING, FullReports
 
 
 def ask(reports: FullReports, endpoint: str) -> int:

@@ -1,4 +1,4 @@
-"""Reads the planner's facts from the pool's state: endpoints, sessions and hot prefixes.
+"""Gathers from the pool's state what a plan is made of: endpoints, sessions and hot prefixes.
 
 Engines hand KV over to each other, or read each other's host memory, or neither. Changes nothing but counts
 what cannot be handed over. `endpoints` costs O(endpoints), `sessions` costs O(sessions returned).
@@ -19,7 +19,7 @@ from perilune_gateway.moves.handoff import Handoffs
 from perilune_gateway.moves.plan import PrefixFacts, SessionFacts
 from perilune_gateway.state.fleet import EndpointView
 from perilune_gateway.state.pool_state import PoolState
-from perilune_gateway.state.sessions import Session
+from perilune_gateway.state.session import Session
 
 ASKED_S = 10.0
 """Seconds after its joining the pool within which an endpoint is asked whether it hands KV over."""
@@ -27,8 +27,8 @@ REMEMBERED = 10_000
 """Maximum number of (session or prefix, cause) that are remembered, so that each is counted once."""
 
 
-class LiveFacts:
-    """The `planner.Facts` of a live pool. Its key identifies a session, or its name among replicas if only
+class PoolGatherer:
+    """The `planner.Gatherer` of a live pool. Its key identifies a session, or its name among replicas if only
     others have routed it; its last block identifies a prefix."""
 
     def __init__(self, state: PoolState, handoffs: Handoffs) -> None:

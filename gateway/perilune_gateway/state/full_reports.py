@@ -21,19 +21,19 @@ class FullReports:
         """Endpoint of whose cache a part is not known → how many more requests may ask it."""
 
     def learning(self, endpoint: str, learning: bool) -> None:
-        """Whether blocks of the endpoint wait for others that are not known. Once it has told all, its budget
-        of MAX_ASKING requests is full again."""
+        """Record whether blocks of the endpoint wait for others that are not known. Once it has told all, its
+        budget of MAX_ASKING requests is full again."""
         if learning:
             self._left.setdefault(endpoint, MAX_ASKING)
         else:
             self._left.pop(endpoint, None)
 
     def wanted(self, endpoint: str) -> bool:
-        """Whether a request to this endpoint should ask for a full report."""
+        """Return whether a request to this endpoint should ask for a full report."""
         return self._left.get(endpoint, 0) > 0
 
     def asked(self, endpoint: str) -> None:
-        """A request asks for a wanted report."""
+        """Record that a request asks for a wanted report."""
         self._left[endpoint] -= 1
 
     def on_endpoint_left(self, fact: EndpointLeft) -> None:

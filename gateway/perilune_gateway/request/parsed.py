@@ -1,0 +1,133 @@
+"""What routing needs of a request's body, whatever its API: the values that `openai.parse` returns."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from perilune_gateway.model import Unsplit
+from perilune_gateway.request.paths import Api
+
+_PIECE = 4_096
+"""Characters or tokens of a prompt without messages that tell how it begins."""
+_ITEMS = msgspec.json.Decoder(list[Raw])
+
+
+BILLING_MARK = "x-anthropic-billing-header"
+"""The beginning of a system block that one client changes with every request. vLLM drops that block,
+because it would defeat every prefix cache."""
+
+
+TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
+
+
+class TextPrompt(Struct, frozen=True, gc=False):
+    """Completions: one or more texts; the engine serves each as a separate request."""
+
+    texts: tuple[str, ...]
+    add_special_tokens: bool = True
+
+
+class TokenPrompt(Struct, frozen=True, gc=False):
+    """Completions: one or more lists of token ids."""
+
+    ids: tuple[list[int], ...]
+
+
+class ChatPrompt(Struct, frozen=True, gc=False):
+    """A conversation that a chat template turns into text. Every Raw is JSON as the body has it, or empty."""
+
+    messages: Raw
+    """An array; for `responses` an array of items or one string."""
+    system: Raw = Raw()
+    """`system` of `messages`, or `instructions` of `responses`."""
+    tools: Raw = Raw()
+    documents: Raw = Raw()
+    template_kwargs: Raw = Raw()
+    reasoning_effort: str = ""
+    own_template: str = ""
+    """The request's own chat template; empty when it has none."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+class ParsedRequest(Struct, frozen=True, gc=False):
+    """The fields of a request that routing needs. Absent strings are empty, absent numbers 0."""
+
+    api: Api
+    model: str
+    """Empty if the body names none; a pool of one model serves it all the same, as engines do."""
+    prompt: Prompt
+    stream: bool = False
+    max_output_tokens: int = 0
+    """The request's own limit; 0 means none."""
+    session_id: str = ""
+    """Body `session_id`, else `vllm_xargs.session_id`, else `metadata.session_id`, else the session that
+    Claude Code writes into `metadata.user_id`."""
+    prompt_cache_key: str = ""
+    user: str = ""
+    """Body `user`; Anthropic: `metadata.user_id`."""
+    previous_response_id: str = ""
+    """If not empty, the engine prepends a stored conversation, which this body does not contain."""
+    request_id: str = ""
+    """In /v1/responses the id of the response, if the client chooses it."""
+    cache_salt: str = ""
+    priority: int = 0
+    unsplit: Unsplit | None = None
+    """Why its prompt can only be prefilled where it is decoded; None if another endpoint can."""
+
+    def prefix_text(self) -> bytes | memoryview:
+        """Return the bytes that are hashed when the prompt's tokens are only estimated.
+
+        Two prompts with the same leading tokens have the same leading bytes here: system (unless it has a
+        BILLING_MARK), tools, then messages, as the body writes them, so a conversation that grew by a turn
+        extends the earlier one. Empty for token ids. Messages alone are not copied.
+        """
+        match self.prompt:
+            case ChatPrompt() as chat:
+                messages = memoryview(chat.messages)
+                if bytes(messages[-1:]) == b"]":
+                    messages = messages[:-1]
+                system = chat.system if chat.system and not _is_marked(chat.system) else b""
+                before = b"".join((system, memoryview(chat.tools)))
+                return b"".join((before, messages)) if before else messages
+            case TextPrompt(texts=texts):
+                return texts[0].encode() if texts else b""
+            case TokenPrompt():
+                return b""
+
+
+def _is_marked(system: Raw) -> bool:
+    return BILLING_MARK.encode() in bytes(system)
+
+
+class _Message(Struct, frozen=True):
+    role: str | None = None
+
+
+def opening(request: ParsedRequest) -> bytes:
+    """Return how the request's conversation begins, which its later turns have too: everything up to the
+    first message of a user; of other prompts, their first few thousand characters or tokens."""
+    match request.prompt:
+        case ChatPrompt(messages=messages) if bytes(messages[:1]) == b"[":
+            pieces = []
+            for message in _ITEMS.decode(messages):
+                pieces.append(bytes(message))
+                try:
+                    if msgspec.json.decode(message, type=_Message).role == "user":
+                        break
+                except msgspec.ValidationError:
+                    continue
+            return b"".join(pieces)
+        case ChatPrompt(messages=messages):  # one text
+            return bytes(messages)[:_PIECE]
+        case TextPrompt(texts=texts):
+            return texts[0][:_PIECE].encode(errors="surrogatepass") if texts else b""
+        case TokenPrompt(ids=ids):
+            return repr(ids[0][:_PIECE]).encode() if ids else b""

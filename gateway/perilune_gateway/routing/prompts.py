@@ -1,0 +1,118 @@
+"""Makes a prompt of a parsed body: its tokens, its KV blocks, and what else of the body counts.
+
+request ─▶ `tokens`, now or later ─▶ `of`: hashes of its blocks, by adapter and salt ─▶ Prompt
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from perilune_api.pool import Pool, Role
+from perilune_gateway.model import RequestHead, Tokens, Unsplit
+from perilune_gateway.request import block_hashes, paths
+from perilune_gateway.request.aliases import Aliases
+from perilune_gateway.request.identity import bounded
+from perilune_gateway.request.media import digested, may_have_media
+from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest
+from perilune_gateway.request.tokens.prompts import MEDIA_TOKENS
+from perilune_gateway.routing.context import Prompt
+from perilune_gateway.state.pool_state import PoolState
+
+PromptSeen = Callable[[Sequence[int], Sequence[int], str, str, float], object]
+"""Takes (token ids, blocks, adapter, salt, now) of a prompt."""
+
+
+class TokenizesNow(Protocol):
+    """The part of request.tokens.Tokenizer that the router uses."""
+
+    def now(self, request: ParsedRequest) -> Tokens | None:
+        """Return the tokens, or None if tokenizing has to wait for a thread or an engine."""
+
+
+class Prompts:
+    """The prompts of one pool's requests."""
+
+    def __init__(
+        self,
+        state: PoolState,
+        tokenizer: TokenizesNow,
+        aliases: Aliases,
+        prompt_seen: PromptSeen | None = None,
+    ) -> None:
+        """`prompt_seen`: is called with each prompt whose token ids are known, before its blocks are looked
+        up."""
+        self._state = state
+        self._tokenizer = tokenizer
+        self._aliases = aliases
+        self._prompt_seen = prompt_seen
+        self._chains = block_hashes.Chains()
+
+    def configure(self, pool: Pool) -> None:
+        """Take over a (changed) pool document."""
+        spec = pool.spec
+        self._model = spec.model
+        self._block_size = spec.engine.block_size
+        self._loras = {lora.name for lora in spec.model.loras}
+        self._salts = spec.routing.cache_salt == "tenant"
+        self._splits = any(endpoint.role is Role.PREFILL for endpoint in spec.endpoints)
+
+    def tokens(self, request: ParsedRequest) -> Tokens | None:
+        """Return the prompt's tokens, or None if a thread or an engine has to count them."""
+        return self._tokenizer.now(request)
+
+    def of(
+        self,
+        head: RequestHead,
+        request: ParsedRequest,
+        tokens: Tokens,
+        *,
+        tenant: str,
+        body_bytes: int,
+        now: float,
+    ) -> Prompt:
+        """Return the prompt of a request with these tokens."""
+        lora = request.model if request.model in self._loras else ""
+        pooling = request.api is paths.Api.POOLING
+        salt = ""
+        if self._salts:
+            salt = self._aliases.cache_salt(tenant, request.cache_salt)
+            request = replace(request, cache_salt=salt)
+        prompt = Prompt(
+            tokens.count,
+            tokens.source,
+            () if pooling else self._hash_blocks(request, tokens, lora),
+            request.model,
+            request.max_output_tokens,
+            request.priority,
+            body_bytes,
+            bounded(request.prompt_cache_key),
+            salt,
+            bool(request.previous_response_id),
+            paths.answers_with_id(head.path) and not request.request_id,
+            self._unsplit(request),
+        )
+        if self._prompt_seen and tokens.ids is not None and not pooling:
+            self._prompt_seen(tokens.ids, prompt.blocks, lora, request.cache_salt, now)
+        return prompt
+
+    def _hash_blocks(self, request: ParsedRequest, tokens: Tokens, lora: str) -> Sequence[int]:
+        """Return our hashes of the prompt's full blocks; of its text if its token ids are not known."""
+        root = block_hashes.prefix_root(lora, request.cache_salt)
+        if tokens.ids is not None:
+            return self._chains.tokens(tokens.ids, self._block_size, root)
+        model = self._model
+        text = digested(request.prefix_text(), int(MEDIA_TOKENS * model.bytes_per_token))
+        text = text[: int(model.longest_context * model.bytes_per_token)]
+        return self._chains.text(text, int(self._block_size * model.bytes_per_token), root)
+
+    def _unsplit(self, request: ParsedRequest) -> Unsplit | None:
+        """Return why the prompt can only be prefilled where it is decoded."""
+        if self._state.block_tokens.groups:
+            return Unsplit.GROUPS
+        chat = request.prompt
+        if self._splits and request.unsplit is None and isinstance(chat, ChatPrompt):
+            return Unsplit.PICTURES if may_have_media(chat.messages) else None
+        return request.unsplit
