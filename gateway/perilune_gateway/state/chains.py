@@ -30,7 +30,7 @@ class Chains:
         self._blocks = 0
         """Number of blocks of all chains."""
 
-    def set(self, session: Session, chain: Sequence[int], fork: int) -> None:
+    def replace(self, session: Session, chain: Sequence[int], fork: int) -> None:
         """Replace the session's chain."""
         by_end = self._by_end
         for end in self._ends(session):
@@ -44,7 +44,7 @@ class Chains:
             self._chained[session.key] = session
             while self._blocks > self.max_blocks and len(self._chained) > 1:
                 _, oldest = self._chained.popitem(last=False)
-                self.set(oldest, (), 0)
+                self.replace(oldest, (), 0)
 
     def stored(
         self, host: str, parent: int, blocks: Sequence[int], block_size: int, stride: int = 1
@@ -65,7 +65,7 @@ class Chains:
             # The blocks of a prompt come first and mostly in one event, those of an answer one by one.
             prompt = session.unconfirmed or len(news) > stride
             chain = array("Q", (*known, *news))
-            self.set(session, chain, len(chain) if prompt else session.fork)
+            self.replace(session, chain, len(chain) if prompt else session.fork)
             session.context_tokens = len(chain) * block_size
             session.unconfirmed = False
         return session, len(blocks) * block_size

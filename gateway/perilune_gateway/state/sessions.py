@@ -267,7 +267,7 @@ class Sessions:
         session.unblocked_tokens = unblocked_tokens
         session.unconfirmed = False
         session.shared_blocks = 0
-        self._chains.set(session, blocks, len(blocks))
+        self._chains.replace(session, blocks, len(blocks))
 
     def blocks_stored(
         self, host: str, parent: int, blocks: Sequence[int], block_size: int, stride: int = 1
@@ -314,7 +314,7 @@ class Sessions:
         if session:
             if self._elsewhere:
                 self._elsewhere.forgotten(session)
-            self._chains.set(session, (), 0)
+            self._chains.replace(session, (), 0)
             self._prompts.drop(session)
             self._bindings.drop(session)
             session.ticket = -1  # requests that are still in flight no longer bind it
