@@ -60,6 +60,11 @@ PROGRAM = Program(
                 "show why a request went to its endpoint, and where other policies would have sent it",
                 "explain REQUEST_ID --gateway http://127.0.0.1:9003",
             ),
+            "simulate": Command(
+                "perilune_lab.simulate.cli",
+                "compare policies on your traffic: the gateway's own code before modelled engines",
+                "simulate --trace agentic --policies perilune,round_robin --rates 1",
+            ),
             "whatif": Command(
                 "perilune_lab.whatif.cli",
                 "decide recorded requests again with other policies or parameters",

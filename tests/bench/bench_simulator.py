@@ -19,12 +19,14 @@ import bars
 import pytest
 from msgspec import UNSET
 
+from perilune_lab.simulate import measure
+from perilune_lab.simulate.faults import Faults
+from perilune_lab.simulate.h20 import H20, Hardware
+from perilune_lab.simulate.loads import OfferedLoad
 from perilune_lab.traces.model import Mode
-from perilune_research.simulator import large_fleet, measure
-from perilune_research.simulator.faults import Faults
+from perilune_research.simulator import large_fleet
 from perilune_research.simulator.fleet import SimulatedFleet
-from perilune_research.simulator.h20 import H20, Hardware
-from perilune_research.simulator.harness import Comparison, OfferedLoad, piece
+from perilune_research.simulator.harness import Comparison, piece
 from perilune_research.simulator.policies import POLICIES
 
 REAL_TIME = 2000.0
@@ -43,7 +45,7 @@ Found = dict[str, Any]
 @pytest.mark.parametrize("policy", POLICIES)
 def test_speed_at_8_endpoints(policy: str) -> None:
     comparison = Comparison((policy,))
-    workload = comparison.load.workload(1.0, 2, comparison.fleet)
+    workload = comparison.load.workload(1.0, 2, comparison.fleet.hardware.engine)
     runs = [comparison.play(policy, workload, 1) for _ in range(3)]
     best = max(runs, key=lambda outcome: outcome.speed)
     per_request_us = best.wall_s / workload.requests * 1e6
@@ -107,7 +109,7 @@ def ours(policy: str, hardware: Hardware = POLYNOMIAL) -> Found:
         Faults(engine_belief=1.0, link_belief=1.0),
     )
     began = process_time()
-    workload = comparison.load.workload(1.0, 1, comparison.fleet)
+    workload = comparison.load.workload(1.0, 1, comparison.fleet.hardware.engine)
     outcome = comparison.play(policy, workload, 1)
     cpu_s = process_time() - began
     run = measure.run(outcome, workload)

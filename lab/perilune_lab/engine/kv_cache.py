@@ -19,6 +19,9 @@ What happened is left in `changes`, in order, for the publisher. Cost: about 0.3
 modelled: state-space layers, blocks of different sizes.
 """
 
+from __future__ import annotations
+
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -109,7 +112,12 @@ class Table:
     )
 
     def __init__(
-        self, tokens: list[int], chain: list[bytes], namespace: Namespace, session_id: str, groups: int
+        self,
+        tokens: list[int] | array[int],
+        chain: list[bytes],
+        namespace: Namespace,
+        session_id: str,
+        groups: int,
     ) -> None:
         self.tokens = tokens
         self.prompt_tokens = len(tokens)

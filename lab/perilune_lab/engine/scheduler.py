@@ -15,6 +15,10 @@ says. One step:
 4. When the step ends, each sequence whose tokens are all computed gets its next token, in the batch's
    order, so results do not depend on how the batch was split.
 
+With `stretches`, steps that only decode are taken together until a sequence fills a block or ends, or
+something else happens: the same times and tokens for a fraction of the work, for callers that need no token
+by itself.
+
 `serial_misses` models an engine without batched misses: a step's misses are prefilled one after the other,
 each a forward of its own, while the step's decode waits.
 
@@ -34,6 +38,7 @@ from perilune_lab.engine.host_tier import HostTier
 from perilune_lab.engine.kv_cache import Change, KvCache, Medium, Stored
 from perilune_lab.engine.request import Finish, Request, Source
 from perilune_lab.engine.store import Store
+from perilune_lab.engine.stretches import Stretch
 
 
 @dataclass(slots=True)
@@ -58,6 +63,8 @@ class EngineStep:
     prefill_forwards: int = 0
     """Forwards with a miss in them: 1 for all misses of a step, or one each with `serial_misses`."""
     preempted: int = 0
+    steps: int = 1
+    """Steps that were taken together, see `Limits.stretches`."""
     emitted: list[Request] = field(default_factory=list)
     """Requests that got a token at `ends_s`."""
     finished: list[Request] = field(default_factory=list)
@@ -66,7 +73,7 @@ class EngineStep:
     @property
     def tokens(self) -> int:
         """Tokens computed."""
-        return len(self.decoded) + sum(new for _, new, _ in self.prefilled)
+        return self.steps * len(self.decoded) + sum(new for _, new, _ in self.prefilled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,8 @@ class Limits:
     """Waiting requests by (priority, arrival), lower first, instead of by arrival."""
     serial_misses: bool = False
     """One forward per missed prompt instead of one for all."""
+    stretches: bool = False
+    """Steps that only decode are taken together."""
 
 
 class Connector(Protocol):
@@ -166,11 +175,24 @@ class Scheduler:
         request.arrived_s = now
         request.ready_s = now + self.model.request_overhead_s(request.prompt_tokens)
         heapq.heappush(self._arriving, (request.ready_s, next(self._sequence), request))
+        self.interrupt(request.ready_s)
+
+    def interrupt(self, at_s: float) -> None:
+        """End a stretch of steps with the one in which `at_s` lies, because something changes then."""
+        step = self.step
+        if step is None or step.steps == 1 or at_s >= step.ends_s:
+            return
+        stretch = self._stretch(step)
+        step.steps = min(step.steps, stretch.steps_until(at_s - step.started_s))
+        step.ends_s = step.started_s + stretch.seconds(step.steps)
 
     def abort(self, request: Request, now: float) -> None:
         """Free the blocks of a request whose client left; a step in progress runs on without its token."""
         if request.finish is not None:
             return
+        self.interrupt(now)
+        if self.step is not None and self.step.steps > 1 and request in self.step.decoded:
+            self._catch_up(request, self.step.steps - 1)
         if request in self.running:
             self.running.remove(request)
         elif request in self.loading:
@@ -209,8 +231,29 @@ class Scheduler:
         if not step.batch:
             self._blocked = True
             return None
-        step.ends_s = now + self._duration(step) * (self.noise() if self.noise else 1.0)
+        if self.limits.stretches and not step.prefilled:
+            stretch = self._stretch(step)
+            step.steps = self._uninterrupted(step, stretch)
+            step.ends_s = now + stretch.seconds(step.steps)
+        else:
+            step.ends_s = now + self._duration(step) * (self.noise() if self.noise else 1.0)
         return step
+
+    def _stretch(self, step: EngineStep) -> Stretch:
+        """Return the times of the batch that decodes in this step."""
+        context = sum([request.prompt_tokens + request.produced for request in step.decoded])
+        return Stretch.of(self.model, len(step.decoded), context)
+
+    def _uninterrupted(self, step: EngineStep, stretch: Stretch) -> int:
+        """Return how many steps of this batch follow each other until a sequence fills its last block or
+        ends, or another request may join. No step needs another block."""
+        size = self.cache.block_size
+        steps = min(
+            [min(len(r.output) - r.produced, r.table.length * size - r.computed + 1) for r in step.decoded]
+        )
+        arrival = self._arriving[0][0] if self._arriving else inf
+        next_s = min([arrival, *(request.ready_s for request in self.loading)])
+        return steps if next_s == inf else min(steps, stretch.steps_until(next_s - step.started_s))
 
     def _duration(self, step: EngineStep) -> float:
         """Return the seconds that the step takes. Also counts its forwards."""
@@ -336,6 +379,7 @@ class Scheduler:
             request.cached_tokens = request.prompt_tokens
             request.loaded_tokens = request.prompt_tokens - 1
         request.ready_s = now
+        self.interrupt(now)
 
     # host memory
 
@@ -390,13 +434,21 @@ class Scheduler:
         request.loaded_tokens = request.computed + tokens
         begin = max(now, self._host_free_s)
         request.ready_s = self._host_free_s = begin + self.model.host_s(tokens)
+        self.interrupt(request.ready_s)
 
     # the legs' blocks
 
-    def release(self, request: Request) -> None:
+    def release(self, request: Request, now: float) -> None:
         """Free the blocks that an ended request kept."""
+        self.interrupt(now)
         self.cache.release(request.table)
+        self._freed(now)
+
+    def _freed(self, now: float) -> None:
+        """Hear that waiting requests may have room now."""
         self._blocked = False
+        if self.step is None:
+            self._now = max(self._now, now)
 
     # the shared store
 
@@ -455,6 +507,9 @@ class Scheduler:
 
     def _complete(self, step: EngineStep) -> None:
         now = step.ends_s
+        if step.steps > 1:
+            for request in step.decoded:
+                self._catch_up(request, step.steps - 1)
         step.changes = self.cache.take_changes()
         if self.host is not None:
             stored = [change for change in step.changes if isinstance(change, Stored)]
@@ -479,9 +534,18 @@ class Scheduler:
                 self._end(request, Finish.STOP if request.natural_end else Finish.LENGTH, now)
                 step.finished.append(request)
 
+    def _catch_up(self, request: Request, steps: int) -> None:
+        """Take the tokens of all but the last step of a stretch."""
+        if request.finish is not None:
+            return
+        table, before = request.table, request.produced
+        request.produced += steps
+        table.tokens.extend(request.output[before : request.produced])
+        self.cache.grow(table, len(table.tokens))
+
     def _end(self, request: Request, finish: Finish, now: float) -> None:
         request.finish = finish
         request.finished_s = now
         if self.connector is None or not self.connector.keeps(request):
             self.cache.release(request.table)
-        self._blocked = False
+        self._freed(now)

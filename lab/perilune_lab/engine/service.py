@@ -164,8 +164,9 @@ class Service:
 
     def release(self, request: Request) -> None:
         """Free the blocks of an ended leg of a hand-off, which are no longer needed."""
-        self._run_steps(self.now())
-        self.scheduler.release(request)
+        now = self.now()
+        self._run_steps(now)
+        self.scheduler.release(request, now)
         self._wake.set()
 
     def die(self) -> None:

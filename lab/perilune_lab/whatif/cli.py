@@ -4,7 +4,7 @@
 
 Limits: under another policy, sessions, caches and queues would differ from its first other choice on. The
 command therefore shows where policies differ and which TTFT was predicted for each choice. It does not
-predict a whole run under another policy; the simulator of the repository does.
+predict a whole run under another policy; `perilune simulate` does.
 
 Exit status: 0; 1 without a decision to replay; 2 for a wrong call or file.
 """

@@ -17,8 +17,7 @@ SCHEMA = "perilune.whatif/v1"
 CAVEAT = """\
 Every decision was taken again on the facts recorded with it. Had the other policy really run, sessions,
 caches and queues would differ from its first other choice on. Read single choices here; for what a policy
-does to a whole fleet, run `python -m perilune_research simulate` in a checkout of the repository. Times are
-predictions of the gateway's model.\
+does to a whole fleet, run `perilune simulate`. Times are predictions of the gateway's model.\
 """
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from perilune_gateway.model import H20_30B
 from perilune_lab.demo.load import demo_load
 from perilune_lab.processes.stack import EngineOptions
+from perilune_lab.simulate.workload import prepare
 from perilune_lab.traces.model import Mode, Session, Style, Trace, Turn, submitted_s
 from perilune_lab.traces.source import open_trace
-from perilune_research.simulator.workload import prepare
 
 SLOWDOWNS = (0.5, 1.4, 0.7, 2.0)
 """Factors on the times that the gateway's default engine model predicts, for the engines in turn."""

@@ -10,9 +10,9 @@ from msgspec import UnsetType
 
 from perilune_lab.quantiles import mean
 from perilune_lab.report import Quantiles, Run
+from perilune_lab.simulate.measure import interval
 from perilune_research.arena.contestants import OURS, Contestant, Program
 from perilune_research.arena.play import Cell
-from perilune_research.simulator.measure import interval
 
 Played = Sequence[tuple[Cell, Run]]
 

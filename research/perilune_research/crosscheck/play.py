@@ -27,17 +27,17 @@ from perilune_lab.load.result import Result
 from perilune_lab.processes.stack import EngineOptions, Stack
 from perilune_lab.quantiles import mean
 from perilune_lab.report import Run
+from perilune_lab.simulate import measure
+from perilune_lab.simulate.faults import Faults
+from perilune_lab.simulate.h20 import H20
+from perilune_lab.simulate.workload import prepare
 from perilune_lab.traces.model import Mode, Session
 from perilune_lab.vocabulary import Vocabulary
 from perilune_research.crosscheck.compare import Pair, Simulated, p90_s
 from perilune_research.crosscheck.workload import Options, jittered, renamed
-from perilune_research.simulator import measure
-from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.fleet import SimulatedFleet
-from perilune_research.simulator.h20 import H20
 from perilune_research.simulator.setting import Setting
 from perilune_research.simulator.simulation import simulate
-from perilune_research.simulator.workload import prepare
 
 SIMULATED = 16
 """Number of simulated plays of each policy."""

@@ -13,9 +13,9 @@ from pathlib import Path
 from random import Random
 
 from perilune_gateway.model import H20_30B
+from perilune_lab.simulate.workload import prepare
 from perilune_lab.traces.agentic import Agentic, describe, sessions
 from perilune_lab.traces.model import Style, Trace, Turn
-from perilune_research.simulator.workload import prepare
 
 JITTER_S = 0.01
 """Most seconds by which `jittered` makes a start or a think time longer."""

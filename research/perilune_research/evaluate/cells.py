@@ -19,18 +19,19 @@ import msgspec
 from perilune_api.policies import PolicyChoice, PolicyParams
 from perilune_api.pool import Routing, SessionAdmission
 from perilune_lab.report import Run
+from perilune_lab.simulate import measure
+from perilune_lab.simulate.faults import Faults
+from perilune_lab.simulate.h20 import H20, with_store
+from perilune_lab.simulate.loads import OfferedLoad
+from perilune_lab.simulate.workload import Workload
 from perilune_lab.traces.agentic import Agentic
 from perilune_lab.traces.source import AGENTIC
 from perilune_research.evaluate import extra
 from perilune_research.evaluate.extra import Extra
-from perilune_research.simulator import measure
 from perilune_research.simulator.deployment import STORE_BYTES_PER_S, Deployment
-from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.fleet import SimulatedFleet
-from perilune_research.simulator.h20 import H20, with_store
-from perilune_research.simulator.harness import Comparison, OfferedLoad
+from perilune_research.simulator.harness import Comparison
 from perilune_research.simulator.simulation import SimulatedOutcome
-from perilune_research.simulator.workload import Workload
 
 _BATCH = 12
 """Most cells of a batch, so that an interruption loses little."""
@@ -111,7 +112,7 @@ class Scenario:
         """Make the scenario's workload. Its ideal times are those of an engine without slowdown, so that
         slower engines play the same turns."""
         comparison = replace(self, slowdown=1.0).comparison(Profile("round_robin"))
-        workload = comparison.load.workload(self.rate, seed, comparison.fleet)
+        workload = comparison.load.workload(self.rate, seed, comparison.fleet.hardware.engine)
         return workload if self.gap_s is None else with_gaps(workload, self.gap_s)
 
 

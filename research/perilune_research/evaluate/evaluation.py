@@ -11,13 +11,13 @@ from dataclasses import replace
 
 from perilune_api.pool import SpecError
 from perilune_lab.report import Run
+from perilune_lab.simulate.loads import NoRateError, find_r
 from perilune_research.evaluate import plan
 from perilune_research.evaluate.cells import Cell, Profile, Scenario
 from perilune_research.evaluate.findings import Findings
 from perilune_research.evaluate.plan import CAPACITY, NEEDS, STUDIES, Size
 from perilune_research.evaluate.work import Work
 from perilune_research.simulator.deployment import Deployment
-from perilune_research.simulator.harness import NoRateError, find_r
 
 REFERENCE = Profile("lmetric")
 """The profile that defines R."""

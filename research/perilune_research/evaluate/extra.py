@@ -18,9 +18,9 @@ from perilune_gateway.model import MOVING
 from perilune_gateway.model.handoff import HandoffOutcome
 from perilune_lab.quantiles import quantile
 from perilune_lab.report import Quantiles, quantiles
+from perilune_lab.simulate.workload import Workload
 from perilune_research.simulator.request import SimulatedRequest
 from perilune_research.simulator.simulation import SimulatedOutcome
-from perilune_research.simulator.workload import Workload
 
 
 class Extra(msgspec.Struct, frozen=True):

@@ -16,10 +16,10 @@ from msgspec import UNSET
 
 from perilune_lab.quantiles import mean
 from perilune_lab.report import Run
+from perilune_lab.simulate import measure
 from perilune_research.evaluate.cells import Cell, Result, Scenario
 from perilune_research.evaluate.plan import CAPACITIES, Point, Size
 from perilune_research.evaluate.search import Found, Search
-from perilune_research.simulator import measure
 from perilune_research.simulator.deployment import Deployment
 
 

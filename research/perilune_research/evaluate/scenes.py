@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from perilune_lab.simulate.workload import Workload
 from perilune_research.evaluate.cells import Cell, play
 from perilune_research.simulator.request import SimulatedRequest
-from perilune_research.simulator.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from itertools import product
 from math import isfinite
 from pathlib import Path
 
+from perilune_lab.simulate.h20 import H20
 from perilune_lab.terminal.formats import as_number, as_seconds
 from perilune_lab.traces.source import AGENTIC
 from perilune_lab.traces.stats import Spread, Stats
@@ -18,7 +19,6 @@ from perilune_research.evaluate.findings import Estimate, Findings
 from perilune_research.evaluate.plan import BAR_LOADS, LOADS, OURS, Point
 from perilune_research.evaluate.table import Cells, Table, percent, ranged
 from perilune_research.simulator.deployment import Deployment
-from perilune_research.simulator.h20 import H20
 
 # -- bars --------------------------------------------------------------------------------------------------
 

@@ -20,10 +20,10 @@ from typing import TypeVar
 
 import msgspec
 
+from perilune_lab.terminal.processes import mapped
 from perilune_research.evaluate.cells import Cell, Result, batches, compute
 from perilune_research.evaluate.search import Found, Search, find
 from perilune_research.evaluate.sources import dependencies
-from perilune_research.processes import mapped
 
 T = TypeVar("T", bound=msgspec.Struct)
 J = TypeVar("J", Cell, Search)

@@ -24,11 +24,11 @@ from perilune_lab.quantiles import quantile
 from perilune_lab.terminal.arguments import count, not_negative, positive
 from perilune_lab.terminal.exits import wrong_call
 from perilune_lab.terminal.policy_arguments import live_policies
+from perilune_lab.terminal.processes import ctrl_c_noticed
 from perilune_lab.traces.agentic import Agentic
 from perilune_research.fastpath.compare import Tally
 from perilune_research.fastpath.rig import Rig, Setting
 from perilune_research.fastpath.traffic import Conversation, Habits, conversations
-from perilune_research.processes import ctrl_c_noticed
 
 BELOW = 1
 """Exit status if a policy is below the bar."""

@@ -18,10 +18,10 @@ from perilune_api.topology import Level, Link, Place
 from perilune_gateway.feeds.engine_metrics import interval_s
 from perilune_gateway.model import Endpoint, Load, Location
 from perilune_gateway.state.calibration import Calibration
+from perilune_lab.simulate.faults import Faults
+from perilune_lab.simulate.h20 import Hardware
 from perilune_research.simulator.engine import SimulatedEngine
 from perilune_research.simulator.fabric import SimulatedFabric
-from perilune_research.simulator.faults import Faults
-from perilune_research.simulator.h20 import Hardware
 from perilune_research.simulator.request import SimulatedRequest
 
 _LINK_S = 5.0

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from perilune_research.simulator.runs import ROOT, Runs
+from perilune_lab.simulate.runs import ROOT, Runs
 
 OnChange = Callable[[int, int], None]
 """Called with (run, depth down to which it is cached now). A depth at the run's start means that nothing of

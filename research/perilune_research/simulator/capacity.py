@@ -15,9 +15,9 @@ from math import inf, sqrt
 
 from perilune_lab.quantiles import mean
 from perilune_lab.report import Run
-from perilune_research.processes import mapped
-from perilune_research.simulator import measure
-from perilune_research.simulator.bisection import last_that
+from perilune_lab.simulate import measure
+from perilune_lab.simulate.bisection import last_that
+from perilune_lab.terminal.processes import mapped
 from perilune_research.simulator.harness import Comparison, first_guess
 
 TOLERANCE = 0.02
@@ -87,7 +87,7 @@ def _of_seed(comparison: Comparison, slo: Slo, work: tuple[str, int]) -> float:
     policy, seed = work
 
     def holds(rate: float) -> bool:
-        workload = comparison.load.workload(rate, seed, comparison.fleet)
+        workload = comparison.load.workload(rate, seed, comparison.fleet.hardware.engine)
         return slo.holds(measure.run(comparison.play(policy, workload, seed), workload))
 
     low, high = last_that(holds, first_guess(comparison), TOLERANCE)

@@ -13,18 +13,22 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from perilune_api.pool import SpecError
 from perilune_lab import report
+from perilune_lab.simulate import tables
+from perilune_lab.simulate.loads import NoRateError
+from perilune_lab.simulate.options import times_r
 from perilune_lab.terminal.console import Console
 from perilune_lab.terminal.exits import wrong_call
 from perilune_lab.traces.source import AGENTIC
-from perilune_research.simulator import large_fleet, output
-from perilune_research.simulator.harness import Comparison, NoRateError, Played, play, pooled, r_of
-from perilune_research.simulator.options import Options, parse, times_r
+from perilune_research.simulator import large_fleet
+from perilune_research.simulator.harness import Comparison, Played, play, pooled, r_of
+from perilune_research.simulator.options import Options, parse
 
 _SEEDS_FOR_R = 8
 _MOST_SESSIONS = 1_000_000
@@ -67,7 +71,7 @@ def run(options: Options, out: Console, err: Console) -> int:
                 highlight=False,
             )
     except KeyboardInterrupt:
-        for grid in output.tables(pooled(comparison, rows), _unit(comparison)):
+        for grid in tables.tables(pooled(comparison, rows), _unit(comparison)):
             out.print(grid)
         done = len({(row.rate, row.seed) for row in rows})
         raise KeyboardInterrupt(
@@ -80,7 +84,7 @@ def run(options: Options, out: Console, err: Console) -> int:
     try:
         _write(options, runs, err)
     finally:  # print the tables even if a file cannot be written
-        for grid in output.tables(runs, _unit(comparison)):
+        for grid in tables.tables(runs, _unit(comparison)):
             out.print(grid)
         simulated_s, wall_s = sum(p.simulated_s for p in rows), sum(p.wall_s for p in rows)
         requests = sum(p.run.requests for p in rows)
@@ -89,9 +93,23 @@ def run(options: Options, out: Console, err: Console) -> int:
             f" {requests / max(wall_s, 1e-9):,.0f} requests per second, {took_s:.1f} s in all",
             highlight=False,
         )
-        for line in (*output.pulls(rows), *large_fleet.lines(rows)):
+        for line in (*pulls(rows), *large_fleet.lines(rows)):
             out.print(line, highlight=False)
     return 0
+
+
+def pulls(rows: Sequence[Played]) -> Iterable[str]:
+    """Yields a line per policy that could have KV fetched for requests: how often it did, and how often it
+    did not for which reason."""
+    for policy in dict.fromkeys(row.run.policy for row in rows):
+        done: Counter[str] = Counter()
+        for row in rows:
+            if row.run.policy == policy:
+                done.update(row.seen.pulls)
+                done.update(row.seen.unpulled)
+        if done:
+            counts = ", ".join(f"{name} {count:,}" for name, count in done.most_common())
+            yield f"{policy}: requests whose prefix another endpoint cached, by what happened to it: {counts}"
 
 
 def _write(options: Options, runs: Sequence[report.Run], err: Console) -> None:
@@ -111,7 +129,7 @@ def _write(options: Options, runs: Sequence[report.Run], err: Console) -> None:
             options.json.write_bytes(report.encode(document))
             err.print(f"report: {options.json}", highlight=False)
         if options.png:
-            output.draw(runs, options.png, _unit(comparison), title)
+            tables.draw(runs, options.png, _unit(comparison), title)
             err.print(f"figure: {options.png}", highlight=False)
     except OSError as error:
         raise SpecError(f"the report or the figure was not written: {error} - at `--json`, `--png`") from None

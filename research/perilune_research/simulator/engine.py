@@ -29,8 +29,8 @@ from array import array
 from collections.abc import Callable
 from math import ceil, inf, sqrt
 
+from perilune_lab.simulate.h20 import Hardware
 from perilune_research.simulator.cache import RunCache
-from perilune_research.simulator.h20 import Hardware
 from perilune_research.simulator.request import SimulatedRequest
 from perilune_research.simulator.store import SimulatedStore
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from random import Random
 
 from perilune_api.topology import Level
-from perilune_research.simulator.faults import Faults
-from perilune_research.simulator.h20 import Hardware
+from perilune_lab.simulate.faults import Faults
+from perilune_lab.simulate.h20 import Hardware
 
 
 class SimulatedFabric:

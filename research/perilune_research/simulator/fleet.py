@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from perilune_research.simulator.h20 import H20, Hardware
+from perilune_lab.simulate.h20 import H20, Hardware
 
 _STORE_TOKENS = 40_000_000
 """Default size of the shared store: about 4 TB of BF16 KV."""

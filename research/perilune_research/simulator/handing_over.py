@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from perilune_gateway.model import Move, Subject
 from perilune_gateway.model.handoff import Content, GivenUp, HandoffOutcome
 from perilune_gateway.moves.handoff import Copy, Handoff, Handoffs, Over, Stage, Standing, Switch
+from perilune_lab.simulate.workload import Task
 from perilune_research.simulator.request import Leg
-from perilune_research.simulator.workload import Task
 
 if TYPE_CHECKING:
     from perilune_research.simulator.simulation import Simulation

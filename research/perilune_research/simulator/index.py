@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 
-from perilune_research.simulator.runs import Runs
+from perilune_lab.simulate.runs import Runs
 
 _Claim = tuple[int, int, float]
 """(depth from which the claim holds, depth down to which it holds, time at which it expires)"""

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from perilune_api.pool import Routing, SessionAdmission, SpecError
+from perilune_lab.simulate import faults as faults_of
+from perilune_lab.simulate.h20 import H20, LINKS, Hardware, with_store
+from perilune_lab.simulate.loads import OfferedLoad
+from perilune_lab.simulate.options import (
+    bytes_per_s,
+    check_generated,
+    check_recorded,
+    checked_faults,
+    checked_rates,
+)
 from perilune_lab.terminal.arguments import (
     assignments,
     count,
     figure,
-    is_positive,
     not_negative,
     one_of,
     output,
@@ -24,19 +32,15 @@ from perilune_lab.terminal.policy_arguments import changed, listed
 from perilune_lab.traces.agentic import Agentic
 from perilune_lab.traces.model import Mode
 from perilune_lab.traces.source import AGENTIC
-from perilune_research.simulator import faults as faults_of
 from perilune_research.simulator.deployment import STORE_BYTES_PER_S, Deployment
-from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.fleet import SimulatedFleet
-from perilune_research.simulator.h20 import H20, LINKS, Hardware, with_store
-from perilune_research.simulator.harness import Comparison, OfferedLoad
+from perilune_research.simulator.harness import Comparison
 from perilune_research.simulator.policies import POLICIES
 from perilune_research.simulator.setting import PLANNER
 
 _MOST_ENDPOINTS = 10_000
 """Upper limit of endpoints, because of memory."""
 _DEFAULT = OfferedLoad()
-_RATE = re.compile(r"(?P<times>\d*\.?\d*)R(?:/(?P<by>\d+\.?\d*))?")
 
 _POLICIES = f"all, or some of: {', '.join(POLICIES)}; NAME{PLANNER}: with the migration planner beside it"
 _EPILOG = f"""\
@@ -90,7 +94,7 @@ def parse(argv: Sequence[str]) -> Options:
     return Options(
         comparison=Comparison(
             load=load,
-            faults=_faults(args),
+            faults=checked_faults(args.faults, args.endpoints),
             fleet=SimulatedFleet(
                 args.endpoints,
                 hardware,
@@ -105,21 +109,13 @@ def parse(argv: Sequence[str]) -> Options:
             ),
             deployment=args.arm,
         ),
-        rates=_rates(args),
+        rates=checked_rates(args.rates),
         reference=_reference(args.reference),
         seeds=tuple(range(args.seeds_from, args.seeds_from + args.seeds)),
         jobs=args.jobs,
         json=args.json,
         png=args.png,
     )
-
-
-def times_r(text: str) -> float | None:
-    """Returns the factor in a text such as `R`, `R/2` or `1.25R`; None if it is not a multiple of R."""
-    match = _RATE.fullmatch(text)
-    if match is None or not all(map(is_positive, found := (match["times"] or "1", match["by"] or "1"))):
-        return None
-    return float(found[0]) / float(found[1])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -236,7 +232,7 @@ def _hardware(args: argparse.Namespace) -> Hardware:
         if args.store:
             raise SpecError(f"arm {args.arm} has no store, so it has no speed - at `--store`")
         return hardware
-    return with_store(hardware, _bytes_per_s(args.store) if args.store else STORE_BYTES_PER_S)
+    return with_store(hardware, bytes_per_s(args.store, "--store") if args.store else STORE_BYTES_PER_S)
 
 
 def _load(args: argparse.Namespace, hardware: Hardware) -> OfferedLoad:
@@ -245,56 +241,16 @@ def _load(args: argparse.Namespace, hardware: Hardware) -> OfferedLoad:
         generated = replace(generated, context_tokens=args.context_tokens)
     load = OfferedLoad(args.trace, args.mode, args.window, args.warmup, args.limit, generated)
     if load.trace == AGENTIC:
-        _check_generated(load, hardware)
+        check_generated(load, hardware)
     else:
-        _check_recorded(load, args)
+        given = {
+            "--zipf": args.zipf,
+            "--context-tokens": args.context_tokens,
+            "--window": load.window_s != _DEFAULT.window_s,
+            "--warmup": load.warmup_s != _DEFAULT.warmup_s,
+        }
+        check_recorded(load, given)
     return load
-
-
-def _check_generated(load: OfferedLoad, hardware: Hardware) -> None:
-    longest, room = load.parameters.context_tokens, hardware.kv_pool_tokens
-    if load.mode is not Mode.THINKTIME:
-        raise SpecError(f"generated traffic has no timestamps, which mode {load.mode} needs - at `--mode`")
-    if load.limit:
-        raise SpecError("only a file can be limited; generated traffic ends with `--window` - at `--limit`")
-    if longest > room:
-        raise SpecError(
-            f"generated requests have up to {longest:,} tokens, which a KV pool of {room:,} does not hold:"
-            f" enlarge the pool, or shorten the requests with `--context-tokens {room}` - at `--kv-tokens`"
-        )
-    if load.warmup_s >= load.window_s:
-        raise SpecError("nothing is measured: the warm-up is as long as the window - at `--warmup`")
-
-
-def _check_recorded(load: OfferedLoad, args: argparse.Namespace) -> None:
-    if not Path(load.trace).is_file():
-        what = "no regular file" if Path(load.trace).exists() else "no such file"
-        raise SpecError(f"{load.trace}: {what} - at `--trace`")
-    for option, given in (
-        ("--zipf", args.zipf),
-        ("--context-tokens", args.context_tokens),
-        ("--window", load.window_s != _DEFAULT.window_s),
-        ("--warmup", load.warmup_s != _DEFAULT.warmup_s),
-    ):
-        if given:
-            raise SpecError(f"{load.trace} is played as it was recorded - at `{option}`")
-
-
-def _faults(args: argparse.Namespace) -> Faults:
-    faults = faults_of.parse(args.faults)
-    if faults.dead_endpoint >= args.endpoints:
-        raise SpecError(
-            f"dead={faults.dead_endpoint}: the last endpoint is {args.endpoints - 1} - at `--faults`"
-        )
-    return faults
-
-
-def _rates(args: argparse.Namespace) -> tuple[str, ...]:
-    rates = tuple(args.rates.split(","))
-    for rate in rates:
-        if times_r(rate) is None and not is_positive(rate):
-            raise SpecError(f"{rate!r} is neither a number above 0 nor a multiple of R - at `--rates`")
-    return rates
 
 
 def _reference(text: str) -> str:
@@ -310,10 +266,3 @@ def _policies(text: str, option: str) -> tuple[str, ...]:
         if name.removesuffix(PLANNER) not in POLICIES:
             raise SpecError(f"Unknown policy {name!r}, known are {', '.join(POLICIES)} - at `{option}`")
     return names
-
-
-def _bytes_per_s(text: str) -> float:
-    match = re.fullmatch(r"(\d+\.?\d*)\s*GBps", text)
-    if match is None or not float(match[1]):
-        raise SpecError(f"{text!r}: must be a speed such as 3GBps - at `--store`")
-    return float(match[1]) * 1e9

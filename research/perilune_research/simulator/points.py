@@ -4,7 +4,7 @@ Each value is (measured, modelled): in seconds for times, in bytes for KV and in
 test and the evaluation check that each modelled value is within 10 % of the measured one.
 """
 
-from perilune_research.simulator.h20 import BEST, GIB, H20, H20_480B, IDLE, LOADED
+from perilune_lab.simulate.h20 import BEST, GIB, H20, H20_480B, IDLE, LOADED
 
 K = 1024
 MEASURED: dict[str, tuple[float, float]] = {

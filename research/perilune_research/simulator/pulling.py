@@ -23,8 +23,8 @@ from perilune_gateway.model import Candidate, Decision, Move
 from perilune_gateway.model.handoff import EXPIRED, GivenUp, HandoffOutcome
 from perilune_gateway.model.handoff import Leg as LegKind
 from perilune_gateway.routing.pull import move_of
+from perilune_lab.simulate.workload import Task
 from perilune_research.simulator.request import Leg, SimulatedRequest
-from perilune_research.simulator.workload import Task
 
 if TYPE_CHECKING:
     from perilune_research.simulator.simulation import Simulation

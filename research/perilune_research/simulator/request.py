@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from math import inf
 
 from perilune_gateway.model import Reason
-from perilune_research.simulator.workload import Task
+from perilune_lab.simulate.workload import Task
 
 
 class SimulatedRequest:

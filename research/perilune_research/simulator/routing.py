@@ -48,8 +48,8 @@ from perilune_gateway.policy.cost import target_of
 from perilune_gateway.routing import admission
 from perilune_gateway.routing.candidates import MAX_LOCATIONS
 from perilune_gateway.routing.pull import ANSWER_S, gives, pull, unpulled, waits_s, without
+from perilune_lab.simulate.faults import Faults
 from perilune_research.simulator.beliefs import Beliefs, KnownSession
-from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.index import RunIndex
 from perilune_research.simulator.moving import Moving
 from perilune_research.simulator.pulling import Fetch, fetch_of

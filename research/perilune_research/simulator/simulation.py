@@ -31,14 +31,15 @@ from perilune_gateway.model.handoff import Leg as LegKind
 from perilune_gateway.policy import Policy
 from perilune_gateway.routing.pull import ANSWER_S
 from perilune_gateway.state.session_queue import Refused
+from perilune_lab.simulate.faults import Faults
+from perilune_lab.simulate.h20 import Hardware
+from perilune_lab.simulate.workload import Task, Workload
 from perilune_lab.traces.model import Mode
 from perilune_research.simulator.beliefs import Beliefs
 from perilune_research.simulator.cache import RunCache
 from perilune_research.simulator.engine import SimulatedEngine
 from perilune_research.simulator.fabric import SimulatedFabric
-from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.fleet import SimulatedFleet
-from perilune_research.simulator.h20 import Hardware
 from perilune_research.simulator.handing_over import SimulatedHandingOver
 from perilune_research.simulator.index import RunIndex
 from perilune_research.simulator.new_sessions import LOOK_S, SimulatedNewSessions, retry_after_s
@@ -49,7 +50,6 @@ from perilune_research.simulator.request import Leg, SimulatedRequest
 from perilune_research.simulator.routing import CLAIM_TTL_S, Seen, SimulatedGateway
 from perilune_research.simulator.setting import Setting
 from perilune_research.simulator.store import SimulatedStore
-from perilune_research.simulator.workload import Task, Workload
 
 _QUEUE_SAMPLE_S = 1.0
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from perilune_lab.simulate.runs import Runs
 from perilune_research.simulator.cache import RunCache
-from perilune_research.simulator.runs import Runs
 
 
 class SimulatedStore:

@@ -143,7 +143,7 @@ class TestCommand:
         assert "2 of 2 come out as recorded" in out
         assert "1 completed" in out
         assert all(policy in out for policy in POLICIES)
-        assert "python -m perilune_research simulate" in out
+        assert "perilune simulate" in out
 
     def test_the_document_says_what_the_table_does(self, log, tmp_path, capsys):
         out = tmp_path / "out.json"

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 from rich.console import Console
 
+from perilune_lab.simulate import measure
 from perilune_lab.terminal.exits import WRONG_CALL
 from perilune_research.evaluate import cells, cli, extra, page, plan, tables
 from perilune_research.evaluate.bars import METRICS, judge, rivals
@@ -22,7 +23,6 @@ from perilune_research.evaluate.findings import Findings
 from perilune_research.evaluate.plan import NEEDS
 from perilune_research.evaluate.traffic import traffic
 from perilune_research.evaluate.work import Work
-from perilune_research.simulator import measure
 from perilune_research.simulator.deployment import Deployment
 
 BASE = Scenario(rate=0.4, endpoints=2, window_s=25.0, warmup_s=5.0)

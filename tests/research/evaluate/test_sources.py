@@ -56,7 +56,7 @@ def test_every_file_that_runs_is_one_that_results_depend_on():
         "perilune_gateway.policy.others.near_cache",
         "perilune_gateway.feeds.engine_metrics",
         "perilune_lab.report",
-        "perilune_research.simulator.bisection",
+        "perilune_lab.simulate.bisection",
     ],
 )
 def test_a_module_is_its_bytes(name: str):
@@ -70,7 +70,7 @@ def test_a_constant_is_its_value():
 def test_what_only_shows_does_not_count():
     assert not FOUND.keys() & {
         *ONLY_SHOWN,
-        "perilune_research.simulator.output",
+        "perilune_lab.simulate.tables",
         "perilune_research.simulator.cli",
     }
 

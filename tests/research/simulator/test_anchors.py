@@ -11,8 +11,9 @@ recompute. At R the intervals are wide: 16 seeds leave ± 50 %, and LMetric and 
 import pytest
 
 from perilune_lab.report import Run
+from perilune_lab.simulate.loads import OfferedLoad
 from perilune_research.simulator.deployment import Deployment
-from perilune_research.simulator.harness import Comparison, OfferedLoad, piece, pooled
+from perilune_research.simulator.harness import Comparison, piece, pooled
 
 pytestmark = pytest.mark.timeout(600)  # a minute of computing, and more on a busy machine
 

@@ -9,10 +9,10 @@ from perilune_gateway.model import EngineMetrics
 from perilune_gateway.state.fleet import Fleet
 from perilune_gateway.state.in_flight import Load
 from perilune_gateway.state.loads import Loads
+from perilune_lab.simulate.faults import Faults
+from perilune_lab.simulate.h20 import H20
 from perilune_research.simulator.beliefs import Beliefs, KnownSession
 from perilune_research.simulator.fabric import SimulatedFabric
-from perilune_research.simulator.faults import Faults
-from perilune_research.simulator.h20 import H20
 
 
 class FakeEngine:

@@ -6,8 +6,8 @@ import pytest
 
 from perilune_lab.engine.hashing import Algorithm, BlockHasher
 from perilune_lab.engine.kv_cache import KvCache, Table
+from perilune_lab.simulate.runs import ROOT, Runs
 from perilune_research.simulator.cache import RunCache
-from perilune_research.simulator.runs import ROOT, Runs
 
 BLOCK = 16
 

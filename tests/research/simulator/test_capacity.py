@@ -5,10 +5,11 @@ from math import inf
 import pytest
 
 from perilune_lab.report import Quantiles, Run
-from perilune_research.simulator import measure
-from perilune_research.simulator.bisection import last_that
+from perilune_lab.simulate import measure
+from perilune_lab.simulate.bisection import last_that
+from perilune_lab.simulate.loads import OfferedLoad
 from perilune_research.simulator.capacity import Capacity, Slo, slo_capacity
-from perilune_research.simulator.harness import Comparison, OfferedLoad
+from perilune_research.simulator.harness import Comparison
 
 
 @pytest.mark.parametrize("edge", [0.02, 0.3, 1.0, 1.01, 7.0, 60.0])
@@ -53,7 +54,7 @@ def test_capacities_with_and_without_load_balancing():
     for capacity in (ear, sticky):
         for seed, rate in zip((1, 2), capacity.by_seed, strict=True):
             for times, holds in ((0.95, True), (1.05, False)):
-                workload = comparison.load.workload(rate * times, seed, comparison.fleet)
+                workload = comparison.load.workload(rate * times, seed, comparison.fleet.hardware.engine)
                 assert (
                     Slo().holds(measure.run(comparison.play(capacity.policy, workload, seed), workload))
                     is holds

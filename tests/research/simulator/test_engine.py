@@ -9,13 +9,13 @@ from perilune_lab.engine.hashing import Algorithm, BlockHasher
 from perilune_lab.engine.kv_cache import KvCache
 from perilune_lab.engine.request import Request
 from perilune_lab.engine.scheduler import Scheduler
+from perilune_lab.simulate.h20 import H20, Hardware
+from perilune_lab.simulate.runs import ROOT, Runs
+from perilune_lab.simulate.workload import Task
 from perilune_research.simulator.cache import RunCache
 from perilune_research.simulator.engine import SimulatedEngine
-from perilune_research.simulator.h20 import H20, Hardware
 from perilune_research.simulator.request import SimulatedRequest
-from perilune_research.simulator.runs import ROOT, Runs
 from perilune_research.simulator.store import SimulatedStore
-from perilune_research.simulator.workload import Task
 
 BLOCK = 16
 

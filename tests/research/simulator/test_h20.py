@@ -5,14 +5,14 @@ from math import inf
 import pytest
 
 from perilune_api.topology import Level
+from perilune_lab.simulate.h20 import H20
+from perilune_lab.simulate.runs import ROOT, Runs
+from perilune_lab.simulate.workload import Task
 from perilune_research.simulator.cache import RunCache
 from perilune_research.simulator.engine import SimulatedEngine
-from perilune_research.simulator.h20 import H20
 from perilune_research.simulator.points import MEASURED, K
 from perilune_research.simulator.request import SimulatedRequest
-from perilune_research.simulator.runs import ROOT, Runs
 from perilune_research.simulator.store import SimulatedStore
-from perilune_research.simulator.workload import Task
 
 
 @pytest.mark.parametrize("name", MEASURED)

@@ -6,8 +6,8 @@ import pytest
 
 from perilune_gateway.model import Tier
 from perilune_gateway.state.prefix_index import PrefixIndex
+from perilune_lab.simulate.runs import ROOT, Runs
 from perilune_research.simulator.index import RunIndex
-from perilune_research.simulator.runs import ROOT, Runs
 
 BLOCK = 16
 TTL_S = 10.0

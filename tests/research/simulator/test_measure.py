@@ -8,14 +8,15 @@ import pytest
 from perilune_gateway.model import Reason
 from perilune_lab import report
 from perilune_lab.load.result import Result
+from perilune_lab.simulate import measure
+from perilune_lab.simulate.h20 import H20
+from perilune_lab.simulate.loads import NoRateError, OfferedLoad
+from perilune_lab.simulate.workload import Workload, prepare
 from perilune_lab.traces.agentic import Agentic, generate
 from perilune_lab.traces.model import Mode
-from perilune_research.simulator import measure
-from perilune_research.simulator.h20 import H20
-from perilune_research.simulator.harness import Comparison, NoRateError, OfferedLoad, piece, pooled, r_of
+from perilune_research.simulator.harness import Comparison, piece, pooled, r_of
 from perilune_research.simulator.setting import Setting
 from perilune_research.simulator.simulation import SimulatedOutcome, simulate
-from perilune_research.simulator.workload import Workload, prepare
 
 SMALL = OfferedLoad(window_s=120.0, warmup_s=30.0)
 
@@ -146,7 +147,7 @@ def test_weighted_quantiles_equal_those_of_repeated_values():
 def test_goodput_counts_who_was_in_time_twice():
     load = replace(SMALL, window_s=60.0, warmup_s=0.0)
     (row,) = piece(Comparison(("round_robin",), load), (1.5, 1))
-    workload = load.workload(1.5, 1, Comparison(()).fleet)
+    workload = load.workload(1.5, 1, Comparison(()).fleet.hardware.engine)
     outcome = Comparison(("round_robin",), load).play("round_robin", workload, 1)
     good = [
         s
@@ -160,7 +161,7 @@ def test_goodput_counts_who_was_in_time_twice():
 
 def test_the_legacy_factor_is_over_the_traces_own_span():
     (row,) = piece(Comparison(("sticky",), SMALL), (1.0, 5))
-    workload = SMALL.workload(1.0, 5, Comparison(()).fleet)
+    workload = SMALL.workload(1.0, 5, Comparison(()).fleet.hardware.engine)
     at_s = [task.ideal_at_s for job in workload.jobs for task in job.tasks]
     assert row.run.wall_clock_factor_legacy == pytest.approx(row.simulated_s / (max(at_s) - min(at_s)))
     assert row.run.wall_clock_factor_legacy > row.run.wall_clock_factor

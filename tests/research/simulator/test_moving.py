@@ -10,16 +10,18 @@ from perilune_api.pool import Migration, Pull, Routing
 from perilune_gateway.model import Reason
 from perilune_gateway.model.handoff import HandoffOutcome
 from perilune_gateway.moves.planner import Planner, State
-from perilune_research.simulator import measure, simulation
+from perilune_lab.simulate import measure
+from perilune_lab.simulate.faults import Faults
+from perilune_lab.simulate.loads import OfferedLoad
+from perilune_lab.simulate.runs import ROOT, Runs
+from perilune_lab.simulate.workload import Workload
+from perilune_research.simulator import simulation
 from perilune_research.simulator.cache import RunCache
 from perilune_research.simulator.deployment import Deployment
-from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.fleet import SimulatedFleet
-from perilune_research.simulator.harness import Comparison, OfferedLoad
+from perilune_research.simulator.harness import Comparison
 from perilune_research.simulator.request import SimulatedRequest
-from perilune_research.simulator.runs import ROOT, Runs
 from perilune_research.simulator.setting import PLANNER, Setting
-from perilune_research.simulator.workload import Workload
 
 PLANS_ALONE = Routing(pull=Pull(enabled=False))
 """KV moves by plans only, not with requests."""
@@ -28,7 +30,7 @@ LOAD = OfferedLoad(window_s=120.0, warmup_s=0.0)
 
 @pytest.fixture(scope="module")
 def busy() -> Workload:
-    return LOAD.workload(1.2, 3, SimulatedFleet())
+    return LOAD.workload(1.2, 3, SimulatedFleet().hardware.engine)
 
 
 def played(
@@ -83,7 +85,7 @@ def test_where_host_memory_is_read_a_planned_move_is_priced_with_it(busy: Worklo
 
 
 def test_the_budget_is_kept():
-    for_long = replace(LOAD, window_s=180.0).workload(1.2, 3, SimulatedFleet())
+    for_long = replace(LOAD, window_s=180.0).workload(1.2, 3, SimulatedFleet().hardware.engine)
     run = played(for_long, "sticky" + PLANNER, moves_per_minute=2)
     starts = sorted(s.submitted_s for s in run.done if s.reason in (Reason.PLANNED, Reason.REPLICA))
     assert len(starts) > 3

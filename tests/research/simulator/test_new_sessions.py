@@ -7,17 +7,17 @@ from msgspec import structs
 
 from perilune_api.pool import Routing, SessionAdmission
 from perilune_gateway.state.session_queue import Refused
+from perilune_lab.simulate import measure
+from perilune_lab.simulate.h20 import H20
+from perilune_lab.simulate.loads import OfferedLoad
+from perilune_lab.simulate.workload import Task, Workload
 from perilune_lab.traces.agentic import Agentic
-from perilune_research.simulator import measure
 from perilune_research.simulator.fleet import SimulatedFleet
-from perilune_research.simulator.h20 import H20
-from perilune_research.simulator.harness import OfferedLoad
 from perilune_research.simulator.new_sessions import retry_after_s
 from perilune_research.simulator.options import parse
 from perilune_research.simulator.request import SimulatedRequest
 from perilune_research.simulator.setting import Setting
 from perilune_research.simulator.simulation import SimulatedOutcome, simulate
-from perilune_research.simulator.workload import Task, Workload
 
 OFF = SessionAdmission()
 ON = SessionAdmission(enabled=True)
@@ -28,7 +28,7 @@ LOAD = OfferedLoad(window_s=200.0, warmup_s=0.0, parameters=Agentic(context_toke
 
 @pytest.fixture(scope="module")
 def overload() -> Workload:
-    return LOAD.workload(0.8, 3, FLEET)
+    return LOAD.workload(0.8, 3, FLEET.hardware.engine)
 
 
 def play(
@@ -100,7 +100,7 @@ def test_long_sessions_are_not_starved_by_short_ones():
     """More come for minutes than fit, and all begin: of long and short ones nobody is lost."""
     fleet = SimulatedFleet(4, replace(H20, engine=replace(H20.engine, kv_pool_tokens=80_000)))
     load = OfferedLoad(window_s=300.0, warmup_s=0.0, parameters=Agentic(context_tokens=60_000))
-    outcome = play(load.workload(0.8, 3, fleet), ON, fleet)
+    outcome = play(load.workload(0.8, 3, fleet.hardware.engine), ON, fleet)
     first = [r for r in outcome.requests if r.task.number == 0]
     long = [r for r in first if r.prompt_tokens > 24_000]
     assert len(long) > 30

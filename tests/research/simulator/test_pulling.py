@@ -13,17 +13,17 @@ from perilune_api.pool import Pool, Pull, Routing
 from perilune_gateway.model import Candidate, Decision, Move, MoveReason, Reason, RequestView, Unpulled
 from perilune_gateway.model.handoff import GivenUp, HandoffOutcome, Leg
 from perilune_gateway.policy.cost import host_of
+from perilune_lab.simulate.faults import Faults
+from perilune_lab.simulate.h20 import H20
+from perilune_lab.simulate.loads import OfferedLoad
+from perilune_lab.simulate.workload import Task, Workload, prepare
 from perilune_lab.traces.model import Segment, Session, Style, Trace, Turn
 from perilune_research.simulator import request as requests
 from perilune_research.simulator.deployment import Deployment
-from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.fleet import SimulatedFleet
-from perilune_research.simulator.h20 import H20
-from perilune_research.simulator.harness import OfferedLoad
 from perilune_research.simulator.request import SimulatedRequest
 from perilune_research.simulator.setting import PLANNER, Setting
 from perilune_research.simulator.simulation import POLICIES, Simulation
-from perilune_research.simulator.workload import Task, Workload, prepare
 
 HELD, PROMPT = 6_400, 6_500
 
@@ -158,7 +158,7 @@ def test_an_endpoint_that_dies_ends_its_pulls_and_everything_else_is_served(
 
 @pytest.fixture(scope="module")
 def busy() -> Workload:
-    return OfferedLoad(window_s=80.0, warmup_s=0.0).workload(0.5, 3, SimulatedFleet(4))
+    return OfferedLoad(window_s=80.0, warmup_s=0.0).workload(0.5, 3, SimulatedFleet(4).hardware.engine)
 
 
 # -- limits ------------------------------------------------------------------------------------------------

@@ -5,24 +5,24 @@ import pytest
 
 from perilune_api.policies import PeriluneParams
 from perilune_api.pool import Role
+from perilune_lab.simulate.faults import Faults
+from perilune_lab.simulate.h20 import H20
+from perilune_lab.simulate.loads import OfferedLoad
+from perilune_lab.simulate.workload import Workload
 from perilune_research.simulator import routing
 from perilune_research.simulator.beliefs import Beliefs, KnownSession
 from perilune_research.simulator.fabric import SimulatedFabric
-from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.fleet import SimulatedFleet
-from perilune_research.simulator.h20 import H20
-from perilune_research.simulator.harness import OfferedLoad
 from perilune_research.simulator.setting import Setting
 from perilune_research.simulator.shortlist import CHEAPEST, LEAST_LOADED, Ranking, Shortlist
 from perilune_research.simulator.simulation import SimulatedOutcome, simulate
-from perilune_research.simulator.workload import Workload
 
 MANY = SimulatedFleet(300)
 
 
 @pytest.fixture(scope="module")
 def spread() -> Workload:
-    return replace(OfferedLoad(), window_s=4.0, warmup_s=0.0).workload(50.0, 4, MANY)
+    return replace(OfferedLoad(), window_s=4.0, warmup_s=0.0).workload(50.0, 4, MANY.hardware.engine)
 
 
 def played(policy: str, workload: Workload, every: int, monkeypatch: pytest.MonkeyPatch) -> SimulatedOutcome:

@@ -5,18 +5,19 @@ import pytest
 
 from perilune_api.pool import Limits, Routing, SpecError
 from perilune_gateway.model import Reason
+from perilune_lab.simulate.faults import Faults, parse
+from perilune_lab.simulate.h20 import H20
+from perilune_lab.simulate.loads import OfferedLoad
+from perilune_lab.simulate.workload import Workload, prepare
 from perilune_lab.traces.agentic import Agentic, generate
 from perilune_lab.traces.model import Mode, Segment, Session, Style, Trace, Turn
 from perilune_research.simulator.deployment import Deployment
 from perilune_research.simulator.fabric import SimulatedFabric
-from perilune_research.simulator.faults import Faults, parse
 from perilune_research.simulator.fleet import SimulatedFleet
-from perilune_research.simulator.h20 import H20
-from perilune_research.simulator.harness import Comparison, OfferedLoad
+from perilune_research.simulator.harness import Comparison
 from perilune_research.simulator.policies import POLICIES, SPLIT
 from perilune_research.simulator.setting import Setting
 from perilune_research.simulator.simulation import SimulatedOutcome, simulate
-from perilune_research.simulator.workload import Workload, prepare
 
 LOAD = OfferedLoad(window_s=200.0, warmup_s=0.0)
 
@@ -24,7 +25,7 @@ LOAD = OfferedLoad(window_s=200.0, warmup_s=0.0)
 @pytest.fixture(scope="module")
 def busy() -> Workload:
     """Enough for queues, moves and evictions."""
-    return LOAD.workload(1.6, 3, SimulatedFleet())
+    return LOAD.workload(1.6, 3, SimulatedFleet().hardware.engine)
 
 
 def times(outcome: SimulatedOutcome) -> list[tuple[int, float, float, int]]:
@@ -207,7 +208,7 @@ def test_an_overloaded_fleet_refuses(busy: Workload):
 
 
 def test_a_large_fleet_decides_from_a_shortlist_as_from_all():
-    workload = replace(LOAD, window_s=40.0).workload(16.0, 1, SimulatedFleet(100))
+    workload = replace(LOAD, window_s=40.0).workload(16.0, 1, SimulatedFleet(100).hardware.engine)
     short = simulate(workload, Setting("lmetric_plus_one"), SimulatedFleet(100))
     whole = simulate(workload, Setting("lmetric_plus_one", shortlist_above=1000), SimulatedFleet(100))
     assert short.seen.audited > whole.seen.audited == 0

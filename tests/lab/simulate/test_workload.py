@@ -2,11 +2,11 @@
 
 import pytest
 
+from perilune_lab.simulate.h20 import H20
+from perilune_lab.simulate.workload import prepare
 from perilune_lab.traces.agentic import Agentic, generate
 from perilune_lab.traces.model import Mode, Segment, Session, Style, Trace, Turn
 from perilune_lab.traces.reuse import ideal_turn_s, reuse
-from perilune_research.simulator.h20 import H20
-from perilune_research.simulator.workload import prepare
 
 
 def test_reuse_and_ideal_times_are_those_of_the_trace():

@@ -33,7 +33,7 @@ class LinkModel:
     """Share of the bandwidth for further bytes, fitted to 4.5 GB/s at 6 GiB and 3.4 GB/s at 12 GiB."""
 
     def seconds(self, size_bytes: float, bandwidth_bytes_per_s: float) -> float:
-        """Returns the seconds that a transfer of that many bytes takes; 0 for none."""
+        """Return the seconds that a transfer of that many bytes takes; 0 for none."""
         if size_bytes <= 0:
             return 0.0
         fast = min(size_bytes, self.fast_bytes)
@@ -78,24 +78,24 @@ class Hardware:
         return self.engine.kv_pool_tokens
 
     def bandwidth_bytes_per_s(self, level: Level) -> float:
-        """Returns the bandwidth between two endpoints whose lowest common topology level is `level`."""
+        """Return the bandwidth between two endpoints whose lowest common topology level is `level`."""
         b = self.bandwidth
         return (b.node, b.rack, b.spine, b.fabric)[level]
 
     def transfer_s(self, tokens: int, level: Level = Level.RACK) -> float:
-        """Returns the seconds to send the KV of `tokens` from engine to engine, without waiting for the
+        """Return the seconds to send the KV of `tokens` from engine to engine, without waiting for the
         NIC."""
         return self.link.seconds(self.engine.kv_bytes(tokens), self.bandwidth_bytes_per_s(level))
 
     def host_s(self, tokens: int) -> float:
-        """Returns the seconds to load the KV of `tokens` from host memory to the device; 0 for none."""
+        """Return the seconds to load the KV of `tokens` from host memory to the device; 0 for none."""
         if tokens <= 0:
             return 0.0
         bytes_per_s = self.engine.host_bytes_per_s * self.host_share
         return self.host_fixed_s + self.engine.kv_bytes(tokens) / bytes_per_s
 
     def interference_tpot_s(self, prompt_tokens: int, streams: int = 8, context_tokens: int = 2_500) -> float:
-        """Returns the TPOT, in seconds, of `streams` that decode at `context_tokens` each, from a prompt's
+        """Return the TPOT, in seconds, of `streams` that decode at `context_tokens` each, from a prompt's
         submission to its first token. They decode alone while the request's overhead passes, then get one
         token per chunk of the prompt."""
         e = self.engine
@@ -133,5 +133,5 @@ parallelism out."""
 
 
 def with_store(hardware: Hardware, bytes_per_s: float) -> Hardware:
-    """Returns the same hardware with a shared store that each engine reads at `bytes_per_s`."""
+    """Return the same hardware with a shared store that each engine reads at `bytes_per_s`."""
     return replace(hardware, engine=replace(hardware.engine, store_bytes_per_s=bytes_per_s))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from rich.table import Table
 from perilune_lab.report import Run
 from perilune_lab.report.columns import cell
 from perilune_lab.terminal.formats import as_number, as_percent, as_seconds
-from perilune_research.simulator.harness import Played
 
 _COLUMNS = (
     "TTFT p50",
@@ -32,27 +30,15 @@ _COLUMNS = (
 )
 
 
-def pulls(rows: Sequence[Played]) -> Iterable[str]:
-    """Yields a line per policy that could have KV fetched for requests: how often it did, and how often it
-    did not for which reason."""
-    for policy in dict.fromkeys(row.run.policy for row in rows):
-        done: Counter[str] = Counter()
-        for row in rows:
-            if row.run.policy == policy:
-                done.update(row.seen.pulls)
-                done.update(row.seen.unpulled)
-        if done:
-            counts = ", ".join(f"{name} {count:,}" for name, count in done.most_common())
-            yield f"{policy}: requests whose prefix another endpoint cached, by what happened to it: {counts}"
-
-
-def tables(runs: Sequence[Run], unit: str) -> Iterable[Table]:
-    """Yields one table per rate, with a row per policy, lowest TTFT p90 first. `unit`: that of the rate."""
+def tables(runs: Sequence[Run], unit: str, deployment: str = "") -> Iterable[Table]:
+    """Yield one table per rate, with a row per policy, lowest TTFT p90 first. `unit`: that of the rate.
+    `deployment`: what it is called."""
     for rate in dict.fromkeys(run.rate for run in runs):
         mine = [run for run in runs if run.rate == rate]
         seeds = mine[0].seeds or ()
         ceiling = mine[0].apc_ceiling
-        title = f"SIMULATED · {rate:.4g} {unit} · {len(seeds)} seed{'s' * (len(seeds) != 1)}"
+        title = "SIMULATED · " + (f"{deployment} · " if deployment else "")
+        title += f"{rate:.4g} {unit} · {len(seeds)} seed{'s' * (len(seeds) != 1)}"
         if ceiling:
             title += f" · APC ceiling {as_percent(ceiling.any)} any,"
             title += f" {as_percent(ceiling.intra_session)} intra-session"
@@ -99,7 +85,7 @@ _FIGURES = (
 
 
 def draw(runs: Sequence[Run], path: Path, unit: str, title: str) -> None:
-    """Draws four panels with lines over the rate and their 95 % intervals as bands; for a single rate, bars.
+    """Draw four panels with lines over the rate and their 95 % intervals as bands; for a single rate, bars.
     Raises OSError if it cannot write the file."""
     import matplotlib as mpl
 
@@ -135,7 +121,7 @@ def draw(runs: Sequence[Run], path: Path, unit: str, title: str) -> None:
 
 
 def _point(run: Run, name: str) -> tuple[float, float, float, float] | None:
-    """Returns (rate, value, low, high) of a figure such as `ttft_s.p90`; None if the run does not have it."""
+    """Return (rate, value, low, high) of a figure such as `ttft_s.p90`; None if the run does not have it."""
     value: object = run
     for part in name.split("."):
         value = getattr(value, part, UNSET)

@@ -4,9 +4,9 @@ from random import Random
 
 import pytest
 
+from perilune_lab.simulate.runs import ROOT, Runs, build
 from perilune_lab.traces.agentic import Agentic, generate
 from perilune_lab.traces.model import Segment, Turn
-from perilune_research.simulator.runs import ROOT, Runs, build
 
 
 def turn(number: int, *keys: str, output: int = 5, session: str = "s") -> Turn:

@@ -33,7 +33,7 @@ class Runs:
         return len(self.parent)
 
     def add(self, parent: int, tokens: int) -> int:
-        """Adds a run of `tokens` that continues `parent` (or ROOT); returns its number."""
+        """Add a run of `tokens` that continues `parent` (or ROOT); return its number."""
         run = len(self.parent)
         start = self.end[parent] if parent != ROOT else 0
         self.parent.append(parent)
@@ -48,7 +48,7 @@ Position = tuple[int, int]
 
 
 def build(sessions: Sequence[Sequence[Turn]]) -> tuple[Runs, list[list[tuple[Position, Position]]]]:
-    """Returns the tree of all turns, and per session and turn where its prompt and its answer end."""
+    """Return the tree of all turns, and per session and turn where its prompt and its answer end."""
     tree = _Tree()
     nodes = [_session_nodes(tree, turns) for turns in sessions]
     runs, run_of = tree.compress()
@@ -96,7 +96,7 @@ class _Tree:
         return node
 
     def compress(self) -> tuple[Runs, list[int]]:
-        """Builds the runs; returns them with the run of each node."""
+        """Build the runs; return them with the run of each node."""
         runs = Runs()
         run_of = [ROOT]
         for node in range(1, len(self.parent)):

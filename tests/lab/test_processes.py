@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from perilune_research.processes import mapped
+from perilune_lab.terminal.processes import mapped
 
 INTERRUPTED = """
 import os, signal, time
-from perilune_research.processes import mapped
+from perilune_lab.terminal.processes import mapped
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs in the background inherits none
 

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import inf
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from perilune_gateway.model import MOVING
+from perilune_gateway.model import MOVING, Reason
 from perilune_lab.quantiles import mean, quantile
 from perilune_lab.report import (
     GOODPUT_TPOT_S,
@@ -33,16 +33,58 @@ from perilune_lab.report import (
     migrations,
     quantiles,
 )
-from perilune_research.simulator.request import SimulatedRequest
-from perilune_research.simulator.simulation import SimulatedOutcome
-from perilune_research.simulator.workload import Task, Workload
+from perilune_lab.simulate.workload import Task, Workload
 
 RESAMPLES = 1000
 """Samples drawn by a bootstrap."""
 
 
-def run(outcome: SimulatedOutcome, workload: Workload, cooldown_s: float = 30.0) -> Run:
-    """Measures one policy with one seed. Only the turns after the warm-up count, except in makespans.
+class Played(Protocol):
+    """A request that was played, as `outcome.PlayedRequest` describes it."""
+
+    task: Task
+    number: int
+    due_s: float
+    submitted_s: float
+    first_token_s: float
+    finished_s: float
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    leg_cached_tokens: int
+    endpoint: int
+    reason: Reason | None
+    hot: bool
+    rejected: bool
+
+    @property
+    def succeeded(self) -> bool: ...
+    @property
+    def ttft_s(self) -> float: ...
+    @property
+    def tpot_s(self) -> float: ...
+    @property
+    def e2e_s(self) -> float: ...
+
+
+class Outcome(Protocol):
+    """A simulation that has ended, as `outcome.SimulatedOutcome` describes it."""
+
+    policy: str
+    addresses: list[str]
+    moved_bytes: int
+    transfer_s: list[float]
+    queue_variance: list[float]
+    gaps: list[tuple[float, int]]
+    preemptions: int
+    simulated_s: float
+
+    @property
+    def requests(self) -> Sequence[Played]: ...
+
+
+def run(outcome: Outcome, workload: Workload, cooldown_s: float = 30.0) -> Run:
+    """Measure one policy with one seed. Only the turns after the warm-up count, except in makespans.
     `cooldown_s`: seconds within which a session's second move counts as thrashing."""
     done = [r for r in outcome.requests if r.task.ideal_at_s >= workload.warmup_s]
     good = [r for r in done if r.succeeded]
@@ -91,13 +133,13 @@ def run(outcome: SimulatedOutcome, workload: Workload, cooldown_s: float = 30.0)
 
 
 def ideal_makespan_s(workload: Workload) -> float:
-    """Returns the seconds from the first turn's start to the last one's end, if every turn ran alone with its
+    """Return the seconds from the first turn's start to the last one's end, if every turn ran alone with its
     session's prefix cached, and with the recorded gaps between turns."""
     ends = [job.tasks[-1].ideal_at_s + job.tasks[-1].ideal_s for job in workload.jobs if job.tasks]
     return max(ends) - min(job.tasks[0].ideal_at_s for job in workload.jobs if job.tasks)
 
 
-def _legacy_factor(outcome: SimulatedOutcome, workload: Workload) -> float | UnsetType:
+def _legacy_factor(outcome: Outcome, workload: Workload) -> float | UnsetType:
     """Makespan / span of the trace, which goes from its first turn to its last as recorded. For generated
     traffic, the span is the one that an unloaded system would record."""
     at_s = [task.ideal_at_s for job in workload.jobs for task in job.tasks]
@@ -105,14 +147,14 @@ def _legacy_factor(outcome: SimulatedOutcome, workload: Workload) -> float | Uns
     return outcome.simulated_s / span_s if span_s else UNSET
 
 
-def _inside(r: SimulatedRequest) -> bool:
+def _inside(r: Played) -> bool:
     """Whether a request meets both SLOs of goodput."""
     in_time = r.ttft_s <= GOODPUT_TTFT_S
     return in_time and (r.output_tokens < 2 or r.tpot_s <= GOODPUT_TPOT_S)
 
 
 def weighted(gaps: Iterable[tuple[float, int]]) -> Quantiles | UnsetType:
-    """Returns the quantiles of values, each given with how many times it occurred; UNSET without values."""
+    """Return the quantiles of values, each given with how many times it occurred; UNSET without values."""
     ordered = sorted(gap for gap in gaps if gap[1])
     if not ordered:
         return UNSET
@@ -121,12 +163,12 @@ def weighted(gaps: Iterable[tuple[float, int]]) -> Quantiles | UnsetType:
     return Quantiles(sum(value * count for value, count in ordered) / upto[-1], *at)
 
 
-def _cached(r: SimulatedRequest) -> int:
+def _cached(r: Played) -> int:
     return r.cached_tokens if r.leg_cached_tokens < 0 else r.leg_cached_tokens
 
 
 def _migrations(
-    outcome: SimulatedOutcome, good: Sequence[SimulatedRequest], span_s: float, cooldown_s: float
+    outcome: Outcome, good: Sequence[Played], span_s: float, cooldown_s: float
 ) -> Migrations | UnsetType:
     if not span_s:
         return UNSET
@@ -138,23 +180,21 @@ def _migrations(
     return msgspec.structs.replace(found, bytes=outcome.moved_bytes, transfer_s=quantiles(outcome.transfer_s))
 
 
-def _by_session(good: Sequence[SimulatedRequest]) -> Mapping[int, list[SimulatedRequest]]:
-    rows: dict[int, list[SimulatedRequest]] = defaultdict(list)
+def _by_session(good: Sequence[Played]) -> Mapping[int, list[Played]]:
+    rows: dict[int, list[Played]] = defaultdict(list)
     for r in sorted(good, key=lambda r: r.number):
         rows[r.task.session].append(r)
     return rows
 
 
-def _by_endpoint(good: Sequence[SimulatedRequest]) -> Mapping[int, list[SimulatedRequest]]:
-    rows: dict[int, list[SimulatedRequest]] = defaultdict(list)
+def _by_endpoint(good: Sequence[Played]) -> Mapping[int, list[Played]]:
+    rows: dict[int, list[Played]] = defaultdict(list)
     for r in good:
         rows[r.endpoint].append(r)
     return rows
 
 
-def _per_endpoint(
-    outcome: SimulatedOutcome, good: Sequence[SimulatedRequest]
-) -> tuple[PerEndpoint, ...] | UnsetType:
+def _per_endpoint(outcome: Outcome, good: Sequence[Played]) -> tuple[PerEndpoint, ...] | UnsetType:
     found = []
     for e, rows in sorted(_by_endpoint(good).items()):
         prompt = sum(r.prompt_tokens for r in rows)
@@ -172,8 +212,8 @@ def _per_endpoint(
     return tuple(found) or UNSET
 
 
-def _stretches(good: Sequence[SimulatedRequest], workload: Workload) -> list[float]:
-    """Returns duration / ideal duration of each session that was played to its end."""
+def _stretches(good: Sequence[Played], workload: Workload) -> list[float]:
+    """Return duration / ideal duration of each session that was played to its end."""
     found = []
     for tasks, took_s in _completed(good, workload):
         ideal_s = sum(task.ideal_s for task in tasks) + sum(task.gap_s for task in tasks[1:])
@@ -181,10 +221,8 @@ def _stretches(good: Sequence[SimulatedRequest], workload: Workload) -> list[flo
     return found
 
 
-def _completed(
-    good: Sequence[SimulatedRequest], workload: Workload
-) -> Iterator[tuple[Sequence[Task], float]]:
-    """Yields each session that was played to its end: its turns, and its seconds from the first turn's
+def _completed(good: Sequence[Played], workload: Workload) -> Iterator[tuple[Sequence[Task], float]]:
+    """Yield each session that was played to its end: its turns, and its seconds from the first turn's
     submission to the last one's end."""
     for session, rows in _by_session(good).items():
         tasks = workload.jobs[session].tasks
@@ -192,7 +230,7 @@ def _completed(
             yield tasks, rows[-1].finished_s - rows[0].submitted_s
 
 
-def _sessions(done: Sequence[SimulatedRequest], workload: Workload) -> PlayedSessions:
+def _sessions(done: Sequence[Played], workload: Workload) -> PlayedSessions:
     completion_s = [took_s for _, took_s in _completed([r for r in done if r.succeeded], workload)]
     return PlayedSessions(
         lost=len({r.task.session for r in done if r.task.number == 0}) - len(completion_s),
@@ -205,7 +243,7 @@ def _sessions(done: Sequence[SimulatedRequest], workload: Workload) -> PlayedSes
 
 
 def pooled(runs: Sequence[Run], seeds: Sequence[int], rate: float) -> Run:
-    """Returns the means over seeds with their intervals; of counts such as `requests`, the sums. Figures per
+    """Return the means over seeds with their intervals; of counts such as `requests`, the sums. Figures per
     endpoint are left out, since they differ by seed."""
     rows = [_flat(msgspec.to_builtins(run)) for run in runs]
     values: dict[tuple[str, ...], list[float]] = defaultdict(list)
@@ -233,7 +271,7 @@ def pooled(runs: Sequence[Run], seeds: Sequence[int], rate: float) -> Run:
 
 
 def interval(sample: Sequence[float], share: float = 0.95) -> tuple[float, float]:
-    """Returns the confidence interval of the mean at level `share`, by bootstrap. Equal samples give equal
+    """Return the confidence interval of the mean at level `share`, by bootstrap. Equal samples give equal
     intervals, since the random generator's seed is fixed."""
     rng = Random(len(sample))
     n = len(sample)
@@ -242,7 +280,7 @@ def interval(sample: Sequence[float], share: float = 0.95) -> tuple[float, float
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float], share: float = 0.95) -> tuple[float, float, float]:
-    """Returns (mean of ours / mean of theirs, low, high): the ratio and its interval, by bootstrap over the
+    """Return (mean of ours / mean of theirs, low, high): the ratio and its interval, by bootstrap over the
     pairs of values of one seed. The ratio is inf if theirs are all 0."""
     rng, n = Random(len(ours)), len(ours)
     pairs = list(zip(ours, theirs, strict=True))

@@ -1,4 +1,4 @@
-"""Prepares a trace for simulation, once for all policies.
+"""Prepare a trace for simulation, once for all policies.
 
 `prepare` turns prompts into positions in a tree of runs (see `runs`), and computes for each turn how many
 tokens an infinite cache would serve and how long the turn takes alone. Cost: about 5 µs per turn beside the
@@ -13,9 +13,9 @@ from math import inf
 
 from perilune_gateway.model import EngineModel
 from perilune_lab.quantiles import quantile
+from perilune_lab.simulate.runs import Position, Runs, build
 from perilune_lab.traces.model import Mode, Trace, submitted_s
 from perilune_lab.traces.reuse import ideal_decode_s, ideal_ttft_s
-from perilune_research.simulator.runs import Position, Runs, build
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +83,7 @@ class Workload:
         return sum(len(job.tasks) for job in self.jobs)
 
     def floor_ttft_s(self, q: float) -> float:
-        """Returns the `q` quantile of TTFT, in seconds, if every measured turn ran alone with its session's
+        """Return the `q` quantile of TTFT, in seconds, if every measured turn ran alone with its session's
         prefix cached."""
         return quantile(sorted(t.ideal_ttft_s for t in self.measured), q)
 
@@ -96,7 +96,7 @@ def prepare(
     window_s: float = inf,
     warmup_s: float = 0.0,
 ) -> Workload:
-    """Prepares a trace.
+    """Prepare a trace.
 
     `speed` divides its start times and timestamps, but not its gaps. `window_s` keeps the turns that an
     unloaded system would see before that time, as a recording of that length would; without a window the last
@@ -133,7 +133,7 @@ def prepare(
 
 
 def _within(job: Job, mode: Mode, window_s: float) -> Job:
-    """Returns the session with its turns until the end of the window, perhaps none, and sets in each the time
+    """Return the session with its turns until the end of the window, perhaps none, and set in each the time
     at which an unloaded system would see it."""
     at_s, kept = job.start_s, []
     for task in job.tasks:
@@ -150,7 +150,7 @@ def _within(job: Job, mode: Mode, window_s: float) -> Job:
 
 
 def _reuse(runs: Runs, jobs: list[Job]) -> None:
-    """Sets in each turn how many tokens infinite caches would serve. The caches see the turns in the order in
+    """Set in each turn how many tokens infinite caches would serve. The caches see the turns in the order in
     which an unloaded system would."""
     everybody: dict[int, int] = {}
     own: list[dict[int, int]] = [{} for _ in jobs]

@@ -67,7 +67,7 @@ _MAY_BE_0 = _FROM_0_TO_1 | {"event_lag_s", "dead_endpoint", "dead_at_s", "step_n
 
 
 def parse(text: str) -> Faults:
-    """Parses faults such as `slow-links=10,outliers=0.05,dead=3@120,lag=2,estimates=0.2`. A name without a
+    """Parse faults such as `slow-links=10,outliers=0.05,dead=3@120,lag=2,estimates=0.2`. A name without a
     value takes its default. Raises SpecError for an unknown name and a wrong value."""
     faults = Faults()
     for part in filter(None, (p.strip() for p in text.split(","))):

@@ -12,7 +12,7 @@ _SPAN = 64.0
 
 
 def last_that(holds: Callable[[float], bool], guess: float, tolerance: float) -> tuple[float, float]:
-    """Returns (the largest x found for which `holds` is true, the smallest for which it is false), whose
+    """Return (the largest x found for which `holds` is true, the smallest for which it is false), whose
     ratio is at most 1 + `tolerance`. `holds` must be true below some x and false above it. (0, x) means that
     it is false down to guess / 64, (x, inf) that it is true up to 64 × guess."""
     low, high = 0.0, inf

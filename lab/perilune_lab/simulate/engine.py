@@ -1,0 +1,163 @@
+"""One modelled engine in virtual time: the scheduler and KV cache of the lab's engine, and who asked it
+what."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby
+from math import inf
+from typing import Protocol, cast
+
+from perilune_gateway.model import EngineMetrics
+from perilune_gateway.model.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from perilune_lab.engine.hashing import low64
+from perilune_lab.engine.kv_cache import Change, Removed, Stored
+from perilune_lab.engine.request import Request
+from perilune_lab.engine.scheduler import Scheduler
+from perilune_lab.simulate.loop import Loop
+
+
+class Asker(Protocol):
+    """Who has sent a request to an engine."""
+
+    def first_token(self, request: Request) -> None:
+        """Hear that the prompt is computed."""
+
+    def finished(self, request: Request) -> None:
+        """Hear that the answer is complete."""
+
+    def lost(self, request: Request) -> None:
+        """Hear that the engine has died before."""
+
+
+class SimulatedEngine:
+    """One endpoint."""
+
+    def __init__(
+        self, number: int, address: str, loop: Loop, announce: Callable[[str, Sequence[Event]], None]
+    ) -> None:
+        """`announce` takes the KV events of each step. Set `scheduler` before the first request."""
+        self.number = number
+        self.address = address
+        self.alive = True
+        self.scheduler: Scheduler
+        self.gap_s = array("d")
+        """Seconds between two tokens of a request, one entry for each stretch of steps."""
+        self.gaps = array("q")
+        """Number of such gaps over all requests, one entry for each stretch of steps."""
+        self.measured_from_s = -inf
+        """Gaps are kept from then on."""
+        self._loop = loop
+        self._announce = announce
+        self._open: dict[Request, Asker] = {}
+        self._version = 0
+        self._planned_s = inf
+
+    @property
+    def load(self) -> int:
+        """Number of requests that run or wait."""
+        return len(self.scheduler.running) + self.scheduler.waiting_count
+
+    def metrics(self) -> EngineMetrics | None:
+        """Return what the engine's page of metrics says; None if it does not answer."""
+        if not self.alive:
+            return None
+        s = self.scheduler
+        cache = s.cache
+        return EngineMetrics(
+            len(s.running),
+            s.waiting_count,
+            cache.usage,
+            block_size=cache.block_size,
+            gpu_blocks=cache.blocks - 1,
+        )
+
+    def add(self, request: Request, asker: Asker) -> None:
+        """Take a request now."""
+        self._open[request] = asker
+        self.scheduler.add(request, self._loop.now)
+        self.wake()
+
+    def abort(self, request: Request) -> None:
+        """End a request whose client has left; ignore one that has ended."""
+        if self._open.pop(request, None) is not None:
+            self.scheduler.abort(request, self._loop.now)
+            self.wake()
+
+    def fetched(self, request: Request, *, arrived: bool) -> None:
+        """Hear that a request's KV has come from another engine, or will not come."""
+        if request.finish is None:
+            self.scheduler.fetched(request, self._loop.now, arrived=arrived)
+        else:
+            self.scheduler.release(request, self._loop.now)
+        self.wake()
+
+    def release(self, request: Request) -> None:
+        """Free the blocks that an ended request kept for another engine."""
+        self.scheduler.release(request, self._loop.now)
+        self.wake()
+
+    def die(self) -> None:
+        """Fail, and lose all requests."""
+        self.alive = False
+        self._version += 1
+        lost, self._open = self._open, {}
+        for request, asker in lost.items():
+            asker.lost(request)
+
+    def wake(self) -> None:
+        """Plan the next step after something has changed."""
+        due_s = self.scheduler.next_s()
+        if not self.alive or due_s == self._planned_s:
+            return
+        self._version += 1
+        self._planned_s = due_s
+        if due_s < inf:
+            self._loop.at(due_s, partial(self._advance, self._version))
+
+    def _advance(self, version: int) -> None:
+        if version != self._version:
+            return
+        self._planned_s = inf
+        for step in self.scheduler.advance(self._loop.now):
+            if step.decoded and step.started_s >= self.measured_from_s:
+                self.gap_s.append((step.ends_s - step.started_s) / step.steps)
+                self.gaps.append(step.steps * len(step.decoded))
+            if step.changes:
+                self._announce(self.address, events(step.changes, self.scheduler.cache.block_size))
+            if step.prefilled:
+                for request in step.emitted:
+                    if request.produced == 1:
+                        self._open[request].first_token(request)
+            for request in step.finished:
+                self._open.pop(request).finished(request)
+        self.wake()
+
+
+def events(changes: Sequence[Change], block_size: int) -> list[Event]:
+    """Return the KV events of these changes, as the gateway decodes them. Blocks that were removed one after
+    the other share an event, which says the same in less time than vLLM's one for each."""
+    found: list[Event] = []
+    for kind, same in groupby(changes, lambda change: (type(change), getattr(change, "medium", None))):
+        if kind[0] is Removed:
+            names = tuple([low64(change.digest) for change in same if isinstance(change, Removed)])
+            found.append(BlockRemoved(names, medium=kind[1]))
+        else:
+            found += [_event(change, block_size) for change in same]
+    return found
+
+
+def _event(change: Change, block_size: int) -> Event:
+    match change:
+        case Stored():
+            return BlockStored(
+                tuple([low64(digest) for digest in change.digests]),
+                None if change.parent is None else low64(change.parent),
+                cast("tuple[int, ...]", change.tokens),  # an array, which costs nothing to pass on
+                block_size,
+                medium=change.medium,
+            )
+        case _:
+            return AllBlocksCleared()

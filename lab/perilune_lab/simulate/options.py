@@ -1,0 +1,347 @@
+"""Parses the command line of `perilune simulate` into checked `Options`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from perilune_api.pool import Routing, SessionAdmission, SpecError
+from perilune_gateway.policy import POLICIES
+from perilune_lab.simulate import faults as faults_of
+from perilune_lab.simulate.deployment import BLOCK_TOKENS, STORE_BYTES_PER_S, Arm, Deployment
+from perilune_lab.simulate.faults import Faults
+from perilune_lab.simulate.h20 import H20, LINKS, Hardware, with_store
+from perilune_lab.simulate.harness import Comparison
+from perilune_lab.simulate.loads import OfferedLoad
+from perilune_lab.terminal.arguments import (
+    assignments,
+    count,
+    figure,
+    is_positive,
+    not_negative,
+    one_of,
+    output,
+    positive,
+)
+from perilune_lab.terminal.policy_arguments import changed, live_policies
+from perilune_lab.traces.agentic import Agentic
+from perilune_lab.traces.model import Mode
+from perilune_lab.traces.source import AGENTIC
+
+_MOST_ENDPOINTS = 1_000
+_WINDOW_S, _WARMUP_S = 900.0, 300.0
+_RATE = re.compile(r"(?P<times>\d*\.?\d*)R(?:/(?P<by>\d+\.?\d*))?")
+
+_EPILOG = f"""\
+examples:
+  perilune simulate
+      four policies on 8 modelled H20, generated coding agents: about a minute
+  perilune simulate --policies perilune,ear --arm handoff --rates 0.8,1.2 --seeds 8 --json r.json --png r.png
+  perilune simulate --trace mooncake_conversation.jsonl.gz --mode timestamps --policies perilune --rates 1,2
+  perilune simulate --policies perilune --prefill 4 --faults slow-links=10,outliers=0.05
+
+arms, by how KV gets from one engine to another (what `spec.mooncake` of a pool says):
+  {Arm.NONE}     not at all, as in a pool with defaults
+  {Arm.HANDOFF}  engines hand KV over: in planned moves (migration.triggers), for requests (pull.maxSeconds)
+  {Arm.STORE}    all engines share one store
+  {Arm.BOTH}     hand-off and store
+rates: new sessions per second for generated traffic; for a file, a factor on the recorded speed. R is the
+  rate at which TTFT p90 of --reference is 5 × the floor: that of turns that run alone with the prefix of
+  their session cached. R/2 and 1.25R are multiples of it; to find it takes some eight simulations of each
+  seed.
+faults: NAME=VALUE,… (dead=ENDPOINT@SECONDS), of
+  {", ".join(faults_of.NAMES)}
+modes: {Mode.THINKTIME}: a turn follows the previous one after the recorded gap (closed loop);
+  {Mode.TIMESTAMPS}: at its timestamp (open loop); {Mode.MAX}: when the previous one has ended, but not before
+  its timestamp
+
+The gateway is real, engines and time are modelled: no figure is a measurement of an H20. Intervals are of
+95 % over seeds, which are the same for all policies. docs/simulator.md says what is modelled, and how far it
+can be trusted.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The checked command line."""
+
+    comparison: Comparison
+    rates: tuple[str, ...]
+    """Rates as given: numbers and multiples of R."""
+    reference: str
+    """The policy that defines R."""
+    seeds: tuple[int, ...]
+    jobs: int
+    """Number of parallel processes."""
+    json: Path | None
+    png: Path | None
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Parse the command line. Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
+    args = _parser().parse_args(argv)
+    deployment = _deployment(args)
+    return Options(
+        comparison=Comparison(
+            policies=live_policies(args.policies, "--policies"),
+            load=_load(args, deployment.hardware),
+            deployment=deployment,
+            routing=changed(
+                Routing(session_admission=SessionAdmission(enabled=args.admission)),
+                assignments(args.param, "--param"),
+                "--param",
+            ),
+            faults=checked_faults(args.faults, args.endpoints),
+        ),
+        rates=checked_rates(args.rates),
+        reference=_reference(args.reference),
+        seeds=tuple(range(args.seeds_from, args.seeds_from + args.seeds)),
+        jobs=args.jobs,
+        json=args.json,
+        png=args.png,
+    )
+
+
+def times_r(text: str) -> float | None:
+    """Return the factor in a text such as `R`, `R/2` or `1.25R`; None if it is not a multiple of R."""
+    match = _RATE.fullmatch(text)
+    if match is None or not all(map(is_positive, found := (match["times"] or "1", match["by"] or "1"))):
+        return None
+    return float(found[0]) / float(found[1])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="perilune simulate",
+        description="Compare policies on your traffic without engines: play a trace through the gateway's own"
+        "\ncode in front of modelled engines, in virtual time.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--trace",
+        default=AGENTIC,
+        metavar="FILE|agentic",
+        help="a trace (Mooncake's, Qwen-Bailian's or our schema), or generated coding agents [%(default)s]",
+    )
+    add(
+        "--policies",
+        "--policy",
+        default="perilune,lmetric_plus_one,ear,round_robin",
+        metavar="A,B",
+        help=f"all, or some of: {', '.join(POLICIES)} [%(default)s]",
+    )
+    add(
+        "--rates",
+        "--rate",
+        default="1",
+        metavar="X,Y",
+        help="loads, as numbers or multiples of R; see below [%(default)s]",
+    )
+    add("--reference", default="lmetric", metavar="POLICY", help="policy that defines R [%(default)s]")
+    add(
+        "--arm",
+        type=one_of(Arm),
+        choices=list(Arm),
+        default=Arm.NONE,
+        help="how KV gets from one engine to another; see below [%(default)s]",
+    )
+    add("--endpoints", type=count, default=8, metavar="N", help="number of engines [%(default)s]")
+    add(
+        "--prefill",
+        type=count,
+        default=0,
+        metavar="N",
+        help="so many of them only prefill for the others, which hand KV over [all do both]",
+    )
+    add(
+        "--gateways",
+        type=count,
+        default=1,
+        metavar="N",
+        help="number of gateways, which share their state; each costs time [%(default)s]",
+    )
+    add("--seeds", type=count, default=4, metavar="N", help="number of seeds [%(default)s]")
+    add("--seeds-from", type=count, default=1, metavar="N", help="first seed [%(default)s]")
+    add(
+        "--mode",
+        type=one_of(Mode),
+        choices=list(Mode),
+        default=Mode.THINKTIME,
+        help="when turns are submitted; see below [%(default)s]",
+    )
+    add(
+        "--window",
+        type=positive,
+        default=_WINDOW_S,
+        metavar="S",
+        help="length of generated traffic, in seconds [%(default)g]",
+    )
+    add(
+        "--warmup",
+        type=not_negative,
+        default=_WARMUP_S,
+        metavar="S",
+        help="first seconds of the window, which fill the caches and are not measured [%(default)g]",
+    )
+    add("--limit", type=count, metavar="N", help="play only the first N requests of a file")
+    add(
+        "--zipf", type=not_negative, default=0.0, metavar="A", help="skew of generated sessions [%(default)g]"
+    )
+    add("--kv-tokens", type=count, metavar="N", help="tokens in each engine's KV pool [281600]")
+    add(
+        "--block-size",
+        type=count,
+        default=BLOCK_TOKENS,
+        metavar="TOKENS",
+        help="tokens of a block; smaller ones cost more time [%(default)s]",
+    )
+    add(
+        "--context-tokens",
+        type=count,
+        metavar="N",
+        help="tokens of the longest generated request with its answer [131072]",
+    )
+    add("--link", choices=sorted(LINKS), default="idle", help="speed of KV transfers [%(default)s]")
+    add("--store", metavar="3GBps", help="speed at which one engine reads the shared store [3GBps]")
+    add(
+        "--admission",
+        action="store_true",
+        help="let new sessions wait while active contexts fill the KV pools; refused ones come back twice",
+    )
+    add("--faults", default="", metavar="NAME=V,…", help="faults of fleet and gateway; see below [none]")
+    add(
+        "--param",
+        "--params",
+        action="append",
+        default=[],
+        metavar="BLOCK.NAME=V",
+        help="a parameter of a policy (e.g. ear.cooldownSeconds=10), or of migration, enginePriority or pull",
+    )
+    add(
+        "--jobs",
+        type=count,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="number of parallel processes [%(default)s]",
+    )
+    add("--json", type=output, metavar="FILE", help="write the report (docs/report.md)")
+    add("--png", type=figure, metavar="FILE", help="draw the report, as .png, .svg or .pdf")
+    return parser
+
+
+def _deployment(args: argparse.Namespace) -> Deployment:
+    if args.endpoints > _MOST_ENDPOINTS:
+        raise SpecError(f"{args.endpoints:,} endpoints: at most {_MOST_ENDPOINTS:,} - at `--endpoints`")
+    if args.prefill >= args.endpoints:
+        raise SpecError(
+            f"{args.prefill} of {args.endpoints} endpoints only prefill: none decodes - at `--prefill`"
+        )
+    hardware = replace(H20, link=LINKS[args.link], block_tokens=args.block_size)
+    if args.kv_tokens:
+        hardware = replace(hardware, engine=replace(hardware.engine, kv_pool_tokens=args.kv_tokens))
+    deployment = Deployment(
+        arm=args.arm,
+        endpoints=args.endpoints,
+        prefill_endpoints=args.prefill,
+        gateways=args.gateways,
+        hardware=hardware,
+        block_tokens=args.block_size,
+    )
+    if hardware.kv_pool_tokens < 2 * args.block_size:
+        raise SpecError(
+            f"a KV pool of {hardware.kv_pool_tokens:,} tokens has no two blocks of {args.block_size:,}"
+            " - at `--block-size`"
+        )
+    if not deployment.stores:
+        if args.store:
+            raise SpecError(f"arm {args.arm} has no store, so it has no speed - at `--store`")
+        return deployment
+    speed = bytes_per_s(args.store, "--store") if args.store else STORE_BYTES_PER_S
+    return replace(deployment, hardware=with_store(hardware, speed))
+
+
+def _load(args: argparse.Namespace, hardware: Hardware) -> OfferedLoad:
+    generated = Agentic(zipf_alpha=args.zipf)
+    if args.context_tokens:
+        generated = replace(generated, context_tokens=args.context_tokens)
+    load = OfferedLoad(args.trace, args.mode, args.window, args.warmup, args.limit, generated)
+    if load.trace == AGENTIC:
+        check_generated(load, hardware)
+    else:
+        given = {
+            "--zipf": args.zipf,
+            "--context-tokens": args.context_tokens,
+            "--window": load.window_s != _WINDOW_S,
+            "--warmup": load.warmup_s != _WARMUP_S,
+        }
+        check_recorded(load, given)
+        load = replace(load, window_s=float("inf"), warmup_s=0.0)
+    return load
+
+
+# -- what other studies check as well ----------------------------------------------------------------------
+
+
+def check_generated(load: OfferedLoad, hardware: Hardware) -> None:
+    """Check generated traffic. Raises SpecError."""
+    longest, room = load.parameters.context_tokens, hardware.kv_pool_tokens
+    if load.mode is not Mode.THINKTIME:
+        raise SpecError(f"generated traffic has no timestamps, which mode {load.mode} needs - at `--mode`")
+    if load.limit:
+        raise SpecError("only a file can be limited; generated traffic ends with `--window` - at `--limit`")
+    if longest > room:
+        raise SpecError(
+            f"generated requests have up to {longest:,} tokens, which a KV pool of {room:,} does not hold:"
+            f" enlarge the pool, or shorten the requests with `--context-tokens {room}` - at `--kv-tokens`"
+        )
+    if load.warmup_s >= load.window_s:
+        raise SpecError("nothing is measured: the warm-up is as long as the window - at `--warmup`")
+
+
+def check_recorded(load: OfferedLoad, given: Mapping[str, object]) -> None:
+    """Check a recorded trace. `given`: options that only generated traffic has, with a true value if they
+    were given. Raises SpecError."""
+    if not Path(load.trace).is_file():
+        what = "no regular file" if Path(load.trace).exists() else "no such file"
+        raise SpecError(f"{load.trace}: {what} - at `--trace`")
+    for option, value in given.items():
+        if value:
+            raise SpecError(f"{load.trace} is played as it was recorded - at `{option}`")
+
+
+def checked_faults(text: str, endpoints: int) -> Faults:
+    """Return the faults. Raises SpecError."""
+    faults = faults_of.parse(text)
+    if faults.dead_endpoint >= endpoints:
+        raise SpecError(f"dead={faults.dead_endpoint}: the last endpoint is {endpoints - 1} - at `--faults`")
+    return faults
+
+
+def checked_rates(text: str) -> tuple[str, ...]:
+    """Return the rates as given: numbers and multiples of R. Raises SpecError."""
+    rates = tuple(text.split(","))
+    for rate in rates:
+        if times_r(rate) is None and not is_positive(rate):
+            raise SpecError(f"{rate!r} is neither a number above 0 nor a multiple of R - at `--rates`")
+    return rates
+
+
+def bytes_per_s(text: str, option: str) -> float:
+    """Return a speed such as 3GBps in bytes per second. Raises SpecError."""
+    match = re.fullmatch(r"(\d+\.?\d*)\s*GBps", text)
+    if match is None or not float(match[1]):
+        raise SpecError(f"{text!r}: must be a speed such as 3GBps - at `{option}`")
+    return float(match[1]) * 1e9
+
+
+def _reference(text: str) -> str:
+    names = live_policies(text, "--reference")
+    if len(names) != 1:
+        raise SpecError(f"{text}: must be one policy - at `--reference`")
+    return names[0]
