@@ -6,22 +6,14 @@ from perilune_gateway.moves.planner import Planner
 from perilune_gateway.routing.pull_limits import AT_ONCE, OpenPulls, PullLimits
 
 
-class NoFacts:
-    pullable = ahead = False
-
-    def endpoints(self, now, near=()):
-        return ()
-
-    def sessions(self, host, limit, now):
-        return ()
-
-    def prefix(self, name, tokens, now):
+class NoLinks:
+    def link(self, source, target, now):
         return None
 
 
 def test_a_pool_holds_so_many_requests_at_once_whatever_their_endpoints() -> None:
     open_pulls = OpenPulls()
-    limits = PullLimits(Planner(NoFacts()), Handoffs(open_pulls.copies), open_pulls)
+    limits = PullLimits(Planner(NoLinks()), Handoffs(open_pulls.copies), open_pulls)
     tickets = [limits.began(Move("s", MoveReason.PULL, f"a{i}", f"b{i}", 1)) for i in range(AT_ONCE)]
     assert limits.refuses("a", "b", 1, 0.0) is Unpulled.BUSY
     limits.ended(tickets[0])
