@@ -338,7 +338,10 @@ class Ejection:
     # -- inside ------------------------------------------------------------------------------------
 
     def _record(self, address: str) -> _Record:
-        return self._records.setdefault(address, _Record())
+        record = self._records.get(address)
+        if record is None:
+            record = self._records[address] = _Record()
+        return record
 
     def _good(self, request: InFlight, wait: Wait, now: float) -> None:
         """The first sign has come, perhaps late."""
