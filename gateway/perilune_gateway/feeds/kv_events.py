@@ -204,7 +204,7 @@ def _from_array(old: _StoredArray | _RemovedArray | _ClearedArray) -> Event:
 
 def count_blocks(events: Iterable[Event]) -> int:
     """Return how many blocks the events store and remove."""
-    return sum([len(event.block_hashes) for event in events if type(event) is not AllBlocksCleared])
+    return sum([len(event.block_hashes) for event in events if not isinstance(event, AllBlocksCleared)])
 
 
 def pieces(batch: Batch, blocks: int) -> Iterator[Batch]:

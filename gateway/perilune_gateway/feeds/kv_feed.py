@@ -75,15 +75,6 @@ _WATCHED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_HANDSH
 
 
 class _Held(NamedTuple):
-    """The message at which a feed has stopped reading."""
-
-    gap: int
-    """Its number when messages before it are missing; else 0."""
-    frames: list[bytes]
-    received_s: float
-
-
-class _Held(NamedTuple):
     """The message before which others are missing."""
 
     seq: int

@@ -164,7 +164,7 @@ class Rank:
         self.tracker.applied(seq, batch.published_s)
         for number, part in enumerate(pieces(batch, _BLOCKS)):
             if number:
-                yield
+                yield None
             self._sink.batch(self._endpoint, self._rank, part, lag_s)
             self.counters.blocks += count_blocks(part.events)
 

@@ -127,7 +127,7 @@ FULL = Group()
 class _Hits(NamedTuple):
     """The recorded matches that ended at a block."""
 
-    count: int = 0
+    times: int = 0
     last_s: float = 0.0
     known_s: float = 0.0
     """When the block became known, if it was only claimed at the first match."""
@@ -409,7 +409,7 @@ class PrefixIndex:
             last = blocks[matched - 1]
             before = self._hits.get(last)
             self._hits[last] = (
-                _Hits(before.count + 1, now, before.known_s) if before else _Hits(1, now, known_s)
+                _Hits(before.times + 1, now, before.known_s) if before else _Hits(1, now, known_s)
             )
 
     # -- questions ---------------------------------------------------------------------------------
@@ -522,7 +522,7 @@ class PrefixIndex:
         Conductor's frequency score: hits / sqrt(seconds since the block became known)."""
         hits = self._hits.get(block, _NO_HITS)
         age_s = now - (self._blocks.value(block) & BORN or hits.known_s)
-        return hits.count, hits.last_s, hits.count / sqrt(max(1.0, age_s))
+        return hits.times, hits.last_s, hits.times / sqrt(max(1.0, age_s))
 
     def stats(self, now: float) -> IndexStats:
         """Return the index in numbers. O(endpoints + recent matches)."""
