@@ -14,9 +14,9 @@
    long ends the feed, see zmq_sockets.py; pool_events.py starts it again.
 
 The task sleeps while messages come one after the other: they are taken by a piece of work that naps until
-the next one arrives (turns.py), which costs some 20 µs per message besides its blocks. An engine publishes
-events with its next scheduler step, so those of an idle engine arrive late. kv_rank.py applies messages, and
-state/engine_blocks.py decides what a block means for routing.
+the next one arrives (turns.py). An engine publishes events with its next scheduler step, so those of an idle
+engine arrive late. kv_rank.py applies messages, and state/engine_blocks.py decides what a block means for
+routing.
 """
 
 from __future__ import annotations
