@@ -7,7 +7,8 @@ prints the ZMQ address of each and waits for a line. Then each stores HELD block
 stores and removes BLOCKS_PER_S each, in MESSAGES_PER_S messages, until the next line. At the end it prints by
 how many seconds the last messages came too late, and for each publisher the number of messages that it sent.
 
-A block is 16 tokens, of which the first two make it differ from every other; prompts have 40 messages.
+A block is 16 tokens, of which the first two make it differ from every other; its name is a hash, as engines'
+are. Prompts have 40 messages.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections import deque
 
 import msgspec
+import xxhash
 import zmq
 
 BLOCK, PROMPT = 16, 40
@@ -43,7 +45,8 @@ class Publisher:
 
     def publish(self, store: int, remove: int) -> None:
         """Publish one message."""
-        names = range(self._next, self._next + store)
+        numbers = range(self._next, self._next + store)
+        names = [xxhash.xxh3_64_intdigest(number.to_bytes(8, "big")) for number in numbers]
         self._next += store
         parent = None if self.sent % PROMPT == 0 else self._parent
         self._parent = names[-1]
@@ -56,7 +59,7 @@ class Publisher:
                 *[_name(0xCF, name) for name in names],
                 _pack("parent_block_hash"), _pack(parent),
                 _pack("token_ids"), b"\xdd", (BLOCK * len(names)).to_bytes(4, "big"),
-                *[_token(0xCE, name & _LOW) + self._token + _OTHER_TOKENS for name in names],
+                *[_token(0xCE, number & _LOW) + self._token + _OTHER_TOKENS for number in numbers],
                 _pack("block_size"), _pack(BLOCK), _pack("medium"), _pack("GPU"),
                 _pack("group_idx"), _pack(0),
             )

@@ -11,7 +11,7 @@ import pytest
 
 from perilune_api.pool import HashAlgorithm, Hashing
 from perilune_gateway.feeds import kv_feed, zmq_sockets
-from perilune_gateway.feeds.kv_feed import Counters, Publisher, ResetCause, Shared
+from perilune_gateway.feeds.kv_rank import Counters, Publisher, ResetCause, Shared
 from perilune_gateway.model.kv_events import BlockStored
 from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.state.engine_blocks import EngineBlocks

@@ -26,7 +26,7 @@ import zmq
 
 from perilune_api.pool import SpecError
 from perilune_gateway.feeds import kv_feed, zmq_sockets
-from perilune_gateway.feeds.kv_feed import Counters, Publisher, ResetCause, Shared
+from perilune_gateway.feeds.kv_rank import REPLAY_TIMEOUT_S, Counters, Publisher, ResetCause, Shared, Sink
 from perilune_gateway.model import Endpoint, ProtocolError
 from perilune_gateway.model.applied import Applied
 from perilune_gateway.model.kv_events import Batch, BlockStored, EventStats, IngestStats
@@ -44,7 +44,7 @@ MANY_BATCHES = 1_000
 """Number of batches after which a feed that fails counts as one that worked before."""
 _MORE_FILES = "raise the limit with `ulimit -n`, LimitNOFILE or the container runtime"
 _SUMMED = tuple(field.name for field in fields(EventStats))[6:]
-"""Names of the counters, the same in `kv_feed.Counters`, after the fields that are no sums."""
+"""Names of the counters, the same in `kv_rank.Counters`, after the fields that are no sums."""
 
 
 class OnApplied(Protocol):
@@ -73,7 +73,7 @@ class EventSink:
         self._clock = clock
 
     def batch(self, endpoint: str, rank: int, batch: Batch, lag_s: float) -> None:
-        now, waiting = self._clock(), self._blocks.waiting[endpoint]
+        now, waiting = self._clock(), self._blocks.waiting.get(endpoint, 0)
         for event in batch.events:
             if isinstance(event, BlockStored) and self._parity.observe(endpoint, event) is not None:
                 _log_parity(endpoint, self._parity.news(endpoint))
@@ -82,7 +82,7 @@ class EventSink:
                 self._tokens.stored(event, applied)
             self._router.on_applied(applied)
         self._parity.heard(endpoint, lag_s)
-        if self._blocks.waiting[endpoint] > waiting:
+        if self._blocks.waiting.get(endpoint, 0) > waiting:
             self._parity.waits(endpoint, now)
         self._router.on_learning(endpoint, self._blocks.learns(endpoint))
 
@@ -114,10 +114,10 @@ class EventFeeds:
 
     def __init__(
         self,
-        sink: kv_feed.Sink,
+        sink: Sink,
         wall_clock: Callable[[], float],
         rng: Random,
-        replay_timeout_s: float = kv_feed.REPLAY_TIMEOUT_S,
+        replay_timeout_s: float = REPLAY_TIMEOUT_S,
     ) -> None:
         self._sink = sink
         self._rng = rng

@@ -6,7 +6,8 @@ A step is never split, so a turn takes at most the budget and one step.
 
     work, work, work ─▶ step, step, step … until BUDGET_S ─▶ requests ─▶ step …
 
-Under load, work waits and decisions do not. `busy` says which share of the loop's time the steps took.
+Under load, work waits and decisions do not. Work that has to wait for something else yields a `Nap` and goes
+on when it is woken. `busy` says which share of the loop's time the steps took.
 """
 
 from __future__ import annotations
@@ -15,10 +16,39 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-Work = Generator[None, None, T]
+
+
+class Nap:
+    """Lets work rest that has yielded it, until it is woken; a nap that was woken before is over at once."""
+
+    __slots__ = ("_resume", "_woken")
+
+    def __init__(self) -> None:
+        self._resume: Callable[[], None] | None = None
+        self._woken = False
+
+    def wake(self) -> None:
+        """Let the work go on."""
+        resume, self._resume = self._resume, None
+        if resume:
+            resume()
+        else:
+            self._woken = True
+
+    def begin(self, resume: Callable[[], None]) -> None:
+        """Call `resume` when it is woken."""
+        if self._woken:
+            self._woken = False
+            resume()
+        else:
+            self._resume = resume
+
+
+Work = Generator[Nap | None, None, T]
 """Work that returns T."""
 
 BUDGET_S = 0.0005
@@ -34,6 +64,8 @@ class Turns:
         self._budget_s = budget_s
         self._clock = clock
         self._queue: deque[tuple[Work[Any], asyncio.Future[Any]]] = deque()
+        self._due = False
+        """Whether the event loop will take a turn, or does."""
         self._spent_s = 0.0
         self._began = self._before = (clock(), 0.0)
         """(time, seconds spent until then) of the beginning of this window and of the one before."""
@@ -41,12 +73,15 @@ class Turns:
     def run(self, work: Work[T]) -> asyncio.Future[T]:
         """Queue a piece of work. The future gets what the work returns, or the exception that it raised; a
         cancelled future ends the work."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[T] = loop.create_future()
-        if not self._queue:
-            loop.call_soon(self._turn)
-        self._queue.append((work, done))
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._enter(work, done)
         return done
+
+    def _enter(self, work: Work[Any], done: asyncio.Future[Any]) -> None:
+        self._queue.append((work, done))
+        if not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self._turn)
 
     def busy(self) -> float:
         """Return the share (0 to 1) of the last 10 to 20 seconds that was spent on work."""
@@ -61,22 +96,24 @@ class Turns:
         began = now = clock()
         while queue and now - began < self._budget_s:
             work, done = queue.popleft()
-            if not done.cancelled() and _step(work, done):
-                queue.append((work, done))
+            if not done.cancelled():
+                self._step(work, done)
             now = clock()
         self._spent_s += now - began
+        self._due = bool(queue)
         if queue:
             asyncio.get_running_loop().call_soon(self._turn)
 
-
-def _step(work: Work[Any], done: asyncio.Future[Any]) -> bool:
-    """Advance the work. Return False when it has ended."""
-    try:
-        next(work)
-    except StopIteration as end:
-        done.set_result(end.value)
-    except Exception as error:
-        done.set_exception(error)
-    else:
-        return True
-    return False
+    def _step(self, work: Work[Any], done: asyncio.Future[Any]) -> None:
+        """Advance the work, and queue it again unless it has ended or naps."""
+        try:
+            nap = next(work)
+        except StopIteration as end:
+            done.set_result(end.value)
+        except Exception as error:
+            done.set_exception(error)
+        else:
+            if nap is None:
+                self._queue.append((work, done))
+            else:
+                nap.begin(partial(self._enter, work, done))

@@ -134,7 +134,7 @@ def report(
     pool document is not in force, if it is not. `peers`: the endpoints whose host memory others can read."""
     own = (
         _decision_log(decision_log)
-        + _ingest(ingest or IngestStats())
+        + _ingest(ingest or IngestStats(), len(endpoints))
         + _handoffs(endpoints, handoffs)
         + _peers(endpoints, peers)
         + _shared(shared)
@@ -210,18 +210,22 @@ def _decision_log(log: LogStats | None) -> tuple[Problem, ...]:
     )
 
 
-def _ingest(ingest: IngestStats) -> tuple[Problem, ...]:
+def _ingest(ingest: IngestStats, endpoints: int) -> tuple[Problem, ...]:
     if ingest.busy <= names.BUSY_INGEST and ingest.behind_s <= names.BEHIND_S:
         return ()
+    cure = "wait while feeds catch up; else give the gateway a core of its own, or split the pool"
+    if ingest.busy > names.BUSY_INGEST:
+        fit = int(endpoints * names.BUSY_INGEST / ingest.busy)
+        cure += f" ({names.BUSY_INGEST:.0%} of its core follow about {fit} of {endpoints} endpoints)"
     return (
         Problem(
             ProblemKind.INGEST_BEHIND,
             "",
             f"KV events take {ingest.busy:.0%} of this gateway's core and are {ingest.behind_s:.1f} s behind"
             + (f"; {ingest.catching_up} feeds are catching up" if ingest.catching_up else ""),
-            "requests are decided in time, by caches as they were then",
+            "requests are decided in time; once events are late, by caches as they were then",
             "the pool announces more blocks than one gateway can take in, or the gateway gets too little CPU",
-            "wait while feeds catch up; else give the gateway a core of its own, or split the pool",
+            cure,
         ),
     )
 

@@ -10,8 +10,9 @@ at a time. Costs 0.1 to 0.2 µs per block and method, and about 60 bytes per blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from itertools import islice
+from typing import Any
 
 BORN = (1 << 32) - 1
 """The bits of a value that say when its block became known."""
@@ -26,14 +27,15 @@ Steps = list[tuple[int, int]]
 class BlockMap:
     """Blocks with their values; a block without a holder is dropped."""
 
-    def __init__(self, max_blocks: int, on_drop: Callable[[int], object]) -> None:
-        """`on_drop` is called with each block that is dropped."""
+    def __init__(self, max_blocks: int, notes: MutableMapping[int, Any]) -> None:
+        """Keep `notes`, which is what else is known of blocks, in step: a block that is dropped goes there,
+        too."""
         shards = 1 << min(_MAX_SHARDS, max(1, max_blocks // _SHARD_BLOCKS)).bit_length() - 1
         self._shards: list[dict[int, int]] = [{} for _ in range(shards)]
         self._gets = [shard.get for shard in self._shards]
         self._low = shards - 1
         """The low bits of a block, which are as good as random, choose its dict."""
-        self._on_drop = on_drop
+        self._notes = notes
         self._count = 0
         self._shared: dict[int, int] = {}
         """Values that many blocks have."""
@@ -46,12 +48,12 @@ class BlockMap:
         return self._count
 
     def value(self, block: int) -> int:
-        """The value of a block; 0 if it is unknown."""
+        """Return the value of a block; 0 if it is unknown."""
         return self._gets[block & self._low](block, 0) & ~self._retired
 
     def steps(self, blocks: Sequence[int], start: int = 0, *, past_unknown: bool) -> tuple[Steps, int]:
-        """The values along a prompt, from a position until its end or the first unknown block, and where that
-        is."""
+        """Return the values along a prompt, from a position until its end or the first unknown block, and
+        where that is."""
         gets, low, last = self._gets, self._low, -1
         steps: Steps = []
         for at, block in enumerate(blocks[start:] if start else blocks, start):
@@ -69,38 +71,42 @@ class BlockMap:
         """Set a bit of these blocks, of which the unknown ones become known at `born`. Return how many lacked
         it. The last block comes first, because the end of a prompt is evicted before its beginning."""
         shards, low = self._shards, self._low
-        fresh, added, last, merged = self._same(int(born) | bit), 0, 0, 0
+        fresh, new, added, last, merged = self._same(int(born) | bit), 0, 0, 0, 0
         for block in reversed(blocks):
             shard = shards[block & low]
             value = shard.get(block)
             if value is None:
                 shard[block] = fresh
-                self._count += 1
-            elif value & bit:
+                new += 1
                 continue
-            else:
-                if value is not last:
-                    last, merged = value, self._same(value | bit)
+            if value is not last:
+                last, merged = value, value if value & bit else self._same(value | bit)
+            if merged is not value:
                 shard[block] = merged
-            added += 1
-        return added
+                added += 1
+        self._count += new
+        return new + added
 
     def take(self, blocks: Iterable[int], bit: int) -> int:
         """Clear a bit of these blocks. Return how many had it."""
-        shards, low = self._shards, self._low
-        taken, last, left = 0, 0, 0
+        shards, low, notes = self._shards, self._low, self._notes
+        taken, dropped, last, left = 0, 0, None, -1
         for block in blocks:
             shard = shards[block & low]
-            value = shard.get(block, 0)
-            if value & bit:
-                if value is not last:
-                    last, left = value, self._same(value ^ bit)
-                if left > BORN:
-                    shard[block] = left
-                else:
-                    self._drop(shard, block)
+            value = shard.get(block)
+            if value is not last:
+                last, left = value, -1
+                if value is not None and value & bit:
+                    left = self._same(value ^ bit)
+            if left > BORN:
+                shard[block] = left
                 taken += 1
-        return taken
+            elif left >= 0:
+                del shard[block]
+                notes.pop(block, None)
+                dropped += 1
+        self._count -= dropped
+        return taken + dropped
 
     def retire(self, bits: int) -> None:
         """Clear bits of all blocks, by and by."""
@@ -143,10 +149,10 @@ class BlockMap:
     def _drop(self, shard: dict[int, int], block: int) -> None:
         del shard[block]
         self._count -= 1
-        self._on_drop(block)
+        self._notes.pop(block, None)
 
     def _same(self, value: int) -> int:
-        """An equal value, mostly one that other blocks have too."""
+        """Return an equal value, mostly one that other blocks have too."""
         if len(self._shared) > _MOST_SHARED:
             self._shared.clear()
         return self._shared.setdefault(value, value)

@@ -65,7 +65,7 @@ class Run:
         return self.claim.row[self.start]
 
     def common(self, blocks: Sequence[int], at: int) -> int:
-        """How many of its blocks are those of a prompt from position `at` on, where its head is."""
+        """Return how many of its blocks are those of a prompt from position `at` on, where its head is."""
         row, start = self.claim.row, self.start
         most = min(self.end - start, len(blocks) - at)
         if row[start + most - 1] == blocks[at + most - 1]:
@@ -106,14 +106,14 @@ class Claim:
             self.ends = dict(sorted(self.ends.items())[-MAX_ENDS:])
 
     def withdraw(self, end: int) -> int:
-        """One prompt that ends here claims no more. Returns how far the others reach."""
+        """Withdraw one prompt that ends here. Return how far the others reach."""
         left = self.ends.pop(end, 0) - 1
         if left > 0:
             self.ends[end] = left
         return max(self.ends, default=0)
 
     def covers(self, at: int) -> bool:
-        """Whether the block at this position of the row still counts."""
+        """Return whether the block at this position of the row still counts."""
         return any(run.start <= at < run.end for run in self.runs)
 
 
@@ -130,7 +130,7 @@ class Heads:
         return bool(self.runs)
 
     def within(self, blocks: Sequence[int], end: int) -> list[int]:
-        """The positions before `end` at which runs begin."""
+        """Return the positions before `end` at which runs begin."""
         runs, row = self.runs, blocks[:end]
         return [] if runs.keys().isdisjoint(row) else [at for at, block in enumerate(row) if block in runs]
 
@@ -157,7 +157,7 @@ class Claims:
         return any(claim.covers(claim.row.index(block)) for claim in self._claims if block in claim.members)
 
     def __iter__(self) -> Iterator[int]:
-        """All claimed blocks."""
+        """Return all claimed blocks."""
         for claim in self._claims:
             for run in claim.runs:
                 yield from claim.row[run.start : run.end]
@@ -167,7 +167,7 @@ class Claims:
         return next(iter(self._claims)).expiry_s if self._claims else inf
 
     def run_at(self, head: int) -> Run | None:
-        """The run with this head."""
+        """Return the run with this head."""
         return self._runs.get(head)
 
     def make(self, blocks: Sequence[int], now: float, ttl_s: float, before: Before) -> None:
@@ -183,7 +183,7 @@ class Claims:
 
     def cut(self, blocks: Sequence[int], before: Before, heir: Claim | None = None) -> float:
         """Drop the claims of these blocks, which `heir` takes over. `before`: if they are a piece of a
-        prompt. Returns when the first block of the claims that had some became known."""
+        prompt. Return when the first block of the claims that had some became known."""
         self._gapless = before is Before.ANNOUNCED and (self._gapless or not self._claims)
         if not self._claims:
             return inf
@@ -240,8 +240,8 @@ class Claims:
     # -- inside ------------------------------------------------------------------------------------
 
     def _leading(self, blocks: Sequence[int]) -> Iterator[tuple[Run, int, int, int]]:
-        """The parts of runs that consist of the first blocks of a piece of a prompt, and where each ends in
-        it."""
+        """Return the parts of runs that consist of the first blocks of a piece of a prompt, and where each
+        ends in it."""
         at = 0
         while at < len(blocks) and (run := self._runs.get(blocks[at])):
             length = run.common(blocks, at)
@@ -249,8 +249,8 @@ class Claims:
             yield run, run.start, run.start + length, at
 
     def _overlaps(self, blocks: Sequence[int]) -> list[tuple[Run, int, int, int]]:
-        """The parts of runs that consist of blocks of a piece of a prompt, before which none has begun, and
-        where each ends in it."""
+        """Return the parts of runs that consist of blocks of a piece of a prompt, before which none has
+        begun, and where each ends in it."""
         runs = self._runs
         if runs.keys().isdisjoint(blocks):
             return []
@@ -259,8 +259,8 @@ class Claims:
         return [(run, run.start, run.start + length, at + length) for run, at, length in parts]
 
     def _scattered(self, blocks: Iterable[int]) -> Iterator[tuple[Run, int, int, int]]:
-        """The parts of runs that consist of any of these blocks, of each run the last part first, and the
-        position after the last of them."""
+        """Return the parts of runs that consist of any of these blocks, of each run the last part first, and
+        the position after the last of them."""
         wanted = {block: at for at, block in enumerate(blocks, 1)}
         for claim in [claim for claim in self._claims if not claim.members.isdisjoint(wanted)]:
             for run in tuple(claim.runs):

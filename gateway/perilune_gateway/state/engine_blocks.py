@@ -31,6 +31,7 @@ from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from functools import lru_cache
 from itertools import islice
 from math import ceil, inf
 from typing import Any
@@ -144,19 +145,19 @@ class EngineBlocks:
         self._claims.max_blocks = max(self._claims.max_blocks, max_names)
 
     def segments(self, used: Mapping[str, int]) -> None:
-        """The store has these segments (`host:port`) now, with so many bytes in use: forget the blocks that
-        it has lost."""
+        """Forget the blocks that the store has lost: it has these segments (`host:port`) now, with so many
+        bytes in use."""
         self._index.lost(self._claims.seen(used))
         if not used:
             self._index.unlisted(inf)
             self._listed, self._older, self.unlearnt = Names(self._max_names), Names(0), 0
 
     def listed(self, names: Collection[int], since: float, now: float) -> Iterator[None]:
-        """The store has the blocks of these names, and had no others at `since`. Works in steps."""
+        """Note that the store has the blocks of these names, and had no others at `since`. Works in steps."""
         self._older, self._listed, self.unlearnt = self._listed, Names(self._max_names), 0
         left = iter(names)
         while some := list(islice(left, _AT_ONCE)):
-            known = [(name, self._names.get(name)) for name in some]
+            known = [*zip(some, self._names.find(some), strict=True)]
             self._index.listed([block for _, block in known if block is not None], now)
             new = [name for name, block in known if block is None]
             self._listed.enter(new, [1] * len(new))
@@ -174,11 +175,11 @@ class EngineBlocks:
             self._join([name for name, _ in named], now)
 
     def knows(self, name: int) -> bool:
-        """Whether the block of this name is known."""
+        """Return whether the block of this name is known."""
         return self._names.get(name) is not None
 
     def _wanted(self, name: int) -> bool:
-        """Whether something is known of the block of this name."""
+        """Return whether something is known of the block of this name."""
         return self._is_listed(name) or name in self._waits or self.knows(name)
 
     def _is_listed(self, name: int) -> bool:
@@ -220,9 +221,10 @@ class EngineBlocks:
         return Applied(endpoint, cleared=True)
 
     def learns(self, endpoint: str) -> bool:
-        """Whether blocks of the endpoint wait for what it has stored before and could tell again. Not for
-        hybrid models: what they tell again are also blocks of sliding windows that they no longer have."""
-        return self.waiting[endpoint] > 0 and not self._index.is_hybrid(endpoint)
+        """Return whether blocks of the endpoint wait for what it has stored before and could tell again. Not
+        for hybrid models: what they tell again are also blocks of sliding windows that they no longer
+        have."""
+        return self.waiting.get(endpoint, 0) > 0 and not self._index.is_hybrid(endpoint)
 
     def on_endpoint_left(self, fact: EndpointLeft) -> None:
         self.reset(fact.address, 0.0)
@@ -231,11 +233,11 @@ class EngineBlocks:
     # -- stored ------------------------------------------------------------------------------------
 
     def _group(self, event: BlockStored) -> Group | None:
-        """The event's KV cache group; None if it is not understood."""
+        """Return the event's KV cache group; None if it is not understood."""
         kind, number, size = event.kv_cache_spec_kind, event.group_idx or 0, event.block_size
         window, stride = event.kv_cache_spec_sliding_window, size // self._block_size
         if has_full_attention(event):
-            return Group(number, 0, stride)
+            return FULL if not number and stride == 1 else Group(number, 0, stride)
         if kind in _WINDOWS and window:
             return Group(number, max(1, ceil((window - 1) / size)), stride)
         return Group(number, 1, stride) if kind in _STATES else None
@@ -283,7 +285,7 @@ class EngineBlocks:
         """Note blocks that are known by their names. The others wait."""
         endpoint, tier, group = of
         names = _keys(event.block_hashes)
-        named = [(name, self._names.get(name)) for name in names]
+        named = [*zip(names, self._names.find(names), strict=True)]
         ours = list(dict.fromkeys(block for _, block in named if block is not None))
         self._stored(endpoint, tier, ours, now, group)
         late = [name for name, block in named if block is None]
@@ -356,7 +358,8 @@ class EngineBlocks:
         return block
 
     def _join(self, names: Iterable[int], now: float) -> None:
-        """These names are known now: blocks that waited for them join the index, then their children."""
+        """Let blocks that waited for these names, which are known now, join the index, and then their
+        children."""
         if not self._waits and not len(self._listed) and not len(self._older):
             return
         learnt = list(names)
@@ -383,14 +386,14 @@ class EngineBlocks:
     # -- removed, and what cannot be used ----------------------------------------------------------
 
     def _removed(self, endpoint: str, tier: Tier, event: BlockRemoved) -> Applied:
-        number = event.group_idx or 0
-        ours, unknown = [], 0
-        for name in _keys(event.block_hashes):
-            block = self._names.get(name)
-            if block is not None:
-                ours.append(block)
-            elif not self._removed_while_waiting(name, endpoint, tier, number):
-                unknown += 1
+        number, unknown = event.group_idx or 0, 0
+        names = _keys(event.block_hashes)
+        found = self._names.find(names)
+        ours = [block for block in found if block is not None]
+        if len(ours) < len(found):
+            for name, block in zip(names, found, strict=True):
+                if block is None and not self._removed_while_waiting(name, endpoint, tier, number):
+                    unknown += 1
         if unknown:
             self.unused[Unused.UNKNOWN_BLOCK] += unknown
         if tier is not Tier.STORE:  # the store is shared, so an engine's removal does not empty it
@@ -490,6 +493,7 @@ def _keys(names: Sequence[BlockHash]) -> Sequence[int]:
         return [_key(name) for name in names]
 
 
+@lru_cache(maxsize=64)
 def _tier(medium: str, store: bool) -> Tier | None:
     """Return the tier that a medium names in a pool with or without a store; None if it has none."""
     kind = medium.lower()

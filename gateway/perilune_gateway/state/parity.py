@@ -112,7 +112,7 @@ class ParityCheck:
         """Compare one event if it is sampled and can be compared. Returns None if it was not compared."""
         if (event.medium or "GPU").upper() != "GPU" or not has_full_attention(event):
             return None
-        state = self._endpoints.setdefault(endpoint, _Endpoint())
+        state = self._of(endpoint)
         state.seen += 1
         if state.seen > self._first and state.seen % self._one_in:
             return None
@@ -126,11 +126,11 @@ class ParityCheck:
 
     def heard(self, endpoint: str, lag_s: float) -> None:
         """Record that a batch of events arrived `lag_s` seconds after publication; NaN for a replayed one."""
-        self._endpoints.setdefault(endpoint, _Endpoint()).late = not lag_s <= LATE_S
+        self._of(endpoint).late = not lag_s <= LATE_S
 
     def waits(self, endpoint: str, now: float) -> None:
         """Record that a batch brought blocks that are not used yet, because their parents are unknown."""
-        self._endpoints.setdefault(endpoint, _Endpoint()).waited_at = now
+        self._of(endpoint).waited_at = now
 
     def request_blocks_seen(self, endpoint: str, seen: bool, since: float) -> None:
         """Record whether the last full block of a prompt, routed at `since`, appeared in the events.
@@ -175,6 +175,12 @@ class ParityCheck:
         return Report(parity, cause, CURES[parity])
 
     # ----------------------------------------------------------------------------------------------
+
+    def _of(self, endpoint: str) -> _Endpoint:
+        state = self._endpoints.get(endpoint)
+        if state is None:
+            state = self._endpoints[endpoint] = _Endpoint()
+        return state
 
     def _compare(self, state: _Endpoint, event: BlockStored) -> tuple[Parity, str] | None:
         announced = event.block_size or len(event.token_ids) // len(event.block_hashes)

@@ -36,7 +36,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import islice, pairwise
+from itertools import pairwise
 from math import inf, lcm, sqrt
 from typing import NamedTuple, Protocol
 
@@ -104,8 +104,6 @@ class Matches(Struct, frozen=True, gc=False):
     """Leading blocks in the shared store, which every endpoint can load."""
     longest: int = 0
     """The most leading blocks that any endpoint reaches in any tier."""
-    frequencies: tuple[int, ...] = ()
-    """Recorded uses within the window of each matched block; empty without a window."""
 
     def of(self, endpoint: str) -> tuple[int, int, int]:
         """(device, host, reach) of one endpoint; each number includes the one before."""
@@ -124,6 +122,18 @@ class Group(NamedTuple):
 
 FULL = Group()
 """The only group of a model whose layers all have full attention."""
+
+
+class _Hits(NamedTuple):
+    """The recorded matches that ended at a block."""
+
+    times: int = 0
+    last_s: float = 0.0
+    known_s: float = 0.0
+    """When the block became known, if it was only claimed at the first match."""
+
+
+_NO_HITS = _Hits()
 
 
 class _Expires(Protocol):
@@ -201,16 +211,16 @@ class PrefixIndex:
         *,
         claims_per_endpoint: int = 65_536,
         store_ttl_s: float = 1800.0,
-        window_s: float = 0.0,
     ) -> None:
         """`max_blocks`: the most blocks of the index. `claims_per_endpoint`: the most speculative blocks of
-        one endpoint. `window_s`: the period of `Matches.frequencies`; 0: none."""
+        one endpoint."""
         self._max_blocks = max_blocks
         self._ttl_s = speculative_ttl_s
         self._claims_per_endpoint = claims_per_endpoint
         self._store_ttl_s = store_ttl_s
-        self._window_s = window_s
-        self._blocks = BlockMap(max_blocks, self._forget_statistics)
+        self._hits: dict[int, _Hits] = {}
+        """Block → the recorded matches that ended there."""
+        self._blocks = BlockMap(max_blocks, self._hits)
         self._store = _Lasting(self._no_longer_stored)
         self._heads = Heads()
         self._leaving = Leaving()
@@ -231,18 +241,13 @@ class PrefixIndex:
         self._due: list[tuple[float, int, _Expires]] = []
         """A heap of (first expiry, tie breaker, what expires)."""
         self._pushed = 0
-        self._hits: dict[int, tuple[int, float]] = {}
-        """Block → number of recorded matches that ended there, and the time of the last one."""
-        self._uses: dict[int, deque[float]] = {}
         self._counted = _Lasting(self._claim_ended)
         """Blocks with statistics that were only claimed when they were counted: until that claim expires."""
-        self._known_s: dict[int, float] = {}
-        """When these became known."""
         self._recent: deque[tuple[int, int]] = deque(maxlen=_RECENT)
         self._evicted = 0
 
     def __len__(self) -> int:
-        """The number of different blocks. O(claimed blocks), unlike `IndexStats.entries`."""
+        """Return the number of different blocks. O(claimed blocks), unlike `IndexStats.entries`."""
         claimed = set().union(*(holder.claims for holder in self._holders.values()))
         return len(self._blocks) + sum(not self._blocks.value(block) for block in claimed)
 
@@ -250,7 +255,8 @@ class PrefixIndex:
         return self.cached(block) or any(block in holder.claims for holder in self._holders.values())
 
     def cached(self, block: int) -> bool:
-        """Whether an endpoint has announced this block, or the store has it; claims do not count. O(1)."""
+        """Return whether an endpoint has announced this block, or the store has it; claims do not count.
+        O(1)."""
         return self._blocks.value(block) > BORN
 
     def widen(self, max_blocks: int) -> None:
@@ -357,7 +363,7 @@ class PrefixIndex:
         """Claim a whole prompt that was just routed to an endpoint: the blocks after the last one that it has
         announced count as cached for `ttl_s` seconds, or until they are announced. If the endpoint then has
         too many claims, the oldest are dropped. `parent`: the block before these if the prompt's beginning is
-        missing; None: it is missing, and that block is unknown. Returns the claimed blocks."""
+        missing; None: it is missing, and that block is unknown. Return the claimed blocks."""
         self.expire(now)
         holder = self._holder(endpoint)
         start = self._announced_end(holder, blocks)
@@ -391,34 +397,27 @@ class PrefixIndex:
             self._sweep()
 
     def record_match(self, blocks: Sequence[int], matches: Matches, now: float) -> None:
-        """Count a match that was used. O(1); with a window O(matched blocks)."""
+        """Count a match that was used. O(1)."""
         if not blocks:
             return
         matched = matches.longest
         self._recent.append((matched, len(blocks)))
-        if matched and self._counts(blocks[:matched], matches, now):
+        if not matched:
+            return
+        known_s = self._known_s(blocks[:matched], matches)
+        if known_s is not None:
             last = blocks[matched - 1]
-            self._hits[last] = self._hits.get(last, (0, 0.0))[0] + 1, now
-        for n, block in enumerate(islice(blocks, matched), 1) if self._window_s else ():
-            if self._counts(blocks[:n], matches, now):
-                uses = self._uses.setdefault(block, deque())
-                while uses and uses[0] <= now - self._window_s:
-                    uses.popleft()
-                uses.append(now)
+            before = self._hits.get(last)
+            self._hits[last] = (
+                _Hits(before.times + 1, now, before.known_s) if before else _Hits(1, now, known_s)
+            )
 
     # -- questions ---------------------------------------------------------------------------------
 
-    def find_matches(self, blocks: Sequence[int], now: float, early_exit: bool = False) -> Matches:
-        """Return the leading blocks of a prompt by endpoint and tier.
-
-        `early_exit`: Dynamo's option: stop at the first block that a single endpoint reaches, or none. Its
-        count may then be too low. (Dynamo's compressed tree goes on to the end of an edge, which depends on
-        what the tree once held.)
-        """
+    def find_matches(self, blocks: Sequence[int], now: float) -> Matches:
+        """Return the leading blocks of a prompt by endpoint and tier."""
         steps, end = self._steps(blocks)
-        if early_exit:
-            end, steps = self._early_exit(steps, end)
-        return self._matches(blocks, steps, end, now)
+        return self._matches(len(blocks), steps, end)
 
     def find_block(self, block: int, now: float) -> Matches:
         """Return the holders of one block, wherever in a prompt it is, as matches of length 1."""
@@ -426,9 +425,9 @@ class PrefixIndex:
         for holder in self._holders.values():
             if block in holder.claims:
                 value |= holder.claimed
-        return self._matches((block,), [(0, value)] if value else [], int(value > 0), now)
+        return self._matches(1, [(0, value)] if value else [], int(value > 0))
 
-    def _matches(self, blocks: Sequence[int], steps: Steps, end: int, now: float) -> Matches:
+    def _matches(self, blocks: int, steps: Steps, end: int) -> Matches:
         hybrids = self._hybrids
         device = host = reach = self._walk(steps, end, _on_device)
         offloaded: dict[str, int] = {}
@@ -450,8 +449,7 @@ class PrefixIndex:
                 if held or store:
                     reach[holder.address] = max(held, store)
         longest = max(store, max(reach.values(), default=0))
-        frequencies = self._frequencies(blocks[:longest], now) if self._window_s else ()
-        return Matches(len(blocks), device, host, reach, offloaded, store, longest, frequencies)
+        return Matches(blocks, device, host, reach, offloaded, store, longest)
 
     def leading(self, endpoint: str, blocks: Sequence[int], now: float) -> int:
         """Return how many of these blocks, which begin a prompt, are on the endpoint's device. Engines evict
@@ -464,7 +462,7 @@ class PrefixIndex:
         return _fitting(holder, _row(*self._steps(blocks)), held) if endpoint in self._hybrids else held
 
     def _leading(self, holder: _Holder, blocks: Sequence[int]) -> tuple[int, Run | None]:
-        """How many of these blocks are on the device, and the run in which the last of them is."""
+        """Return how many of these blocks are on the device, and the run in which the last of them is."""
         held, run = 0, None
         while held < len(blocks):
             if following := holder.claims.run_at(blocks[held]):
@@ -480,20 +478,21 @@ class PrefixIndex:
         return held, run
 
     def _confirm(self, holder: _Holder, blocks: Sequence[int], before: Before) -> float:
-        """Drop the claims of blocks that are announced now. Returns when they became known."""
+        """Drop the claims of blocks that are announced now. Return when they became known."""
         if holder.ordered and holder.claims.blocks:  # some may be announced again
             blocks = blocks[self._announced_end(holder, blocks) :]
         return holder.claims.cut(blocks, before)
 
     def _before(self, holder: _Holder, parent: int | None) -> Before:
-        """What is known of the blocks before a piece of a prompt; `parent` as in `stored`."""
+        """Return what is known of the blocks before a piece of a prompt; `parent` as in `stored`."""
         if parent is None or not (parent == 0 or self._blocks.value(parent) & holder.announced):
             return Before.ANYTHING
         return Before.ANNOUNCED if holder.ordered else Before.NOT_CLAIMED
 
     def _announced_end(self, holder: _Holder, blocks: Sequence[int]) -> int:
-        """How many blocks a prompt has up to the last one that is announced. O(log blocks) if the endpoint
-        announces no block without the one before it, because it evicts them in the opposite order."""
+        """Return how many blocks a prompt has up to the last one that is announced. O(log blocks) if the
+        endpoint announces no block without the one before it, because it evicts them in the opposite
+        order."""
         if not holder.on_device:
             return 0
         value, announced = self._blocks.value, holder.announced
@@ -510,23 +509,23 @@ class PrefixIndex:
         return bisect_left(blocks, True, key=lambda block: not self._blocks.value(block) & holder.host)
 
     def is_hybrid(self, endpoint: str) -> bool:
-        """Whether the endpoint's model has several KV cache groups, as far as it has announced."""
+        """Return whether the endpoint's model has several KV cache groups, as far as it has announced."""
         return endpoint in self._hybrids
 
     def announced(self, endpoint: str, block: int) -> bool:
-        """Whether the engine has announced this block on its device; a claim does not count."""
+        """Return whether the engine has announced this block on its device; a claim does not count."""
         holder = self._holders.get(endpoint)
         return holder is not None and bool(self._blocks.value(block) & holder.announced)
 
     def statistics(self, block: int, now: float) -> tuple[int, float, float]:
         """Return the number of recorded matches that ended at a block, the time of the last one, and
         Conductor's frequency score: hits / sqrt(seconds since the block became known)."""
-        hits, last_access_s = self._hits.get(block, (0, 0.0))
-        age_s = now - (self._blocks.value(block) & BORN or self._known_s.get(block, 0.0))
-        return hits, last_access_s, hits / sqrt(max(1.0, age_s))
+        hits = self._hits.get(block, _NO_HITS)
+        age_s = now - (self._blocks.value(block) & BORN or hits.known_s)
+        return hits.times, hits.last_s, hits.times / sqrt(max(1.0, age_s))
 
     def stats(self, now: float) -> IndexStats:
-        """The index in numbers. O(endpoints + recent matches)."""
+        """Return the index in numbers. O(endpoints + recent matches)."""
         endpoints = {
             address: EndpointBlocks(holder.on_device, holder.on_host, holder.claims.blocks)
             for address, holder in self._holders.items()
@@ -550,9 +549,9 @@ class PrefixIndex:
     # -- matching ----------------------------------------------------------------------------------
 
     def _steps(self, blocks: Sequence[int]) -> tuple[Steps, int]:
-        """The values along a prompt, claims included, until its end or the first block that nobody holds, and
-        that position. With hybrid endpoints until its end: their groups may lack blocks that are not
-        needed."""
+        """Return the values along a prompt, claims included, until its end or the first block that nobody
+        holds, and that position. With hybrid endpoints until its end: their groups may lack blocks that are
+        not needed."""
         to_end = bool(self._hybrids)
         if not self._heads:
             return self._blocks.steps(blocks, past_unknown=to_end)
@@ -584,8 +583,8 @@ class PrefixIndex:
                         left.add(spans[at, bit])
 
     def _walk(self, steps: Steps, end: int, held_by: Callable[[int], int]) -> dict[str, int]:
-        """The leading blocks of each endpoint. `held_by`: a block's value → device bits of those that hold
-        it."""
+        """Return the leading blocks of each endpoint. `held_by`: a block's value → device bits of those that
+        hold it."""
         left = self._everyone
         found: dict[str, int] = {}
         for at, value in steps:
@@ -599,16 +598,8 @@ class PrefixIndex:
             found.update(dict.fromkeys(self._named(left), end))
         return found
 
-    def _early_exit(self, steps: Steps, end: int) -> tuple[int, Steps]:
-        left = self._everyone
-        for n, (at, value) in enumerate(steps):
-            left &= _on_device(value)
-            if not left & (left - 1):
-                return at + bool(left), steps[: n + bool(left)]
-        return end, steps
-
     def _named(self, holders: int) -> dict[str, None]:
-        """The endpoints of a set of device bits, as keys."""
+        """Return the endpoints of a set of device bits, as keys."""
         known = self._addresses.get(holders)
         if known is None:
             if len(self._addresses) > _MOST_NAMED:
@@ -616,10 +607,6 @@ class PrefixIndex:
             known = {holder.address: None for holder, _ in self._of_bits(holders)}
             self._addresses[holders] = known
         return known
-
-    def _frequencies(self, blocks: Iterable[int], now: float) -> tuple[int, ...]:
-        since = now - self._window_s
-        return tuple(sum(use > since for use in self._uses.get(block, ())) for block in blocks)
 
     # -- holders and their bits --------------------------------------------------------------------
 
@@ -651,14 +638,14 @@ class PrefixIndex:
 
     @staticmethod
     def _one_copy_less(holder: _Holder, block: int, bit: int) -> bool:
-        """Whether another copy is left."""
+        """Return whether another copy is left."""
         copies = holder.copies.pop((block, bit), 0)
         if copies > 1:
             holder.copies[block, bit] = copies - 1
         return copies > 0
 
     def _of_bits(self, value: int) -> Iterator[tuple[_Holder, int]]:
-        """The holder of each bit, and what the bit says."""
+        """Return the holder of each bit, and what the bit says."""
         bits = value >> 32
         while bits:
             lowest = bits & -bits
@@ -720,11 +707,12 @@ class PrefixIndex:
 
     # -- statistics --------------------------------------------------------------------------------
 
-    def _counts(self, matched: Sequence[int], matches: Matches, now: float) -> bool:
-        """Whether the last one of matched blocks is still known, so that it has statistics."""
+    def _known_s(self, matched: Sequence[int], matches: Matches) -> float | None:
+        """Return when the last one of matched blocks became known, if it is only claimed; 0 if it is
+        announced, and None if it is not known any more, so that it has no statistics."""
         last = matched[-1]
         if self.cached(last):
-            return True
+            return 0.0
         holders = [
             holder
             for endpoint, held in matches.device.items()
@@ -733,20 +721,14 @@ class PrefixIndex:
         ends = [run for held, run in (self._leading(h, matched) for h in holders) if held == len(matched)]
         claims = [run.claim for run in ends if run]
         if not claims:
-            return False
-        self._known_s.setdefault(last, min(claim.known_s for claim in claims))
+            return None
         self._counted.renew((last,), max(claim.expiry_s for claim in claims))
         self._await_expiry(self._counted)
-        return True
+        return min(claim.known_s for claim in claims)
 
     def _claim_ended(self, block: int) -> None:
         if not self.cached(block):
-            self._forget_statistics(block)
-
-    def _forget_statistics(self, block: int) -> None:
-        self._hits.pop(block, None)
-        self._uses.pop(block, None)
-        self._known_s.pop(block, None)
+            self._hits.pop(block, None)
 
 
 def _bit(slot: int) -> int:
@@ -754,22 +736,22 @@ def _bit(slot: int) -> int:
 
 
 def _on_device(value: int) -> int:
-    """The device bits of the endpoints that hold a block on the device, announced or claimed."""
+    """Return the device bits of the endpoints that hold a block on the device, announced or claimed."""
     return value | value >> _CLAIMED
 
 
 def _on_host(value: int) -> int:
-    """The same, on the device or in host memory."""
+    """Return the same of those that hold it on the device or in host memory."""
     return value | value >> _CLAIMED | value >> _ON_HOST
 
 
 def _offloaded(value: int) -> int:
-    """The same, in host memory."""
+    """Return the same of those that hold it in host memory."""
     return value >> _ON_HOST
 
 
 def _with_spans(steps: Steps, spans: Mapping[tuple[int, int], int], end: int) -> Steps:
-    """Steps to `end` whose values also have the bits of spans: (position, bit) → where it ends."""
+    """Return steps to `end` whose values also have the bits of spans: (position, bit) → where it ends."""
     if not spans:
         return steps
     changes: dict[int, list[tuple[int, int]]] = {}
@@ -789,7 +771,7 @@ def _with_spans(steps: Steps, spans: Mapping[tuple[int, int], int], end: int) ->
 
 
 def _row(steps: Steps, end: int) -> list[int]:
-    """The value of each block."""
+    """Return the value of each block."""
     row: list[int] = []
     for (at, value), (following, _) in pairwise([*steps, (end, 0)]):
         row += [value] * (following - at)
@@ -797,8 +779,8 @@ def _row(steps: Steps, end: int) -> list[int]:
 
 
 def _fitting(holder: _Holder, row: Sequence[int], end: int) -> int:
-    """How many leading blocks a hybrid endpoint can use. `row`: the value of each block. `end`: the leading
-    blocks in the group with full attention whose block size is the index's, if there is one."""
+    """Return how many leading blocks a hybrid endpoint can use. `row`: the value of each block. `end`: the
+    leading blocks in the group with full attention whose block size is the index's, if there is one."""
     if not any(bit == holder.device for bit, _ in holder.groups.values()):
         end = len(row)
     groups = [(bit | holder.claimed, group) for bit, group in holder.groups.values() if bit != holder.device]

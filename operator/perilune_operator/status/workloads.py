@@ -163,9 +163,9 @@ def events(observed: Observed) -> Fact | None:
     if not behind:
         return None
     words = (
-        f"{listed(list(behind))} cannot follow the engines' KV events, and decide by caches as they were. One"
-        " gateway follows about 85 engines that store and remove 440 blocks per second each: give it a core"
-        " of its own, or split the pool."
+        f"{listed(list(behind))}: the engines' KV events take more than half of a core, or are late. Once"
+        " they are late, requests are decided by caches as they were. /api/health says how many endpoints"
+        " fit: give each gateway a core of its own, or split the pool."
     )
     return Fact(Condition.EVENTS_BEHIND, "True", Reason.TOO_MANY_EVENTS, words)
 

@@ -19,9 +19,9 @@ import zmq.asyncio
 from waiting import until
 
 from perilune_api.pool import SpecError
-from perilune_gateway.feeds import kv_feed, zmq_sockets
+from perilune_gateway.feeds import kv_feed, kv_replay, zmq_sockets
 from perilune_gateway.feeds.kv_events import Batch, decode
-from perilune_gateway.feeds.kv_feed import Counters, Publisher, ResetCause, Shared
+from perilune_gateway.feeds.kv_rank import Counters, Publisher, ResetCause, Shared
 from perilune_gateway.model.kv_events import Lost
 from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.prefix_index import PrefixIndex
@@ -228,7 +228,7 @@ async def test_a_feed_that_is_cancelled_amid_a_replay_ends(context, ours):
 
 @pytest.mark.parametrize("step", [0, 1], ids=["the same message again and again", "ever new ones"])
 async def test_a_replay_without_an_end_is_broken_off(context, ours, monkeypatch, step):
-    monkeypatch.setattr(kv_feed, "REPLAYED_MESSAGES", 50)
+    monkeypatch.setattr(kv_replay, "REPLAYED_MESSAGES", 50)
     engine, counters = Endless(context), Counters()
     engine.step = step
     async with feeding(engine, ours, counters=counters, timeout_s=0.05) as sink:

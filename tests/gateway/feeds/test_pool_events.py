@@ -13,9 +13,9 @@ import zmq.asyncio
 from waiting import until
 
 from perilune_api.pool import Hashing, SpecError
-from perilune_gateway.feeds import kv_feed, pool_events, zmq_sockets
+from perilune_gateway.feeds import kv_feed, kv_rank, pool_events, zmq_sockets
 from perilune_gateway.feeds.kv_events import Batch
-from perilune_gateway.feeds.kv_feed import ResetCause
+from perilune_gateway.feeds.kv_rank import ResetCause
 from perilune_gateway.feeds.pool_events import EventFeeds, EventSink
 from perilune_gateway.model import Endpoint, ProtocolError
 from perilune_gateway.model.applied import Applied
@@ -117,8 +117,8 @@ class Feeds:
     """Stands in for `kv_feed.run`: notes whom it is to follow, and ends as told."""
 
     def __init__(self) -> None:
-        self.running: set[kv_feed.Publisher] = set()
-        self.counters: dict[kv_feed.Publisher, kv_feed.Counters] = {}
+        self.running: set[kv_rank.Publisher] = set()
+        self.counters: dict[kv_rank.Publisher, kv_rank.Counters] = {}
         self.fail: Exception | None = None
 
     async def run(self, publisher, sink, shared, counters) -> None:
@@ -155,7 +155,7 @@ def of(*, ranks: int, replay: bool = True) -> Endpoint:
 async def test_a_feed_for_each_rank_as_long_as_the_pool_names_it(feeds: EventFeeds, fake: Feeds) -> None:
     feeds.follow([of(ranks=2), Endpoint("silent")])
     await asyncio.sleep(0)
-    first, second = (kv_feed.Publisher("e", rank, f"tcp://e:{rank}", f"tcp://e:{rank}0") for rank in (0, 1))
+    first, second = (kv_rank.Publisher("e", rank, f"tcp://e:{rank}", f"tcp://e:{rank}0") for rank in (0, 1))
     assert fake.running == {first, second}
     before = fake.counters[first]
     feeds.follow([of(ranks=1)])
@@ -164,7 +164,7 @@ async def test_a_feed_for_each_rank_as_long_as_the_pool_names_it(feeds: EventFee
     assert fake.counters[first] is before, "it goes on"
     feeds.follow([of(ranks=1, replay=False)])
     await asyncio.sleep(0)
-    assert fake.running == {kv_feed.Publisher("e", 0, "tcp://e:0")}
+    assert fake.running == {kv_rank.Publisher("e", 0, "tcp://e:0")}
     feeds.follow([])
     await asyncio.sleep(0)
     assert (fake.running, feeds.stats("e")) == (set(), None)

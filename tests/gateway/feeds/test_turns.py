@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from perilune_gateway.feeds.turns import Turns, Work
+from perilune_gateway.feeds.turns import Nap, Turns, Work
 
 
 class Bench:
@@ -70,6 +70,53 @@ async def test_cancelled_work_takes_no_further_step():
     work.cancel()
     await bench.until(bench.turns.run(bench.work("next", 1)))
     assert [name for name, _ in bench.steps] == ["cancelled", "next"]
+
+
+async def test_work_rests_until_it_is_woken():
+    bench, nap = Bench(budget_s=1.0), Nap()
+
+    def resting() -> Work[str]:
+        for n in range(3):
+            bench.steps.append((f"resting {n}", bench.turn))
+            yield nap
+        return "rested"
+
+    resting_, other = bench.turns.run(resting()), bench.turns.run(bench.work("other", 5))
+    await bench.until(other)
+    assert [name for name, _ in bench.steps if "resting" in name] == ["resting 0"]
+    for _ in range(3):
+        nap.wake()
+        await asyncio.sleep(0)
+    assert await resting_ == "rested"
+    assert [name for name, _ in bench.steps if "resting" in name] == [f"resting {n}" for n in range(3)]
+
+
+async def test_a_nap_that_was_woken_before_is_over_at_once():
+    bench, nap = Bench(budget_s=1.0), Nap()
+
+    def resting() -> Work[str]:
+        nap.wake()
+        nap.wake()
+        yield nap
+        return "rested"
+
+    await bench.until(resting_ := bench.turns.run(resting()))
+    assert await resting_ == "rested"
+
+
+async def test_resting_work_that_is_cancelled_never_goes_on():
+    bench, nap = Bench(budget_s=1.0), Nap()
+
+    def resting() -> Work[None]:
+        yield nap
+        raise AssertionError("it was cancelled")
+
+    resting_ = bench.turns.run(resting())
+    await asyncio.sleep(0)
+    resting_.cancel()
+    nap.wake()
+    await bench.until(bench.turns.run(bench.work("next", 1)))
+    assert resting_.cancelled()
 
 
 async def test_the_share_of_the_loop_that_work_takes():

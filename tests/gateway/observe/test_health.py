@@ -156,6 +156,15 @@ def test_a_gateway_that_does_not_keep_up_with_events_says_so(ingest, said):
     assert all(said in p.message for p in problems)
 
 
+def test_a_gateway_says_how_many_endpoints_it_can_follow():
+    about = {"block_size": 16, "pool": "d/p", "policy": "ear", "version": "1", "uptime_s": 2.0}
+    pool = [stats(f"10.0.0.{n}:8000") for n in range(9)]
+    (problem,) = report(pool, **about, ingest=IngestStats(0.75, 0.0)).problems
+    assert problem.cure.endswith("(50% of its core follow about 6 of 9 endpoints)")
+    (problem,) = report(pool, **about, ingest=IngestStats(0.25, 9.0)).problems
+    assert problem.cure.endswith("or split the pool")
+
+
 def test_parity_says_its_own_cause_and_cure():
     (problem,) = diagnose([stats(parity="seed", parity_cause="the seed", parity_cure="set it")], 16)
     assert (problem.cause, problem.cure) == ("the seed", "set it")

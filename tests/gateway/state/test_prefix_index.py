@@ -25,9 +25,9 @@ Y = blocks.chain([8], 1, 0)[-1]
 class Timed(PrefixIndex):
     """An index whose time passes before each question, as `PoolState.pass_time` lets it pass."""
 
-    def find_matches(self, blocks, now, **options):
+    def find_matches(self, blocks, now):
         self.expire(now)
-        return super().find_matches(blocks, now, **options)
+        return super().find_matches(blocks, now)
 
     def find_block(self, block, now):
         self.expire(now)
@@ -64,7 +64,6 @@ def test_the_example_of_three_holders():
     it.stored("3", DEVICE, [A], 0)
     matches = it.find_matches([A, B, C, D], 0)
     assert matches.device == {"1": 3, "2": 2, "3": 1}
-    assert it.find_matches([A, B, C, D], 0, early_exit=True).device == {"1": 3, "2": 2, "3": 1}
     assert (matches.blocks, matches.longest, matches.store) == (4, 3, 0)
 
 
@@ -394,16 +393,6 @@ def test_recent_outcomes():
     assert (stats.entries, stats.depth_blocks) == (2, 2)
 
 
-def test_frequencies_count_uses_before_this_one():
-    it = index(window_s=10)
-    it.stored("1", DEVICE, [A, B], 0)
-    it.record_match([A], it.find_matches([A], 1), 1)
-    it.record_match([A, B], it.find_matches([A, B], 5), 5)
-    assert it.find_matches([A, B, C], 6).frequencies == (2, 1)
-    assert it.find_matches([A, B, C], 11).frequencies == (1, 1)
-    assert index().find_matches([A], 0).frequencies == ()
-
-
 # -- memory ---------------------------------------------------------------------------------------------
 
 
@@ -441,10 +430,9 @@ def test_the_coldest_go_first():
     assert it.find_matches(new, 3).device == {"1": 2}
 
 
-@pytest.mark.parametrize("options", [{}, {"window_s": 5.0}], ids=["plain", "with frequencies"])
-def test_memory_is_bounded_whatever_comes(options):
+def test_memory_is_bounded_whatever_comes():
     dice = random.Random(1)
-    it = index(max_blocks=500, **options)
+    it = index(max_blocks=500)
     for step in range(2_000):
         prompt = blocks.chain([dice.randrange(50) for _ in range(dice.randrange(1, 40))], 1, 0)
         match dice.randrange(4):
@@ -532,8 +520,6 @@ class Adapter:
 
 
 def test_find_matches_equals_dynamos_answers():
-    """With early exit Dynamo's compressed tree goes on from where one worker is left to the end of an edge,
-    which depends on what the tree once held. Ours ends at that very block, as Dynamo's plain tree does."""
     asked = 0
     for number, steps in enumerate(radix_cases()):
         adapter = Adapter()
@@ -545,29 +531,10 @@ def test_find_matches_equals_dynamos_answers():
                 adapter.names.pop(str(step["remove_worker"]), None)
             else:
                 chain = dynamo_sequence_hashes(step["find"])
-                where = (number, steps.index(step))
-                whole = dict(adapter.index.find_matches(chain, 0).device)
-                assert whole == step["all"], where
-                early = adapter.index.find_matches(chain, 0, early_exit=True).device
-                assert early == until_one_is_left(whole), where
-                theirs = step["early"]
-                assert theirs.keys() == early.keys(), where
-                assert all(early[w] <= theirs[w] <= whole[w] for w in early), where
+                found = adapter.index.find_matches(chain, 0).device
+                assert found == step["all"], (number, steps.index(step))
                 asked += 1
     assert asked == 284
-
-
-def until_one_is_left(matches: dict[str, int]) -> dict[str, int]:
-    second, first = sorted([0, 0, *matches.values()])[-2:]
-    return {worker: min(n, min(first, second + 1)) for worker, n in matches.items()}
-
-
-def test_early_exit_stops_at_the_block_where_one_is_left():
-    it = index()
-    it.stored("1", DEVICE, PROMPT, 0)
-    it.stored("2", DEVICE, [A, B], 0)
-    assert it.find_matches(PROMPT, 0, early_exit=True).device == {"1": 3, "2": 2}
-    assert it.find_matches(PROMPT, 0).device == {"1": 5, "2": 2}
 
 
 # -- against a naive model ------------------------------------------------------------------------------
@@ -677,7 +644,6 @@ class AgainstSets(RuleBasedStateMachine):
         store = leading(prompt, self._in_store)
         assert matches.store == store
         assert [matches.of(e)[2] for e in "123"] == [reach.get(e, store) for e in "123"]
-        assert self.it.find_matches(prompt, self.now, early_exit=True).device == until_one_is_left(device)
 
     def _device(self, endpoint, block):
         held = (endpoint, block)
