@@ -16,7 +16,7 @@ from perilune_gateway.model import Tokens
 from perilune_gateway.model.handoff import Leg
 from perilune_gateway.model.kv_events import BlockStored, Event
 from perilune_gateway.model.shared import Batch, Names
-from perilune_gateway.request.openai import ParsedRequest
+from perilune_gateway.request.parsed import ParsedRequest
 from perilune_gateway.routing.handing_over import Legs
 from perilune_gateway.routing.new_router import new_router
 from perilune_gateway.state.connectors import Connector

@@ -36,7 +36,7 @@ from perilune_gateway.model import (
     TokenSource,
 )
 from perilune_gateway.model.kv_events import Event
-from perilune_gateway.request.openai import ParsedRequest, TokenPrompt
+from perilune_gateway.request.parsed import ParsedRequest, TokenPrompt
 from perilune_gateway.request.paths import Api
 from perilune_gateway.routing.new_sessions import Queued
 from perilune_gateway.routing.router import Encode
