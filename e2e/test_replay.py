@@ -43,7 +43,10 @@ async def test_2000_requests_at_high_speed(tmp_path: Path, policy: str):
     engine = (*PYTHON, "perilune_lab.cli", "engine", "--request-log", str(log))
     options = EngineOptions(block_size=BLOCK, kv_tokens=POOL_TOKENS, time_scale=100.0)
     async with Stack(
-        4, options, Routing(policy=PolicyChoice(name=PolicyName(policy))), programs=Programs(engine=engine)
+        engines=4,
+        options=options,
+        routing=Routing(policy=PolicyChoice(name=PolicyName(policy))),
+        programs=Programs(engine=engine),
     ) as stack:
         child = await asyncio.create_subprocess_exec(
             *(*PYTHON, "perilune_lab.cli", "replay", "--target", stack.url, "--gateway", stack.admin_url),

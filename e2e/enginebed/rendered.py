@@ -194,7 +194,7 @@ class Rendered:
 def render(spec: Object) -> Rendered:
     """Return what the operator renders. Raises SpecError for a spec that the operator refuses."""
     checked = convert(spec)
-    made = plan(POOL, NAMESPACE, checked, Observed("uid", 1), 0.0, Defaults())
+    made = plan(POOL, NAMESPACE, checked, Observed(uid="uid", generation=1), 0.0, Defaults())
     if made.objects is None:
         raise AssertionError(made.status)
     by_kind = {(o["kind"], o["metadata"]["name"]): o for o in made.objects}

@@ -127,7 +127,9 @@ async def measure(
     """Call `measured` with every kind of prompt as soon as it is measured. Raises TargetError if the target
     cannot be reached, refuses a prompt, or reports no counts."""
     model = model or (await models(target) or [""])[0]
-    load = Load(target, model, Style.TEXT, concurrency=1, time_scale=time_scale, send_session=False)
+    load = Load(
+        target=target, model=model, style=Style.TEXT, concurrency=1, time_scale=time_scale, send_session=False
+    )
     words = Vocabulary().words_for
 
     async def played(*turns: Turn) -> list[Result]:
@@ -145,7 +147,10 @@ async def measure(
         name = uuid4().hex  # no cache has seen it
         half = Segment(f"{name}-1", length // 2)
         rest = Segment(f"{name}-2", length - half.tokens)
-        return await played(Turn(name, 0, (half,), 1), Turn(name, 1, (half, rest), 1))
+        return await played(
+            Turn(session=name, number=0, prompt=(half,), output_tokens=1),
+            Turn(session=name, number=1, prompt=(half, rest), output_tokens=1),
+        )
 
     await turns_of(SHORTEST)  # the first request of an engine is slower
     prompts: list[Measured] = []
@@ -156,7 +161,9 @@ async def measure(
             ttft_s = median(r.finished_at_s - r.submitted_at_s for r in results) * time_scale
             prompts.append(Measured(tokens, cached, ttft_s))
             measured(prompts[-1])
-    (answer,) = await played(Turn("d", 0, (Segment(uuid4().hex, SHORTEST),), DECODED))
+    (answer,) = await played(
+        Turn(session="d", number=0, prompt=(Segment(uuid4().hex, SHORTEST),), output_tokens=DECODED)
+    )
     return Profile(prompts, None if answer.tpot_s is None else answer.tpot_s * time_scale)
 
 

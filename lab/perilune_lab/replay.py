@@ -62,7 +62,7 @@ times are reported in engine seconds. --speed plays the trace faster than it was
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     target: str
     trace: str

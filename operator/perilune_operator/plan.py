@@ -47,7 +47,7 @@ MANY = 1_000_000
 """A number of engines so large that none has to be removed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What should exist, and what else to write."""
 
@@ -88,7 +88,9 @@ def plan(
 ) -> Plan:
     """Plan a pool. A SpecError in place of the spec yields a refusal. `now`: seconds since the epoch."""
     if isinstance(spec, SpecError):
-        return Plan(None, refused(name, namespace, str(spec), observed, now, defaults), LOOK_S)
+        return Plan(
+            objects=None, status=refused(name, namespace, str(spec), observed, now, defaults), again_in=LOOK_S
+        )
     spec = _completed(spec, defaults)
     scale_to = _scaled(name, namespace, spec, observed, now)
     if scale_to is not None:
@@ -97,7 +99,15 @@ def plan(
     spec = msgspec.structs.replace(spec, prefill_replicas=prefill[1])
     anywhere = spec.engine.selector is not None
     fabric = topology.resolve(spec.topology, observed.nodes, observed.pods, anywhere=anywhere)
-    pool = Context(name, namespace, observed.uid, spec, fabric, observed.kinds, defaults)
+    pool = Context(
+        name=name,
+        namespace=namespace,
+        uid=observed.uid,
+        spec=spec,
+        fabric=fabric,
+        kinds=observed.kinds,
+        defaults=defaults,
+    )
     present, earlier = _without_replaced(pool, observed)
     leave = _drain(pool, present, now)
     switch = _switch(pool, present, leave, now)
@@ -111,13 +121,17 @@ def plan(
     try:
         made = _revised(pool, observed)
     except SpecError as error:  # a podTemplate that cannot be laid over the operator's
-        return Plan(None, refused(name, namespace, str(error), observed, now, defaults), LOOK_S)
+        return Plan(
+            objects=None,
+            status=refused(name, namespace, str(error), observed, now, defaults),
+            again_in=LOOK_S,
+        )
     replaced = _replaced(pool, earlier, {key(obj) for obj in made.objects}, present, now)
     each = (leave, replaced.drain, switch)
     switching = {*switch.waiting, switch.switched}
     return Plan(
-        _held(pool, made.objects, present, leave),
-        status.of_pool(pool, present, leave, now, replaced, made, switch),
+        objects=_held(pool, made.objects, present, leave),
+        status=status.of_pool(pool, present, leave, now, replaced, made, switch),
         again_in=min(LOOK_S, *(drained.again_in for drained in each)),
         marks=(
             *(mark for mark in leave.marks if mark.pod not in switching),

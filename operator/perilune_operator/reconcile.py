@@ -86,7 +86,7 @@ ROUNDS_AT_ONCE = 4
 as long as all together."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Pool:
     """A pool as last seen, and the tasks that look after it."""
 
@@ -220,7 +220,9 @@ class Reconciler:
 
     def _begin(self, name: PoolName, body: Object) -> None:
         owner = Owner(*name, body["metadata"]["uid"])
-        pool = self._pools[name] = _Pool(name, body, Applier(self._writer, owner, self._clock))
+        pool = self._pools[name] = _Pool(
+            name=name, body=body, applier=Applier(self._writer, owner, self._clock)
+        )
         pool.wake(self._clock())
         pool.tasks = (
             asyncio.create_task(self._look_after(pool)),
@@ -401,9 +403,9 @@ def _demand(
     hosts = {pod.ip for pod in own}
     queues_s = [stats.queue_s_at.get(host, 0.0) for host in hosts]
     return Demand(
-        at,
-        sum(queues_s),
-        sum(stats.kv_in_use_at.get(host, 0.0) for host in hosts),
+        at=at,
+        queue_s=sum(queues_s),
+        kv_in_use=sum(stats.kv_in_use_at.get(host, 0.0) for host in hosts),
         starting=max(0, pool.endpoints.get(duty, 0) - sum(pod.serves for pod in own)),
         first_tokens=first_tokens,
         in_time=in_time,

@@ -79,7 +79,7 @@ class Rolling:
     """Number of engines that have to serve meanwhile."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
     """What happens to the engines."""
 
@@ -104,7 +104,7 @@ class Replaced:
     """Their pods; of an endpoint that spans nodes only the leader."""
     workloads: frozenset[Key] = frozenset()
     """Those of their workloads that stay for now."""
-    drain: Drain = Drain(0)
+    drain: Drain = Drain(replicas=0)
     needed: bool = False
     """They have to stay, because no other endpoint serves yet."""
 
@@ -149,12 +149,12 @@ def drain(
     existing = max(groups) + 1 if groups else len(order)
     held_s = RELEASE_S if going and not wait_s else hold_seconds(session_s)
     return Drain(
-        max(wanted, min(live, existing)) if wait_s > 0 and not old else wanted,
-        tuple(mark for mark in marks if mark.annotations),
-        tuple(sorted(pod.name for pod in going)),
-        tuple(sorted(pod.name for pod in emptied)),
-        wait_s or inf,
-        held_s if old and session_s else 0,
+        replicas=max(wanted, min(live, existing)) if wait_s > 0 and not old else wanted,
+        marks=tuple(mark for mark in marks if mark.annotations),
+        leaving=tuple(sorted(pod.name for pod in going)),
+        emptied=tuple(sorted(pod.name for pod in emptied)),
+        again_in=wait_s or inf,
+        min_ready_s=held_s if old and session_s else 0,
     )
 
 

@@ -50,7 +50,7 @@ def test_decision_log(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     read_back = list(read(text.splitlines(keepends=True), "log"))
 
     def again() -> None:
-        found = WhatIf(tuple(POLICIES), {})
+        found = WhatIf(policies=tuple(POLICIES), params={})
         for entry in read_back:
             found.take(entry, "log")
         assert found.decisions == DECISIONS

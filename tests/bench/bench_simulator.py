@@ -104,7 +104,7 @@ def theirs(python: Path, trace: Path, router: str) -> Found:
 def ours(policy: str, hardware: Hardware = POLYNOMIAL) -> Found:
     comparison = Comparison(
         (policy,),
-        OfferedLoad(str(TRACE), Mode.TIMESTAMPS),
+        OfferedLoad(trace=str(TRACE), mode=Mode.TIMESTAMPS),
         SimulatedFleet(WORKERS, hardware),
         Faults(engine_belief=1.0, link_belief=1.0),
     )

@@ -263,8 +263,11 @@ class Many:
     def endpoints(self) -> tuple[EndpointStats, ...]:
         return tuple(
             EndpointStats(
-                Endpoint(f"10.0.{n >> 8}.{n & 255}:8000", Place(f"n{n // 8}", f"r{n // 64}", f"s{n // 256}")),
-                Load(in_flight=self.rng.randrange(9), kv_usage=self.rng.random(), sessions=n % 30),
+                endpoint=Endpoint(
+                    address=f"10.0.{n >> 8}.{n & 255}:8000",
+                    place=Place(f"n{n // 8}", f"r{n // 64}", f"s{n // 256}"),
+                ),
+                load=Load(in_flight=self.rng.randrange(9), kv_usage=self.rng.random(), sessions=n % 30),
             )
             for n in range(self.engines)
         )
@@ -296,7 +299,18 @@ class Many:
             policies=POLICIES,
             params=PolicyParams,
             endpoints=self.endpoints,
-            sessions=lambda id: [SessionStats(id, "", "", 3, 800, 0, 0.0, 1.0)],
+            sessions=lambda id: [
+                SessionStats(
+                    session_id=id,
+                    tenant="",
+                    host="",
+                    turns=3,
+                    context_tokens=800,
+                    moves=0,
+                    seconds_since_move=0.0,
+                    idle_s=1.0,
+                )
+            ],
             index_stats=dict,
             moves=lambda: {"offers": [], "ended": [], "budget": {"in_flight": [], "moves_left": 50}},
             health=health,  # type: ignore[arg-type]
@@ -310,7 +324,9 @@ class Many:
 
 def on_its_way(session_id: str, source: str, target: str, stage: Stage, content_tokens: int, missing: int):
     key = SessionKey("", session_id)
-    handoff = Handoff(Move(key, MoveReason.DRAIN, source, target), stage)
+    handoff = Handoff(
+        move=Move(subject=key, reason=MoveReason.DRAIN, source=source, target=target), stage=stage
+    )
     handoff.content = Content(array("L", range(content_tokens)), ())
     return moves.on_its_way(handoff, missing)
 

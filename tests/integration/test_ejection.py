@@ -93,7 +93,10 @@ class Clients:
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def clients() -> AsyncIterator[Clients]:
     connector = aiohttp.TCPConnector(limit=0)
-    async with Stack(4, SLOW, ROUTING) as stack, aiohttp.ClientSession(connector=connector) as http:
+    async with (
+        Stack(engines=4, options=SLOW, routing=ROUTING) as stack,
+        aiohttp.ClientSession(connector=connector) as http,
+    ):
         made = Clients(stack, http)
         await made.some(80)  # so that the pool's usual time is known
         yield made
@@ -153,7 +156,10 @@ async def excluded(clients: Clients, address: str) -> set[str]:
 
 
 async def test_a_prompt_that_breaks_engines_breaks_two_at_most() -> None:
-    async with Stack(3, EngineOptions(), spec.Routing()) as stack, aiohttp.ClientSession() as http:
+    async with (
+        Stack(engines=3, options=EngineOptions(), routing=spec.Routing()) as stack,
+        aiohttp.ClientSession() as http,
+    ):
         clients = Clients(stack, http)
 
         async def ask(prompt: str) -> tuple[int, str]:

@@ -70,7 +70,7 @@ async def test_predicted_hits_equal_the_engines(algorithm):
         line = (await engine.stdout.readline()).decode()
         said = dict(re.findall(r"(\w+)=(\S+)", line))
         publisher = Publisher(ENGINE, 0, said["events"], said["replay"])
-        shared = Shared(context, time.time, random.Random(1), replay_timeout_s=10.0)
+        shared = Shared(context=context, clock=time.time, rng=random.Random(1), replay_timeout_s=10.0)
         feed = asyncio.create_task(kv_feed.run(publisher, sink, shared, counters))
         dice = random.Random(1)
         kinds = [("sim-30b", ""), ("sim-30b", "salt"), ("adapter", ""), ("adapter", "salt")]

@@ -56,7 +56,7 @@ def _gateways_have_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def serving(mode: Mode, routing: spec.Routing, **of: Any) -> AsyncIterator[Pool]:
-    stack = Stack(1, OPTIONS, routing, with_envoy=False, **of)
+    stack = Stack(engines=1, options=OPTIONS, routing=routing, with_envoy=False, **of)
     async with (
         stack,
         aiohttp.ClientSession() as http,
@@ -102,13 +102,18 @@ async def test_without_a_gateway_only_clients_with_the_key_are_served() -> None:
 
 
 async def test_a_gateway_of_several_pools_sends_the_key_to_all_engines() -> None:
-    other = Stack(1, replace(OPTIONS, model="sim-other"), spec.Routing(limits=LIMITS), with_gateway=False)
+    other = Stack(
+        engines=1,
+        options=replace(OPTIONS, model="sim-other"),
+        routing=spec.Routing(limits=LIMITS),
+        with_gateway=False,
+    )
     async with other:
         named = structs.replace(other.pool, metadata=spec.Metadata("other"))
         other.pool_file.write_bytes(spec.dump(named))
         more = ("--pool", str(other.pool_file))
         routing = spec.Routing(limits=LIMITS)
-        stack = Stack(1, OPTIONS, routing, with_envoy=False, gateway_arguments=more)
+        stack = Stack(engines=1, options=OPTIONS, routing=routing, with_envoy=False, gateway_arguments=more)
         async with (
             stack,
             aiohttp.ClientSession() as http,

@@ -87,7 +87,9 @@ async def user(request: pytest.FixtureRequest) -> AsyncIterator[User]:
 def _stack(pool: str, **options: Any) -> Stack:
     """Return the stack of a pool, which has one engine."""
     routing = structs.replace(ROUTING, weight=WEIGHTS[pool])
-    return Stack(1, EngineOptions(model=MODELS[pool], time_scale=100.0), routing, **options)
+    return Stack(
+        engines=1, options=EngineOptions(model=MODELS[pool], time_scale=100.0), routing=routing, **options
+    )
 
 
 @pytest.mark.parametrize("session", ["", "named"])

@@ -50,7 +50,7 @@ POOL = plan(
     "p",
     "ns",
     convert({"model": {"name": "m"}, "gateway": {"replicas": 2}}),
-    Observed("uid", 1),
+    Observed(uid="uid", generation=1),
     0.0,
     Defaults(),
 )
@@ -160,7 +160,14 @@ class Rig:
 async def rig(tmp_path_factory: pytest.TempPathFactory):
     async with AsyncExitStack() as exits:
         stack = await exits.enter_async_context(
-            Stack(4, OPTIONS, PATIENT, with_gateway=False, with_envoy=False, vital=frozenset())
+            Stack(
+                engines=4,
+                options=OPTIONS,
+                routing=PATIENT,
+                with_gateway=False,
+                with_envoy=False,
+                vital=frozenset(),
+            )
         )
         http = await exits.enter_async_context(aiohttp.ClientSession())
         rig = Rig(stack, http)
@@ -259,7 +266,13 @@ async def test_new_sessions_wait_at_every_gateway_for_contexts_that_any_of_them_
     small, rules = EngineOptions(kv_tokens=4_000), spec.SessionAdmission(enabled=True)
     async with AsyncExitStack() as exits:
         stack = await exits.enter_async_context(
-            Stack(1, small, spec.Routing(session_admission=rules), with_gateway=False, with_envoy=False)
+            Stack(
+                engines=1,
+                options=small,
+                routing=spec.Routing(session_admission=rules),
+                with_gateway=False,
+                with_envoy=False,
+            )
         )
         here = Rig(stack, rig.http)
         await here.start_server()
@@ -409,7 +422,14 @@ async def test_a_gateway_is_ready_within_ten_seconds_of_its_first_connection_and
     kept = Names(PASSWORD.encode())
     async with AsyncExitStack() as exits:
         stack = await exits.enter_async_context(
-            Stack(1, OPTIONS, PATIENT, with_gateway=False, with_envoy=False, vital=frozenset())
+            Stack(
+                engines=1,
+                options=OPTIONS,
+                routing=PATIENT,
+                with_gateway=False,
+                with_envoy=False,
+                vital=frozenset(),
+            )
         )
         here = Rig(stack, rig.http)
         await here.start_server()
@@ -449,7 +469,14 @@ async def test_an_absence_of_the_server_fails_no_request_and_leaves_no_differenc
     """Sessions go on and new ones begin while the server is away. It comes back empty."""
     async with AsyncExitStack() as exits:
         stack = await exits.enter_async_context(
-            Stack(4, OPTIONS, PATIENT, with_gateway=False, with_envoy=False, vital=frozenset())
+            Stack(
+                engines=4,
+                options=OPTIONS,
+                routing=PATIENT,
+                with_gateway=False,
+                with_envoy=False,
+                vital=frozenset(),
+            )
         )
         here = Rig(stack, rig.http)
         server = await here.start_server()

@@ -109,7 +109,10 @@ class Soak:
 @pytest.mark.timeout(0)
 async def test_only_streams_on_killed_and_bad_engines_fail_and_memory_stays() -> None:
     connector = aiohttp.TCPConnector(limit=0)
-    async with Stack(6, OPTIONS, ROUTING) as stack, aiohttp.ClientSession(connector=connector) as http:
+    async with (
+        Stack(engines=6, options=OPTIONS, routing=ROUTING) as stack,
+        aiohttp.ClientSession(connector=connector) as http,
+    ):
         soak, began = Soak(stack, http), time.monotonic()
         end = began + MINUTES * 60
         clients = [asyncio.create_task(soak.client(end)) for _ in range(STREAMS)]

@@ -17,7 +17,7 @@ RESULTS = [Segment(f"r{i}", 2, Role.TOOL) for i in range(2)]
 
 def test_they_escape_what_json_needs():
     bodies = Bodies('m"', Style.TEXT, lambda key, n: ' "\\é\n')
-    body = bodies.build(Turn("a", 0, (Segment("a/task", 3),), 1))
+    body = bodies.build(Turn(session="a", number=0, prompt=(Segment("a/task", 3),), output_tokens=1))
     assert b'"model":"m\\""' in body
     assert ' \\"\\\\é\\n'.encode() in body
 
@@ -32,13 +32,13 @@ def test_they_forget_the_least_recent_text(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("perilune_lab.load.bodies.CACHED_BYTES", 20)
     bodies = Bodies("m", Style.TEXT, words)
     for key in ("a", "b", "a", "c", "b"):
-        bodies.build(Turn("s", 0, (Segment(key, 10),), 1))
+        bodies.build(Turn(session="s", number=0, prompt=(Segment(key, 10),), output_tokens=1))
     assert made == ["a", "b", "c", "b"]
 
 
 def messages(*prompt: Segment) -> list[dict]:
     bodies = Bodies("m", Style.CHAT, lambda key, n: key)
-    return json.loads(bodies.build(Turn("s", 0, prompt, 1)))["messages"]
+    return json.loads(bodies.build(Turn(session="s", number=0, prompt=prompt, output_tokens=1)))["messages"]
 
 
 def test_an_answer_calls_the_tools_whose_results_follow():

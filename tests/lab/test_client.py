@@ -25,7 +25,16 @@ def session(name: str = "a", *, turns: int = 1, output_tokens: int = 3, gap_s: f
     prompt: tuple[Segment, ...] = (SYSTEM, TASK)
     made = []
     for number in range(turns):
-        made.append(Turn(name, number, prompt, output_tokens, gap_s, timestamp_s=number * 1.0))
+        made.append(
+            Turn(
+                session=name,
+                number=number,
+                prompt=prompt,
+                output_tokens=output_tokens,
+                gap_s=gap_s,
+                timestamp_s=number * 1.0,
+            )
+        )
         prompt = (*prompt, made[-1].answer, Segment(f"{name}/tool{number}", 1, Role.TOOL))
     return Session(name, 0.0, tuple(made))
 
@@ -60,7 +69,7 @@ async def test_a_request_asks_for_what_the_trace_says(server: Server):
 
 
 async def test_text_prompts_are_their_segments_joined(server: Server):
-    turn = Turn("a", 0, (Segment("b1", 2), Segment("b2", 1)), 1)
+    turn = Turn(session="a", number=0, prompt=(Segment("b1", 2), Segment("b2", 1)), output_tokens=1)
     await play(server, Session("a", 0.0, (turn,)), style=Style.TEXT, send_session=False)
     assert server.paths == ["/v1/completions"]
     assert server.bodies[0]["prompt"] == " b1 b1 b2"
@@ -137,7 +146,7 @@ async def test_max_waits_for_the_timestamp_and_the_answer(server: Server):
 
 
 async def test_timestamps_without_times_are_the_users_mistake(server: Server):
-    turn = Turn("a", 0, (TASK,), 1)
+    turn = Turn(session="a", number=0, prompt=(TASK,), output_tokens=1)
     with pytest.raises(SpecError, match="turn 0 of session a has no timestamp"):
         await play(server, Session("a", 0.0, (turn,)), mode=Mode.TIMESTAMPS)
 
@@ -256,7 +265,16 @@ async def test_a_session_ends_with_a_request_that_may_not_be_sent_again(server: 
     ],
 )
 def test_pauses_are_those_of_openais_sdks(retry_after_s: float | None, attempt: int, pause_s: float):
-    result = Result("a", 0, "r", 0.0, 0.0, 0.0, status=429, retry_after_s=retry_after_s)
+    result = Result(
+        session="a",
+        turn=0,
+        request_id="r",
+        submitted_at_s=0.0,
+        finished_at_s=0.0,
+        due_at_s=0.0,
+        status=429,
+        retry_after_s=retry_after_s,
+    )
     assert retry_pause_s(result, attempt) == pause_s
 
 
@@ -265,7 +283,21 @@ def test_pauses_are_those_of_openais_sdks(retry_after_s: float | None, attempt: 
     [(0, True), (408, True), (409, True), (429, True), (503, True), (400, False), (404, False)],
 )
 def test_statuses_that_are_sent_again_are_those_of_openais_sdks(status: int, again: bool):
-    assert may_retry(Result("a", 0, "r", 0.0, 0.0, 0.0, status=status, error="no")) is again
+    assert (
+        may_retry(
+            Result(
+                session="a",
+                turn=0,
+                request_id="r",
+                submitted_at_s=0.0,
+                finished_at_s=0.0,
+                due_at_s=0.0,
+                status=status,
+                error="no",
+            )
+        )
+        is again
+    )
 
 
 async def test_models_are_what_the_target_serves(server: Server):

@@ -47,7 +47,9 @@ def session(name: str = "a", turns: int = 1, gap_s: float = 2.0, start_s: float 
     prompt: tuple[Segment, ...] = (Segment(f"{name}0", 100),)
     made = []
     for number in range(turns):
-        made.append(Turn(name, number, prompt, 3, gap_s if number else 0.0))
+        made.append(
+            Turn(session=name, number=number, prompt=prompt, output_tokens=3, gap_s=gap_s if number else 0.0)
+        )
         prompt = (*prompt, made[-1].answer, Segment(f"{name}{number + 1}", 100))
     return Session(name, start_s, tuple(made))
 
@@ -120,7 +122,9 @@ def test_the_ceiling_is_an_infinite_caches():
     sessions = (session("a", 2), session("b", 1))
     found = run(result("a", 0), result("a", 1, at=5.0), result("b", 0, at=1.0), sessions=sessions)
     assert found.apc_ceiling == Ceiling(any=103 / 403, intra_session=103 / 403)
-    shared = Session("b", 0.0, (Turn("b", 0, sessions[0].turns[0].prompt, 3),))
+    shared = Session(
+        "b", 0.0, (Turn(session="b", number=0, prompt=sessions[0].turns[0].prompt, output_tokens=3),)
+    )
     found = run(result("a", 0), result("b", 0, at=1.0), sessions=(sessions[0], shared))
     assert found.apc_ceiling == Ceiling(any=0.5, intra_session=0.0)
 
@@ -225,7 +229,10 @@ def test_a_session_with_a_failed_turn_has_no_stretch():
 
 
 def test_the_legacy_factor_is_against_the_traces_span():
-    turns = tuple(Turn(name, 0, (Segment(name, 1),), 1, 0.0, at) for name, at in (("a", 10.0), ("b", 14.0)))
+    turns = tuple(
+        Turn(session=name, number=0, prompt=(Segment(name, 1),), output_tokens=1, gap_s=0.0, timestamp_s=at)
+        for name, at in (("a", 10.0), ("b", 14.0))
+    )
     sessions = tuple(Session(turn.session, 0.0, (turn,)) for turn in turns)
     found = run(result("a"), result("b", at=5.0), sessions=sessions, mode=Mode.TIMESTAMPS, speed=2.0)
     assert found.wall_clock_factor_legacy == 8.0 / 2.0

@@ -131,7 +131,7 @@ def test_production_values_give_each_pool_two_gateways_on_different_nodes_rolled
 
     def gateway(replicas: int, spec: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
         asked = convert({"model": {"name": "m"}, "gateway": spec})
-        planned = plan("p", "ns", asked, Observed("uid", 1), 0.0, Defaults(gateways=replicas))
+        planned = plan("p", "ns", asked, Observed(uid="uid", generation=1), 0.0, Defaults(gateways=replicas))
         return {(obj["kind"], obj["metadata"]["name"]): obj for obj in planned.objects or ()}
 
     two = gateway(given, {})

@@ -18,7 +18,7 @@ Object = dict[str, Any]
 
 
 def template_of(spec: Object, name: str = "p-engine") -> Object:
-    objects = made({"model": {"name": "m"}, **spec}, Observed("u", 1)).objects or ()
+    objects = made({"model": {"name": "m"}, **spec}, Observed(uid="u", generation=1)).objects or ()
     (found,) = (o for o in objects if (o["kind"], o["metadata"]["name"]) == ("Deployment", name))
     template: Object = found["spec"]["template"]
     return template
@@ -110,7 +110,7 @@ def test_every_argument_that_is_rendered_for_an_engine_is_refused_from_users() -
         ({"engine": {"kind": "simulated"} | seed}, SIMULATED_ARGS),
         ({"engine": wide | seed, "mooncake": store}, VLLM_ARGS | FORBIDDEN_ARGS.keys() | SEVERAL_TIMES),
     ):
-        objects = made(spec | change, Observed("u", 1, kinds=frozenset({LWS}))).objects or ()
+        objects = made(spec | change, Observed(uid="u", generation=1, kinds=frozenset({LWS}))).objects or ()
         (engine,) = (
             o["spec"]
             for o in objects
@@ -146,7 +146,7 @@ def test_an_endpoint_reserves_the_gpus_that_it_uses(
 ) -> None:
     engine = {"tensorParallel": tensors, "pipelineParallel": stages, "gpusPerNode": a_node}
     spec = {"model": {"name": "m"}, "engine": engine}
-    objects = made(spec, Observed("u", 1, kinds=frozenset({LWS}))).objects or ()
+    objects = made(spec, Observed(uid="u", generation=1, kinds=frozenset({LWS}))).objects or ()
     workloads = {o["kind"]: o["spec"] for o in objects if o["metadata"]["name"] == "p-engine"}
     if "Deployment" in workloads:
         templates = [workloads["Deployment"]["template"]]
@@ -168,7 +168,7 @@ def test_an_endpoint_reserves_the_gpus_that_it_uses(
 def test_endpoints_that_only_prefill_are_protected_like_the_others() -> None:
     """By a budget of their own, since two budgets over one pod forbid its eviction."""
     spec = {"model": {"name": "m"}, "prefillReplicas": 2, "mooncake": {"transfer": "handoff"}}
-    objects = made(spec, Observed("u", 1)).objects or ()
+    objects = made(spec, Observed(uid="u", generation=1)).objects or ()
     pods = {
         o["metadata"]["name"]: o["spec"]["template"]["metadata"]["labels"]
         for o in objects
@@ -183,7 +183,7 @@ def test_endpoints_that_only_prefill_are_protected_like_the_others() -> None:
 
 
 def test_workers_of_an_endpoint_are_protected_like_its_leader() -> None:
-    objects = made(SPANS, Observed("u", 1, kinds=frozenset({LWS}))).objects or ()
+    objects = made(SPANS, Observed(uid="u", generation=1, kinds=frozenset({LWS}))).objects or ()
     by_name = {(o["kind"], o["metadata"]["name"]): o["spec"] for o in objects if "spec" in o}
     budget = by_name["PodDisruptionBudget", "p-engine"]["selector"]
     assert budget["matchExpressions"][0]["values"] == ["engine", "engine-worker"]
@@ -200,7 +200,7 @@ def test_workers_of_an_endpoint_are_protected_like_its_leader() -> None:
     ],
 )
 def test_a_name_too_long_for_a_groups_pods_is_refused(letters: int, words: str | None) -> None:
-    observed = Observed("u", 1, kinds=frozenset({LWS}))
+    observed = Observed(uid="u", generation=1, kinds=frozenset({LWS}))
     planned = plan("p" * letters, "ns", convert(SPANS), observed, NOW, Defaults())
     accepted = planned.status.conditions[0]
     assert (planned.objects is None, accepted.status) == ((True, "False") if words else (False, "True"))

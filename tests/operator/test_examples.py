@@ -58,7 +58,7 @@ def test_the_operator_carries_it_out(name: str) -> None:
     pools = [document for document in documents(name) if document["kind"] == "InferencePool"]
     assert pools
     for pool in pools:
-        observed = Observed("u", 1, kinds=KINDS)
+        observed = Observed(uid="u", generation=1, kinds=KINDS)
         made = plan(pool["metadata"]["name"], "ns", convert(pool["spec"]), observed, 0.0, Defaults())
         assert made.objects, made.status.conditions
         kinds = {obj["kind"] for obj in made.objects}

@@ -36,9 +36,11 @@ def page(
 ) -> str:
     """Return a gateway's page."""
     metrics = Metrics(CollectorRegistry(), lambda: 0.0)
-    stats = EndpointStats(Endpoint("a"), events=EventStats(connected=True))
+    stats = EndpointStats(endpoint=Endpoint(address="a"), events=EventStats(connected=True))
     metrics.mirror(
-        lambda: Snapshot((stats,), sessions_bound=sessions, drained=drained, ingest=ingest or IngestStats())
+        lambda: Snapshot(
+            endpoints=(stats,), sessions_bound=sessions, drained=drained, ingest=ingest or IngestStats()
+        )
     )
     if prompts:
         decided = Decision("a", Reason.HOST)
@@ -52,7 +54,7 @@ def sharing(*, routed: int, others: int) -> str:
     """Return the page of a gateway that shares its state with another one."""
     metrics = Metrics(CollectorRegistry(), lambda: 0.0)
     shared = SharedStats("redis://state", connected=True, peers=1, sessions=others)
-    metrics.mirror(lambda: Snapshot((), sessions_bound=routed, shared=shared))
+    metrics.mirror(lambda: Snapshot(endpoints=(), sessions_bound=routed, shared=shared))
     return generate_latest(metrics.registry).decode()
 
 
@@ -63,31 +65,33 @@ def sharing(*, routed: int, others: int) -> str:
         pytest.param(["", ""], None, id="none answers"),
         pytest.param(
             ["perilune_sessions_bound NaN\nperilune_cache_hit_ratio x\n"],
-            GatewayStats(0, None),
+            GatewayStats(sessions=0, hit_ratio=None),
             id="no numbers",
         ),
-        pytest.param([page(sessions=3)], GatewayStats(3, None), id="no prompt yet"),
+        pytest.param([page(sessions=3)], GatewayStats(sessions=3, hit_ratio=None), id="no prompt yet"),
         pytest.param(
-            [page(sessions=3, prompts=True), "", page(sessions=4)], GatewayStats(7, 0.8), id="all that answer"
+            [page(sessions=3, prompts=True), "", page(sessions=4)],
+            GatewayStats(sessions=7, hit_ratio=0.8),
+            id="all that answer",
         ),
         pytest.param(
             [sharing(routed=3, others=2), "", sharing(routed=4, others=1)],
-            GatewayStats(5, None),
+            GatewayStats(sessions=5, hit_ratio=None),
             id="gateways that share their sessions count each once",
         ),
         pytest.param(
             [page(sessions=3), page(sessions=1, ingest=IngestStats(0.6, 0.0))],
-            GatewayStats(4, None, behind=frozenset({"g1"})),
+            GatewayStats(sessions=4, hit_ratio=None, behind=frozenset({"g1"})),
             id="KV events take more than half of a gateway",
         ),
         pytest.param(
             [page(sessions=3, ingest=IngestStats(0.4, 2.5))],
-            GatewayStats(3, None, behind=frozenset({"g0"})),
+            GatewayStats(sessions=3, hit_ratio=None, behind=frozenset({"g0"})),
             id="KV events are late",
         ),
         pytest.param(
             [page(sessions=3, ingest=IngestStats(0.9, 9.0, catching_up=1))],
-            GatewayStats(3, None),
+            GatewayStats(sessions=3, hit_ratio=None),
             id="a gateway that has just started catches up",
         ),
     ],
@@ -102,9 +106,13 @@ def test_of_a_gateway_with_several_pools_each_pool_reads_its_own_series() -> Non
     merged = MergedMetrics()
     for pool, sessions, engine in (("a", 3, "e1"), ("b", 4, "e2")):
         metrics = Metrics(CollectorRegistry(), lambda: 0.0)
-        stats = EndpointStats(Endpoint(f"10.0.0.{sessions}:8000"), Load(sessions=sessions, kv_usage=0.5))
+        stats = EndpointStats(
+            endpoint=Endpoint(address=f"10.0.0.{sessions}:8000"), load=Load(sessions=sessions, kv_usage=0.5)
+        )
         metrics.mirror(
-            lambda stats=stats, n=sessions, e=engine: Snapshot((stats,), sessions_bound=n, drained={e: "m"})
+            lambda stats=stats, n=sessions, e=engine: Snapshot(
+                endpoints=(stats,), sessions_bound=n, drained={e: "m"}
+            )
         )
         for family in metrics.registry.collect():
             merged.add(family, pool)
@@ -166,10 +174,10 @@ def test_a_metric_to_scale_by_does_not_grow_with_the_gateways(gateways: int, *, 
     total = 0.0
     for _ in range(gateways):
         known_s = 12.0 if shared else 12.0 / gateways
-        stats = EndpointStats(Endpoint("a"), Load(pending_prefill_s=known_s))
+        stats = EndpointStats(endpoint=Endpoint(address="a"), load=Load(pending_prefill_s=known_s))
         state = SharedStats("redis://state", connected=True, peers=gateways - 1) if shared else None
         metrics = Metrics(CollectorRegistry(), lambda: 0.0)
-        metrics.mirror(lambda stats=stats, state=state: Snapshot((stats,), shared=state))
+        metrics.mirror(lambda stats=stats, state=state: Snapshot(endpoints=(stats,), shared=state))
         total += metrics.registry.get_sample_value(Scaling(1, 2).metric) or 0.0
     assert total == pytest.approx(12.0)
 
@@ -280,8 +288,10 @@ def test_the_work_of_all_endpoints_is_read_from_the_gateways_pages() -> None:
     def one(host: str, rank: str, queue_s: float, kv: float, sessions: int, hits: float = 0.0) -> str:
         load = Load(pending_prefill_s=queue_s, kv_usage=kv, sessions=sessions)
         metrics = Metrics(CollectorRegistry(), lambda: 0.0)
-        stats = EndpointStats(Endpoint(f"{host}:8000{rank}"), load, recent_hits_tokens=hits)
-        metrics.mirror(lambda: Snapshot((stats,)))
+        stats = EndpointStats(
+            endpoint=Endpoint(address=f"{host}:8000{rank}"), load=load, recent_hits_tokens=hits
+        )
+        metrics.mirror(lambda: Snapshot(endpoints=(stats,)))
         return generate_latest(metrics.registry).decode()
 
     told = gateway_stats(

@@ -29,7 +29,12 @@ Object = dict[str, Any]
 FOLDER = Path(__file__).parent / "golden"
 CASES = sorted(file.name.removesuffix(".in.yaml") for file in FOLDER.glob("*.in.yaml"))
 NOW = 1_760_000_000.0
-DEFAULTS = Defaults("perilune:test", "vllm:test", "mooncake:test", simulated_image="simulated:test")
+DEFAULTS = Defaults(
+    image="perilune:test",
+    engine_image="vllm:test",
+    master_image="mooncake:test",
+    simulated_image="simulated:test",
+)
 
 
 class Dumper(yaml.SafeDumper):
@@ -47,7 +52,16 @@ def load(name: str) -> tuple[Object, Observed]:
     children = {facts.key(o): o for o in given.get("children") or ()}
     kinds = frozenset(given.get("kinds") or ())
     others = {o["metadata"]["name"]: readers.other_pool(o) for o in given.get("others") or ()}
-    observed = Observed("uid-1", 1, body.get("status", {}), nodes, pods, children, kinds, others=others)
+    observed = Observed(
+        uid="uid-1",
+        generation=1,
+        status=body.get("status", {}),
+        nodes=nodes,
+        pods=pods,
+        children=children,
+        kinds=kinds,
+        others=others,
+    )
     return body, observed
 
 

@@ -26,7 +26,7 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def containers(spec: Object) -> dict[str, Object]:
-    observed = Observed("u", 1)
+    observed = Observed(uid="u", generation=1)
     objects = plan("p", "ns", convert(spec), observed, NOW, Defaults(ipv6=True)).objects or ()
     return {
         o["metadata"]["name"]: o["spec"]["template"]["spec"]["containers"][0]

@@ -17,7 +17,7 @@ BEFORE: Object = {
 
 
 def pod_of(spec: Object) -> Object:
-    plan = made(spec, Observed("uid", 1))
+    plan = made(spec, Observed(uid="uid", generation=1))
     (engine,) = [
         o for o in plan.objects or () if o["metadata"]["name"] == "p-engine" and "template" in o["spec"]
     ]

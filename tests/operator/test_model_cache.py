@@ -33,7 +33,7 @@ def pod(cache: Object | None, **model: object) -> Object:
         "model": given,
         "engine": {"args": ["--revision=v2"], "env": [{"name": "HF_TOKEN", "value": "t"}]},
     }
-    objects = made(spec, Observed("u", 1)).objects or ()
+    objects = made(spec, Observed(uid="u", generation=1)).objects or ()
     (found,) = (o for o in objects if (o["kind"], o["metadata"]["name"]) == ("Deployment", "p-engine"))
     template: Object = found["spec"]["template"]["spec"]
     return template

@@ -35,7 +35,9 @@ def objects(gateway: str, mode: str) -> tuple[Object, ...]:
         "mooncake": {"store": {"enabled": True}},
         "gateway": {"mode": mode, "parent": {"name": gateway}, "minReplicas": 1, "maxReplicas": 2},
     }
-    made = plan(POOL, "n" * 63, convert(spec), Observed("u", 1, kinds=KNOWN), 0.0, Defaults()).objects
+    made = plan(
+        POOL, "n" * 63, convert(spec), Observed(uid="u", generation=1, kinds=KNOWN), 0.0, Defaults()
+    ).objects
     assert made is not None
     return made
 

@@ -70,7 +70,7 @@ def matches(peer: Object, namespace: str, labels: Mapping[str, str]) -> bool:
 def callers(gateway: Object, kinds: list[str], component: str, port: int) -> set[str]:
     """Return the pods of PODS that may connect to a port of a component."""
     spec = convert({"model": {"name": "m"}, "gateway": gateway})
-    made = plan("p", "ns", spec, Observed("u", 1, kinds=frozenset(kinds)), 0.0, Defaults())
+    made = plan("p", "ns", spec, Observed(uid="u", generation=1, kinds=frozenset(kinds)), 0.0, Defaults())
     (policy,) = (
         o
         for o in made.objects or ()
@@ -91,7 +91,9 @@ def callers(gateway: Object, kinds: list[str], component: str, port: int) -> set
 def test_nobody_outside_of_the_pool_reaches_the_stores_master() -> None:
     """Its HTTP port has metrics, and requests that empty the store."""
     spec = convert({"model": {"name": "m"}, "mooncake": {"store": {"enabled": True}}, "gateway": ATTACHED})
-    made = plan("p", "ns", spec, Observed("u", 1, kinds=frozenset(ENVOY_GATEWAY)), 0.0, Defaults())
+    made = plan(
+        "p", "ns", spec, Observed(uid="u", generation=1, kinds=frozenset(ENVOY_GATEWAY)), 0.0, Defaults()
+    )
     (policy,) = [
         o for o in made.objects or () if o["metadata"]["name"] == "p-master" and "ingress" in o["spec"]
     ]
@@ -170,7 +172,9 @@ def test_envoys_in_a_namespace_of_another_name_are_those_of_the_settings() -> No
     """The chart's envoyNamespaces."""
     spec = convert({"model": {"name": "m"}, "gateway": ATTACHED})
     settings = Defaults(envoy_namespaces=("edge-system",))
-    made = plan("p", "ns", spec, Observed("u", 1, kinds=frozenset(ENVOY_GATEWAY)), 0.0, settings)
+    made = plan(
+        "p", "ns", spec, Observed(uid="u", generation=1, kinds=frozenset(ENVOY_GATEWAY)), 0.0, settings
+    )
     policies = [o for o in made.objects or () if o["kind"] == "NetworkPolicy"]
     assert "edge-system" in str(policies)
     assert "envoy-gateway-system" not in str(policies)

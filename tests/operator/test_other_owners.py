@@ -39,7 +39,9 @@ def objects(
     spec: Object = {"model": {"name": "m"}, "gateway": {"parent": {"name": "g"}, **gateway}}
     if limits:
         spec["routing"] = {"limits": limits}
-    observed = Observed("u", 1, kinds=kinds, children={key(child): child for child in children})
+    observed = Observed(
+        uid="u", generation=1, kinds=kinds, children={key(child): child for child in children}
+    )
     return {(o["kind"], o["metadata"]["name"]): o for o in made(spec, observed).objects or ()}
 
 
@@ -94,7 +96,9 @@ def test_the_status_tells_who_has_to_remove_the_header(
         for kind in ("HTTPRoute", "BackendTrafficPolicy", "EnvoyExtensionPolicy")
     ]
     spec = {"model": {"name": "m"}, "gateway": {"parent": {"name": "g"}, **gateway}}
-    observed = Observed("u", 1, kinds=KINDS, children={key(child): child for child in (*there, *done)})
+    observed = Observed(
+        uid="u", generation=1, kinds=KINDS, children={key(child): child for child in (*there, *done)}
+    )
     (route,) = (c for c in made(spec, observed).status.conditions if c.type == "RouteProgrammed")
     assert route.status == "True"
     if said:

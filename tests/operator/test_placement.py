@@ -156,7 +156,7 @@ class Racks:
             "topology": {"placement": wanted},
             **spec,
         }
-        seen = Observed("uid-1", 1, nodes=tuple(readers.node(n) for n in self.nodes))
+        seen = Observed(uid="uid-1", generation=1, nodes=tuple(readers.node(n) for n in self.nodes))
         return plan("p", self.namespace, convert(body), seen, 1.0, Defaults())
 
     async def place(self, made: Plan) -> None:
@@ -288,7 +288,9 @@ def test_pods_of_a_leader_worker_set_spread_by_a_label_that_they_have() -> None:
         ),
     ):
         spec = convert({"model": {"name": "m"}, "engine": engine, **spread})
-        observed = Observed("u", 1, kinds=frozenset({"leaderworkerset.x-k8s.io/LeaderWorkerSet"}))
+        observed = Observed(
+            uid="u", generation=1, kinds=frozenset({"leaderworkerset.x-k8s.io/LeaderWorkerSet"})
+        )
         objects = plan("p", "ns", spec, observed, 0.0, Defaults()).objects or ()
         (workload,) = [o for o in objects if (o["kind"], o["metadata"]["name"]) == (kind, "p-engine")]
         keys = re.findall(r"'matchLabelKeys': \['([^']+)'\]", str(workload))

@@ -51,15 +51,27 @@ NODES = st.lists(
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(SPECS, KINDS, NODES)
 def test_planning_its_own_result_changes_nothing(spec: Object, kinds: frozenset[str], nodes: Any) -> None:
-    first = made(spec, Observed("u", 1, nodes=nodes, kinds=kinds))
+    first = made(spec, Observed(uid="u", generation=1, nodes=nodes, kinds=kinds))
     assert first.objects is not None
     stored = json.loads(msgspec.json.encode(first.status))
     children = {facts.key(o): o for o in first.objects}
-    second = made(spec, Observed("u", 1, stored, nodes, children=children, kinds=kinds), NOW + 60)
+    second = made(
+        spec,
+        Observed(uid="u", generation=1, status=stored, nodes=nodes, children=children, kinds=kinds),
+        NOW + 60,
+    )
     assert second.objects == first.objects
     third = made(
         spec,
-        Observed("u", 1, json.loads(msgspec.json.encode(second.status)), nodes, (), children, kinds),
+        Observed(
+            uid="u",
+            generation=1,
+            status=json.loads(msgspec.json.encode(second.status)),
+            nodes=nodes,
+            pods=(),
+            children=children,
+            kinds=kinds,
+        ),
         NOW + 120,
     )
     assert third == second
@@ -68,7 +80,7 @@ def test_planning_its_own_result_changes_nothing(spec: Object, kinds: frozenset[
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(SPECS, KINDS, NODES)
 def test_every_object_is_whole(spec: Object, kinds: frozenset[str], nodes: Any) -> None:
-    objects = made(spec, Observed("u", 1, nodes=nodes, kinds=kinds)).objects or ()
+    objects = made(spec, Observed(uid="u", generation=1, nodes=nodes, kinds=kinds)).objects or ()
     keys = [facts.key(o) for o in objects]
     assert len(keys) == len(set(keys))
     for obj in objects:
@@ -89,7 +101,7 @@ def test_every_object_is_whole(spec: Object, kinds: frozenset[str], nodes: Any) 
 @settings(deadline=None, derandomize=True, max_examples=30)
 @given(SPECS, NODES)
 def test_the_gateways_document_can_be_read_back(spec: Object, nodes: Any) -> None:
-    objects = made(spec, Observed("u", 1, nodes=nodes)).objects or ()
+    objects = made(spec, Observed(uid="u", generation=1, nodes=nodes)).objects or ()
     (found,) = (o for o in objects if o["kind"] == "ConfigMap" and o["metadata"]["name"] == "p-gateway")
     document = parse(found["data"][names.POOL_DOCUMENT])
     assert document.spec.model.name == "m"
@@ -99,7 +111,9 @@ def test_the_gateways_document_can_be_read_back(spec: Object, nodes: Any) -> Non
 
 
 def test_a_refused_spec_plans_no_objects() -> None:
-    refused = plan("p", "ns", SpecError("why - at `$.spec.x`"), Observed("u", 2), NOW, Defaults())
+    refused = plan(
+        "p", "ns", SpecError("why - at `$.spec.x`"), Observed(uid="u", generation=2), NOW, Defaults()
+    )
     assert refused.objects is None
     words = "why - at `$.spec.x`"
     assert [(c.type.value, c.status, c.message) for c in refused.status.conditions] == [
@@ -116,7 +130,7 @@ def test_the_gateway_takes_the_arguments_that_are_rendered_for_it() -> None:
     tracing = {"endpoint": "http://[fd00::1]:4318", "share": 0.25}
     given = {"args": ["--transport=grpc", "--decision-log=/data/d"], "state": state, "tracing": tracing}
     spec = {"model": {"name": "m"}, "gateway": given}
-    objects = made(spec, Observed("u", 1)).objects or ()
+    objects = made(spec, Observed(uid="u", generation=1)).objects or ()
     (pod,) = (
         o["spec"]["template"]["spec"]
         for o in objects
@@ -134,7 +148,7 @@ def test_the_gateway_takes_the_arguments_that_are_rendered_for_it() -> None:
 
 def test_gateways_read_the_key_of_engines_where_the_operator_writes_it() -> None:
     spec = {"model": {"name": "m"}, "engine": {"apiKey": {"secret": "s"}}}
-    objects = made(spec, Observed("u", 1)).objects or ()
+    objects = made(spec, Observed(uid="u", generation=1)).objects or ()
     (gateway,) = (
         o["spec"]["template"]["spec"]["containers"][0]
         for o in objects
@@ -166,7 +180,9 @@ OWN = {"server": "redis://mine:6379"}
     ],
 )
 def test_which_server_gateways_share_their_state_through(gateway: Object, server: str | None) -> None:
-    objects = made({"model": {"name": "m"}, "gateway": gateway}, Observed("u", 1)).objects or ()
+    objects = (
+        made({"model": {"name": "m"}, "gateway": gateway}, Observed(uid="u", generation=1)).objects or ()
+    )
     deployments = {o["metadata"]["name"]: o for o in objects if o["kind"] == "Deployment"}
     (container,) = deployments["p-gateway"]["spec"]["template"]["spec"]["containers"]
     named = [arg.partition("=")[2] for arg in container["args"] if arg.startswith("--state-server=")]
@@ -178,7 +194,12 @@ def test_which_server_gateways_share_their_state_through(gateway: Object, server
 
 def test_gateways_know_the_password_of_the_operators_server_and_other_pools_have_another() -> None:
     def passwords(uid: str) -> dict[str, Any]:
-        objects = made({"model": {"name": "m"}, "gateway": {"replicas": 2}}, Observed(uid, 1)).objects or ()
+        objects = (
+            made(
+                {"model": {"name": "m"}, "gateway": {"replicas": 2}}, Observed(uid=uid, generation=1)
+            ).objects
+            or ()
+        )
         deployments = [o for o in objects if o["metadata"]["name"] in ("p-gateway", "p-state")]
         containers = {
             o["metadata"]["name"]: o["spec"]["template"]["spec"]["containers"][0]
@@ -208,7 +229,10 @@ def test_gateways_know_the_password_of_the_operators_server_and_other_pools_have
     ],
 )
 def test_kubelets_ask_a_gateway_that_does_tls_by_its_admin_server(args: list[str], probe: Object) -> None:
-    objects = made({"model": {"name": "m"}, "gateway": {"args": args}}, Observed("u", 1)).objects or ()
+    objects = (
+        made({"model": {"name": "m"}, "gateway": {"args": args}}, Observed(uid="u", generation=1)).objects
+        or ()
+    )
     (pod,) = (
         o["spec"]["template"]["spec"]
         for o in objects
@@ -220,7 +244,7 @@ def test_kubelets_ask_a_gateway_that_does_tls_by_its_admin_server(args: list[str
 
 def test_an_issuer_without_cert_manager_is_refused() -> None:
     spec = {"model": {"name": "m"}, "gateway": {"tls": {"issuer": "ca"}}}
-    planned = made(spec, Observed("u", 1))
+    planned = made(spec, Observed(uid="u", generation=1))
     assert planned.objects is None
     words = "The cluster has no cert-manager: install it, or give a Secret"
     assert planned.status.conditions[0].message == f"{words} - at `$.spec.gateway.tls.issuer`"
@@ -253,13 +277,24 @@ def test_engines_of_an_earlier_spec_serve_until_there_are_others(
     kinds = frozenset({LWS})
     children = {
         facts.key(o): o
-        for o in made({"model": {"name": "m"}} | before, Observed("u", 1, kinds=kinds)).objects or ()
+        for o in made({"model": {"name": "m"}} | before, Observed(uid="u", generation=1, kinds=kinds)).objects
+        or ()
     }
     pods = tuple(
-        PodFacts(f"{role}{group}", "engine", role, "n", True, False, group=group) for role, group in serving
+        PodFacts(
+            name=f"{role}{group}",
+            component="engine",
+            role=role,
+            node="n",
+            ready=True,
+            terminating=False,
+            group=group,
+        )
+        for role, group in serving
     )
     planned = made(
-        {"model": {"name": "m"}} | after, Observed("u", 1, pods=pods, children=children, kinds=kinds)
+        {"model": {"name": "m"}} | after,
+        Observed(uid="u", generation=1, pods=pods, children=children, kinds=kinds),
     )
     assert sorted(k.name for k in planned.kept) == kept
     progress = {c.type: c for c in planned.status.conditions}["Reconciling"]
@@ -272,13 +307,13 @@ def former(*, since: float | None = None, answered: bool = False, leaving: bool 
         datetime.fromtimestamp(NOW - since, UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if since is not None else ""
     )
     return PodFacts(
-        "old",
-        "engine",
-        "both",
-        "n",
-        True,
-        leaving,
-        "uid",
+        name="old",
+        component="engine",
+        role="both",
+        node="n",
+        ready=True,
+        terminating=leaving,
+        uid="uid",
         draining=stamp,
         drained_by=frozenset({"gw"} if answered else ()),
         chosen=since is not None,
@@ -321,13 +356,25 @@ def former(*, since: float | None = None, answered: bool = False, leaving: bool 
 def test_engines_of_another_number_of_nodes_let_their_sessions_leave(
     old: PodFacts, serving: int, kept: bool, marked: list[Object], draining: str
 ) -> None:
-    children = {facts.key(o): o for o in made({"model": {"name": "m"}}, Observed("u", 1)).objects or ()}
+    children = {
+        facts.key(o): o for o in made({"model": {"name": "m"}}, Observed(uid="u", generation=1)).objects or ()
+    }
     pods = [
-        PodFacts(f"new{n}", "engine", "both", "n", True, False, f"new{n}", group=n) for n in range(serving)
+        PodFacts(
+            name=f"new{n}",
+            component="engine",
+            role="both",
+            node="n",
+            ready=True,
+            terminating=False,
+            uid=f"new{n}",
+            group=n,
+        )
+        for n in range(serving)
     ]
-    gateway = PodFacts("gw", "gateway", "", "n", True, False)
+    gateway = PodFacts(name="gw", component="gateway", role="", node="n", ready=True, terminating=False)
     kinds = frozenset({LWS})
-    seen = Observed("u", 1, pods=(old, gateway, *pods), children=children, kinds=kinds)
+    seen = Observed(uid="u", generation=1, pods=(old, gateway, *pods), children=children, kinds=kinds)
     planned = made(SPANS, seen)
     assert [k.name for k in planned.kept] == (["p-engine"] if kept else [])
     assert [dict(mark.annotations) for mark in planned.marks if mark.pod == "old"] == marked
@@ -344,7 +391,16 @@ def test_engines_of_another_number_of_nodes_let_their_sessions_leave(
 
 def test_an_endpoint_leaves_with_the_first_of_its_nodes() -> None:
     def pod(name: str, component: str, group: int, node: str) -> PodFacts:
-        return PodFacts(name, component, "both", node, True, False, name, group=group)
+        return PodFacts(
+            name=name,
+            component=component,
+            role="both",
+            node=node,
+            ready=True,
+            terminating=False,
+            uid=name,
+            group=group,
+        )
 
     pods = tuple(
         pod(f"p-engine-{group}{worker}", f"engine{'-worker' if worker else ''}", group, f"n{group}{worker}")
@@ -352,7 +408,7 @@ def test_an_endpoint_leaves_with_the_first_of_its_nodes() -> None:
         for worker in ("", "-1")
     )
     nodes = tuple(NodeFacts(p.node, {}, 8, leaving=p.name == "p-engine-0-1") for p in pods)
-    seen = Observed("u", 1, nodes=nodes, pods=pods, kinds=frozenset({LWS}))
+    seen = Observed(uid="u", generation=1, nodes=nodes, pods=pods, kinds=frozenset({LWS}))
     marks = made(SPANS | {"replicas": 2}, seen).marks
     assert [(mark.pod, list(mark.annotations)) for mark in marks] == [("p-engine-0", [names.DRAINING])]
 
@@ -362,7 +418,7 @@ def test_monitors_bear_the_labels_that_a_prometheus_goes_by() -> None:
     kinds = frozenset({full_name("PodMonitor"), full_name("ServiceMonitor")})
     defaults = Defaults(monitor_labels={"release": "kps", names.POOL_LABEL: "other"})
     spec = convert({"model": {"name": "m"}, "mooncake": {"store": {"enabled": True}}})
-    objects = plan("p", "ns", spec, Observed("u", 1, kinds=kinds), NOW, defaults).objects or ()
+    objects = plan("p", "ns", spec, Observed(uid="u", generation=1, kinds=kinds), NOW, defaults).objects or ()
     monitors = {o["metadata"]["name"]: o for o in objects if o["kind"].endswith("Monitor")}
     assert sorted(monitors) == ["p-engine", "p-gateway"], "the master's port has more than metrics"
     for monitor in monitors.values():
@@ -389,14 +445,18 @@ def test_envoy_gateway_judges_a_policy_again_whose_report_has_become_wrong(
 ) -> None:
     spec = {"model": {"name": "m"}, "gateway": {"parent": {"name": "g"}}}
     kinds = frozenset(full_name(kind) for kind in ("HTTPRoute", "EnvoyExtensionPolicy"))
-    pods = (PodFacts("p-gateway-1", "gateway", "", "n", ready=ready, terminating=False),)
+    pods = (
+        PodFacts(name="p-gateway-1", component="gateway", role="", node="n", ready=ready, terminating=False),
+    )
     said = {"type": "Accepted", "status": "False", "reason": "Invalid", "message": message}
     since = timestamps.timestamp(NOW - for_s)
     where = facts.Key("EnvoyExtensionPolicy", "ns", "p")
 
     def policy(*conditions: Object) -> Object:
         judged = {"kind": where.kind, "status": {"ancestors": [{"conditions": list(conditions)}]}}
-        planned = made(spec, Observed("u", 1, pods=pods, children={where: judged}, kinds=kinds)).objects
+        planned = made(
+            spec, Observed(uid="u", generation=1, pods=pods, children={where: judged}, kinds=kinds)
+        ).objects
         return next(o["spec"] for o in planned or () if o["kind"] == where.kind)
 
     accepted = policy({"type": "Accepted", "status": "True", "lastTransitionTime": since})
@@ -418,7 +478,7 @@ def test_uid_and_groups_can_be_left_to_the_platform() -> None:
     ours, theirs = Defaults(), Defaults(platform_user=True)
     assert ours.revision != theirs.revision
     for defaults, user in ((ours, 65_532), (theirs, None)):
-        objects = plan("p", "ns", convert(spec), Observed("u", 1), NOW, defaults).objects or ()
+        objects = plan("p", "ns", convert(spec), Observed(uid="u", generation=1), NOW, defaults).objects or ()
         pods = [o["spec"]["template"]["spec"] for o in objects if o["kind"] == "Deployment"]
         assert len(pods) == 4
         for context in (pod["securityContext"] for pod in pods):

@@ -101,7 +101,9 @@ def test_mounts_are_told_by_their_paths() -> None:
     ],
 )
 def test_a_template_that_cannot_be_laid_over_ours_is_refused(over: Object, words: str) -> None:
-    refused = made({"model": {"name": "m"}, "gateway": {"podTemplate": over}}, Observed("u", 1))
+    refused = made(
+        {"model": {"name": "m"}, "gateway": {"podTemplate": over}}, Observed(uid="u", generation=1)
+    )
     assert refused.objects is None
     (told,) = [c for c in refused.status.conditions if c.type is Condition.ACCEPTED]
     assert (told.status, told.message) == ("False", words)

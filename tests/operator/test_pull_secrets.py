@@ -16,7 +16,14 @@ LWS = frozenset({"leaderworkerset.x-k8s.io/LeaderWorkerSet"})
 
 def pods(spec: dict[str, Any], ours: list[str]) -> dict[str, dict[str, Any]]:
     given = {"model": {"name": "m"}, "mooncake": {"store": {"enabled": True}}, **spec}
-    made = plan("p", "ns", convert(given), Observed("u", 1, kinds=LWS), 0.0, Defaults(pull_secrets=ours))
+    made = plan(
+        "p",
+        "ns",
+        convert(given),
+        Observed(uid="u", generation=1, kinds=LWS),
+        0.0,
+        Defaults(pull_secrets=ours),
+    )
     found = {}
     for obj in made.objects or ():
         if obj["kind"] == "Deployment":

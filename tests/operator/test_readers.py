@@ -63,7 +63,10 @@ def test_what_a_pod_carries(annotations: Object, draining: str, chosen: bool) ->
 )
 def test_which_gateways_have_answered_a_mark(mark: str, words: set[Drained], answered: set[str]) -> None:
     given = {"metadata": {"name": "p", "annotations": {"perilune.dev/draining": mark}}}
-    assert readers.pod(given, GatewayStats(0, None, frozenset(words))).drained_by == answered
+    assert (
+        readers.pod(given, GatewayStats(sessions=0, hit_ratio=None, drained=frozenset(words))).drained_by
+        == answered
+    )
 
 
 @pytest.mark.parametrize(

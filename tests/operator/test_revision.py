@@ -19,7 +19,7 @@ STORE: Object = {"mooncake": {"store": {"enabled": True}}}
 
 
 def planned(defaults: Defaults, children: dict[Key, Object], *, is_turn: bool = True, **spec: Any) -> Plan:
-    observed = Observed("u", 1, children=children, is_turn=is_turn)
+    observed = Observed(uid="u", generation=1, children=children, is_turn=is_turn)
     return plan("p", "ns", convert({"model": {"name": "m"}, **spec}), observed, NOW, defaults)
 
 
@@ -96,8 +96,8 @@ def test_what_is_not_a_pod_follows_at_once() -> None:
     read."""
     kinds = frozenset({"monitoring.coreos.com/PodMonitor"})
     spec = convert({"model": {"name": "m"}})
-    before = stored(plan("p", "ns", spec, Observed("u", 1, kinds=kinds), NOW, OLD))
-    observed = Observed("u", 1, children=before, kinds=kinds)
+    before = stored(plan("p", "ns", spec, Observed(uid="u", generation=1, kinds=kinds), NOW, OLD))
+    observed = Observed(uid="u", generation=1, children=before, kinds=kinds)
     after = plan("p", "ns", spec, observed, NOW, replace(NEW, monitor_labels={"release": "r"}))
     monitor = stored(after)[Key("PodMonitor", "ns", "p-engine")]
     assert monitor["metadata"]["labels"]["release"] == "r"
@@ -117,7 +117,7 @@ def test_a_pool_whose_memory_is_lost_is_rendered_anew() -> None:
 def test_an_endpoint_that_comes_to_span_nodes_is_rendered_anew() -> None:
     lws = frozenset({"leaderworkerset.x-k8s.io/LeaderWorkerSet"})
     before = planned(OLD, {})
-    observed = Observed("u", 1, children=stored(before), kinds=lws)
+    observed = Observed(uid="u", generation=1, children=stored(before), kinds=lws)
     spec = convert({"model": {"name": "m"}, "engine": {"tensorParallel": 16}})
     after = stored(plan("p", "ns", spec, observed, NOW, NEW))
     (group,) = [o for k, o in after.items() if k.kind == "LeaderWorkerSet"]

@@ -31,7 +31,16 @@ def pods(serving: int = 3, prefilling: int = 1) -> list[PodFacts]:
 def pod(name: str, duty: str, sessions: int = 0) -> PodFacts:
     component = "engine" if duty == "serve" else "prefill"
     return PodFacts(
-        name, component, "both", "n", True, False, f"uid-{name}", duty=duty, labelled=True, sessions=sessions
+        name=name,
+        component=component,
+        role="both",
+        node="n",
+        ready=True,
+        terminating=False,
+        uid=f"uid-{name}",
+        duty=duty,
+        labelled=True,
+        sessions=sessions,
     )
 
 
@@ -40,14 +49,14 @@ def over(seconds: int, queue_s: float = 0.0, kv: float = 0.0) -> Demands:
     serve."""
     times = [NOW - ago for ago in range(seconds, -1, -5)]
     return {
-        "prefill": [Demand(at, queue_s, 0.0) for at in times],
-        "serve": [Demand(at, 0.0, kv) for at in times],
+        "prefill": [Demand(at=at, queue_s=queue_s, kv_in_use=0.0) for at in times],
+        "serve": [Demand(at=at, queue_s=0.0, kv_in_use=kv) for at in times],
     }
 
 
 def ending(demands: Demands) -> Demands:
     """Return the same readings, and an idle one in the place of the last."""
-    return {duty: [*read[:-1], Demand(NOW, 0.0, 0.0)] for duty, read in demands.items()}
+    return {duty: [*read[:-1], Demand(at=NOW, queue_s=0.0, kv_in_use=0.0)] for duty, read in demands.items()}
 
 
 def switch(
@@ -171,8 +180,8 @@ def test_the_load_decides_again_and_again_without_flapping() -> None:
     for prefill_s, kv in [(3.5, 0.3)] * 40 + [(0.1, 1.9)] * 40:
         for noise in (0.95, 1.05):
             at += 5.0
-            queued.append(Demand(at, prefill_s * noise, 0.0))
-            used.append(Demand(at, 0.0, kv * noise))
+            queued.append(Demand(at=at, queue_s=prefill_s * noise, kv_in_use=0.0))
+            used.append(Demand(at=at, queue_s=0.0, kv_in_use=kv * noise))
             made = roles.switch(SPEC, engines, {"prefill": queued, "serve": used}, GATEWAYS, 0.0, at)
             if made.waiting:
                 (name,) = made.waiting

@@ -16,7 +16,9 @@ SUPERSEDED = "perilune.dev/superseded"
 
 def pod(name: str, **facts: Any) -> PodFacts:
     shown: Object = {"ready": True, "node": f"n-{name}", "uid": f"uid-{name}", "created": SINCE} | facts
-    return replace(PodFacts(name, "engine", "both", "", True, False), **shown)
+    return replace(
+        PodFacts(name=name, component="engine", role="both", node="", ready=True, terminating=False), **shown
+    )
 
 
 def going(name: str, since: str = EARLIER, **facts: Any) -> PodFacts:
@@ -50,7 +52,7 @@ GO = {DRAINING: SINCE, COST: "-1"}
 
 
 def test_no_engine_is_marked_while_their_number_is_as_wanted() -> None:
-    assert of(pod("a"), pod("b"), wanted=2) == Drain(2)
+    assert of(pod("a"), pod("b"), wanted=2) == Drain(replicas=2)
 
 
 def test_who_is_to_go_is_marked_and_kept() -> None:
@@ -132,17 +134,17 @@ def test_a_shrunk_workload_does_not_grow_again_while_the_chosen_are_still_there(
 
 def test_a_rollout_follows_the_spec_at_once() -> None:
     rolling = workload(3, updatedReplicas=1, replicas=4)
-    assert of(pod("a"), pod("b"), pod("c"), pod("d"), wanted=2, live=rolling) == Drain(2)
+    assert of(pod("a"), pod("b"), pod("c"), pod("d"), wanted=2, live=rolling) == Drain(replicas=2)
 
 
 def test_a_surge_is_no_scale_down() -> None:
     """Pods and workload are seen by two watches: one may be ahead."""
-    assert of(pod("a"), pod("b"), pod("c"), wanted=2, live=workload(2)) == Drain(2)
+    assert of(pod("a"), pod("b"), pod("c"), wanted=2, live=workload(2)) == Drain(replicas=2)
 
 
 def test_what_was_never_made_need_not_be_waited_for() -> None:
-    assert of(pod("a"), wanted=1, live=workload(4)) == Drain(1)
-    assert drain([], 2, None, frozenset(), frozenset(), 30.0, NOW) == Drain(2)
+    assert of(pod("a"), wanted=1, live=workload(4)) == Drain(replicas=1)
+    assert drain([], 2, None, frozenset(), frozenset(), 30.0, NOW) == Drain(replicas=2)
 
 
 def test_engines_on_a_node_that_is_emptied_take_no_new_sessions() -> None:
@@ -161,7 +163,7 @@ def test_engines_on_a_node_that_is_emptied_take_no_new_sessions() -> None:
     ],
 )
 def test_somebody_has_to_take_new_sessions(a: PodFacts) -> None:
-    assert of(a, pod("b", node="gone"), wanted=2, leaving="gone") == Drain(2)
+    assert of(a, pod("b", node="gone"), wanted=2, leaving="gone") == Drain(replicas=2)
 
 
 def test_a_users_own_mark_stays_unless_the_engine_goes() -> None:

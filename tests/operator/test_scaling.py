@@ -43,7 +43,7 @@ HOUR = 720
 
 def over(seconds: int, queue_s: float = 0.0, kv: float = 0.0) -> list[Demand]:
     """Return a reading every 5 s, up to now."""
-    return [Demand(NOW - ago, queue_s, kv) for ago in range(seconds, -1, -5)]
+    return [Demand(at=NOW - ago, queue_s=queue_s, kv_in_use=kv) for ago in range(seconds, -1, -5)]
 
 
 def answering(
@@ -51,7 +51,14 @@ def answering(
 ) -> list[Demand]:
     """Return a reading every 5 s, each of some requests, some of them late."""
     return [
-        Demand(NOW - ago, queue_s, kv, first_tokens=of, in_time=of - late, prefilling=prefilling)
+        Demand(
+            at=NOW - ago,
+            queue_s=queue_s,
+            kv_in_use=kv,
+            first_tokens=of,
+            in_time=of - late,
+            prefilling=prefilling,
+        )
         for ago in range(seconds, -1, -5)
     ]
 
@@ -75,20 +82,28 @@ def starting(demands: Sequence[Demand]) -> list[Demand]:
         pytest.param(
             QUEUE,
             3,
-            [Demand(NOW - 10, 10.0, 0.0), Demand(NOW - 5, 8.0, 0.0), Demand(NOW, 11.0, 0.0)],
+            [
+                Demand(at=NOW - 10, queue_s=10.0, kv_in_use=0.0),
+                Demand(at=NOW - 5, queue_s=8.0, kv_in_use=0.0),
+                Demand(at=NOW, queue_s=11.0, kv_in_use=0.0),
+            ],
             4,
             id="the least of them counts",
         ),
         pytest.param(QUEUE, 3, over(10, queue_s=1e6), 6, id="at most maxReplicas"),
         pytest.param(QUEUE, 2, over(10, queue_s=11.0), 4, id="at most twice as many"),
         pytest.param(
-            QUEUE, 3, [*over(10, queue_s=12.0)[:-1], Demand(NOW, 11.0, 0.0)], 3, id="a backlog that shrinks"
+            QUEUE,
+            3,
+            [*over(10, queue_s=12.0)[:-1], Demand(at=NOW, queue_s=11.0, kv_in_use=0.0)],
+            3,
+            id="a backlog that shrinks",
         ),
         pytest.param(QUEUE, 3, starting(over(20, queue_s=12.0)), 3, id="endpoints still start"),
         pytest.param(
             QUEUE,
             3,
-            [*starting(over(20, queue_s=12.0)[:-1]), Demand(NOW, 12.0, 0.0)],
+            [*starting(over(20, queue_s=12.0)[:-1]), Demand(at=NOW, queue_s=12.0, kv_in_use=0.0)],
             3,
             id="all have just started",
         ),
@@ -97,7 +112,11 @@ def starting(demands: Sequence[Demand]) -> list[Demand]:
         pytest.param(QUEUE, 5, over(60), 4, id="one leaves at a time"),
         pytest.param(QUEUE, 5, over(55), 5, id="idle, not for long enough"),
         pytest.param(
-            QUEUE, 5, [Demand(NOW - 60, 9.9, 0.0), *over(55)], 5, id="a burst within downSeconds keeps all"
+            QUEUE,
+            5,
+            [Demand(at=NOW - 60, queue_s=9.9, kv_in_use=0.0), *over(55)],
+            5,
+            id="a burst within downSeconds keeps all",
         ),
         pytest.param(QUEUE, 5, over(60, kv=3.7), 5, id="the KV in use would not fit"),
         pytest.param(QUEUE, 2, over(60), 2, id="at least minReplicas"),
@@ -119,7 +138,7 @@ def test_a_load_that_rises_and_falls_is_followed_without_flapping() -> None:
     for queue_s in [3.0] * 60 + [11.0] * 60 + [3.0] * 120:
         for noise in (0.9, 1.1):
             at += 5.0
-            demands.append(Demand(at, queue_s * noise, 1.0, wanted=now))
+            demands.append(Demand(at=at, queue_s=queue_s * noise, kv_in_use=1.0, wanted=now))
             wanted = replicas(QUEUE, now, demands, at)
             if wanted != now:
                 changes.append(wanted)
@@ -210,10 +229,10 @@ class SimulatedPool:
         self.first_tokens = [(at, in_time) for at, in_time in self.first_tokens if at > self.at]
         self.demands.append(
             Demand(
-                self.at,
-                sum(self.queues_s),
-                0.0,
-                len(self.ready_at),
+                at=self.at,
+                queue_s=sum(self.queues_s),
+                kv_in_use=0.0,
+                starting=len(self.ready_at),
                 first_tokens=len(come),
                 in_time=sum(come),
                 prefilling=sum(queue_s > 0.0 for queue_s in self.queues_s),
@@ -302,7 +321,7 @@ def test_a_constant_use_of_kv_changes_nothing() -> None:
     rng, at, now, demands, changes = Random(1), 0.0, 3, list[Demand](), list[int]()
     for _ in range(4 * HOUR):
         at += 5.0
-        demands.append(Demand(at, 0.0, 1.0 + rng.uniform(-0.08, 0.08), wanted=now))
+        demands.append(Demand(at=at, queue_s=0.0, kv_in_use=1.0 + rng.uniform(-0.08, 0.08), wanted=now))
         wanted = replicas(structs.replace(KV, up_seconds=0), now, demands[-HOUR:], at)
         if wanted != now:
             changes.append(wanted)
@@ -420,7 +439,11 @@ class SimulatedRoles:
 
     def look(self, duty: str, scaling: Scaling | PrefillScaling, queue_s: float, in_use: float) -> None:
         now = self.wanted[duty]
-        self.demands[duty].append(Demand(self.at, queue_s, in_use, len(self.ready_at[duty]), wanted=now))
+        self.demands[duty].append(
+            Demand(
+                at=self.at, queue_s=queue_s, kv_in_use=in_use, starting=len(self.ready_at[duty]), wanted=now
+            )
+        )
         wanted = replicas(scaling, now, self.demands[duty], self.at)
         if wanted == now:
             return
@@ -457,8 +480,8 @@ def planned(change: dict[str, Any], live: int | None, queue_s: float) -> Plan:
         "spec": {"replicas": live},
     }
     demands: Demands = {"prefill": of_a_pool_of(live or 2, over(60, queue_s=queue_s)), "serve": over(60)}
-    observed = Observed("u", 1, children={name: made} if live else {}, demands=demands)
-    return plan("p", "n", spec, observed, NOW, Defaults("g", "e", "m"))
+    observed = Observed(uid="u", generation=1, children={name: made} if live else {}, demands=demands)
+    return plan("p", "n", spec, observed, NOW, Defaults(image="g", engine_image="e", master_image="m"))
 
 
 @pytest.mark.parametrize(
@@ -523,7 +546,9 @@ def test_several_writers_of_replicas_are_a_condition(
     spec = convert({"model": {"name": "m"}, "replicas": 2, "engine": {"kind": "simulated"}, **scaling})
     children = {Key(o["kind"], "n", o["metadata"]["name"]): o for o in others}
     demands: Demands = {"serve": of_a_pool_of(2, over(60, queue_s=20.0))}
-    made = plan("p", "n", spec, Observed("u", 1, children=children, demands=demands), NOW, Defaults())
+    made = plan(
+        "p", "n", spec, Observed(uid="u", generation=1, children=children, demands=demands), NOW, Defaults()
+    )
     told = [c.message for c in made.status.conditions if c.type == "ReplicasContested"]
     assert [message.partition(" is set by ")[2].partition(". ")[0] for message in told] == (
         [writers] if writers else []
@@ -537,7 +562,7 @@ def test_who_writes_over_the_operators_number_is_a_writer(signal: str, *, contes
     scaling = {"scaling": {"signal": signal, "minReplicas": 1, "maxReplicas": 4, "upSeconds": 0}}
     spec = convert({"model": {"name": "m"}, "replicas": 2, **(scaling if signal else {})})
     demands: Demands = {"serve": of_a_pool_of(2, over(60, queue_s=20.0))}
-    observed = Observed("u", 1, demands=demands, overwritten_by="argocd")
+    observed = Observed(uid="u", generation=1, demands=demands, overwritten_by="argocd")
     made = plan("p", "n", spec, observed, NOW, Defaults())
     told = [c.message for c in made.status.conditions if c.type == "ReplicasContested"]
     assert ["spec.scaling, argocd (which writes spec.replicas)" in message for message in told] == (
@@ -564,7 +589,9 @@ def test_what_is_handed_over_to_an_autoscaler_is_not_what_the_operator_decides(
     name = Key("Deployment", "n", "p-engine")
     body = {"kind": "Deployment", "metadata": {"name": "p-engine", "namespace": "n"}}
     demands: Demands = {"serve": of_a_pool_of(replicas, over(60, queue_s=20.0))}
-    observed = Observed("u", 1, children={name: {**body, "spec": {"replicas": live}}}, demands=demands)
+    observed = Observed(
+        uid="u", generation=1, children={name: {**body, "spec": {"replicas": live}}}, demands=demands
+    )
     made = plan("p", "n", spec, observed, NOW, Defaults())
     assert (made.scale_to, made.handed_over) == (scale_to, handed_over)
 

@@ -51,7 +51,7 @@ class Pool:
                 replicas = child["spec"].get("replicas", 1)
                 new = replicas if rolled else 0
                 child["status"] = {"observedGeneration": 1, "replicas": replicas, "updatedReplicas": new}
-        observed = Observed("uid", 1, children=self.children)
+        observed = Observed(uid="uid", generation=1, children=self.children)
         self.made = plan("p", "ns", convert({**SPEC, **change}), observed, NOW, defaults)
         self.children = {key(obj): obj for obj in json.loads(json.dumps(self.made.objects))}
         for child in self.children.values():

@@ -78,7 +78,7 @@ def test_a_pool_of_its_own_engines_names_its_model() -> None:
 
 
 def test_an_implementation_of_the_extension_gets_the_owners_labels_and_port() -> None:
-    objects = made(at_port(9000), Observed("u", 1, kinds=EXTENSION)).objects or ()
+    objects = made(at_port(9000), Observed(uid="u", generation=1, kinds=EXTENSION)).objects or ()
     (extension,) = [o["spec"] for o in objects if o["kind"] == "InferencePool"]
     assert extension["selector"] == {"matchLabels": {"app": "vllm"}}
     assert extension["targetPorts"] == [{"number": 9000}]
@@ -87,7 +87,7 @@ def test_an_implementation_of_the_extension_gets_the_owners_labels_and_port() ->
 def test_several_ports_are_several_backends_of_one_service() -> None:
     pool = at_port(9000)
     pool["engine"]["selector"]["furtherPorts"] = [9001, "rank-2"]
-    objects = made(pool, Observed("u", 1, kinds=ENVOY)).objects or ()
+    objects = made(pool, Observed(uid="u", generation=1, kinds=ENVOY)).objects or ()
     (service,) = [o["spec"] for o in objects if (o["kind"], o["metadata"]["name"]) == ("Service", "p")]
     assert [(port["port"], port["targetPort"]) for port in service["ports"]] == [
         (8000, 9000),
@@ -101,13 +101,13 @@ def test_several_ports_are_several_backends_of_one_service() -> None:
 def test_the_extension_gets_all_ports() -> None:
     pool = at_port(9000)
     pool["engine"]["selector"]["furtherPorts"] = [9001]
-    objects = made(pool, Observed("u", 1, kinds=EXTENSION)).objects or ()
+    objects = made(pool, Observed(uid="u", generation=1, kinds=EXTENSION)).objects or ()
     (extension,) = [o["spec"] for o in objects if o["kind"] == "InferencePool"]
     assert extension["targetPorts"] == [{"number": 9000}, {"number": 9001}]
 
 
 def test_the_extension_needs_the_number_of_a_port() -> None:
-    plan = made(at_port("http"), Observed("u", 1, kinds=EXTENSION))
+    plan = made(at_port("http"), Observed(uid="u", generation=1, kinds=EXTENSION))
     assert plan.objects is None
     (accepted,) = [c for c in plan.status.conditions if c.type == "Accepted"]
     assert "at `$.spec.engine.selector.port`" in accepted.message
@@ -123,7 +123,7 @@ def said(stats: GatewayStats | None, **more: Any) -> dict[str, tuple[str, str, s
     }
     children = {Key("Deployment", "ns", "p-gateway"): gateway}
     spec = SELECTED | {"gateway": {"mode": "none"}}
-    plan = made(spec, Observed("u", 1, gateway=stats, children=children, **more))
+    plan = made(spec, Observed(uid="u", generation=1, gateway=stats, children=children, **more))
     return {c.type: (c.status, c.reason, c.message) for c in plan.status.conditions}
 
 
@@ -135,7 +135,10 @@ def test_before_a_gateway_tells_nothing_is_known() -> None:
 
 def test_a_pool_is_ready_with_any_engine_and_says_what_is_missing() -> None:
     stats = GatewayStats(
-        0, None, ready_at={"10.0.0.1": 1.0, "10.0.0.2": 0.0}, findings={"no_transfer": 2, "no_events": 1}
+        sessions=0,
+        hit_ratio=None,
+        ready_at={"10.0.0.1": 1.0, "10.0.0.2": 0.0},
+        findings={"no_transfer": 2, "no_events": 1},
     )
     told = said(stats)
     assert told["EnginesReady"] == ("True", "Available", "1 of 2 selected engines are ready.")
@@ -148,13 +151,17 @@ def test_a_pool_is_ready_with_any_engine_and_says_what_is_missing() -> None:
 
 
 def test_routing_is_exact_where_only_a_transfer_is_missing() -> None:
-    told = said(GatewayStats(0, None, ready_at={"10.0.0.1": 1.0}, findings={"no_transfer": 1}))
+    told = said(
+        GatewayStats(sessions=0, hit_ratio=None, ready_at={"10.0.0.1": 1.0}, findings={"no_transfer": 1})
+    )
     assert told["RoutingExact"][:2] == ("True", "EnginesTellAll")
     assert "mooncake.transfer" in told["RoutingExact"][2]
 
 
 def test_no_engine_and_no_ready_engine_differ() -> None:
-    assert "No started pod has the labels" in said(GatewayStats(0, None))["EnginesReady"][2]
-    none = said(GatewayStats(0, None, ready_at={"10.0.0.1": 0.0}))
+    assert (
+        "No started pod has the labels" in said(GatewayStats(sessions=0, hit_ratio=None))["EnginesReady"][2]
+    )
+    none = said(GatewayStats(sessions=0, hit_ratio=None, ready_at={"10.0.0.1": 0.0}))
     assert none["EnginesReady"] == ("False", "WaitingForEngines", "0 of 1 selected engines are ready.")
     assert none["Ready"][0] == "False"

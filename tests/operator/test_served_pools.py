@@ -35,9 +35,9 @@ def other(name: str, gateway: Object, **conditions: str) -> Object:
 
 
 def conditions(spec: Object, *others: Object) -> dict[str, tuple[str, str]]:
-    pods = (PodFacts("e", "engine", "both", "n", ready=True, terminating=False),)
+    pods = (PodFacts(name="e", component="engine", role="both", node="n", ready=True, terminating=False),)
     known = {pool["metadata"]["name"]: readers.other_pool(pool) for pool in others}
-    status = made(spec, Observed("u", 1, pods=pods, others=known), NOW).status
+    status = made(spec, Observed(uid="u", generation=1, pods=pods, others=known), NOW).status
     return {c.type: (c.status, c.reason) for c in status.conditions}
 
 
@@ -136,7 +136,16 @@ def test_a_change_wakes_the_pools_that_name_it_or_that_it_names() -> None:
 
 
 def engine(name: str, server: str = "", duty: str = "serve", *, ready: bool = True) -> PodFacts:
-    return PodFacts(name, "engine", "both", "n", ready, terminating=False, duty=duty, server=server)
+    return PodFacts(
+        name=name,
+        component="engine",
+        role="both",
+        node="n",
+        ready=ready,
+        terminating=False,
+        duty=duty,
+        server=server,
+    )
 
 
 ROUTED: Object = {**SERVING, "gateway": {**SERVING["gateway"], "parent": {"name": "g"}}}
@@ -152,7 +161,7 @@ def backends(*backends: str, service: bool = True, **facts: Any) -> list[str]:
     children = {Key("HTTPRoute", "ns", "p"): route} if backends else {}
     children |= {Key("Service", "ns", "p-models"): there} if service else {}
     objects = made(
-        ROUTED, Observed("u", 1, children=children, kinds=ENVOY, others=CHAT, **facts), NOW
+        ROUTED, Observed(uid="u", generation=1, children=children, kinds=ENVOY, others=CHAT, **facts), NOW
     ).objects
     (found,) = [o for o in objects or () if o["kind"] == "HTTPRoute"]
     return [backend["name"] for backend in found["spec"]["rules"][0]["backendRefs"]]
@@ -160,7 +169,7 @@ def backends(*backends: str, service: bool = True, **facts: Any) -> list[str]:
 
 def test_one_service_selects_the_engines_of_all_pools_of_a_gateway() -> None:
     """So that a pool without engines, or one that is gone, takes no request of another."""
-    objects = made(ROUTED, Observed("u", 1, kinds=ENVOY), NOW).objects or ()
+    objects = made(ROUTED, Observed(uid="u", generation=1, kinds=ENVOY), NOW).objects or ()
     (service,) = [o for o in objects if (o["kind"], o["metadata"]["name"]) == ("Service", "p-models")]
     assert service["spec"]["selector"] == {"perilune.dev/server": "p"}
     assert backends(service=False) == ["p-models"]
@@ -214,7 +223,7 @@ def test_running_engines_are_labelled_and_none_is_restarted(
     spec: Object, others: list[Object], pods: list[PodFacts], marks: dict[str, str | None]
 ) -> None:
     known = {pool["metadata"]["name"]: readers.other_pool(pool) for pool in others}
-    planned = made(spec, Observed("u", 1, pods=tuple(pods), others=known), NOW)
+    planned = made(spec, Observed(uid="u", generation=1, pods=tuple(pods), others=known), NOW)
     told = {
         m.pod: m.labels["perilune.dev/server"] for m in planned.marks if "perilune.dev/server" in m.labels
     }

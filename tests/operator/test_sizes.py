@@ -14,7 +14,7 @@ QWEN = "Qwen/Qwen3-Coder-30B-A3B-Instruct"
 
 
 def engine(spec: Object, kind: str = "Deployment") -> Object:
-    observed = Observed("u", 1, kinds=frozenset({LWS}))
+    observed = Observed(uid="u", generation=1, kinds=frozenset({LWS}))
     (found,) = (
         o
         for o in made(spec, observed).objects or ()
@@ -149,7 +149,7 @@ def test_rdma_devices_are_counted_apart_from_gpus(given: Object, number: str) ->
 
 def test_engines_and_the_master_wait_for_a_lost_node_and_gateways_do_not() -> None:
     objects = made(
-        {"model": {"name": "m"}, "mooncake": {"store": {"enabled": True}}}, Observed("u", 1)
+        {"model": {"name": "m"}, "mooncake": {"store": {"enabled": True}}}, Observed(uid="u", generation=1)
     ).objects
     waits = {
         o["metadata"]["name"]: {

@@ -31,7 +31,7 @@ RACK = {"topology.kubernetes.io/rack": "r1"}
 
 
 def pod(name: str, *, ready: bool = True, leaving: bool = False) -> PodFacts:
-    return PodFacts(name, "engine", "both", "n1", ready, leaving)
+    return PodFacts(name=name, component="engine", role="both", node="n1", ready=ready, terminating=leaving)
 
 
 def deployment(name: str, replicas: int = 1, **state: int) -> tuple[Key, Object]:
@@ -86,7 +86,7 @@ def seen(
     *children: tuple[Key, Object], pods: tuple[PodFacts, ...] = (pod("a"), pod("b")), **more: Any
 ) -> Observed:
     facts: Object = {"nodes": (NodeFacts("n1", RACK),), "kinds": ENVOY} | more
-    return Observed("u", 3, pods=pods, children=dict([*WHOLE, *children]), **facts)
+    return Observed(uid="u", generation=3, pods=pods, children=dict([*WHOLE, *children]), **facts)
 
 
 def of(observed: Observed, spec: Object = SPEC, now: float = NOW) -> InferencePoolStatus:
@@ -98,7 +98,7 @@ def conditions(made: InferencePoolStatus) -> dict[str, tuple[str, str]]:
 
 
 def test_a_pool_that_serves() -> None:
-    made = of(seen(gateway=GatewayStats(12, 0.875)))
+    made = of(seen(gateway=GatewayStats(sessions=12, hit_ratio=0.875)))
     assert conditions(made) == {
         "Accepted": ("True", "Valid"),
         "TopologyResolved": ("True", "Resolved"),
@@ -118,7 +118,7 @@ def test_a_pool_that_serves() -> None:
     ("observed", "condition", "truth", "reason", "ready"),
     [
         pytest.param(
-            seen(gateway=GatewayStats(12, None, behind=frozenset({"p-gateway-1"}))),
+            seen(gateway=GatewayStats(sessions=12, hit_ratio=None, behind=frozenset({"p-gateway-1"}))),
             Condition.EVENTS_BEHIND,
             "True",
             Reason.TOO_MANY_EVENTS,

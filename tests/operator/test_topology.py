@@ -64,7 +64,7 @@ def test_levels_can_be_named() -> None:
 
 def test_only_nodes_that_matter_are_told() -> None:
     nodes = [labelled("gpu", {RACK: "r"}), labelled("runs", {}, gpus=0), labelled("idle", {}, gpus=0)]
-    pods = [PodFacts("p", "engine", "both", "runs", True, False)]
+    pods = [PodFacts(name="p", component="engine", role="both", node="runs", ready=True, terminating=False)]
     fabric = resolve(TopologySpec(), nodes, pods)
     assert list(fabric.topology.nodes) == ["gpu", "runs"]
     assert (fabric.unlabelled, fabric.racks, fabric.spines) == (("runs",), 1, 0)
@@ -73,7 +73,7 @@ def test_only_nodes_that_matter_are_told() -> None:
 def test_the_pool_document_lists_the_nodes_that_run_the_pools_pods() -> None:
     """Thousands of other GPU nodes are counted, and do not make the document larger."""
     nodes = [labelled(f"n{i}", {RACK: "r"}) for i in range(5_000)]
-    pods = [PodFacts("p", "engine", "both", "n7", True, False)]
+    pods = [PodFacts(name="p", component="engine", role="both", node="n7", ready=True, terminating=False)]
     fabric = resolve(TopologySpec(), nodes, pods)
     assert len(fabric.topology.nodes) == 5_000
     assert fabric.occupied.nodes == {"n7": NodePlace("r")}

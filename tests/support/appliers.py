@@ -23,4 +23,4 @@ def applier(client: Any, owner: Owner) -> Applier:
 
 def plan_of(objects: Iterable[Object]) -> Plan:
     """Return a plan of these objects and nothing else."""
-    return Plan(tuple(objects), InferencePoolStatus(), again_in=30.0)
+    return Plan(objects=tuple(objects), status=InferencePoolStatus(), again_in=30.0)

@@ -91,7 +91,7 @@ def chosen(policy: str = "ear", **blocks: Any) -> PolicyChoice:
 
 
 def endpoint(address: str = "a", *, place: Place = Place()) -> Endpoint:  # noqa: B008
-    return Endpoint(address, place)
+    return Endpoint(address=address, place=place)
 
 
 def candidate(
@@ -131,7 +131,7 @@ def candidate(
     )
     host = max(host, cached)
     return Candidate(
-        Endpoint(address, place, draining=draining, superseded=superseded),
+        Endpoint(address=address, place=place, draining=draining, superseded=superseded),
         load,
         Overlap(cached, host, max(stored, host)),
         links=links or {},

@@ -84,7 +84,7 @@ class Sink(Protocol):
         """Forget all blocks of this rank."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Counters:
     """Counts of one feed, for metrics."""
 
@@ -120,7 +120,7 @@ class Counters:
     """Number of events of unknown types."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
     """What all feeds of one gateway share."""
 

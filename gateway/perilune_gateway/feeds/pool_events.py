@@ -122,7 +122,9 @@ class EventFeeds:
         self._sink = sink
         self._rng = rng
         self._context = zmq_sockets.new_context()
-        self._shared = Shared(self._context, wall_clock, rng, replay_timeout_s=replay_timeout_s)
+        self._shared = Shared(
+            context=self._context, clock=wall_clock, rng=rng, replay_timeout_s=replay_timeout_s
+        )
         self._feeds: dict[Publisher, tuple[asyncio.Task[None] | None, Counters]] = {}
         """Without a task for publishers that the limit of open files leaves out."""
         self._ranks: dict[str, list[Counters]] = {}
@@ -202,13 +204,13 @@ class EventFeeds:
         lost = max((c for c in ranks if c.lost), key=lambda c: c.lost_at, default=None)
         now = self._shared.clock()
         return EventStats(
-            all(c.connected for c in ranks),
-            max(lags, default=float("nan")),
-            next((c.failure for c in ranks if c.failure), ""),
-            None if heard_at is None else now - heard_at,
-            now - lost.lost_at if lost else None,
-            lost.lost if lost else None,
-            *(sum(getattr(c, name) for c in ranks) for name in _SUMMED),
+            connected=all(c.connected for c in ranks),
+            lag_s=max(lags, default=float("nan")),
+            failure=next((c.failure for c in ranks if c.failure), ""),
+            heard_s=None if heard_at is None else now - heard_at,
+            lost_s=now - lost.lost_at if lost else None,
+            lost=lost.lost if lost else None,
+            **{name: sum(getattr(c, name) for c in ranks) for name in _SUMMED},
         )
 
     def caught_up(self) -> bool:

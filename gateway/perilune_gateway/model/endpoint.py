@@ -27,7 +27,7 @@ class Tier(StrEnum):
     STORE = "store"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
     """One vLLM server, or one data-parallel rank of it, as configured or observed."""
 
@@ -102,7 +102,7 @@ class Load(NamedTuple):
         return not (self.in_flight or self.pending_prefill_s or self.running or self.waiting)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMetrics:
     """Metrics of one endpoint."""
 

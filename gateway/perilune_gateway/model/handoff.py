@@ -151,7 +151,7 @@ class Fetched(Struct, frozen=True, gc=False):
     """The request's endpoint has the KV; nothing is attached."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffRecord:
     """A hand-off that has ended."""
 

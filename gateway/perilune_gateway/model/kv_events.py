@@ -85,7 +85,7 @@ class Lost(StrEnum):
     """A replayed message could not be read."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EventStats:
     """Statistics of one endpoint's KV event feed, summed over its data-parallel ranks."""
 

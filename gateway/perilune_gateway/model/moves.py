@@ -46,7 +46,7 @@ UNPLANNED = frozenset({MoveReason.PREFILL, MoveReason.PULL})
 """Reasons for KV that goes with a request; all others are reasons against a move."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
     """The planner's verdict about one session or prefix, with its numbers."""
 

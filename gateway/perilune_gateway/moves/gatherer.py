@@ -148,16 +148,16 @@ class PoolGatherer:
             len(s.chain) * state.block_size if s.chain and state.index.find_block(s.tail, now).store else 0
         )
         return SessionFacts(
-            s.subject,
-            s.host,
-            s.context_tokens,
-            min(held, s.context_tokens) if cause is None else 0,
-            stored,
-            s.turns,
-            now - s.moved_at,
-            now - s.seen_at,
-            bool(stored) and self._can_prewarm(s, now),
-            s.chained,
+            session=s.subject,
+            host=s.host,
+            context_tokens=s.context_tokens,
+            cached_tokens=min(held, s.context_tokens) if cause is None else 0,
+            stored_tokens=stored,
+            turns=s.turns,
+            seconds_since_move=now - s.moved_at,
+            idle_s=now - s.seen_at,
+            prewarms=bool(stored) and self._can_prewarm(s, now),
+            chained=s.chained,
         )
 
     def _can_prewarm(self, s: Session, now: float) -> bool:

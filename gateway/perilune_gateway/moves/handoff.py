@@ -123,7 +123,7 @@ class World(Protocol):
         """Whether the source may keep so many tokens until they are fetched."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Handoff:
     """One hand-off."""
 
@@ -239,7 +239,7 @@ class Handoffs:
     def offer(self, moves: Sequence[Move], now: float) -> None:
         """Take over a new plan: its moves replace all that have not begun."""
         begun = {s: h for s, h in self._open.items() if h.stage is not Stage.OFFERED}
-        new = {move.subject: Handoff(move, since=now) for move in moves if move.subject not in begun}
+        new = {move.subject: Handoff(move=move, since=now) for move in moves if move.subject not in begun}
         self._open = begun | new
         self._failures = {s: f for s, f in self._failures.items() if now - f[1] < FORGIVEN_S}
 

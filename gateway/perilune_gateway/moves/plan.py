@@ -44,7 +44,7 @@ session."""
 ALL_TRIGGERS = frozenset(MoveTrigger)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionFacts:
     """A bound session."""
 
@@ -216,14 +216,14 @@ class _Draft:
         """Return the session's best move by steps 1 to 3."""
         trigger = self.trigger(session.host)
         if trigger is None:  # enough other sessions have left
-            return Move(session.session, MoveReason.RELIEVED, session.host)
+            return Move(subject=session.session, reason=MoveReason.RELIEVED, source=session.host)
         if session.chained:
-            return Move(session.session, MoveReason.CHAINED, session.host)
+            return Move(subject=session.session, reason=MoveReason.CHAINED, source=session.host)
         if trigger is not MoveReason.DRAIN and session.seconds_since_move <= self._params.cooldown_seconds:
-            return Move(session.session, MoveReason.COOLDOWN, session.host)
+            return Move(subject=session.session, reason=MoveReason.COOLDOWN, source=session.host)
         targets = self._targets(session, trigger)
         if not targets:
-            return Move(session.session, MoveReason.NOWHERE, session.host)
+            return Move(subject=session.session, reason=MoveReason.NOWHERE, source=session.host)
         best = max((self._move(session, t, trigger) for t in targets), key=lambda move: move.value_s)
         if trigger is not MoveReason.DRAIN and best.value_s <= 0:
             return _because(best, MoveReason.NOT_WORTH)
@@ -233,25 +233,25 @@ class _Draft:
         """Return the copy of the prefix by step 6."""
         source = prefix.locations[0].address
         if prefix.frequency_score < self._params.replicate_score:
-            return Move(prefix.name, MoveReason.NOT_HOT, source)
+            return Move(subject=prefix.name, reason=MoveReason.NOT_HOT, source=source)
         holders = {location.address for location in prefix.locations}
         free = [c for c in self._shortlist if c.address not in holders and self._takes(c, prefix.tokens)]
         if not free:
-            return Move(prefix.name, MoveReason.NOWHERE, source)
+            return Move(subject=prefix.name, reason=MoveReason.NOWHERE, source=source)
         target = min(free, key=lambda c: (c.endpoint.superseded, self._queue_s[c.address]))
         cached = prefix.locations[0].tokens
         cost_s, pulled, _ = self._bring(target, source, prefix.tokens, cached, prefix.stored_tokens)
         without_s, *_ = self._bring(target, "", prefix.tokens, 0, prefix.stored_tokens)
         requests = prefix.frequency_score * 60.0 / len(self._endpoints)
         move = Move(
-            prefix.name,
-            MoveReason.REPLICATE,
-            source,
-            target.address,
-            target.engine.kv_bytes(pulled),
-            cost_s,
-            requests * without_s,
-            self._params.worth,
+            subject=prefix.name,
+            reason=MoveReason.REPLICATE,
+            source=source,
+            target=target.address,
+            transfer_bytes=target.engine.kv_bytes(pulled),
+            cost_s=cost_s,
+            benefit_s=requests * without_s,
+            worth=self._params.worth,
         )
         if move.value_s <= 0:
             return _because(move, MoveReason.NOT_WORTH)
@@ -297,15 +297,15 @@ class _Draft:
         if trigger is MoveReason.DRAIN:  # once the host is gone, everything would be recomputed
             benefit_s = target.engine.prefill_s(session.context_tokens) - self._queue_s[target.address]
         return Move(
-            session.session,
-            trigger,
-            session.host,
-            target.address,
-            target.engine.kv_bytes(pulled),
-            cost_s,
-            benefit_s,
-            self._params.worth,
-            turns,
+            subject=session.session,
+            reason=trigger,
+            source=session.host,
+            target=target.address,
+            transfer_bytes=target.engine.kv_bytes(pulled),
+            cost_s=cost_s,
+            benefit_s=benefit_s,
+            worth=self._params.worth,
+            turns=turns,
             release=True,
             stored_tokens=stored,
         )

@@ -109,7 +109,7 @@ class Gatherer(Protocol):
         """Return the facts of a prefix, or None if no endpoint caches it any more."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     """A move or an offer that has ended."""
 
@@ -123,7 +123,7 @@ class Ended:
     """How the KV was handed over; None if a request carried the move out."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerStats:
     """Statistics of the planner."""
 
@@ -371,20 +371,22 @@ class Planner:
         self._counts[move.reason, state] += 1
         if lapse:
             self._lapses[lapse] += 1
-        self.ended.append(Ended(move, state, now, lapse, seconds, handoff))
+        self.ended.append(
+            Ended(move=move, state=state, at=now, lapse=lapse, seconds=seconds, handoff=handoff)
+        )
 
     # -- questions ---------------------------------------------------------------------------------
 
     def stats(self, now: float) -> PlannerStats:
         budget = self._moves.budget(now, self._params)
         return PlannerStats(
-            self.triggers,
-            self.planned_at,
-            budget.moves,
-            budget.in_flight,
-            dict(self._counts),
-            dict(self._lapses),
-            dict(self._stays),
+            triggers=self.triggers,
+            planned_at=self.planned_at,
+            moves_left=budget.moves,
+            in_flight=budget.in_flight,
+            moves=dict(self._counts),
+            lapses=dict(self._lapses),
+            stays=dict(self._stays),
         )
 
 

@@ -65,7 +65,7 @@ class Status(StrEnum):
     """No endpoint may be chosen."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """One problem."""
 
@@ -90,7 +90,7 @@ class CostModel:
     """Number of prefills that were observed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
     """The answer of /api/health."""
 
@@ -145,9 +145,19 @@ def report(
     usable = ready or any(stats.silent or stats.ejection for stats in endpoints)
     status = Status.UNREADY if not usable else Status.DEGRADED if problems else Status.OK
     cost = cost_model(endpoints, prefill_scale)
-    memory = (handoffs.token_bytes, handoffs.token_max_bytes) if handoffs else (0, 0)
     return Health(
-        status, pool, policy, version, uptime_s, len(endpoints), ready, problems, cost, *memory, lacks
+        status=status,
+        pool=pool,
+        policy=policy,
+        version=version,
+        uptime_s=uptime_s,
+        endpoints=len(endpoints),
+        endpoints_ready=ready,
+        problems=problems,
+        cost_model=cost,
+        token_memory_bytes=handoffs.token_bytes if handoffs else 0,
+        token_memory_max_bytes=handoffs.token_max_bytes if handoffs else 0,
+        lacks=lacks,
     )
 
 
@@ -168,25 +178,28 @@ def diagnose(
     if pool_error:
         found.append(
             Problem(
-                ProblemKind.POOL_FILE,
-                "",
-                pool_error,
-                "the pool as it was before the edit stays in force",
-                "the newest edit of the pool document is wrong, or it cannot be read",
-                "correct the field that the message names; it is read again within a second",
+                kind=ProblemKind.POOL_FILE,
+                endpoint="",
+                message=pool_error,
+                effect="the pool as it was before the edit stays in force",
+                cause="the newest edit of the pool document is wrong, or it cannot be read",
+                cure="correct the field that the message names; it is read again within a second",
             )
         )
     if not any(stats.endpoint.ready for stats in endpoints):
         found.append(
             Problem(
-                ProblemKind.NO_ENDPOINT,
-                "",
-                f"none of {len(endpoints)} endpoints is ready" if endpoints else "the pool has no endpoints",
-                "requests go to the endpoints that are ejected, or of which only the metrics cannot be read"
+                kind=ProblemKind.NO_ENDPOINT,
+                endpoint="",
+                message=f"none of {len(endpoints)} endpoints is ready"
+                if endpoints
+                else "the pool has no endpoints",
+                effect="requests go to the endpoints that are ejected, or of which only the metrics "
+                "cannot be read"
                 if any(stats.silent or stats.ejection for stats in endpoints)
                 else "every request is refused with 503",
-                "the engines are down or still loading" if endpoints else "`spec.endpoints` is empty",
-                "see each endpoint below" if endpoints else "list the engines in the pool document",
+                cause="the engines are down or still loading" if endpoints else "`spec.endpoints` is empty",
+                cure="see each endpoint below" if endpoints else "list the engines in the pool document",
             )
         )
     for stats in endpoints:
@@ -200,12 +213,12 @@ def _decision_log(log: LogStats | None) -> tuple[Problem, ...]:
         return ()
     return (
         Problem(
-            ProblemKind.DECISION_LOG,
-            "",
-            f"{log.path} cannot be written ({log.error}); {log.dropped} entries are lost",
-            "requests are served, and their decisions are not recorded",
-            "the disk is full, or the gateway may not write to the folder",
-            "free some space, or choose another file with --decision-log; the gateway keeps trying",
+            kind=ProblemKind.DECISION_LOG,
+            endpoint="",
+            message=f"{log.path} cannot be written ({log.error}); {log.dropped} entries are lost",
+            effect="requests are served, and their decisions are not recorded",
+            cause="the disk is full, or the gateway may not write to the folder",
+            cure="free some space, or choose another file with --decision-log; the gateway keeps trying",
         ),
     )
 
@@ -219,13 +232,15 @@ def _ingest(ingest: IngestStats, endpoints: int) -> tuple[Problem, ...]:
         cure += f" ({names.BUSY_INGEST:.0%} of its core follow about {fit} of {endpoints} endpoints)"
     return (
         Problem(
-            ProblemKind.INGEST_BEHIND,
-            "",
-            f"KV events take {ingest.busy:.0%} of this gateway's core and are {ingest.behind_s:.1f} s behind"
+            kind=ProblemKind.INGEST_BEHIND,
+            endpoint="",
+            message=f"KV events take {ingest.busy:.0%} of this gateway's core and are "
+            f"{ingest.behind_s:.1f} s behind"
             + (f"; {ingest.catching_up} feeds are catching up" if ingest.catching_up else ""),
-            "requests are decided in time; once events are late, by caches as they were then",
-            "the pool announces more blocks than one gateway can take in, or the gateway gets too little CPU",
-            cure,
+            effect="requests are decided in time; once events are late, by caches as they were then",
+            cause="the pool announces more blocks than one gateway can take in, or the gateway gets too "
+            "little CPU",
+            cure=cure,
         ),
     )
 
@@ -235,13 +250,13 @@ def _shared(shared: SharedStats | None) -> tuple[Problem, ...]:
         return ()
     return (
         Problem(
-            ProblemKind.SHARED_STATE,
-            "",
-            f"no connection to the shared state's server {shared.server} for {shared.alone_s:.0f} s"
+            kind=ProblemKind.SHARED_STATE,
+            endpoint="",
+            message=f"no connection to the shared state's server {shared.server} for {shared.alone_s:.0f} s"
             + (f" ({shared.error})" if shared.error else ""),
-            "this gateway decides alone, without the load and the new sessions of other gateways",
-            "the server is down, or address, password, TLS or a NetworkPolicy is wrong",
-            "start the server, or correct what the message names; the gateway connects again by itself",
+            effect="this gateway decides alone, without the load and the new sessions of other gateways",
+            cause="the server is down, or address, password, TLS or a NetworkPolicy is wrong",
+            cure="start the server, or correct what the message names; the gateway connects again by itself",
         ),
     )
 
@@ -251,14 +266,14 @@ def _sessions_wait(new: SessionAdmissionStats) -> tuple[Problem, ...]:
         return ()
     return (
         Problem(
-            ProblemKind.SESSIONS_WAIT,
-            "",
-            f"{new.waiting} new sessions wait to begin, the first of them for {new.longest_s:.0f} s:"
+            kind=ProblemKind.SESSIONS_WAIT,
+            endpoint="",
+            message=f"{new.waiting} new sessions wait to begin, the first of them for {new.longest_s:.0f} s:"
             f" active contexts need {new.active_tokens:,.0f} tokens of KV,"
             f" of {FULL * new.capacity_tokens:,.0f} that they may fill",
-            "sessions that have begun are served as usual; one that waits too long gets 429",
-            "more sessions are active than fit into the KV caches of the endpoints that take new ones",
-            "none is needed for a short while; else add endpoints",
+            effect="sessions that have begun are served as usual; one that waits too long gets 429",
+            cause="more sessions are active than fit into the KV caches of the endpoints that take new ones",
+            cure="none is needed for a short while; else add endpoints",
         ),
     )
 
@@ -266,12 +281,12 @@ def _sessions_wait(new: SessionAdmissionStats) -> tuple[Problem, ...]:
 def _peers(endpoints: Sequence[EndpointStats], peers: Collection[str]) -> tuple[Problem, ...]:
     return tuple(
         Problem(
-            ProblemKind.PEER,
-            stats.endpoint.address,
-            f"nothing answers at {stats.endpoint.peer}, where other engines read its host memory",
-            "no engine reads from it, nor it from others; they compute instead",
-            "vLLM runs without OffloadingConnector's tier p2p, or the gateway may not reach the port",
-            "start vLLM >= 0.27 with that tier and check `peer` in the pool document",
+            kind=ProblemKind.PEER,
+            endpoint=stats.endpoint.address,
+            message=f"nothing answers at {stats.endpoint.peer}, where other engines read its host memory",
+            effect="no engine reads from it, nor it from others; they compute instead",
+            cause="vLLM runs without OffloadingConnector's tier p2p, or the gateway may not reach the port",
+            cure="start vLLM >= 0.27 with that tier and check `peer` in the pool document",
         )
         for stats in endpoints
         if stats.endpoint.peer and stats.endpoint.ready and stats.endpoint.address not in peers
@@ -283,12 +298,14 @@ def _handoffs(endpoints: Sequence[EndpointStats], handoffs: HandoffStats | None)
         return ()
     found = [
         Problem(
-            ProblemKind.BOOTSTRAP,
-            stats.endpoint.address,
-            f"its bootstrap page http://{stats.endpoint.bootstrap}/query does not answer, or lacks workers",
-            "no KV is handed over to or from it; its sessions move without their KV",
-            "vLLM runs without MooncakeConnector or still starts, or the gateway may not reach the port",
-            "start vLLM with kv_role kv_both and check `bootstrap` in the pool document",
+            kind=ProblemKind.BOOTSTRAP,
+            endpoint=stats.endpoint.address,
+            message=f"its bootstrap page http://{stats.endpoint.bootstrap}/query does not answer, or "
+            "lacks workers",
+            effect="no KV is handed over to or from it; its sessions move without their KV",
+            cause="vLLM runs without MooncakeConnector or still starts, or the gateway may not reach "
+            "the port",
+            cure="start vLLM with kv_role kv_both and check `bootstrap` in the pool document",
         )
         for stats in endpoints
         if stats.endpoint.bootstrap
@@ -298,12 +315,12 @@ def _handoffs(endpoints: Sequence[EndpointStats], handoffs: HandoffStats | None)
     if handoffs.tokens_missing:
         found.append(
             Problem(
-                ProblemKind.TOKEN_MEMORY,
-                "",
-                f"token ids of {handoffs.tokens_missing} blocks that endpoints cache were forgotten",
-                "sessions with such blocks move without their KV",
-                "the memory for token ids is smaller than what the endpoints cache",
-                "raise `spec.routing.migration.tokenMemoryBytes`",
+                kind=ProblemKind.TOKEN_MEMORY,
+                endpoint="",
+                message=f"token ids of {handoffs.tokens_missing} blocks that endpoints cache were forgotten",
+                effect="sessions with such blocks move without their KV",
+                cause="the memory for token ids is smaller than what the endpoints cache",
+                cure="raise `spec.routing.migration.tokenMemoryBytes`",
             )
         )
     return tuple(found)
@@ -315,26 +332,26 @@ Check = Callable[[EndpointStats, int], Iterator[Problem]]
 def _not_ready(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
     address = stats.endpoint.address
     yield Problem(
-        ProblemKind.NOT_READY,
-        address,
-        "not ready",
-        "it gets requests only while no endpoint is ready" if stats.silent else "it gets no requests",
-        "its /metrics does not answer: it is down, or far too busy"
+        kind=ProblemKind.NOT_READY,
+        endpoint=address,
+        message="not ready",
+        effect="it gets requests only while no endpoint is ready" if stats.silent else "it gets no requests",
+        cause="its /metrics does not answer: it is down, or far too busy"
         if stats.silent
         else "it is down, still loading, or answered with errors",
-        f"see its log and curl http://{address}/metrics; it is used again once that succeeds",
+        cure=f"see its log and curl http://{address}/metrics; it is used again once that succeeds",
     )
 
 
 def _asleep(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
     address = stats.endpoint.address
     yield Problem(
-        ProblemKind.ASLEEP,
-        address,
-        "its engine sleeps",
-        "it gets no requests, its sessions go elsewhere, and what it cached is gone",
-        "somebody has sent it to sleep (POST /sleep)",
-        f"curl -X POST http://{address}/wake_up; it is used again once its metrics say that it is awake",
+        kind=ProblemKind.ASLEEP,
+        endpoint=address,
+        message="its engine sleeps",
+        effect="it gets no requests, its sessions go elsewhere, and what it cached is gone",
+        cause="somebody has sent it to sleep (POST /sleep)",
+        cure=f"curl -X POST http://{address}/wake_up; it is used again once its metrics say that it is awake",
     )
 
 
@@ -344,15 +361,15 @@ def _ejected(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
     late = found.cause is Cause.LATE
     what = "gave no first token in time" if late else "failed"
     yield Problem(
-        ProblemKind.EJECTED,
-        address,
-        f"ejected {found.since_s:.0f} s ago: {found.bad} of its last {found.of} requests {what}",
-        "it gets one request at a time as a trial, and its sessions go elsewhere",
-        "it hangs, or is far slower than the other endpoints"
+        kind=ProblemKind.EJECTED,
+        endpoint=address,
+        message=f"ejected {found.since_s:.0f} s ago: {found.bad} of its last {found.of} requests {what}",
+        effect="it gets one request at a time as a trial, and its sessions go elsewhere",
+        cause="it hangs, or is far slower than the other endpoints"
         if late
         else "its requests fail, although its /metrics answers",
-        f"see its log and send it a request (http://{address}/v1/completions); it is used again once a trial"
-        " succeeds",
+        cure=f"see its log and send it a request (http://{address}/v1/completions); it is used again once "
+        "a trial succeeds",
     )
 
 
@@ -360,12 +377,12 @@ def _stale_metrics(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
     age_s = stats.load.metrics_age_s
     if age_s > STALE_METRICS_S:
         yield Problem(
-            ProblemKind.STALE_METRICS,
-            stats.endpoint.address,
-            "its metrics were never read" if isinf(age_s) else f"its metrics are {age_s:.0f} s old",
-            "its load is estimated from the requests that this gateway has sent there",
-            "the engine's /metrics does not answer within 2 s",
-            f"curl http://{stats.endpoint.address}/metrics from the gateway's host",
+            kind=ProblemKind.STALE_METRICS,
+            endpoint=stats.endpoint.address,
+            message="its metrics were never read" if isinf(age_s) else f"its metrics are {age_s:.0f} s old",
+            effect="its load is estimated from the requests that this gateway has sent there",
+            cause="the engine's /metrics does not answer within 2 s",
+            cure=f"curl http://{stats.endpoint.address}/metrics from the gateway's host",
         )
 
 
@@ -375,41 +392,42 @@ def _events(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
         return
     if events.failure:
         yield Problem(
-            ProblemKind.FEED_FAILED,
-            address,
-            f"its KV events are not followed: {events.failure}",
-            "its cache is inferred from the requests routed there",
-            "its address, the limit of open files, the engine's messages, or a bug, as the message says",
-            "correct what the message names; a feed that can come back is tried again within a minute",
+            kind=ProblemKind.FEED_FAILED,
+            endpoint=address,
+            message=f"its KV events are not followed: {events.failure}",
+            effect="its cache is inferred from the requests routed there",
+            cause="its address, the limit of open files, the engine's messages, or a bug, as the message "
+            "says",
+            cure="correct what the message names; a feed that can come back is tried again within a minute",
         )
     elif not events.connected and stats.prefix_queries_tokens:  # an engine without requests sends no events
         yield Problem(
-            ProblemKind.NO_EVENTS,
-            address,
-            "it has served prompts, and no KV event has arrived",
-            "its cache is inferred from the requests routed there",
-            "its publisher is off, or cannot be reached at the address in the pool document",
-            "start vLLM with --kv-events-config enabling zmq, and check `events` in the pool document",
+            kind=ProblemKind.NO_EVENTS,
+            endpoint=address,
+            message="it has served prompts, and no KV event has arrived",
+            effect="its cache is inferred from the requests routed there",
+            cause="its publisher is off, or cannot be reached at the address in the pool document",
+            cure="start vLLM with --kv-events-config enabling zmq, and check `events` in the pool document",
         )
     if events.lag_s > LATE_EVENTS_S and (events.heard_s or 0.0) <= RECENT_S:
         yield Problem(
-            ProblemKind.LATE_EVENTS,
-            address,
-            f"KV events arrive {events.lag_s:.1f} s after they were published",
-            "decisions use its cache as it was then",
-            "the two hosts' clocks differ, or one of the two is overloaded",
-            "compare the clocks, then the CPU use of both",
+            kind=ProblemKind.LATE_EVENTS,
+            endpoint=address,
+            message=f"KV events arrive {events.lag_s:.1f} s after they were published",
+            effect="decisions use its cache as it was then",
+            cause="the two hosts' clocks differ, or one of the two is overloaded",
+            cure="compare the clocks, then the CPU use of both",
         )
     if events.lost and ((events.lost_s or 0.0) <= RECENT_S or stats.waiting_blocks):
         cause, cure = WHY_LOST[events.lost]
         yield Problem(
-            ProblemKind.LOST_EVENTS,
-            address,
-            f"a gap in its KV events could not be replayed {events.lost_s or 0.0:.0f} s ago;"
+            kind=ProblemKind.LOST_EVENTS,
+            endpoint=address,
+            message=f"a gap in its KV events could not be replayed {events.lost_s or 0.0:.0f} s ago;"
             f" so far {events.rebuilds} of {events.gaps}",
-            "its blocks were forgotten, and are learned again from later events",
-            cause,
-            cure,
+            effect="its blocks were forgotten, and are learned again from later events",
+            cause=cause,
+            cure=cure,
         )
 
 
@@ -428,50 +446,52 @@ WHY_LOST: Mapping[Lost, tuple[str, str]] = {
 def _parity(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
     if stats.parity_cause:
         yield Problem(
-            ProblemKind.PARITY,
-            stats.endpoint.address,
-            "hardly any prompt tokenized here matches the blocks that it announces"
+            kind=ProblemKind.PARITY,
+            endpoint=stats.endpoint.address,
+            message="hardly any prompt tokenized here matches the blocks that it announces"
             if stats.parity == Parity.TEMPLATE
             else "block hashes computed here differ from those it announces",
-            "predicted cache hits may be wrong",
-            stats.parity_cause,
-            stats.parity_cure,
+            effect="predicted cache hits may be wrong",
+            cause=stats.parity_cause,
+            cure=stats.parity_cure,
         )
 
 
 def _block_size(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
     if stats.block_size % block_size:
         yield Problem(
-            ProblemKind.BLOCK_SIZE,
-            stats.endpoint.address,
-            f"its KV blocks hold {stats.block_size} tokens, the pool says {block_size}",
-            "no prefix will match there",
-            "the engine was started with another --block-size than `spec.engine.blockSize`",
-            f"set `spec.engine.blockSize: {stats.block_size}`, or start the engine with {block_size}",
+            kind=ProblemKind.BLOCK_SIZE,
+            endpoint=stats.endpoint.address,
+            message=f"its KV blocks hold {stats.block_size} tokens, the pool says {block_size}",
+            effect="no prefix will match there",
+            cause="the engine was started with another --block-size than `spec.engine.blockSize`",
+            cure=f"set `spec.engine.blockSize: {stats.block_size}`, or start the engine with {block_size}",
         )
 
 
 def _learning(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
     if stats.waiting_blocks:
         yield Problem(
-            ProblemKind.LEARNING,
-            stats.endpoint.address,
-            f"learning, {stats.waiting_blocks} blocks of unknown parents",
-            "prompts that it caches may count as uncached there",
-            "the engine had stored the parents before the gateway listened, and replay did not reach them",
-            "none is needed: requests ask it to tell (vLLM 0.32); a larger replay buffer_steps avoids it",
+            kind=ProblemKind.LEARNING,
+            endpoint=stats.endpoint.address,
+            message=f"learning, {stats.waiting_blocks} blocks of unknown parents",
+            effect="prompts that it caches may count as uncached there",
+            cause="the engine had stored the parents before the gateway listened, and replay did not "
+            "reach them",
+            cure="none is needed: requests ask it to tell (vLLM 0.32); a larger replay buffer_steps "
+            "avoids it",
         )
 
 
 def _kv_group(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
     if stats.strange_group:
         yield Problem(
-            ProblemKind.KV_GROUP,
-            stats.endpoint.address,
-            f"KV cache groups of the kind {stats.strange_group} are not understood",
-            "their blocks are ignored, so more may count as cached than is",
-            "the model has layers that this version does not know",
-            "update the gateway; until then compare predicted and real cached tokens",
+            kind=ProblemKind.KV_GROUP,
+            endpoint=stats.endpoint.address,
+            message=f"KV cache groups of the kind {stats.strange_group} are not understood",
+            effect="their blocks are ignored, so more may count as cached than is",
+            cause="the model has layers that this version does not know",
+            cure="update the gateway; until then compare predicted and real cached tokens",
         )
 
 

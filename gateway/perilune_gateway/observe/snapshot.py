@@ -61,23 +61,23 @@ class Snapshots:
     def snapshot(self) -> Snapshot:
         index = self._state.index.stats(self._clock())
         return Snapshot(
-            self._rows(index),
-            index,
-            len(self._state.sessions),
-            self._state.sessions.evicted,
-            self._router.bodies.parsed_in_part,
-            {why.value: n for why, n in self._blocks.unused.items()},
-            self._log_stats(),
-            self._router.moves.planner.stats(self._clock()),
-            self._events.ingest(),
-            self._router.moves.handing_over.stats(),
-            self.new_sessions(),
-            self._drained(),
-            self._router.moves.remote_prefills.stats(),
-            self._blocks.unlearnt,
-            self._router.moves.fetched(),
-            self._shared(),
-            self.lacks(),
+            endpoints=self._rows(index),
+            index=index,
+            sessions_bound=len(self._state.sessions),
+            sessions_evicted=self._state.sessions.evicted,
+            bodies_parsed_in_part=self._router.bodies.parsed_in_part,
+            unused_blocks={why.value: n for why, n in self._blocks.unused.items()},
+            decision_log=self._log_stats(),
+            moves=self._router.moves.planner.stats(self._clock()),
+            ingest=self._events.ingest(),
+            handoffs=self._router.moves.handing_over.stats(),
+            new_sessions=self.new_sessions(),
+            drained=self._drained(),
+            remote_prefills=self._router.moves.remote_prefills.stats(),
+            store_unlearnt=self._blocks.unlearnt,
+            pulls=self._router.moves.fetched(),
+            shared=self._shared(),
+            lacks=self.lacks(),
         )
 
     def lacks(self) -> tuple[Lack, ...] | None:
@@ -159,25 +159,25 @@ class Snapshots:
             parity = state.parity.report(address)
             rows.append(
                 EndpointStats(
-                    view.endpoint,
-                    view.load,
-                    index.endpoints.get(address, EndpointBlocks()),
-                    metrics.prefix_queries_tokens if metrics else 0.0,
-                    metrics.prefix_hits_tokens if metrics else 0.0,
-                    state.fleet.recent_hits_tokens(address),
-                    self._events.stats(address),
-                    parity.parity.value if view.endpoint.events else "",
-                    parity.cause,
-                    parity.cure,
-                    metrics.block_size if metrics else 0,
-                    view.seconds_since_move,
-                    state.calibration.of(address, now),
-                    address in silent,
-                    view.asleep,
-                    state.ejection.of(address, now),
-                    {cause: state.ejection.ejections[address, cause] for cause in Cause},
-                    self._blocks.waiting.get(address, 0),
-                    self._blocks.strange_groups.get(address, ""),
+                    endpoint=view.endpoint,
+                    load=view.load,
+                    index=index.endpoints.get(address, EndpointBlocks()),
+                    prefix_queries_tokens=metrics.prefix_queries_tokens if metrics else 0.0,
+                    prefix_hits_tokens=metrics.prefix_hits_tokens if metrics else 0.0,
+                    recent_hits_tokens=state.fleet.recent_hits_tokens(address),
+                    events=self._events.stats(address),
+                    parity=parity.parity.value if view.endpoint.events else "",
+                    parity_cause=parity.cause,
+                    parity_cure=parity.cure,
+                    block_size=metrics.block_size if metrics else 0,
+                    seconds_since_move=view.seconds_since_move,
+                    calibration=state.calibration.of(address, now),
+                    silent=address in silent,
+                    asleep=view.asleep,
+                    ejection=state.ejection.of(address, now),
+                    ejections={cause: state.ejection.ejections[address, cause] for cause in Cause},
+                    waiting_blocks=self._blocks.waiting.get(address, 0),
+                    strange_group=self._blocks.strange_groups.get(address, ""),
                 )
             )
         return tuple(rows)
@@ -187,14 +187,14 @@ class Snapshots:
         now = self._clock()
         return [
             SessionStats(
-                s.key.session_id,
-                s.key.tenant,
-                s.host,
-                s.turns,
-                s.context_tokens,
-                s.moves,
-                now - s.moved_at,
-                now - s.seen_at,
+                session_id=s.key.session_id,
+                tenant=s.key.tenant,
+                host=s.host,
+                turns=s.turns,
+                context_tokens=s.context_tokens,
+                moves=s.moves,
+                seconds_since_move=now - s.moved_at,
+                idle_s=now - s.seen_at,
             )
             for s in self._state.sessions.matching(session_id)
         ]

@@ -23,7 +23,7 @@ from perilune_gateway.state.in_flight import Cause
 from perilune_gateway.state.prefix_index import EndpointBlocks, IndexStats
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointStats:
     """One endpoint at one moment."""
 
@@ -66,7 +66,7 @@ class EndpointStats:
         return self.prefix_hits_tokens / self.prefix_queries_tokens if self.prefix_queries_tokens else nan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionStats:
     """One session at one moment. Several tenants may use the same id."""
 
@@ -94,7 +94,7 @@ class LogStats:
     """Why nothing can be written at present; empty when it can."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """All state that a scrape exports."""
 

@@ -279,10 +279,10 @@ class HandingOver:
         if offered is None or offered.stage is not OfferStage.OFFERED or offered.transfer_bytes:
             return None
         return Move(
-            subject,
-            offered.reason,
-            offered.source,
-            offered.target,
+            subject=subject,
+            reason=offered.reason,
+            source=offered.source,
+            target=offered.target,
             cost_s=offered.cost_s,
             benefit_s=offered.benefit_s,
             worth=self._worth,
@@ -399,15 +399,15 @@ class HandingOver:
 
     def _over(self, handoff: Handoff, now: float) -> None:
         record = HandoffRecord(
-            handoff.move,
-            handoff.outcome,
-            handoff.cause,
-            handoff.content.tokens if handoff.content else 0,
-            handoff.pulled_tokens,
-            handoff.transfer_bytes,
-            handoff.rounds,
-            now - handoff.began_at,
-            self._wall_clock(),
+            move=handoff.move,
+            outcome=handoff.outcome,
+            cause=handoff.cause,
+            tokens=handoff.content.tokens if handoff.content else 0,
+            pulled_tokens=handoff.pulled_tokens,
+            transfer_bytes=handoff.transfer_bytes,
+            rounds=handoff.rounds,
+            seconds=now - handoff.began_at,
+            time=self._wall_clock(),
         )
         self._bytes += handoff.transfer_bytes
         self._outcomes[record.move.reason, record.outcome] += 1

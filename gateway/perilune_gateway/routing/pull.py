@@ -151,10 +151,10 @@ def move_of(subject: Subject, decision: Decision, target: Candidate, *, from_hos
     here = held_tokens(target) if from_host else target.overlap.device_tokens
     missing, link = decision.cached_tokens - here, target.links[source]
     return Move(
-        subject,
-        MoveReason.PULL,
-        source,
-        target.address,
-        engine.kv_bytes(missing),
-        engine.transfer_s(missing, link.bandwidth_bytes_per_s) * link.slowdown,
+        subject=subject,
+        reason=MoveReason.PULL,
+        source=source,
+        target=target.address,
+        transfer_bytes=engine.kv_bytes(missing),
+        cost_s=engine.transfer_s(missing, link.bandwidth_bytes_per_s) * link.slowdown,
     )

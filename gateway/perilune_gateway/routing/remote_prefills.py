@@ -64,12 +64,12 @@ class RemotePrefills:
         by_address = {c.address: c for c in fact.candidates}
         giver, taker = by_address[decision.prefill], by_address[decision.target]
         move = Move(
-            request.session.key if request.session else fact.view.request_id,
-            MoveReason.PREFILL,
-            giver.address,
-            taker.address,
-            taker.engine.kv_bytes(tokens - taker.overlap.device_tokens),
-            decision.estimated_ttft_s,
+            subject=request.session.key if request.session else fact.view.request_id,
+            reason=MoveReason.PREFILL,
+            source=giver.address,
+            target=taker.address,
+            transfer_bytes=taker.engine.kv_bytes(tokens - taker.overlap.device_tokens),
+            cost_s=decision.estimated_ttft_s,
         )
         whole = state.fleet.whole_blocks(giver.address, len(blocks))
         request.transfer = Prefilling(

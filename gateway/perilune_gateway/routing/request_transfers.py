@@ -67,15 +67,15 @@ class RequestTransfers:
         self._outcomes[outcome] += 1
         self._bytes += move.transfer_bytes
         record = HandoffRecord(
-            move,
-            outcome,
-            cause,
-            transfer.tokens,
-            cached_tokens,
-            move.transfer_bytes,
-            1,
-            self._clock() - transfer.began_at,
-            self._wall_clock(),
+            move=move,
+            outcome=outcome,
+            cause=cause,
+            tokens=transfer.tokens,
+            pulled_tokens=cached_tokens,
+            transfer_bytes=move.transfer_bytes,
+            rounds=1,
+            seconds=self._clock() - transfer.began_at,
+            time=self._wall_clock(),
         )
         self._recent.append(record)
         self._tell(HandedOver(record))

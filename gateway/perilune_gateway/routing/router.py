@@ -20,6 +20,7 @@ Synchronous. Time and randomness come in through the constructor. Knows nothing 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from msgspec import Struct
@@ -464,20 +465,29 @@ class Router:
 def _ranks(spec: EndpointSpec, topology: Topology) -> list[Endpoint]:
     """Return the endpoints of one server: itself, or its data-parallel ranks, which publish their own
     events."""
-    place = topology.place(spec.node)
-    rest = spec.ready, spec.draining, spec.bootstrap, spec.role
-    last = spec.instance, spec.kv_name, spec.superseded
+    server = Endpoint(
+        address=spec.address,
+        place=topology.place(spec.node),
+        events=spec.events,
+        replay=spec.replay,
+        ready=spec.ready,
+        draining=spec.draining,
+        bootstrap=spec.bootstrap,
+        role=spec.role,
+        peer=spec.peer,
+        instance=spec.instance,
+        kv_name=spec.kv_name,
+        superseded=spec.superseded,
+    )
     if len(spec.events) < 2:
-        return [Endpoint(spec.address, place, spec.events, spec.replay, *rest, spec.peer, *last)]
+        return [server]
     return [
-        Endpoint(
-            f"{spec.address}#{rank}",
-            place,
-            (url,),
-            spec.replay[rank : rank + 1],
-            *rest,
-            _next_port(spec.peer, rank),
-            *last,
+        dataclasses.replace(
+            server,
+            address=f"{spec.address}#{rank}",
+            events=(url,),
+            replay=spec.replay[rank : rank + 1],
+            peer=_next_port(spec.peer, rank),
         )
         for rank, url in enumerate(spec.events)
     ]

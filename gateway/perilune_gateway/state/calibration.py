@@ -66,7 +66,7 @@ class EndpointCalibration:
     """Its loads from the shared store."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Ratio:
     """An average of observed / predicted seconds and a prior. The prior is an argument of each reading."""
 
@@ -113,14 +113,14 @@ class Ratio:
         return RatioStats(self.at(now, prior), self.count, now - self._at if self.count else 0.0)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Endpoint:
     """Ratios of one endpoint, or of all endpoints together."""
 
     prefill: Ratio = field(default_factory=Ratio)
     ttft: Ratio = field(default_factory=Ratio)
-    sends: Ratio = field(default_factory=lambda: Ratio(HALF_LIFE_S))
-    store: Ratio = field(default_factory=lambda: Ratio(HALF_LIFE_S))
+    sends: Ratio = field(default_factory=lambda: Ratio(half_life_s=HALF_LIFE_S))
+    store: Ratio = field(default_factory=lambda: Ratio(half_life_s=HALF_LIFE_S))
     decode_s: float = 0.0
     decodes: int = 0
 
@@ -200,7 +200,7 @@ class Calibration:
         """Return the averages to which a measurement belongs."""
         if seen.of is Measure.TRANSFER:
             self.transfers += 1
-            link = self._links.setdefault((seen.source, seen.endpoint), Ratio(HALF_LIFE_S))
+            link = self._links.setdefault((seen.source, seen.endpoint), Ratio(half_life_s=HALF_LIFE_S))
             return self._pool.sends, self._endpoint(seen.source).sends, link
         pool, endpoint = self._pool, self._endpoint(seen.endpoint)
         if seen.of is Measure.PREFILL:

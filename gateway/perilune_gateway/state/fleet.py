@@ -50,7 +50,7 @@ class EndpointView(NamedTuple):
     """Whether the endpoint is not ready because its engine sleeps."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _State:
     endpoint: Endpoint
     links: Mapping[str, Link]
@@ -159,7 +159,7 @@ class Fleet:
 
     def _joined(self, endpoint: Endpoint, links: Mapping[str, Link], now: float) -> _State:
         self._joins += 1
-        return _State(endpoint, links, join=self._joins, joined_at=now)
+        return _State(endpoint=endpoint, links=links, join=self._joins, joined_at=now)
 
     def join(self, address: str) -> int:
         """Return the number of the endpoint's joining the pool, another one each time; 0: it is not in the

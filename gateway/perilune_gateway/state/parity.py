@@ -68,7 +68,7 @@ class Report:
     """What the user can do about it; empty if nothing differs."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Endpoint:
     seen: int = 0
     """Number of stores, compared or not."""

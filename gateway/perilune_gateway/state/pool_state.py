@@ -37,7 +37,7 @@ MIN_INDEX_BLOCKS = 1_000_000
 """The maximum size of the index is at least this many blocks."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolState:
     """The state of one pool."""
 
@@ -84,34 +84,34 @@ class PoolState:
             engine.scaled(spec.engine.prefill_scale), kv_bytes_per_token=spec.model.kv_bytes_per_token
         )
         return cls(
-            facts,
-            requests,
-            loads,
-            fleet,
-            Sessions(
+            facts=facts,
+            requests=requests,
+            loads=loads,
+            fleet=fleet,
+            sessions=Sessions(
                 keys.max_sessions,
                 keys.idle_seconds,
                 tell=facts.tell,
                 max_blocks=index_blocks(pool),
                 elsewhere=sharing.sessions if sharing else None,
             ),
-            index,
-            Calibration(believed, facts.tell),
-            ComputedAgain(),
-            ParityCheck(
+            index=index,
+            calibration=Calibration(believed, facts.tell),
+            computed_again=ComputedAgain(),
+            parity=ParityCheck(
                 spec.engine.hashing,
                 spec.engine.block_size,
                 lora_paths={lora.name: lora.path for lora in spec.model.loras},
             ),
-            Ejection(spec.routing.ejection, requests, facts.tell, keyed=keyed),
-            BlockTokens(spec.engine.block_size, cached=index.__contains__),
-            Connectors(fleet.alike),
-            HostTiers(fleet.alike),
-            Offers(sharing.replica if sharing else ""),
-            Resets(),
-            FullReports(),
-            sharing,
-            spec.engine.block_size,
+            ejection=Ejection(spec.routing.ejection, requests, facts.tell, keyed=keyed),
+            block_tokens=BlockTokens(spec.engine.block_size, cached=index.__contains__),
+            connectors=Connectors(fleet.alike),
+            host_tiers=HostTiers(fleet.alike),
+            offers=Offers(sharing.replica if sharing else ""),
+            resets=Resets(),
+            reports=FullReports(),
+            sharing=sharing,
+            block_size=spec.engine.block_size,
         )
 
     def pass_time(self, now: float) -> None:

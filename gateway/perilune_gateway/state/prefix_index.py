@@ -65,7 +65,7 @@ class EndpointBlocks:
     speculative: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IndexStats:
     """The prefix index in numbers. The `recent_*` fields cover the last 1,000 prompts."""
 

@@ -55,7 +55,12 @@ class Burst:
     def _session(self, i: int) -> Session:
         session = f"burst-{self.name}-{i}"
         prompt = f"burst-{self.name}" if self.same else session
-        turn = Turn(session, 0, (Segment(prompt, self.prompt_tokens),), self.output_tokens)
+        turn = Turn(
+            session=session,
+            number=0,
+            prompt=(Segment(prompt, self.prompt_tokens),),
+            output_tokens=self.output_tokens,
+        )
         return Session(session, 0.0, (turn,))
 
 

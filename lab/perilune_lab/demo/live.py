@@ -24,7 +24,7 @@ _BAR_FULL_QUEUE_S = 4.0
 """Seconds (engine time) of queued prefill at which the bar is full."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointRow:
     """One endpoint. The queue is in engine seconds, ratios are 0–1, None is not known yet."""
 
@@ -40,7 +40,7 @@ class EndpointRow:
     """How the engine ended; empty while it runs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRow:
     """One decision of the gateway."""
 
@@ -55,7 +55,7 @@ class DecisionRow:
     moved_from: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
     """One moment of a run."""
 

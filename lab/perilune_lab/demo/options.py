@@ -28,7 +28,7 @@ class Arm:
     """Whether new sessions wait while active ones fill the KV pools."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Options of the command line."""
 

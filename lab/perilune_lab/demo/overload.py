@@ -20,7 +20,7 @@ from perilune_lab.quantiles import quantile
 from perilune_lab.traces.model import Session
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What became of the sessions of a run. Seconds are engine seconds."""
 

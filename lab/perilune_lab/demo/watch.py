@@ -100,7 +100,7 @@ class Watch:
         dead = next((death.end for death in self.stack.deaths if death.name == name), "")
         node = self._nodes.get(address)
         if node is None:
-            return live.EndpointRow(name, address, dead=dead)
+            return live.EndpointRow(name=name, address=address, dead=dead)
         load, place = node["load"], node["place"]
         return live.EndpointRow(
             name=name,

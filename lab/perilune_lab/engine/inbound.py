@@ -38,7 +38,7 @@ class Api(StrEnum):
     MESSAGES = "/v1/messages"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Inbound:
     api: Api
     model: str

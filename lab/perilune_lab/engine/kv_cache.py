@@ -56,7 +56,7 @@ class Medium(StrEnum):
     """The store, as Mooncake's connector writes it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
     """Full blocks of one sequence became cached (one announcement per sequence, step and group)."""
 

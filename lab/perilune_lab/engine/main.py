@@ -414,10 +414,10 @@ async def _serve(
             tier.serve(ranks[-1])
             tiers.append(tier)
     served = Served(
-        args.model,
-        max_model_len,
-        adapters,
-        args.alias,
+        model=args.model,
+        max_model_len=max_model_len,
+        adapters=adapters,
+        aliases=args.alias,
         strict_openai=args.strict_openai,
         store_responses=args.responses_store,
         api_keys=args.api_key,

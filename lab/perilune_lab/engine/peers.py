@@ -55,7 +55,7 @@ class Engine(Protocol):
         """Hear that so many of the blocks that the request asked for have come."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class _Session:
     """The connection to one source."""
 
@@ -238,7 +238,7 @@ class PeerTier:
         milliseconds = max(1, round(HEARTBEAT_S / self._time_scale * 1000))
         socket.set(zmq.HEARTBEAT_IVL, max(1, milliseconds // 5))
         socket.set(zmq.HEARTBEAT_TIMEOUT, milliseconds)
-        session = self._sessions[address] = _Session(socket, socket.get_monitor_socket(_FATAL))
+        session = self._sessions[address] = _Session(socket=socket, monitor=socket.get_monitor_socket(_FATAL))
         loop = asyncio.get_running_loop()
         session.tasks += [loop.create_task(self._hear(session)), loop.create_task(_watch(session))]
         socket.connect(f"tcp://{address}")

@@ -41,7 +41,7 @@ from perilune_lab.engine.store import Store
 from perilune_lab.engine.stretches import Stretch
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class EngineStep:
     """One step of the engine: a forward, or several with `serial_misses`, from begin to end."""
 
@@ -223,7 +223,7 @@ class Scheduler:
     def _begin(self, now: float) -> EngineStep | None:
         while self._arriving and self._arriving[0][0] <= now:
             self._queue(heapq.heappop(self._arriving)[2])
-        step = EngineStep(now)
+        step = EngineStep(started_s=now)
         self._join_loaded(step, now)
         budget = self._continue(step, self.limits.tokens_per_step)
         if not step.preempted:

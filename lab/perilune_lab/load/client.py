@@ -52,7 +52,7 @@ class TargetError(Exception):
     """The target does not answer, or not like an OpenAI-compatible server."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """How to play the sessions."""
 

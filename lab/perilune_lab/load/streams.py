@@ -53,7 +53,7 @@ class _Event(msgspec.Struct):
 _EVENT = msgspec.json.Decoder(_Event)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """What a streamed answer said and when. Times are on the clock of the chunks."""
 
@@ -94,7 +94,9 @@ def read(chunks: Sequence[tuple[float, bytes]]) -> Answer:
                 texts.append(text)
                 times.append(at)
     if usage is None:
-        return Answer("".join(texts), tuple(times), output_tokens=len(times), done=done, error=error)
+        return Answer(
+            text="".join(texts), token_times_s=tuple(times), output_tokens=len(times), done=done, error=error
+        )
     details = usage.prompt_tokens_details
     return Answer(
         text="".join(texts),

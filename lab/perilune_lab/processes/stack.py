@@ -46,7 +46,7 @@ RUN_VARIABLE = "PERILUNE_RUN"
 _RACKS = (("spine-0", "rack-0"), ("spine-0", "rack-1"), ("spine-1", "rack-2"), ("spine-1", "rack-3"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """What all engines of a stack have in common."""
 
@@ -204,7 +204,7 @@ def pool_of(options: EngineOptions, routing: spec.Routing, engines: Sequence[dic
     return pool
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Stack:
     """Async context manager; see the module. Raises StackError from `async with` when a part fails."""
 

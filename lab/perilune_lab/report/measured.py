@@ -31,7 +31,7 @@ CONTENT = (Reason.HOST, Reason.NOT_WORTH, Reason.AWAITS_KV)
 """The gateway's reasons of turns whose host was not hot. A simulation looks at the queue instead."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """All that is known about one policy's run."""
 

@@ -67,9 +67,9 @@ class SimulatedEngine:
         s = self.scheduler
         cache = s.cache
         return EngineMetrics(
-            len(s.running),
-            s.waiting_count,
-            cache.usage,
+            running=len(s.running),
+            waiting=s.waiting_count,
+            kv_usage=cache.usage,
             block_size=cache.block_size,
             gpu_blocks=cache.blocks - 1,
         )

@@ -8,7 +8,7 @@ from math import inf
 from perilune_api.pool import SpecError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
     """The faults of a simulation. By default the fleet has none, but the gateway's beliefs start wrong."""
 

@@ -49,7 +49,7 @@ BEST = LinkModel(fixed_s=0.0019, share=168 / 9.7, fast_bytes=inf)
 LINKS = {"idle": IDLE, "loaded": LOADED, "best": BEST}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """One kind of engine, and what connects such engines."""
 

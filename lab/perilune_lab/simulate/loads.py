@@ -18,7 +18,7 @@ from perilune_lab.traces.model import Mode, Style, Trace
 from perilune_lab.traces.source import AGENTIC, open_trace
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedLoad:
     """The traffic that is played."""
 

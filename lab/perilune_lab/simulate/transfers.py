@@ -24,7 +24,7 @@ KEPT_S = 480.0
 (`VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`)."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Transfer:
     """One transfer: the ends that are known, and whether it goes on."""
 

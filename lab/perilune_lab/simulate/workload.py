@@ -18,7 +18,7 @@ from perilune_lab.traces.model import Mode, Trace, submitted_s
 from perilune_lab.traces.reuse import ideal_decode_s, ideal_ttft_s
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Task:
     """One turn of a session, reduced to numbers. Times are in seconds since the trace begins."""
 
@@ -60,7 +60,7 @@ class Job:
     tasks: tuple[Task, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """The sessions that a simulation plays, and the mode that says when it submits their turns."""
 
@@ -112,14 +112,14 @@ def prepare(
             at_s = submitted_s(turn) if mode is not Mode.THINKTIME else session.start_s
             tasks.append(
                 Task(
-                    number,
-                    turn.number,
-                    run,
-                    depth,
-                    answer_run,
-                    turn.output_tokens,
-                    turn.gap_s,
-                    (at_s - first_s) / speed,
+                    session=number,
+                    number=turn.number,
+                    run=run,
+                    prompt_tokens=depth,
+                    answer_run=answer_run,
+                    output_tokens=turn.output_tokens,
+                    gap_s=turn.gap_s,
+                    timestamp_s=(at_s - first_s) / speed,
                 )
             )
         jobs.append(Job(session.session_id, (session.start_s - first_s) / speed, tuple(tasks)))
@@ -129,7 +129,14 @@ def prepare(
             task.ideal_ttft_s = ideal_ttft_s(engine, task.prompt_tokens, task.own_tokens)
             task.ideal_decode_s = ideal_decode_s(engine, task.prompt_tokens, task.output_tokens)
     kept = [_within(job, mode, window_s) for job in jobs]
-    return Workload(trace.name, mode, runs, tuple(kept), trace.parameters, warmup_s)
+    return Workload(
+        name=trace.name,
+        mode=mode,
+        runs=runs,
+        jobs=tuple(kept),
+        parameters=trace.parameters,
+        warmup_s=warmup_s,
+    )
 
 
 def _within(job: Job, mode: Mode, window_s: float) -> Job:

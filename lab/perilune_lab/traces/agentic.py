@@ -45,7 +45,7 @@ _MARKUP_TOKENS = 20
 _RANKS = 1000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Agentic:
     """Parameters. Log-normal draws are (μ, σ) of the logarithm, in tokens."""
 
@@ -140,7 +140,9 @@ class _Draw:
                 prompt = self._compacted(prompt[0], session_id, len(turns))
                 length = sum(segment.tokens for segment in prompt)
             gap = gap_s(rng.random()) * p.gap_scale if turns else 0.0
-            turn = Turn(session_id, len(turns), prompt, answer_tokens, gap)
+            turn = Turn(
+                session=session_id, number=len(turns), prompt=prompt, output_tokens=answer_tokens, gap_s=gap
+            )
             turns.append(turn)
             tool = Segment(f"{session_id}/tool{len(turns)}", self._tokens(p.tool_result), Role.TOOL)
             prompt = (*prompt, turn.answer, tool)

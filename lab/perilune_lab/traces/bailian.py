@@ -72,6 +72,12 @@ def load(path: Path, limit: int | None = None, engine: EngineModel = H20_30B) ->
         if rest:
             prompt.append(Segment(f"block{line.hash_ids[-1]}", rest))
         turns.append(
-            Turn(session, before + 1, tuple(prompt), max(1, line.output_length), timestamp_s=line.timestamp)
+            Turn(
+                session=session,
+                number=before + 1,
+                prompt=tuple(prompt),
+                output_tokens=max(1, line.output_length),
+                timestamp_s=line.timestamp,
+            )
         )
     return recorded(path, turns, engine)

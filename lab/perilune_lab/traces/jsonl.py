@@ -85,7 +85,14 @@ def read(path: Path, limit: int | None = None) -> Trace:
         except SpecError as error:
             raise SpecError(f"{path}:{number}: {error}") from None
         session.turns.append(
-            Turn(line.session, expected, prompt, line.output_tokens, line.gap_s, line.timestamp_s)
+            Turn(
+                session=line.session,
+                number=expected,
+                prompt=prompt,
+                output_tokens=line.output_tokens,
+                gap_s=line.gap_s,
+                timestamp_s=line.timestamp_s,
+            )
         )
     if not growing:
         raise SpecError(f"{path}: no requests")

@@ -54,7 +54,7 @@ class Segment(NamedTuple):
     role: Role = Role.USER
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """One request."""
 

@@ -43,7 +43,7 @@ class Choice:
     new_tokens: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Arm:
     """What one policy made of the recorded decisions."""
 
@@ -132,7 +132,7 @@ def measure(record: DecisionRecord, target: str, params: PeriluneParams) -> Choi
     )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class WhatIf:
     """Tallies of every policy over all recorded decisions that were read."""
 
@@ -155,12 +155,12 @@ class WhatIf:
     last_time: float = 0.0
     endpoints: set[str] = field(default_factory=set)
     """Endpoints that were a candidate at least once."""
-    recorded: Arm = field(default_factory=lambda: Arm(RECORDED))
+    recorded: Arm = field(default_factory=lambda: Arm(policy=RECORDED))
     arms: dict[str, Arm] = field(default_factory=dict)
     _routings: dict[int, tuple[Routing, Routing]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.arms = {policy: Arm(policy) for policy in self.policies}
+        self.arms = {policy: Arm(policy=policy) for policy in self.policies}
 
     def take(self, entry: Logged | Ended | Cut, file: str) -> None:
         """Tally one line of a log. Raises SpecError for an unknown policy."""

@@ -67,7 +67,7 @@ class Options:
 
 def replay(options: Options, err: Console) -> WhatIf:
     """Replay a decision log. Raises SpecError with file and line."""
-    found, printed_at = WhatIf(options.policies, options.params), time.monotonic()
+    found, printed_at = WhatIf(policies=options.policies, params=options.params), time.monotonic()
     total = sum(_size(path) for path in options.decisions)
     before = 0
     for path in options.decisions:

@@ -52,7 +52,7 @@ HOME: dict[str, names.Duty] = {"engine": "serve", "prefill": "prefill"}
 """The duty with which the pods of a workload begin, by their component."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PodFacts:
     """A pod of the pool."""
 
@@ -122,7 +122,7 @@ class Missing(StrEnum):
     UNREADABLE = "a sample is not a number"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayStats:
     """What the pool's gateways report together."""
 
@@ -152,7 +152,7 @@ class GatewayStats:
     """Gateway, by pod → its requests and those whose first token came in time."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
     """What the gateways' pages say at one time of the work of all endpoints of one duty."""
 
@@ -233,7 +233,7 @@ class OtherPool:
     """What the operator wrote about it last, by the type of the condition."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
     """Everything that a plan may depend on besides the spec."""
 

@@ -123,12 +123,12 @@ def _together(read: Mapping[str, _Page | Missing]) -> GatewayStats | None:
     knowing = [page for page in every if page.peers + 1 >= len(read)]
     return GatewayStats(
         # Gateways that share their state each know all of the sessions; others know only their own.
-        max(page.sessions for page in every) if sharing else sum(page.sessions for page in every),
-        sum(ratios) / len(ratios) if ratios else None,
-        frozenset(
+        sessions=max(page.sessions for page in every) if sharing else sum(page.sessions for page in every),
+        hit_ratio=sum(ratios) / len(ratios) if ratios else None,
+        drained=frozenset(
             Drained(gateway, pod, mark) for gateway, page in pages.items() for mark, pod in page.drained
         ),
-        frozenset(gateway for gateway, page in pages.items() if page.behind),
+        behind=frozenset(gateway for gateway, page in pages.items() if page.behind),
         missing=missing,
         whole=bool(knowing) or not missing,
         sessions_at=sessions_at,

@@ -25,7 +25,7 @@ GPU_PRODUCTS = ("nvidia.com/gpu.product", "amd.com/gpu.product-name", "cloud.goo
 """Labels that name a node's GPU, written by GPU feature discovery and similar programs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fabric:
     """Where the nodes are."""
 
@@ -69,12 +69,12 @@ def resolve(
         carried = [label for label in level.labels if any(label in n.labels for n in nodes)]
         keys[name] = (carried or list(level.labels))[0]
     return Fabric(
-        pool.Topology(places),
-        pool.Topology({name: place for name, place in places.items() if name in used}, leaving),
-        keys,
-        tuple(name for name, place in places.items() if not place.rack),
-        len({(p.spine, p.rack) for p in places.values() if p.rack}),
-        len({p.spine for p in places.values() if p.spine}),
+        topology=pool.Topology(places),
+        occupied=pool.Topology({name: place for name, place in places.items() if name in used}, leaving),
+        keys=keys,
+        unlabelled=tuple(name for name, place in places.items() if not place.rack),
+        racks=len({(p.spine, p.rack) for p in places.values() if p.rack}),
+        spines=len({p.spine for p in places.values() if p.spine}),
     )
 
 

@@ -22,7 +22,7 @@ USER = 65_532
 """uid and gid of every container, unless the platform gives others."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
     """The settings with which the operator was started."""
 
@@ -62,7 +62,7 @@ class Defaults:
         return f"{self.version}-{hashlib.sha256(named.encode()).hexdigest()[:8]}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """One pool, as the renderers see it."""
 

@@ -70,14 +70,16 @@ async def play(cell: Cell, setting: Setting, programs: Mapping[Package, Path], w
     not start, or the gateway or its Envoy ends; SpecError if a recording cannot be read."""
     played = traffic(setting, cell.level, cell.seed)
     front = cell.contestant.front
-    stack = Stack(setting.engines, engine_options(setting), with_gateway=isinstance(front, Ours))
+    stack = Stack(
+        engines=setting.engines, options=engine_options(setting), with_gateway=isinstance(front, Ours)
+    )
     async with stack, _fronted(cell.contestant, stack, programs) as router:
         await asyncio.sleep(SETTLE_S)
         load = Load(
-            router.url,
-            stack.options.model,
-            played.style,
-            played.mode,
+            target=router.url,
+            model=stack.options.model,
+            style=played.style,
+            mode=played.mode,
             speed=played.speed,
             send_session=cell.named,
         )
@@ -88,7 +90,11 @@ async def play(cell: Cell, setting: Setting, programs: Mapping[Package, Path], w
         finally:
             halfway.cancel()
     measured = report.Measured(
-        cell.contestant.name, results, played.sessions, played.mode, speed=played.speed
+        policy=cell.contestant.name,
+        results=results,
+        sessions=played.sessions,
+        mode=played.mode,
+        speed=played.speed,
     )
     return report.run(measured)
 

@@ -63,7 +63,9 @@ class Crosscheck:
             highlight=False,
         )
         engines = EngineOptions(kv_tokens=o.kv_tokens, context_tokens=o.context_tokens)
-        async with Stack(o.endpoints, engines, pool.Routing(allow_policy_header=True)) as stack:
+        async with Stack(
+            engines=o.endpoints, options=engines, routing=pool.Routing(allow_policy_header=True)
+        ) as stack:
             for policy in o.policies:
                 live, waited_s = await self._live(stack, policy)
                 simulated = await asyncio.to_thread(self.simulated, policy)
@@ -79,7 +81,7 @@ class Crosscheck:
         """Play a policy live. Return the pooled run, and the seconds per request for which all processes
         waited for a CPU."""
         named = ((names.POLICY_HEADER, policy),)
-        load = Load(stack.url, stack.options.model, self.trace.style, headers=named)
+        load = Load(target=stack.url, model=stack.options.model, style=self.trace.style, headers=named)
         pids = [os.getpid(), *(child.pid for child in stack.children.values())]
         before_s = _waited_s(pids)
         sessions: list[Session] = []
@@ -90,7 +92,12 @@ class Crosscheck:
             sessions += again
         waited_s = (_waited_s(pids) - before_s) / len(results)
         measured = report.Measured(
-            policy, results, sessions, Mode.THINKTIME, complete=self.options.plays == 1, engine=H20_30B
+            policy=policy,
+            results=results,
+            sessions=sessions,
+            mode=Mode.THINKTIME,
+            complete=self.options.plays == 1,
+            engine=H20_30B,
         )
         return report.run(measured), waited_s
 

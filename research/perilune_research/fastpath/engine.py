@@ -49,9 +49,9 @@ class RigEngine:
         """Return the metrics that the engine would serve now."""
         scheduler = self.scheduler
         return EngineMetrics(
-            len(scheduler.running),
-            scheduler.waiting_count,
-            scheduler.cache.usage,
+            running=len(scheduler.running),
+            waiting=scheduler.waiting_count,
+            kv_usage=scheduler.cache.usage,
             block_size=BLOCK,
             gpu_blocks=self.kv_tokens // BLOCK,
         )

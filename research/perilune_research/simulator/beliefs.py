@@ -64,8 +64,8 @@ class Beliefs:
         self.pool_tokens = hardware.kv_pool_tokens
         self.endpoints = [
             Endpoint(
-                f"10.{i >> 16}.{(i >> 8) & 255}.{i & 255}:8000",
-                Place(
+                address=f"10.{i >> 16}.{(i >> 8) & 255}.{i & 255}:8000",
+                place=Place(
                     f"node{i}",
                     f"rack{i // hardware.endpoints_per_rack}",
                     f"spine{i // hardware.endpoints_per_rack // hardware.racks_per_spine}",

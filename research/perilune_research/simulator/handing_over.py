@@ -169,7 +169,16 @@ class SimulatedHandingOver:
     def _leg(self, handoff: Handoff, endpoint: int, missing_tokens: int) -> MoveLeg:
         assert handoff.content is not None
         run = handoff.content.blocks[-1] >> _BITS
-        task = Task(-1, -1, run, handoff.content.tokens, run, 1, 0.0, 0.0)
+        task = Task(
+            session=-1,
+            number=-1,
+            run=run,
+            prompt_tokens=handoff.content.tokens,
+            answer_run=run,
+            output_tokens=1,
+            gap_s=0.0,
+            timestamp_s=0.0,
+        )
         leg = MoveLeg(task, self._sim.next_number(), self._now, self._now)
         leg.handing_over = self
         leg.handoff, leg.missing_tokens, leg.endpoint = handoff, missing_tokens, endpoint

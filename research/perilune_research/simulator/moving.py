@@ -185,14 +185,14 @@ class Moving:
     def _facts(self, s: KnownSession, host: str, held_tokens: int, now: float) -> SessionFacts:
         context = s.context_tokens
         return SessionFacts(
-            s.number,
-            host,
-            context,
-            held_tokens,
-            self._store.match(s.run, context) if self._store else 0,
-            s.turns,
-            now - s.moved_s,
-            now - s.seen_s,
+            session=s.number,
+            host=host,
+            context_tokens=context,
+            cached_tokens=held_tokens,
+            stored_tokens=self._store.match(s.run, context) if self._store else 0,
+            turns=s.turns,
+            seconds_since_move=now - s.moved_s,
+            idle_s=now - s.seen_s,
         )
 
     def prefix(self, name: Subject, tokens: int, now: float) -> PrefixFacts | None:

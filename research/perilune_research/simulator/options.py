@@ -239,7 +239,14 @@ def _load(args: argparse.Namespace, hardware: Hardware) -> OfferedLoad:
     generated = Agentic(zipf_alpha=args.zipf)
     if args.context_tokens:
         generated = replace(generated, context_tokens=args.context_tokens)
-    load = OfferedLoad(args.trace, args.mode, args.window, args.warmup, args.limit, generated)
+    load = OfferedLoad(
+        trace=args.trace,
+        mode=args.mode,
+        window_s=args.window,
+        warmup_s=args.warmup,
+        limit=args.limit,
+        parameters=generated,
+    )
     if load.trace == AGENTIC:
         check_generated(load, hardware)
     else:

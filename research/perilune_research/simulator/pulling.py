@@ -159,7 +159,21 @@ class SimulatedPulling:
         sim, tokens = self._sim, pull.fetch.tokens
         runs = sim.workload.runs
         run = next(r for r in runs.chain[pull.request.run] if tokens <= runs.end[r])
-        leg = PullLeg(Task(-1, -1, run, tokens, run, 1, 0.0, 0.0), sim.next_number(), sim.now, sim.now)
+        leg = PullLeg(
+            Task(
+                session=-1,
+                number=-1,
+                run=run,
+                prompt_tokens=tokens,
+                answer_run=run,
+                output_tokens=1,
+                gap_s=0.0,
+                timestamp_s=0.0,
+            ),
+            sim.next_number(),
+            sim.now,
+            sim.now,
+        )
         leg.pull, leg.kind, leg.pulling, leg.endpoint = pull, kind, self, endpoint
         pull.legs.append(leg)
         return leg

@@ -86,7 +86,7 @@ async def test_an_endpoint_can_for_as_long_as_its_page_answers(monkeypatch) -> N
     connectors = Connectors()
 
     async with served(handler) as address, aiohttp.ClientSession() as http:
-        endpoints = [Endpoint("e:1", bootstrap=address), Endpoint("plain:1")]
+        endpoints = [Endpoint(address="e:1", bootstrap=address), Endpoint(address="plain:1")]
         run = asyncio.create_task(bootstrap_pages.run(lambda: endpoints, connectors, http))
         await until(lambda: connectors.known == {"e:1": Connector(["first"], 1)})
         answers.append(page("second"))  # the engine has started again

@@ -187,9 +187,9 @@ def ours():
 async def feeding(engine, ours, *, replay=True, counters=None, timeout_s=2.0):
     sink = Recorder()
     shared = Shared(
-        ours,
-        lambda: 100.0,
-        Random(1),
+        context=ours,
+        clock=lambda: 100.0,
+        rng=Random(1),
         replay_timeout_s=timeout_s,
         answer_timeout_s=timeout_s,
         spread_s=0.0,
@@ -340,7 +340,7 @@ async def test_a_long_replay_is_applied_while_it_is_read(ours):
     kept, blocks = 10_000, 40
     expected, engine = names(kept, blocks), Process(kept, blocks)
     sink, counters = Counting(), Counters()
-    shared = Shared(ours, time.time, Random(1))
+    shared = Shared(context=ours, clock=time.time, rng=Random(1))
     publisher = Publisher(ENGINE, 0, engine.events_url, engine.replay_url)
     before = resident_bytes()
     feed = asyncio.create_task(kv_feed.run(publisher, sink, shared, counters))
@@ -363,7 +363,11 @@ async def test_ten_gateways_that_start_together_ask_an_engine_little_more_than_o
     sinks, counters = [Counting() for _ in range(gateways)], [Counters() for _ in range(gateways)]
     publisher = Publisher(ENGINE, 0, engine.events_url, engine.replay_url)
     feeds = [
-        asyncio.create_task(kv_feed.run(publisher, sinks[n], Shared(ours, time.time, Random(n)), counters[n]))
+        asyncio.create_task(
+            kv_feed.run(
+                publisher, sinks[n], Shared(context=ours, clock=time.time, rng=Random(n)), counters[n]
+            )
+        )
         for n in range(gateways)
     ]
     try:
@@ -631,6 +635,6 @@ async def test_unknown_events_are_counted(context, ours):
 
 @pytest.mark.parametrize("url", ["tcp://", "nonsense", "tcp://127.0.0.1:none"])
 async def test_no_zmq_address(ours, url):
-    shared = Shared(ours, lambda: 0.0, Random(1))
+    shared = Shared(context=ours, clock=lambda: 0.0, rng=Random(1))
     with pytest.raises(SpecError, match="ZMQ address"):
         await kv_feed.run(Publisher(ENGINE, 0, url), Recorder(), shared, Counters())

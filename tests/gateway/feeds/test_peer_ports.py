@@ -37,7 +37,11 @@ async def test_endpoints_are_known_while_their_ports_answer(monkeypatch) -> None
     context, peers = zmq.asyncio.Context(), HostTiers()
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    listed = [Endpoint("a", peer=f"127.0.0.1:{port}"), Endpoint("b"), Endpoint("c", peer="127.0.0.1:1")]
+    listed = [
+        Endpoint(address="a", peer=f"127.0.0.1:{port}"),
+        Endpoint(address="b"),
+        Endpoint(address="c", peer="127.0.0.1:1"),
+    ]
 
     feed = asyncio.create_task(peer_ports.run(lambda: listed, peers))
     try:

@@ -149,11 +149,11 @@ async def feeds(sink: EventSink):
 
 def of(*, ranks: int, replay: bool = True) -> Endpoint:
     urls = tuple(f"tcp://e:{rank}" for rank in range(ranks))
-    return Endpoint("e", events=urls, replay=tuple(f"{url}0" for url in urls) if replay else ())
+    return Endpoint(address="e", events=urls, replay=tuple(f"{url}0" for url in urls) if replay else ())
 
 
 async def test_a_feed_for_each_rank_as_long_as_the_pool_names_it(feeds: EventFeeds, fake: Feeds) -> None:
-    feeds.follow([of(ranks=2), Endpoint("silent")])
+    feeds.follow([of(ranks=2), Endpoint(address="silent")])
     await asyncio.sleep(0)
     first, second = (kv_rank.Publisher("e", rank, f"tcp://e:{rank}", f"tcp://e:{rank}0") for rank in (0, 1))
     assert fake.running == {first, second}
@@ -188,7 +188,7 @@ async def test_what_a_feed_said_is_forgotten_with_it(feeds: EventFeeds, fake: Fe
     feeds.follow([of(ranks=1)])
     assert [(a.endpoint, a.cleared) for a in router.applied] == [("e", True)]
     feeds.follow([of(ranks=1, replay=False)])
-    feeds.follow([Endpoint("e")])
+    feeds.follow([Endpoint(address="e")])
     assert len(router.applied) == 3
     feeds.follow([of(ranks=1)])
     feeds.follow([])
@@ -204,9 +204,9 @@ async def test_ranks_are_summed_and_the_slowest_tells_the_lag(feeds: EventFeeds,
     assert isnan(stats.lag_s)
     one.batches, one.gaps, one.lag_s = 3, 1, 0.2
     other.batches, other.unknown, other.lag_s = 4, 5, 0.1
-    assert feeds.stats("e") == EventStats(True, 0.2, batches=7, gaps=1, unknown=5)
+    assert feeds.stats("e") == EventStats(connected=True, lag_s=0.2, batches=7, gaps=1, unknown=5)
     other.connected = False
-    assert feeds.stats("e") == EventStats(False, 0.2, batches=7, gaps=1, unknown=5)
+    assert feeds.stats("e") == EventStats(connected=False, lag_s=0.2, batches=7, gaps=1, unknown=5)
 
 
 async def test_a_feed_without_a_valid_address_ends_and_says_so(feeds, fake: Feeds, caplog) -> None:
@@ -249,7 +249,7 @@ class Publishers:
         self.url = f"tcp://127.0.0.1:{self._xpub.bind_to_random_port('tcp://127.0.0.1')}"
 
     def endpoints(self, count: int) -> list[Endpoint]:
-        return [Endpoint(f"e{n}", events=(self.url,)) for n in range(count)]
+        return [Endpoint(address=f"e{n}", events=(self.url,)) for n in range(count)]
 
     async def subscribed(self, count: int) -> None:
         async with asyncio.timeout(30):
@@ -303,7 +303,7 @@ async def test_feeds_beyond_the_limit_of_open_files_are_left_out_and_say_why(
     """libzmq ends the process that cannot open another file."""
     allowed = zmq_sockets.RESERVED_FILES + 10 * (pool_events.FILES + 1)
     monkeypatch.setattr(zmq_sockets, "files_allowed", lambda: allowed)
-    pool = [Endpoint(f"e{n}", events=(f"tcp://e{n}:1",)) for n in range(13)]
+    pool = [Endpoint(address=f"e{n}", events=(f"tcp://e{n}:1",)) for n in range(13)]
     feeds.follow(pool)
     await asyncio.sleep(0)
     left_out = [e for e in pool if feeds.stats(e.address).failure]
@@ -371,7 +371,10 @@ async def test_a_gateway_reads_eight_replays_at_once(sink: EventSink) -> None:
     async with live(sink, replay_timeout_s=30.0) as (publishers, feeds):
         replays = Replays(publishers.context, 20)
         feeds.follow(
-            [Endpoint(f"e{n}", events=(publishers.url,), replay=(u,)) for n, u in enumerate(replays.urls)]
+            [
+                Endpoint(address=f"e{n}", events=(publishers.url,), replay=(u,))
+                for n, u in enumerate(replays.urls)
+            ]
         )
         await until(lambda: feeds.ingest().catching_up == 20)
         order = []

@@ -13,7 +13,7 @@ PARAMS = Migration(moves_per_minute=3)
 
 
 def move(source: str = "a", target: str = "b", size: int = 400) -> Move:
-    return Move("s", MoveReason.HOT_HOST, source, target, size)
+    return Move(subject="s", reason=MoveReason.HOT_HOST, source=source, target=target, transfer_bytes=size)
 
 
 def test_moves_count_for_a_minute_and_bytes_until_they_have_arrived() -> None:
@@ -57,14 +57,29 @@ def test_what_is_on_its_way_follows_from_the_measured_speed(
 def test_by_default_no_number_of_moves_is_the_limit() -> None:
     moves = Moves()
     for _ in range(1_000):
-        moves.finished(moves.started(Move("s", MoveReason.DRAIN, "a", "b", 400, cost_s=1.0), 0.0))
+        moves.finished(
+            moves.started(
+                Move(
+                    subject="s",
+                    reason=MoveReason.DRAIN,
+                    source="a",
+                    target="b",
+                    transfer_bytes=400,
+                    cost_s=1.0,
+                ),
+                0.0,
+            )
+        )
     budget = moves.budget(1.0, Migration(), endpoints=4)
     assert (budget.moves, budget.seconds) == (None, POOL_SHARE * WINDOW_S * 4)
 
 
 def test_moves_that_no_drain_demands_cost_a_share_of_the_pools_time() -> None:
     moves = Moves()
-    moves.started(Move("s", MoveReason.HOT_HOST, "a", "b", 400, cost_s=1.5), 0.0)
+    moves.started(
+        Move(subject="s", reason=MoveReason.HOT_HOST, source="a", target="b", transfer_bytes=400, cost_s=1.5),
+        0.0,
+    )
     assert moves.budget(1.0, Migration(), endpoints=4).seconds == pytest.approx(0.1 * 60 * 4 - 1.5)
     assert moves.budget(WINDOW_S, Migration(), endpoints=4).seconds == pytest.approx(0.1 * 60 * 4)
 

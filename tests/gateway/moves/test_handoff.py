@@ -31,7 +31,7 @@ H, T = "h", "t"
 
 
 def move(name: str = "s", source: str = H, target: str = T, **more) -> Move:
-    return Move(name, MoveReason.DRAIN, source, target, **more)
+    return Move(subject=name, reason=MoveReason.DRAIN, source=source, target=target, **more)
 
 
 def content(blocks: int) -> Content:
@@ -309,4 +309,4 @@ def test_a_prefix_has_arrived_when_the_target_announces_it() -> None:
 @pytest.mark.parametrize(("stage", "event"), [pair for pair in product(Stage, Event) if pair not in TABLE])
 def test_what_the_table_does_not_have_is_an_error(stage: Stage, event: Event) -> None:
     with pytest.raises(KeyError):
-        Handoff(move(), stage).on(event, 0.0)
+        Handoff(move=move(), stage=stage).on(event, 0.0)

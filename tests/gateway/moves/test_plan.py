@@ -31,7 +31,7 @@ def one(address: str, queue_s: float = 0.0, **kwargs) -> Candidate:
 
 
 def session(id: str = "s", host: str = "a", tokens: int = 1000, **kwargs) -> SessionFacts:
-    return SessionFacts(id, host, tokens, **({"cached_tokens": tokens} | kwargs))
+    return SessionFacts(session=id, host=host, context_tokens=tokens, **({"cached_tokens": tokens} | kwargs))
 
 
 def plan(sessions, candidates, budget: Budget = PLENTY, params: Migration = PARAMS, **kwargs) -> Plan:
@@ -112,7 +112,16 @@ def test_sessions_of_other_hosts_are_not_looked_at(s: SessionFacts, candidates: 
 def test_a_move_carries_its_numbers() -> None:
     move = only(plan([session(tokens=5000)], [one("a", 4.0), one("b", 1.0)]))
     assert move == Move(
-        "s", MoveReason.HOT_HOST, "a", "b", 5_000_000, pytest.approx(1.0), pytest.approx(4.5), 1.5, 1.5, True
+        subject="s",
+        reason=MoveReason.HOT_HOST,
+        source="a",
+        target="b",
+        transfer_bytes=5_000_000,
+        cost_s=pytest.approx(1.0),
+        benefit_s=pytest.approx(4.5),
+        worth=1.5,
+        turns=1.5,
+        release=True,
     )
     assert move.value_s == pytest.approx(3.0)
 

@@ -27,7 +27,7 @@ def one(address: str, queue_s: float = 0.0, **kwargs) -> Candidate:
 
 
 def at(host: str, name: str = "s", tokens: int = 1000, **kwargs) -> SessionFacts:
-    return SessionFacts(name, host, tokens, cached_tokens=tokens, **kwargs)
+    return SessionFacts(session=name, host=host, context_tokens=tokens, cached_tokens=tokens, **kwargs)
 
 
 @dataclass

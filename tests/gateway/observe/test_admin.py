@@ -41,7 +41,9 @@ class World:
 
     metrics: Metrics = field(default_factory=lambda: Metrics(CollectorRegistry()))
     decisions: Decisions = field(default_factory=Decisions)
-    endpoints: tuple[EndpointStats, ...] = (EndpointStats(Endpoint("a"), Load(metrics_age_s=0.5)),)
+    endpoints: tuple[EndpointStats, ...] = (
+        EndpointStats(endpoint=Endpoint(address="a"), load=Load(metrics_age_s=0.5)),
+    )
     sessions: dict[str, list[SessionStats]] = field(default_factory=dict)
     ready: bool = True
 
@@ -164,15 +166,15 @@ class TestState:
     async def test_nodes_are_told_with_load_blocks_and_hit_ratio(self, world):
         world.endpoints = (
             EndpointStats(
-                Endpoint("a"),
-                Load(pending_prefill_s=0.5, in_flight=2, sessions=3, metrics_age_s=1.0),
+                endpoint=Endpoint(address="a"),
+                load=Load(pending_prefill_s=0.5, in_flight=2, sessions=3, metrics_age_s=1.0),
                 index=EndpointBlocks(device=7),
                 prefix_queries_tokens=100,
                 prefix_hits_tokens=80,
                 events=EventStats(connected=True, lag_s=0.01, gaps=1),
                 parity="ok",
             ),
-            EndpointStats(Endpoint("b", ready=False)),
+            EndpointStats(endpoint=Endpoint(address="b", ready=False)),
         )
         async with browsing(world) as get:
             status, body = await get("/api/nodes/stats")
@@ -192,7 +194,16 @@ class TestState:
         assert (b["load"]["metrics_age_s"], b["engine"]["hit_ratio"]) == (None, None)
 
     async def test_a_session_of_two_tenants(self, world):
-        one = SessionStats("x/y", "acme", "a", 3, 1_200, 1, 12.0, 0.5)
+        one = SessionStats(
+            session_id="x/y",
+            tenant="acme",
+            host="a",
+            turns=3,
+            context_tokens=1_200,
+            moves=1,
+            seconds_since_move=12.0,
+            idle_s=0.5,
+        )
         world.sessions["x/y"] = [one, replace(one, tenant="umbrella", host="b")]
         async with browsing(world) as get:
             status, body = await get("/api/sessions/x%2Fy")
@@ -228,7 +239,7 @@ class TestState:
 
 class TestPlainPages:
     async def test_metrics_are_scraped_here(self, world):
-        world.metrics.mirror(lambda: Snapshot(world.endpoints))
+        world.metrics.mirror(lambda: Snapshot(endpoints=world.endpoints))
         world.metrics.scrape_failed("a")
         async with browsing(world) as get:
             status, text = await get("/metrics")
@@ -329,7 +340,7 @@ class TestSeveralPools:
         ],
     )
     async def test_one_pool_that_serves_keeps_the_gateway_ready(self, ready, status, says, answers):
-        gone = (EndpointStats(Endpoint("a", ready=False), Load()),)
+        gone = (EndpointStats(endpoint=Endpoint(address="a", ready=False), load=Load()),)
         worlds = {
             name: World(ready=is_ready, **({} if is_ready else {"endpoints": gone}))
             for name, is_ready in zip(("p", "q"), ready, strict=True)

@@ -27,8 +27,11 @@ from perilune_gateway.observe.decisions import Decisions, Totals
 from perilune_gateway.observe.stats import EndpointStats
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 
-A = EndpointStats(Endpoint("a", Place("n", "r", "s")), Load(in_flight=2, sessions=7, pending_prefill_s=1.5))
-B = EndpointStats(Endpoint("b"))
+A = EndpointStats(
+    endpoint=Endpoint(address="a", place=Place("n", "r", "s")),
+    load=Load(in_flight=2, sessions=7, pending_prefill_s=1.5),
+)
+B = EndpointStats(endpoint=Endpoint(address="b"))
 
 
 @dataclass
@@ -194,9 +197,9 @@ async def test_more_browsers_than_the_limit_are_refused():
     ("stats", "expected"),
     [
         (A, Condition.READY),
-        (EndpointStats(Endpoint("a", draining=True)), Condition.DRAINING),
-        (EndpointStats(Endpoint("a", ready=False)), Condition.DOWN),
-        (EndpointStats(Endpoint("a", ready=False), silent=True), Condition.SILENT),
+        (EndpointStats(endpoint=Endpoint(address="a", draining=True)), Condition.DRAINING),
+        (EndpointStats(endpoint=Endpoint(address="a", ready=False)), Condition.DOWN),
+        (EndpointStats(endpoint=Endpoint(address="a", ready=False), silent=True), Condition.SILENT),
     ],
 )
 def test_what_an_endpoint_does_has_one_word(stats: EndpointStats, expected: Condition):
@@ -223,8 +226,10 @@ def test_a_row_has_place_load_and_hit_ratio_as_far_as_they_are_known():
 
 def test_a_point_sums_an_interval():
     loads = (
-        EndpointStats(Endpoint("a"), Load(in_flight=3, pending_prefill_s=2.0, kv_usage=0.5)),
-        EndpointStats(Endpoint("b"), Load(in_flight=1)),
+        EndpointStats(
+            endpoint=Endpoint(address="a"), load=Load(in_flight=3, pending_prefill_s=2.0, kv_usage=0.5)
+        ),
+        EndpointStats(endpoint=Endpoint(address="b"), load=Load(in_flight=1)),
     )
     before, now = Totals(10, 2, 1000, 500, 1), Totals(22, 4, 3000, 2000, 2)
     found = point(loads, SessionAdmissionStats(waiting=3), before, now, 5.0, 100.0)

@@ -16,7 +16,9 @@ from perilune_gateway.state.parity import Parity
 
 
 def stats(address: str = "a", *, ready: bool = True, age_s: float = 1.0, **changes: object) -> EndpointStats:
-    return EndpointStats(Endpoint(address, ready=ready), Load(metrics_age_s=age_s), **changes)
+    return EndpointStats(
+        endpoint=Endpoint(address=address, ready=ready), load=Load(metrics_age_s=age_s), **changes
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,31 +43,46 @@ def stats(address: str = "a", *, ready: bool = True, age_s: float = 1.0, **chang
             [ProblemKind.NOT_READY],
             id="down explains the rest",
         ),
-        pytest.param(stats(events=EventStats(True, 0.1)), [], id="events flow"),
+        pytest.param(stats(events=EventStats(connected=True, lag_s=0.1)), [], id="events flow"),
         pytest.param(
             stats(events=EventStats(failure="too many files"), prefix_queries_tokens=9.0),
             [ProblemKind.FEED_FAILED],
             id="the feed has failed",
         ),
-        pytest.param(stats(events=EventStats(True)), [], id="connected, no batch yet"),
-        pytest.param(stats(events=EventStats(True, 2.5)), [ProblemKind.LATE_EVENTS], id="events late"),
-        pytest.param(stats(events=EventStats(True, 0.1, gaps=2)), [], id="gaps replayed"),
+        pytest.param(stats(events=EventStats(connected=True)), [], id="connected, no batch yet"),
         pytest.param(
-            stats(events=EventStats(True, 0.1, lost_s=9.0, lost=Lost.NO_REPLAY, gaps=2, rebuilds=1)),
+            stats(events=EventStats(connected=True, lag_s=2.5)), [ProblemKind.LATE_EVENTS], id="events late"
+        ),
+        pytest.param(stats(events=EventStats(connected=True, lag_s=0.1, gaps=2)), [], id="gaps replayed"),
+        pytest.param(
+            stats(
+                events=EventStats(
+                    connected=True, lag_s=0.1, lost_s=9.0, lost=Lost.NO_REPLAY, gaps=2, rebuilds=1
+                )
+            ),
             [ProblemKind.LOST_EVENTS],
             id="lost just now",
         ),
         pytest.param(
-            stats(events=EventStats(True, 0.1, lost_s=3600.0, lost=Lost.NO_REPLAY, gaps=2, rebuilds=1)),
+            stats(
+                events=EventStats(
+                    connected=True, lag_s=0.1, lost_s=3600.0, lost=Lost.NO_REPLAY, gaps=2, rebuilds=1
+                )
+            ),
             [],
             id="learned again since",
         ),
         pytest.param(
-            stats(events=EventStats(True, 0.1, lost_s=99.0, lost=Lost.TOO_OLD, rebuilds=1), waiting_blocks=7),
+            stats(
+                events=EventStats(connected=True, lag_s=0.1, lost_s=99.0, lost=Lost.TOO_OLD, rebuilds=1),
+                waiting_blocks=7,
+            ),
             [ProblemKind.LOST_EVENTS, ProblemKind.LEARNING],
             id="still learning",
         ),
-        pytest.param(stats(events=EventStats(True, 9.0, heard_s=3600.0)), [], id="late, long ago"),
+        pytest.param(
+            stats(events=EventStats(connected=True, lag_s=9.0, heard_s=3600.0)), [], id="late, long ago"
+        ),
         pytest.param(stats(parity="ok"), [], id="hashes equal"),
         pytest.param(
             stats(parity="seed", parity_cause="seed", parity_cure="set it"),
@@ -97,7 +114,10 @@ def test_a_decision_log_that_cannot_be_written_is_a_problem_of_the_gateways_own(
 
 def test_an_endpoint_whose_port_for_peers_is_silent_is_named():
     about = {"block_size": 16, "pool": "ns/p", "policy": "ear", "version": "1", "uptime_s": 5.0}
-    rows = [EndpointStats(Endpoint(a, peer=f"{a}:5710"), Load(metrics_age_s=1.0)) for a in ("a", "b")]
+    rows = [
+        EndpointStats(endpoint=Endpoint(address=a, peer=f"{a}:5710"), load=Load(metrics_age_s=1.0))
+        for a in ("a", "b")
+    ]
     assert report(rows, **about, peers={"a", "b"}).status is Status.OK
     (problem,) = report(rows, **about, peers={"a"}).problems
     assert (problem.kind, problem.endpoint) == (ProblemKind.PEER, "b")

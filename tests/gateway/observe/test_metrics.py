@@ -199,15 +199,21 @@ class TestStreams:
 class TestMirror:
     def snapshot(self) -> Snapshot:
         stats = EndpointStats(
-            Endpoint("a", draining=True),
-            Load(pending_prefill_tokens=5, pending_prefill_s=0.5, in_flight=2, kv_usage=0.25, sessions=3),
+            endpoint=Endpoint(address="a", draining=True),
+            load=Load(
+                pending_prefill_tokens=5, pending_prefill_s=0.5, in_flight=2, kv_usage=0.25, sessions=3
+            ),
             index=EndpointBlocks(40, 2, 6),
-            events=EventStats(True, 0.01, batches=9, gaps=2, replayed=1, rebuilds=1, restarts=1),
+            events=EventStats(
+                connected=True, lag_s=0.01, batches=9, gaps=2, replayed=1, rebuilds=1, restarts=1
+            ),
             parity="ok",
         )
         return Snapshot(
-            (stats, EndpointStats(Endpoint("b"))),
-            IndexStats(42, 17, 6, 1, store=3, recent_missed=4, recent_full=5),
+            endpoints=(stats, EndpointStats(endpoint=Endpoint(address="b"))),
+            index=IndexStats(
+                entries=42, depth_blocks=17, speculative=6, evicted=1, store=3, recent_missed=4, recent_full=5
+            ),
             sessions_bound=3,
             sessions_evicted=8,
             bodies_parsed_in_part=9,

@@ -14,7 +14,12 @@ class NoLinks:
 def test_a_pool_holds_so_many_requests_at_once_whatever_their_endpoints() -> None:
     open_pulls = OpenPulls()
     limits = PullLimits(Planner(NoLinks()), Handoffs(open_pulls.copies), open_pulls)
-    tickets = [limits.began(Move("s", MoveReason.PULL, f"a{i}", f"b{i}", 1)) for i in range(AT_ONCE)]
+    tickets = [
+        limits.began(
+            Move(subject="s", reason=MoveReason.PULL, source=f"a{i}", target=f"b{i}", transfer_bytes=1)
+        )
+        for i in range(AT_ONCE)
+    ]
     assert limits.refuses("a", "b", 1, 0.0) is Unpulled.BUSY
     limits.ended(tickets[0])
     assert limits.refuses("a", "b", 1, 0.0) is None

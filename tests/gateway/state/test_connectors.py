@@ -41,7 +41,7 @@ def test_why_an_endpoint_cannot_give() -> None:
 def test_kv_goes_only_between_engines_for_which_it_means_the_same() -> None:
     fleet = Fleet(10_000, Loads())
     named = {"a": "v1", "b": "v1", "c": "v2", "d": ""}
-    fleet.set_endpoints([Endpoint(a, kv_name=name) for a, name in named.items()], Topology())
+    fleet.set_endpoints([Endpoint(address=a, kv_name=name) for a, name in named.items()], Topology())
     connectors, tiers = Connectors(fleet.alike), HostTiers(fleet.alike)
     for address in named:
         connectors.answered(address, Connector([address], 1))

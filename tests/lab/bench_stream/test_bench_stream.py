@@ -23,7 +23,16 @@ GAPS = "vllm:inter_token_latency_seconds"
 
 
 def result(**times: object) -> Result:
-    return Result("s", 0, "r", submitted_at_s=1.0, finished_at_s=3.0, due_at_s=1.0, status=200, **times)  # type: ignore[arg-type]
+    return Result(
+        session="s",
+        turn=0,
+        request_id="r",
+        submitted_at_s=1.0,
+        finished_at_s=3.0,
+        due_at_s=1.0,
+        status=200,
+        **times,
+    )  # type: ignore[arg-type]
 
 
 class TestBurst:

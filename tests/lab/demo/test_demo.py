@@ -143,10 +143,28 @@ FRAME = live.Frame(
     migrations=3,
     ttft_p90_s=0.831,
     endpoints=[
-        live.EndpointRow("engine-0", "h:1", "s0 rack-0", queue_s=1.2, hit_ratio=0.5, sessions=7, in_flight=3),
-        live.EndpointRow("engine-1", "h:2", "s0 rack-1", dead="was killed by SIGKILL"),
+        live.EndpointRow(
+            name="engine-0",
+            address="h:1",
+            place="s0 rack-0",
+            queue_s=1.2,
+            hit_ratio=0.5,
+            sessions=7,
+            in_flight=3,
+        ),
+        live.EndpointRow(name="engine-1", address="h:2", place="s0 rack-1", dead="was killed by SIGKILL"),
     ],
-    decisions=[live.DecisionRow("12:01:02", "s0-7", "engine-0", "moved", 8432, 4216, "engine-1")],
+    decisions=[
+        live.DecisionRow(
+            clock="12:01:02",
+            session="s0-7",
+            target="engine-0",
+            reason="moved",
+            prompt_tokens=8432,
+            cached_tokens=4216,
+            moved_from="engine-1",
+        )
+    ],
 )
 
 

@@ -13,7 +13,11 @@ PROMPT = (Segment("task", 3, Role.USER),)
 
 
 def session(name: str, start_s: float, turns: int) -> Session:
-    return Session(name, start_s, tuple(Turn(name, number, PROMPT, 3) for number in range(turns)))
+    return Session(
+        name,
+        start_s,
+        tuple(Turn(session=name, number=number, prompt=PROMPT, output_tokens=3) for number in range(turns)),
+    )
 
 
 def answered(name: str, turn: int, at_s: float, ttft_s: float, took_s: float) -> Result:
@@ -21,7 +25,16 @@ def answered(name: str, turn: int, at_s: float, ttft_s: float, took_s: float) ->
 
 
 def refused(name: str, at_s: float) -> Result:
-    return Result(name, 0, "r", at_s, at_s, at_s, status=429, error="429: no room")
+    return Result(
+        session=name,
+        turn=0,
+        request_id="r",
+        submitted_at_s=at_s,
+        finished_at_s=at_s,
+        due_at_s=at_s,
+        status=429,
+        error="429: no room",
+    )
 
 
 SESSIONS = (session("quick", 0.0, 2), session("refused once", 2.0, 1), session("lost", 4.0, 1))

@@ -10,7 +10,9 @@ from perilune_lab.traces.model import Segment, Turn
 
 
 def turn(number: int, *keys: str, output: int = 5, session: str = "s") -> Turn:
-    return Turn(session, number, tuple(Segment(key, 10) for key in keys), output)
+    return Turn(
+        session=session, number=number, prompt=tuple(Segment(key, 10) for key in keys), output_tokens=output
+    )
 
 
 def test_a_session_alone_is_one_run():
@@ -29,8 +31,10 @@ def test_what_two_sessions_share_is_a_run_of_its_own():
 
 
 def test_a_turn_that_extends_the_answer_stays_in_the_run():
-    first = Turn("s", 0, (Segment("a", 10),), 5)
-    second = Turn("s", 1, (Segment("a", 10), first.answer, Segment("tool", 7)), 5)
+    first = Turn(session="s", number=0, prompt=(Segment("a", 10),), output_tokens=5)
+    second = Turn(
+        session="s", number=1, prompt=(Segment("a", 10), first.answer, Segment("tool", 7)), output_tokens=5
+    )
     runs, ends = build([[first, second]])
     assert list(ends[0]) == [((0, 10), (0, 15)), ((0, 22), (0, 27))]
     assert runs.end == [27]

@@ -48,7 +48,16 @@ def test_an_engine_goes_on_with_these_names() -> None:
 def test_a_sequence_may_grow_without_changing_the_text() -> None:
     runs, a, _ = tree()
     texts = Texts(runs, SIZE)
-    turn = Task(0, 0, a, 50, a, 20, 0.0, 0.0)
+    turn = Task(
+        session=0,
+        number=0,
+        run=a,
+        prompt_tokens=50,
+        answer_run=a,
+        output_tokens=20,
+        gap_s=0.0,
+        timestamp_s=0.0,
+    )
     table = texts.open(turn)
     table.tokens.extend(texts.answer(turn))
     table.chain.append(b"x")

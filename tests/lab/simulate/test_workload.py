@@ -23,8 +23,22 @@ def test_reuse_and_ideal_times_are_those_of_the_trace():
 
 
 def two_turns(*timestamps: float) -> Trace:
-    first = Turn("s", 0, (Segment("a", 1000),), 10, 0.0, timestamps[0])
-    second = Turn("s", 1, (Segment("a", 1000), first.answer), 10, 5.0, timestamps[1])
+    first = Turn(
+        session="s",
+        number=0,
+        prompt=(Segment("a", 1000),),
+        output_tokens=10,
+        gap_s=0.0,
+        timestamp_s=timestamps[0],
+    )
+    second = Turn(
+        session="s",
+        number=1,
+        prompt=(Segment("a", 1000), first.answer),
+        output_tokens=10,
+        gap_s=5.0,
+        timestamp_s=timestamps[1],
+    )
     return Trace("t", Style.TEXT, (Session("s", timestamps[0], (first, second)),))
 
 

@@ -27,9 +27,16 @@ def test_what_is_written_is_read(tmp_path: Path):
 
 def test_times_tenants_and_prompts_that_begin_anew_survive(tmp_path: Path):
     turns = (
-        Turn("a", 0, (Segment("x", 9),), 1, 0.0, 5.0),
-        Turn("a", 1, (Segment("y", 3),), 2, 1.0, 8.0),
-        Turn("a", 2, (Segment("y", 3), Segment("z", 1)), 2, 1.0, 9.0),
+        Turn(session="a", number=0, prompt=(Segment("x", 9),), output_tokens=1, gap_s=0.0, timestamp_s=5.0),
+        Turn(session="a", number=1, prompt=(Segment("y", 3),), output_tokens=2, gap_s=1.0, timestamp_s=8.0),
+        Turn(
+            session="a",
+            number=2,
+            prompt=(Segment("y", 3), Segment("z", 1)),
+            output_tokens=2,
+            gap_s=1.0,
+            timestamp_s=9.0,
+        ),
     )
     trace = Trace("t", Style.TEXT, (Session("a", 5.0, turns, tenant="me"),))
     jsonl.write(trace, tmp_path / "t")

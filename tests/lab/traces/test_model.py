@@ -7,7 +7,14 @@ from perilune_lab.traces.model import Role, Segment, Session, Style, Trace, Turn
 
 
 def turn(session: str, number: int, *, gap_s: float = 0.0, at_s: float | None = None) -> Turn:
-    return Turn(session, number, (Segment("x", 3), Segment("y", 4)), 5, gap_s, at_s)
+    return Turn(
+        session=session,
+        number=number,
+        prompt=(Segment("x", 3), Segment("y", 4)),
+        output_tokens=5,
+        gap_s=gap_s,
+        timestamp_s=at_s,
+    )
 
 
 CLOSED = Trace(

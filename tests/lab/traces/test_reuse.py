@@ -10,7 +10,7 @@ SYSTEM, A, B, C = (Segment(name, tokens) for name, tokens in (("sys", 10), ("a",
 
 
 def turn(session: str, number: int, *prompt: Segment, out: int = 5) -> Turn:
-    return Turn(session, number, prompt, out)
+    return Turn(session=session, number=number, prompt=prompt, output_tokens=out)
 
 
 def test_a_session_reuses_its_own_prompt_and_answer():

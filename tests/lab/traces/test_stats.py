@@ -16,7 +16,16 @@ def session(name: str, *lengths: int, at_s: float | None = None) -> Session:
             prompt = (*prompt, turns[-1].answer)
         grown = length - sum(segment.tokens for segment in prompt)
         prompt = (*prompt, Segment(f"{name}{number}", grown, Role.USER))
-        turns.append(Turn(name, number, prompt, 10, 2.0 * number, None if at_s is None else at_s + number))
+        turns.append(
+            Turn(
+                session=name,
+                number=number,
+                prompt=prompt,
+                output_tokens=10,
+                gap_s=2.0 * number,
+                timestamp_s=None if at_s is None else at_s + number,
+            )
+        )
     return Session(name, at_s or 0.0, tuple(turns))
 
 

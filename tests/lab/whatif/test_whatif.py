@@ -48,7 +48,7 @@ def logged(of: DecisionRecord, number: int = 0) -> Logged:
 
 
 def seen(*entries: DecisionRecord, policies: tuple[str, ...] = ("sticky",), **params: str) -> WhatIf:
-    found = WhatIf(policies, params)
+    found = WhatIf(policies=policies, params=params)
     for number, entry in enumerate(entries):
         found.take(logged(entry, number), "log")
     return found
@@ -103,7 +103,7 @@ class TestArms:
             seen(record(policy="newest"))
 
     def test_the_busiest_endpoint_is_compared_with_the_mean_of_all(self):
-        arm = Arm("x")
+        arm = Arm(policy="x")
         for target in "aab":
             arm.take(
                 record(*fleet(a=0, b=0, c=0), target=target),

@@ -42,7 +42,16 @@ class Bench:
     def submit(
         self, at_s: float, run: int, prompt: int, output: int, number: int, **known: float
     ) -> SimulatedRequest:
-        task = Task(0, number, run, prompt, run, output, 0.0, 0.0)
+        task = Task(
+            session=0,
+            number=number,
+            run=run,
+            prompt_tokens=prompt,
+            answer_run=run,
+            output_tokens=output,
+            gap_s=0.0,
+            timestamp_s=0.0,
+        )
         request = SimulatedRequest(task, number, at_s, at_s)
         for name, value in known.items():
             setattr(request, name, value)

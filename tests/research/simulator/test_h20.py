@@ -42,7 +42,16 @@ class Alone:
 
     def add(self, prompt_tokens: int, output_tokens: int, now: float = 0.0) -> SimulatedRequest:
         run = self.runs.add(ROOT, prompt_tokens + output_tokens)
-        task = Task(0, 0, run, prompt_tokens, run, output_tokens, 0.0, 0.0)
+        task = Task(
+            session=0,
+            number=0,
+            run=run,
+            prompt_tokens=prompt_tokens,
+            answer_run=run,
+            output_tokens=output_tokens,
+            gap_s=0.0,
+            timestamp_s=0.0,
+        )
         request = SimulatedRequest(task, len(self.runs), now, now)
         self.engine.add(request, now)
         return request
@@ -93,7 +102,21 @@ def test_a_hit_in_host_memory_takes_as_long_as_measured(tokens: int, seconds: fl
     alone.engine.host = SimulatedStore(alone.runs, 200_000)
     prompt = alone.runs.add(ROOT, tokens * K + 1)
     alone.engine.host.put(prompt, tokens * K)
-    request = SimulatedRequest(Task(0, 0, prompt, tokens * K, prompt, 1, 0.0, 0.0), 0, 0.0, 0.0)
+    request = SimulatedRequest(
+        Task(
+            session=0,
+            number=0,
+            run=prompt,
+            prompt_tokens=tokens * K,
+            answer_run=prompt,
+            output_tokens=1,
+            gap_s=0.0,
+            timestamp_s=0.0,
+        ),
+        0,
+        0.0,
+        0.0,
+    )
     alone.engine.add(request, 0.0)
     alone.play_until_first_token(request)
     assert request.host_tokens == request.cached_tokens == tokens * K - 16

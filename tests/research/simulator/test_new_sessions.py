@@ -42,7 +42,21 @@ def times(outcome: SimulatedOutcome) -> list[tuple[int, float, float, int]]:
 
 
 def test_the_client_of_a_refused_session_comes_back_twice_when_it_was_told():
-    request = SimulatedRequest(Task(0, 0, 0, 1000, 0, 100, 0.0, 0.0), 0, 0.0, 0.0)
+    request = SimulatedRequest(
+        Task(
+            session=0,
+            number=0,
+            run=0,
+            prompt_tokens=1000,
+            answer_run=0,
+            output_tokens=100,
+            gap_s=0.0,
+            timestamp_s=0.0,
+        ),
+        0,
+        0.0,
+        0.0,
+    )
     waits = []
     for request.refusals in (1, 2, 3):
         waits.append(retry_after_s(request, Refused(7.2)))

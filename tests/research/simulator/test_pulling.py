@@ -42,7 +42,9 @@ def session(name: str, start_s: float, prompt: int, answers: tuple[int, ...], ga
     turns: list[Turn] = []
     said: tuple[Segment, ...] = (Segment(f"task of {name}", prompt),)
     for n, tokens in enumerate(answers):
-        turns.append(Turn(name, n, said, tokens, gap_s, start_s))
+        turns.append(
+            Turn(session=name, number=n, prompt=said, output_tokens=tokens, gap_s=gap_s, timestamp_s=start_s)
+        )
         said = (*said, turns[-1].answer, Segment(f"tool {n} of {name}", 500))
     return Session(name, start_s, tuple(turns))
 
@@ -129,7 +131,16 @@ def test_a_giver_that_is_busier_than_known_costs_the_time_of_the_hold_and_a_reco
     again = simulated(session("s", 0.0, 20_000, (200, 200), gap_s=5.0))
     runs = again.workload.runs
     own = runs.add(-1, 100_000)
-    task = Task(-1, -1, own, 100_000, own, 1, 0.0, 0.0)
+    task = Task(
+        session=-1,
+        number=-1,
+        run=own,
+        prompt_tokens=100_000,
+        answer_run=own,
+        output_tokens=1,
+        gap_s=0.0,
+        timestamp_s=0.0,
+    )
     at_s = on_time.submitted_s - 1.0
     unseen = Unseen(task, 10_000, at_s, at_s)
     again.at(at_s, partial(again.engines[0].add, unseen, at_s))
@@ -276,7 +287,15 @@ def test_the_gateway_and_the_simulator_refuse_for_the_same_reasons(
         if seconds := facts.get(end):
             pool.has_queue(end, seconds)
     if sent := facts.get("bytes"):
-        pool.sends(Move("other", MoveReason.PULL, pool.source, pool.target, sent))
+        pool.sends(
+            Move(
+                subject="other",
+                reason=MoveReason.PULL,
+                source=pool.source,
+                target=pool.target,
+                transfer_bytes=sent,
+            )
+        )
     assert pool.asks(0) is cause
 
 

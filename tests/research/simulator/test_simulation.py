@@ -63,7 +63,9 @@ def chat(*timestamps: float) -> Trace:
     turns: list[Turn] = []
     prompt: tuple[Segment, ...] = (Segment("task", 30_000),)
     for n, at_s in enumerate(timestamps):
-        turns.append(Turn("s", n, prompt, 200, 1.0, at_s))
+        turns.append(
+            Turn(session="s", number=n, prompt=prompt, output_tokens=200, gap_s=1.0, timestamp_s=at_s)
+        )
         prompt = (*prompt, turns[-1].answer, Segment(f"tool{n}", 500))
     return Trace("t", Style.TEXT, (Session("s", timestamps[0], tuple(turns)),))
 

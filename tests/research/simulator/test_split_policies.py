@@ -15,7 +15,7 @@ from perilune_research.simulator.policies.dynamo_disagg import QueuedPrefill
 
 
 def candidate(address: str, *, role: Role = Role.BOTH, **facts) -> Candidate:
-    return routing_objects.candidate(address, **facts)._replace(endpoint=Endpoint(address, role=role))
+    return routing_objects.candidate(address, **facts)._replace(endpoint=Endpoint(address=address, role=role))
 
 
 def run(name: str, candidates, r=None) -> Decision:

@@ -39,7 +39,7 @@ class ConversationError(ValueError):
     it has items that only the engine can render."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """The arguments of a chat template."""
 

@@ -42,7 +42,7 @@ class Library(StrEnum):
     TOKENIZERS = "tokenizers"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Encoder:
     """One model's tokenizer."""
 
@@ -82,12 +82,12 @@ def of(text: str, template: str = "") -> Encoder:
         encode, library = fast, Library.FASTOKENS
     log.info("tokenizer library=%s%s", library, f" why={why}" if why else "")
     return Encoder(
-        library,
-        why,
-        lambda prompt: encode(prompt, False),
-        _around(encode),
-        lambda prompt: encode(prompt, True),
-        cuts_of(spec, template),
+        library=library,
+        why=why,
+        plain=lambda prompt: encode(prompt, False),
+        around=_around(encode),
+        special=lambda prompt: encode(prompt, True),
+        cuts=cuts_of(spec, template),
     )
 
 

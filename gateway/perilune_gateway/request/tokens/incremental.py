@@ -67,7 +67,7 @@ class Encoded:
     """Bytes of UTF-8 that the encoder had to read."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Part:
     """The ids between two cuts."""
 
@@ -170,7 +170,14 @@ class IncrementalEncoder:
         def add(name: int, end: int, cut: int) -> None:
             nonlocal last, begin
             ids = self.encoder.plain(data[begin:cut].decode())
-            last = _Part(name, end, last, cut, ids, len(ids) + (last.tokens if last else 0))
+            last = _Part(
+                name=name,
+                end=end,
+                parent=last,
+                cut=cut,
+                ids=ids,
+                tokens=len(ids) + (last.tokens if last else 0),
+            )
             begin = cut
             parts.append(last)
 

@@ -95,7 +95,13 @@ class TestRoundTrip:
         assert decided(lines).record.verdict == Refusal(RefuseReason.OVERLOADED, "", 2.5)
 
     def test_a_planned_move_says_its_reason_and_names_no_tenant(self):
-        move = Move(SessionKey("secret tenant", "s"), MoveReason.DRAIN, "a", "b", benefit_s=2.5)
+        move = Move(
+            subject=SessionKey("secret tenant", "s"),
+            reason=MoveReason.DRAIN,
+            source="a",
+            target="b",
+            benefit_s=2.5,
+        )
         planned = structs.replace(RECORD, verdict=Decision("b", Reason.PLANNED, moved_from="a", move=move))
         lines = written(planned)
         assert b"secret" not in b"".join(lines)

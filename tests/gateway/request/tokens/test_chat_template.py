@@ -76,7 +76,10 @@ WITH_TOOLS = """\
 
 def render(source, *messages, tools=None, documents=None, kwargs=(), special=(), **options) -> str:
     template = ChatTemplate(source, dict(special), lambda: datetime(2026, 3, 1))
-    return template.render(Conversation(list(messages), tools, documents, dict(kwargs)), **options)
+    return template.render(
+        Conversation(messages=list(messages), tools=tools, documents=documents, template_kwargs=dict(kwargs)),
+        **options,
+    )
 
 
 def test_a_chatml_template_is_rendered():
@@ -238,15 +241,15 @@ def folder_with(path, config=None, **files):
 )
 def test_where_a_folder_keeps_its_template(config, files, text, tmp_path):
     templates = load(folder_with(tmp_path, config, **files))
-    assert templates.choose(tools=False).render(Conversation([HI])) == text
-    assert templates.choose(tools=True).render(Conversation([HI])) == text
+    assert templates.choose(tools=False).render(Conversation(messages=[HI])) == text
+    assert templates.choose(tools=True).render(Conversation(messages=[HI])) == text
 
 
 def test_the_template_for_tools_is_used_with_tools(tmp_path):
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     templates = load(folder_with(tmp_path, {"chat_template": named}))
-    assert templates.choose(tools=False).render(Conversation([HI])) == "plain"
-    assert templates.choose(tools=True).render(Conversation([HI])) == "tools"
+    assert templates.choose(tools=False).render(Conversation(messages=[HI])) == "plain"
+    assert templates.choose(tools=True).render(Conversation(messages=[HI])) == "tools"
 
 
 def test_a_folder_without_template(tmp_path):
