@@ -101,12 +101,13 @@ def oracle(text: bytes) -> EngineMetrics:
         return int(text) if text.isdigit() else 0
 
     return EngineMetrics(
-        int(sum(values("num_requests_running"))),
-        int(sum(values("num_requests_waiting"))),
-        min(sum(usage) / len(usage), 1.0) if usage else 0.0,
-        *(total(name) for name in NEEDED_COUNTERS),
-        max((number(labels.get("block_size", "")) for labels in config), default=0),
-        sum(number(labels.get("num_gpu_blocks", "")) for labels in config),
+        running=int(sum(values("num_requests_running"))),
+        waiting=int(sum(values("num_requests_waiting"))),
+        kv_usage=min(sum(usage) / len(usage), 1.0) if usage else 0.0,
+        prefix_queries_tokens=total(NEEDED_COUNTERS[0]),
+        prefix_hits_tokens=total(NEEDED_COUNTERS[1]),
+        block_size=max((number(labels.get("block_size", "")) for labels in config), default=0),
+        gpu_blocks=sum(number(labels.get("num_gpu_blocks", "")) for labels in config),
     )
 
 

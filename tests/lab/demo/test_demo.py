@@ -134,7 +134,10 @@ def test_notes_name_dead_engines_and_errors():
 
 
 FRAME = live.Frame(
-    *("ear", 12.3, 60, 2.0),
+    policy="ear",
+    elapsed_s=12.3,
+    seconds=60,
+    time_scale=2.0,
     finished=154,
     failed=1,
     open=9,

@@ -21,7 +21,17 @@ def session(name: str, start_s: float, turns: int) -> Session:
 
 
 def answered(name: str, turn: int, at_s: float, ttft_s: float, took_s: float) -> Result:
-    return Result(*(name, turn, "r", at_s, at_s + took_s, at_s), status=200, ttft_s=ttft_s, output_tokens=10)
+    return Result(
+        session=name,
+        turn=turn,
+        request_id="r",
+        submitted_at_s=at_s,
+        finished_at_s=at_s + took_s,
+        due_at_s=at_s,
+        status=200,
+        ttft_s=ttft_s,
+        output_tokens=10,
+    )
 
 
 def refused(name: str, at_s: float) -> Result:
