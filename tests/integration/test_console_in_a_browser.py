@@ -388,7 +388,7 @@ async def test_what_selected_engines_lack_is_told_with_its_cure(browser: Browser
     many = Many(engines=6)
     engines = [stats.endpoint.address for stats in many.endpoints()]
     many.lacks = (Lack(Finding.NO_EVENTS, engines, "it is estimated", "start it with --kv-events-config"),)
-    admin = Admin(many.data())
+    admin = Admin(AdminData(CollectorRegistry(), {"p": many.data()}))
     port = await admin.start()
     try:
         async with opened(browser, f"http://127.0.0.1:{port}") as console:

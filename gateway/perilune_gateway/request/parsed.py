@@ -115,7 +115,7 @@ def opening(request: ParsedRequest) -> bytes:
     """Return how the request's conversation begins, which its later turns have too: everything up to the
     first message of a user; of other prompts, their first few thousand characters or tokens."""
     match request.prompt:
-        case ChatPrompt(messages=messages) if bytes(messages[:1]) == b"[":
+        case ChatPrompt(messages=messages) if bytes(memoryview(messages)[:1]) == b"[":
             pieces = []
             for message in _ITEMS.decode(messages):
                 pieces.append(bytes(message))
