@@ -56,7 +56,7 @@ class Publisher(NamedTuple):
     replay: str = ""
     """ZMQ address of the replay socket; empty when there is none."""
     instance: str = ""
-    """What is at the endpoint's address; with another one the feed starts over."""
+    """Name of the instance at the endpoint's address. When it changes, the feed starts over."""
 
 
 class ResetCause(StrEnum):

@@ -82,8 +82,9 @@ def published(pod: Object, selector: Selector) -> Published:
 
 
 def _by_config(config: Object, ranks: int, sglang_page: int | None) -> Published:
-    """By the value of --kv-events-config, whose defaults are vLLM's; SGLang's publisher has to be named, and
-    need not be enabled. `sglang_page`: the tokens of a page of SGLang; None: the engine is no SGLang."""
+    """Return what the value of --kv-events-config says. Fields that it lacks have vLLM's defaults. SGLang
+    publishes when the value names a publisher, without a field that enables it. `sglang_page`: number of
+    tokens in a page of SGLang; None for another engine."""
     if sglang_page is None:
         publishes = config.get("enable_kv_cache_events") is True and config.get("publisher", "zmq") == "zmq"
     else:
