@@ -37,6 +37,11 @@ PROGRAM = Program(
                 "run one workload live and simulated; check whether both agree",
                 "crosscheck --policies ear,round_robin --seconds 20",
             ),
+            "kernels": Command(
+                "perilune_research.kernels.cli",
+                "fit the engine model to steps that were measured on a GPU; print the errors",
+                "kernels",
+            ),
             "fastpath": Command(
                 "perilune_research.fastpath.cli",
                 "decide each turn from its headers and from its body; check whether both agree",

@@ -88,9 +88,13 @@ class EngineModel:
         `context_tokens` in total; 0 without sequences."""
         if sequences <= 0:
             return 0.0
+        read_s = self.decode_bytes(sequences, context_tokens) / self.memory_bytes_per_s
+        return self.scale * max(self.decode_floor_s, read_s)
+
+    def decode_bytes(self, sequences: int, context_tokens: int) -> float:
+        """Return the bytes that such a step reads: weights of the experts that are used, all others, KV."""
         touched = 1.0 - (1.0 - self.expert_share) ** sequences
-        moved = self.expert_bytes * touched + self.shared_bytes + context_tokens * self.kv_bytes_per_token
-        return self.scale * max(self.decode_floor_s, moved / self.memory_bytes_per_s)
+        return self.expert_bytes * touched + self.shared_bytes + context_tokens * self.kv_bytes_per_token
 
     def mixed_step_s(
         self, chunks: Iterable[tuple[int, int]], sequences: int = 0, context_tokens: int = 0, begins: int = 0
