@@ -14,6 +14,9 @@ from testbed.pool import LivePool
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 LEAST, MOST = 2, 6
+SLOWDOWN = 4
+"""The engines are so many times slower than an H20: then two of them are too few even for the few prompts
+that clients on a busy machine send."""
 LOADS_S = 30
 """How long a new engine loads its model: by an init container, as long as the fastest real ones."""
 
@@ -32,6 +35,7 @@ def elastic(kube, edge, operator):
         engine={
             "kind": "simulated",
             "imagePullPolicy": "Never",
+            "args": [f"--slowdown={SLOWDOWN}"],
             "podTemplate": {"spec": {"initContainers": [loading]}},
         },
         scaling={
