@@ -22,7 +22,7 @@ from perilune_gateway.model import MOVING
 from perilune_lab.processes.stack import EngineOptions, Stack
 from perilune_lab.vocabulary import Vocabulary
 
-OPTIONS = EngineOptions(handoff=True, prefill=1, time_scale=10.0, request_log=True)
+OPTIONS = EngineOptions(handoff=True, prefill=1, request_log=True)
 ROUTING = spec.Routing(
     limits=spec.Limits(decision_seconds=30.0),
     disaggregation=spec.Disaggregation(queue=1_000, accept_seconds=1.0),
@@ -64,8 +64,9 @@ class User(StackUser):
 
 
 @asynccontextmanager
-async def served(*arguments: str, **of: Any) -> AsyncIterator[User]:
-    stack = Stack(engines=3, options=replace(OPTIONS, arguments=arguments), routing=ROUTING, **of)
+async def served(*arguments: str, time_scale: float = 10.0, **of: Any) -> AsyncIterator[User]:
+    options = replace(OPTIONS, arguments=arguments, time_scale=time_scale)
+    stack = Stack(engines=3, options=options, routing=ROUTING, **of)
     async with stack, aiohttp.ClientSession() as http:
         user = User(stack, http)
         await user.all_hand_over()
@@ -98,13 +99,18 @@ async def test_long_prompts_are_prefilled_apart_and_short_ones_where_they_are_de
 
 
 async def test_a_killed_prefill_engine_costs_recomputations_and_no_turn() -> None:
-    async with served("--abort-timeout", "5") as user:
+    """It has 14 seconds of prefill to do when it is killed, so none of the last ones has ended."""
+    async with served("--abort-timeout", "5", time_scale=1.0) as user:
         running = [asyncio.create_task(user.ask(f"s{i}", 20_000)) for i in range(6)]
 
-        async def is_prefilling() -> bool:
-            return (await user.moves())["prefills"]["open"] >= 2
+        async def has_accepted() -> bool:
+            page = f"http://{user.stack.endpoints[0]}/metrics"
+            async with user.http.get(page) as answer:
+                lines = [line.split() for line in (await answer.text()).splitlines()]
+            counts = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+            return sum(float(line[-1]) for line in lines if line and line[0].startswith(counts)) >= 2
 
-        await until_true(is_prefilling)
+        await until_true(has_accepted)
         user.stack.children["engine-0"].signal(signal.SIGKILL)
         await asyncio.gather(*running)
         for i in range(10):

@@ -2,11 +2,20 @@
 
 import signal
 import sys
+from collections.abc import Iterator
 from types import FrameType
 
 import pytest
 
 from perilune_lab.terminal.loop import run
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c_is_minded() -> Iterator[None]:
+    """Mind SIGINT, which a shell has its background processes ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_while_the_task_is_made_lets_nothing_begin() -> None:
