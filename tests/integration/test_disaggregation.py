@@ -150,6 +150,9 @@ async def test_without_a_gateway_clients_requests_reach_engines_that_decode() ->
 async def test_a_request_that_is_sent_again_elsewhere_waits_for_no_spent_transfer() -> None:
     """The engines would wait for hours."""
     async with served("--abort-timeout", "100000") as user:
+        slow = {"slowdown": 20.0}  # so that all of them are open for longer than this test needs to see it
+        async with user.http.post(f"http://{user.stack.endpoints[0]}/fault", json=slow) as answer:
+            assert answer.status == 200
         running = [asyncio.create_task(user.ask(f"s{i}", 20_000)) for i in range(4)]
 
         async def is_prefilling() -> bool:

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 from router_rig import A, B, Rig, pool
 from routing_objects import head
 
@@ -609,7 +610,7 @@ changes: st.SearchStrategy[Change] = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_replicas_agree_after_the_same_changes_in_any_order_and_number(data: st.DataObject):
     """A stamp is of one change: two changes with one stamp do not exist."""

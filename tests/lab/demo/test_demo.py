@@ -277,6 +277,7 @@ def test_runs_compares_reports_and_stays_until_ctrl_c(start, tmp_path):
 
 
 @pytest.mark.processes
+@pytest.mark.heavy
 def test_overload_compares_one_policy_without_and_with_session_admission(start, tmp_path):
     status, out, errors = start(
         *("--overload", "--seconds", "3", "--time-scale", "10", "--json", str(tmp_path / "demo.json"))
