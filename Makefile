@@ -151,7 +151,7 @@ lock:          ## renew the lock files (needs uv)
 	uv pip compile -q --generate-hashes --no-emit-index-url --universal --python-version 3.11 --extra tracing --group image pyproject.toml -o requirements-image.lock
 	uv pip compile -q --generate-hashes --no-emit-index-url --universal --python-version 3.11 --extra lab --extra tracing --group dev pyproject.toml -o requirements-dev.lock
 	uv pip compile -q --generate-hashes --no-emit-index-url --universal --python-version 3.11 --resolution lowest-direct \
-	  --extra lab --extra tracing --group dev pyproject.toml -o requirements-lowest.lock
+	  --extra tracing --group test pyproject.toml -o requirements-lowest.lock
 
 clean:         ## remove .venv, .venv-lowest and caches
 	rm -rf .venv .venv-lowest .venv-fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
