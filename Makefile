@@ -18,7 +18,7 @@ $(STAMP): requirements-dev.lock pyproject.toml
 .venv-lowest/.stamp: requirements-lowest.lock pyproject.toml
 $(STAMP) .venv-lowest/.stamp:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: python3 >= 3.11 is needed (set PYTHON=…)"; exit 1; }
-	@echo "making $(@D): the packages of $< come from PyPI, about a minute and 900 MB, once"
+	@echo "making $(@D): the packages of $< come from PyPI, once: a minute, at most 900 MB"
 	@$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --require-hashes -r $<
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
@@ -44,7 +44,9 @@ collector: $(STAMP) ## an OpenTelemetry collector, which the tests of traces nee
 
 test-programs: api-server collector browser prometheus state-server ## all of the above: with them `make test` skips nothing
 
-PYTEST := $(BIN)/python -m pytest tests -n 2 --dist loadgroup --no-loadscope-reorder --second-chance
+# One worker more than a small machine has cores, since some tests wait.
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest tests -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --second-chance
 TESTS  := $(PYTEST) -m "not e2e and not bench and not heavy"
 test: $(STAMP) ## unit, property and integration tests (real Envoy) but the heavy ones; says first what it leaves out; minutes
 	@$(BIN)/python tests/support/optional_programs.py

@@ -18,7 +18,7 @@ from perilune_operator.observe import readers
 from perilune_operator.observe.gateway_pages import gateway_stats
 from perilune_operator.rollout import RELEASE_S, Drain, Rolling, drain
 
-SESSIONS, ENGINES = 12, 3
+SESSIONS, ENGINES = 8, 3
 SESSION_S = 20.0
 """Longest wait for sessions. A gateway that has just begun names no engine as drained."""
 
