@@ -147,7 +147,14 @@ def pipe(tmp_path: Path) -> Iterator[str]:
     os.close(writer)
 
 
-HEAVY = ("evaluate", "crosscheck", "fastpath", "simulate, while it searches R", "bench-stream --simulated")
+HEAVY = (
+    "demo",
+    "evaluate",
+    "crosscheck",
+    "fastpath",
+    "simulate, while it searches R",
+    "bench-stream --simulated",
+)
 """Each like one of the others, and imports more."""
 
 

@@ -45,6 +45,7 @@ async def test_of_two_operators_one_acts(
         second.stop(signal.SIGKILL)
 
 
+@pytest.mark.heavy
 async def test_an_operator_killed_at_any_point_leaves_work_that_the_next_ends(
     client: Client, namespace: str, api_server: Any
 ) -> None:

@@ -29,12 +29,21 @@ from typing import Any, NoReturn
 
 from perilune_lab.processes import child
 
+SOON = {
+    "perilune_gateway.main": ("fastokens", "tokenizers", "perilune_gateway.request.tokens.chat_template"),
+    "perilune_operator.main": (
+        "kubernetes.aio.client.api_client",
+        "kubernetes.aio.config",
+        "kubernetes.aio.watch",
+    ),
+}
+
 
 class Forks:
-    """The process that has imported a module."""
+    """The process that has imported a module, and what that imports as soon as it works."""
 
     def __init__(self, module: str) -> None:
-        command = [sys.executable, "-u", "-P", __file__, module]
+        command = [sys.executable, "-u", "-P", __file__, module, *SOON.get(module, ())]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._one_at_a_time = threading.Lock()
         atexit.register(self._end)
@@ -96,10 +105,12 @@ def start(module: str, arguments: Sequence[str], env: Mapping[str, str], log: Pa
 class Popen:
     """A program and what it writes, as `subprocess.Popen(…, text=True)` shows them."""
 
-    def __init__(self, module: str, arguments: Sequence[str]) -> None:
+    def __init__(self, module: str, arguments: Sequence[str], folder: Path | None = None) -> None:
+        """`folder`: its working directory, else ours."""
         forks, pipes = _forks(module), [os.pipe() for _ in range(2)]
         out, log = (f"/proc/{os.getpid()}/fd/{here}" for _, here in pipes)
         order = {"start": list(arguments), "environ": dict(os.environ), "out": out, "log": log}
+        order["folder"] = str(folder or Path.cwd())
         self._forked = Forked(forks, forks.ask(**order))
         self.pid = self._forked.pid
         for _, here in pipes:
@@ -211,6 +222,7 @@ def _serve(main: Callable[[Sequence[str]], int]) -> None:
             written = (os.open(order[to], os.O_WRONLY | os.O_CREAT | os.O_APPEND) for to in ("out", "log"))
             files = [os.open(os.devnull, os.O_RDONLY), *written]
             if not (answer := os.fork()):
+                os.chdir(order.get("folder", "."))
                 _run(main, order["start"], order["environ"], files)
             for file in files:
                 os.close(file)
@@ -241,4 +253,6 @@ def _run(
 
 
 if __name__ == "__main__":
+    for soon in sys.argv[2:]:
+        importlib.import_module(soon)
     _serve(importlib.import_module(sys.argv[1]).main)

@@ -25,9 +25,9 @@ from perilune_research.evaluate.traffic import traffic
 from perilune_research.evaluate.work import Work
 from perilune_research.simulator.deployment import Deployment
 
-BASE = Scenario(rate=0.4, endpoints=2, window_s=15.0, warmup_s=3.0)
+BASE = Scenario(rate=0.4, endpoints=2, window_s=25.0, warmup_s=5.0)
 SIZE = plan.size(quick=True, seeds=2, first=1)
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.heavy]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -55,7 +55,7 @@ class Written(NamedTuple):
 
 
 def tiny(options: cli.Options) -> cli.Options:
-    small = replace(options.base, endpoints=2, window_s=15.0, warmup_s=3.0)
+    small = replace(options.base, endpoints=2, window_s=25.0, warmup_s=5.0)
     recorded = small.trace != BASE.trace
     return replace(options, base=small if recorded else replace(small, rate=BASE.rate))
 

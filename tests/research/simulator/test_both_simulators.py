@@ -36,7 +36,8 @@ KNOWN = {("round_robin", "APC"): 0.03}
 """Differences beyond the seeds that docs/simulator.md names."""
 
 
-@pytest.mark.parametrize("policy", [pytest.param("round_robin", marks=pytest.mark.heavy), "perilune"])
+@pytest.mark.heavy
+@pytest.mark.parametrize("policy", ["round_robin", "perilune"])
 def test_they_agree_within_the_seeds(policy: str) -> None:
     pairs = both(policy)
     for name, figure in {

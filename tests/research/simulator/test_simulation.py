@@ -209,6 +209,7 @@ def test_an_overloaded_fleet_refuses(busy: Workload):
     assert not any(s.rejected for s in idle.requests)
 
 
+@pytest.mark.heavy
 def test_a_large_fleet_decides_from_a_shortlist_as_from_all():
     workload = replace(LOAD, window_s=40.0).workload(16.0, 1, SimulatedFleet(100).hardware.engine)
     short = simulate(workload, Setting("lmetric_plus_one"), SimulatedFleet(100))
