@@ -99,7 +99,7 @@ async def test_a_tenant_with_a_long_queue_keeps_no_other_waiting(fair_share: boo
     """With fair shares the other tenant's request overtakes most of the queue."""
     scheduling = "priority" if fair_share else "fcfs"
     priority = spec.EnginePriority(fair_share=fair_share)
-    async with queue(scheduling, priority, time_scale=0.2, step_tokens=250) as waiting:
+    async with queue(scheduling, priority, time_scale=1.5, step_tokens=250) as waiting:
         for number in range(8):
             await waiting.add(f"many{number}", 1_000, tenant="many")
         await waiting.add("few", 1_000, tenant="few")
