@@ -59,11 +59,14 @@ test-loaded: $(STAMP) ## the same beside four busy loops: no test depends on the
 	@loops=; trap 'kill $$loops' EXIT; for each in 1 2 3 4; do $(BIN)/python -c "while True: pass" & loops="$$loops $$!"; done; \
 	  $(TESTS) $(ARGS)
 
-# Tests of what touches a third party's package. Policies, moves and state are pure Python, and a plan of the operator is, too.
-LOWEST := tests/api $(addprefix tests/gateway/,extproc feeds model observe request test_config.py test_main.py) \
+# Tests of what touches a third party's package. Policies, moves, state and our HTTP/2 are pure Python, and a plan of the operator is, too.
+# Properties vary inputs, which says nothing about dependencies.
+LOWEST := tests/api $(addprefix tests/gateway/,feeds observe request test_config.py test_main.py) \
+  $(wildcard tests/gateway/extproc/test_*.py) \
   $(patsubst %,tests/operator/test_%.py,discovery extension_server gateway_page golden lease lost_pools main refusal status)
 test-lowest: .venv-lowest/.stamp ## tests of what touches dependencies, with the lowest that pyproject.toml allows, in .venv-lowest
-	.venv-lowest/bin/python -m pytest $(LOWEST) -m "not api_server and not hypothesis" -n 2 --dist loadfile $(ARGS)
+	.venv-lowest/bin/python -m pytest $(LOWEST) -m "not api_server and not hypothesis and not heavy and not lab" \
+	  -n 2 --dist loadfile $(ARGS)
 
 check: $(STAMP) ## ruff, mypy --strict, import-linter, generated code is current; side by side
 	@$(MAKE) --no-print-directory -j2 --output-sync=target types style layers generated
