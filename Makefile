@@ -7,19 +7,20 @@ STAMP  := .venv/.stamp
 .DEFAULT_GOAL := help
 # Without bytecode every process of the hundreds that tests start compiles what it imports, and collecting tests takes twice as long.
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: help release-dry-run venv demo api-server browser prometheus state-server collector test-programs test test-loaded test-lowest check verify e2e e2e-long fuzz soak bench bench-long evaluation arena docs generate lock clean cluster cluster-down e2e-cluster e2e-real e2e-real-long
+.PHONY: help release-dry-run venv venv-lowest demo api-server browser prometheus state-server collector test-programs test test-heavy test-loaded test-lowest check style types layers generated verify e2e e2e-long fuzz soak bench bench-long evaluation arena docs generate lock clean cluster cluster-down e2e-cluster e2e-real e2e-real-long
 
 help:          ## this list
 	@grep -hE '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
 
 venv: $(STAMP) ## make .venv with everything locked in requirements-dev.lock
+venv-lowest: .venv-lowest/.stamp
 $(STAMP): requirements-dev.lock pyproject.toml
 .venv-lowest/.stamp: requirements-lowest.lock pyproject.toml
 $(STAMP) .venv-lowest/.stamp:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: python3 >= 3.11 is needed (set PYTHON=…)"; exit 1; }
-	@echo "making $(@D): the packages of $< come from PyPI, about a minute and 900 MB, once"
+	@echo "making $(@D): the packages of $< come from PyPI, once: a minute, at most 900 MB"
 	@$(PYTHON) -m venv $(@D)
-	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $<
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --require-hashes -r $<
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
@@ -43,23 +44,40 @@ collector: $(STAMP) ## an OpenTelemetry collector, which the tests of traces nee
 
 test-programs: api-server collector browser prometheus state-server ## all of the above: with them `make test` skips nothing
 
-TESTS := $(BIN)/python -m pytest tests -m "not e2e and not bench" -n 2 --dist loadgroup --no-loadscope-reorder --second-chance
-test: $(STAMP) ## unit, property and integration tests (real Envoy); says first what it skips; minutes
+# One worker more than a small machine has cores, since some tests wait.
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest tests -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --second-chance
+TESTS  := $(PYTEST) -m "not e2e and not bench and not heavy"
+test: $(STAMP) ## unit, property and integration tests (real Envoy) but the heavy ones; says first what it leaves out; minutes
 	@$(BIN)/python tests/support/optional_programs.py
 	$(TESTS) $(ARGS)
+
+test-heavy: $(STAMP) ## what `make test` leaves out: tests marked `heavy`, and all examples of properties
+	EXAMPLES=all $(PYTEST) -m "(heavy or hypothesis) and not e2e and not bench" $(ARGS)
 
 test-loaded: $(STAMP) ## the same beside four busy loops: no test depends on the speed of the machine
 	@loops=; trap 'kill $$loops' EXIT; for each in 1 2 3 4; do $(BIN)/python -c "while True: pass" & loops="$$loops $$!"; done; \
 	  $(TESTS) $(ARGS)
 
-test-lowest: .venv-lowest/.stamp ## unit tests with the lowest dependencies that pyproject.toml allows, in .venv-lowest
-	.venv-lowest/bin/python -m pytest tests/api tests/gateway tests/operator -m "not api_server" -n 2 --dist loadfile $(ARGS)
+# Tests of what touches a third party's package. Policies, moves, state and our HTTP/2 are pure Python, and a plan of the operator is, too.
+# Properties vary inputs, which says nothing about dependencies.
+LOWEST := tests/api $(addprefix tests/gateway/,feeds observe request test_config.py test_main.py) \
+  $(wildcard tests/gateway/extproc/test_*.py) \
+  $(patsubst %,tests/operator/test_%.py,discovery extension_server gateway_page golden lease lost_pools main refusal status)
+test-lowest: .venv-lowest/.stamp ## tests of what touches dependencies, with the lowest that pyproject.toml allows, in .venv-lowest
+	.venv-lowest/bin/python -m pytest $(LOWEST) -m "not api_server and not hypothesis and not heavy and not lab" \
+	  -n 2 --dist loadfile $(ARGS)
 
-check: $(STAMP) ## ruff, mypy --strict, import-linter, generated code is current
+check: $(STAMP) ## ruff, mypy --strict, import-linter, generated code is current; side by side
+	@$(MAKE) --no-print-directory -j2 --output-sync=target types style layers generated
+style: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+types: $(STAMP)
 	$(BIN)/mypy
+layers: $(STAMP)
 	$(BIN)/lint-imports
+generated: $(STAMP)
 	$(BIN)/python -m protos.generate --check
 
 verify: $(STAMP) ## all that is too heavy for each change: genuine vLLM, a real cluster, fuzz, soak; one table, and docs/verified.md (root); an hour
@@ -138,7 +156,7 @@ lock:          ## renew the lock files (needs uv)
 	uv pip compile -q --generate-hashes --no-emit-index-url --universal --python-version 3.11 --extra tracing --group image pyproject.toml -o requirements-image.lock
 	uv pip compile -q --generate-hashes --no-emit-index-url --universal --python-version 3.11 --extra lab --extra tracing --group dev pyproject.toml -o requirements-dev.lock
 	uv pip compile -q --generate-hashes --no-emit-index-url --universal --python-version 3.11 --resolution lowest-direct \
-	  --extra lab --extra tracing --group dev pyproject.toml -o requirements-lowest.lock
+	  --extra tracing --group test pyproject.toml -o requirements-lowest.lock
 
 clean:         ## remove .venv, .venv-lowest and caches
 	rm -rf .venv .venv-lowest .venv-fuzz .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

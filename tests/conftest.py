@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from _pytest.terminal import TerminalReporter
-from second_chance import SecondChance
+from second_chance import SecondChance, plain
 from xdist.remote import Producer
 from xdist.scheduler import LoadGroupScheduling
 
@@ -55,6 +55,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next(found, len(LONGEST) + 1)
 
     items.sort(key=rank)
+    for item in items:
+        if "PYTEST_XDIST_WORKER" in os.environ and (group := item.get_closest_marker("xdist_group")):
+            # xdist 3.8 writes it into `_nodeid`, which pytest 9.2 does not read.
+            item._id = item.id.parse(f"{plain(item.nodeid)}@{group.args[0]}")  # noqa: SLF001
 
 
 def pytest_collection_finish() -> None:

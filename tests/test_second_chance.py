@@ -1,5 +1,6 @@
 """A run that lets failed tests with real processes run once more, seen from outside."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -42,9 +43,12 @@ def run(folder: Path, files: dict[str, str]) -> tuple[int, str]:
     }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    # `-n 0` of the run alone needs xdist; asyncio's plugin would warn about an option that is not set
-    command = [sys.executable, "-m", "pytest", "-q", "--second-chance", "-p", "no:asyncio", "tests"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    command = [sys.executable, "-m", "pytest", "-q", "--second-chance", "tests"]
+    # `-n 0` of the run alone needs xdist; other plugins would only take time
+    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p xdist.plugin"}
+    done = subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=100, check=False
+    )
     return done.returncode, done.stdout
 
 

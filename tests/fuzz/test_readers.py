@@ -3,9 +3,10 @@
 from random import Random
 
 import pytest
+from property_examples import examples
 from readers import SEEDS, TARGETS
 
-MUTATIONS = 300
+MUTATIONS = examples(300)
 
 
 def mutated(data: bytes, dice: Random) -> bytes:
@@ -29,6 +30,7 @@ def mutated(data: bytes, dice: Random) -> bytes:
     return bytes(out)
 
 
+@pytest.mark.hypothesis  # `make test-heavy` tries all
 @pytest.mark.parametrize("kind", TARGETS)
 def test_a_reader_refuses_damaged_input_and_goes_on(kind: str) -> None:
     dice = Random(kind)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from property_examples import examples
 from router_rig import Rig, pool
 from vllm_captures import read_messages, read_requests
 
@@ -14,7 +15,7 @@ from perilune_api.pool import HashAlgorithm, Hashing
 from perilune_gateway.feeds import kv_events
 
 # A busy machine is no failure. The examples are the same every time, so many of them add little.
-settings.register_profile("gateway", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("gateway", deadline=None, derandomize=True, max_examples=examples(50))
 settings.load_profile("gateway")
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -15,6 +15,7 @@ import aiohttp
 import grpc.aio
 import pytest
 import replaying_engine
+from forked import Popen
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from msgspec import structs
 from prometheus_client import generate_latest
@@ -244,11 +245,11 @@ async def test_it_goes_on_serving_while_it_says_that_it_will_not(gateway, capsys
 def test_a_start_that_fails_says_why_in_one_line(tmp_path, options, status, says) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "pool").write_text("metadata: {name: p}\nspec: {model: {name: m}, endpoints: []}\n")
-    command = [sys.executable, "-m", "perilune_gateway.main", *options]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    ended = Popen("perilune_gateway.main", options, folder=tmp_path)
+    _, said = ended.communicate()
     assert ended.returncode == status
-    assert ended.stderr.startswith(f"perilune-gateway: {says}")
-    assert ended.stderr.count("\n") == 1
+    assert said.startswith(f"perilune-gateway: {says}")
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda s: s.name)
@@ -256,11 +257,9 @@ def test_a_start_that_fails_says_why_in_one_line(tmp_path, options, status, says
 def test_a_signal_drains_the_gateway(tmp_path, number: signal.Signals) -> None:
     file = tmp_path / "pool.yaml"
     file.write_bytes(dump(pool(A)))
-    command = [sys.executable, "-m", "perilune_gateway.main", "--pool", str(file)]
-    command += ["--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    options = ["--pool", str(file), "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
+    running = Popen("perilune_gateway.main", options)
     try:
-        assert running.stdout is not None
         assert re.search(READY, running.stdout.readline())
         running.send_signal(number)
         _, said = running.communicate(timeout=60)

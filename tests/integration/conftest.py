@@ -8,12 +8,14 @@ import asyncio
 import itertools
 import json
 import socket
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import envoy_doubles as doubles
+import forked
 import list_of_one
 import pytest
 import pytest_asyncio
@@ -25,6 +27,7 @@ from perilune_gateway.extproc import Server, Transport, new_server
 from perilune_gateway.extproc.service import Service
 from perilune_gateway.model import Tokens
 from perilune_gateway.request.parsed import ParsedRequest
+from perilune_lab.processes import child
 from perilune_lab.processes.envoy import Mode, config
 
 PATIENT_S = 60.0
@@ -112,6 +115,14 @@ class Rig:
     def access_log(self, envoy: Envoy, path: str) -> list[dict[str, Any]]:
         lines = self._logs[envoy].read_text().splitlines()
         return [line for line in map(json.loads, lines) if line["path"] == path]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forks() -> Iterator[None]:
+    """Gateways and engines of all stacks are forks, for most of what a start costs is imports."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child, "spawn", forked.spawn)
+        yield
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

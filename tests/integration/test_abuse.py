@@ -109,11 +109,11 @@ class Victim:
 
 
 BUFFERED, FULL_DUPLEX, GRPC = (
-    pytest.param((transport, mode), id=f"{transport}, {mode}")
-    for transport, mode in (
-        (Transport.H2, Mode.BUFFERED),
-        (Transport.H2, Mode.FULL_DUPLEX),
-        (Transport.GRPC, Mode.BUFFERED),
+    pytest.param((transport, mode), id=f"{transport}, {mode}", marks=marks)
+    for transport, mode, marks in (
+        (Transport.H2, Mode.BUFFERED, ()),
+        (Transport.H2, Mode.FULL_DUPLEX, pytest.mark.heavy),
+        (Transport.GRPC, Mode.BUFFERED, pytest.mark.heavy),
     )
 )
 in_one_mode = pytest.mark.parametrize("victim", [BUFFERED], indirect=True)

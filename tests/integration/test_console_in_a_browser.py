@@ -331,7 +331,7 @@ def on_its_way(session_id: str, source: str, target: str, stage: Stage, content_
     return moves.on_its_way(handoff, missing)
 
 
-@pytest.mark.parametrize("colours", ["light", "dark"])
+@pytest.mark.parametrize("colours", ["light", pytest.param("dark", marks=pytest.mark.heavy)])
 async def test_the_kv_of_a_session_that_moves_is_on_the_map_until_it_is_there(
     browser: Browser, colours: str
 ) -> None:

@@ -20,7 +20,7 @@ from perilune_lab.processes.stack import EngineOptions, Stack
 from perilune_lab.vocabulary import Vocabulary
 from perilune_lab.whatif import cli as whatif
 
-SECONDS, SCALE = 2.5, 40.0
+SECONDS, SCALE = 1.0, 40.0
 
 
 async def recorded(folder: Path, policy: str, *, kill: bool = False) -> Path:
@@ -64,7 +64,7 @@ def replayed(log: Path, *arguments: str) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("policy", ["perilune", "power_of_two"])
+@pytest.mark.parametrize("policy", ["perilune", pytest.param("power_of_two", marks=pytest.mark.heavy)])
 async def test_every_recorded_decision_comes_out_the_same_again(tmp_path, policy, capsys):
     """The dice decide much of power_of_two, and ties of the others."""
     log = await recorded(tmp_path, policy)

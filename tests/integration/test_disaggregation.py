@@ -57,6 +57,12 @@ class User(StackUser):
                 self.moved.add(session)
             return values
 
+    async def slows_down(self) -> None:
+        """Make the engine that prefills 20 times slower."""
+        url = f"http://{self.stack.endpoints[0]}/fault"
+        async with self.http.post(url, json={"slowdown": 20.0}) as answer:
+            assert answer.status == 200
+
     def served(self, engine: int) -> list[dict[str, Any]]:
         """Return the requests that ended on an engine, by its own log."""
         path = self.stack.folder / f"engine-{engine}.requests.jsonl"
@@ -122,6 +128,7 @@ async def test_a_killed_prefill_engine_costs_recomputations_and_no_turn() -> Non
 
 async def test_a_gateway_killed_in_the_middle_costs_recomputations_and_no_turn() -> None:
     async with served("--abort-timeout", "5", vital=frozenset({"envoy"})) as user:
+        await user.slows_down()
         running = [asyncio.create_task(user.ask(f"s{i}", 20_000)) for i in range(6)]
 
         async def is_prefilling() -> bool:
@@ -156,6 +163,7 @@ async def test_without_a_gateway_clients_requests_reach_engines_that_decode() ->
 async def test_a_request_that_is_sent_again_elsewhere_waits_for_no_spent_transfer() -> None:
     """The engines would wait for hours."""
     async with served("--abort-timeout", "100000") as user:
+        await user.slows_down()  # so that all of them are open for longer than this test needs to see it
         running = [asyncio.create_task(user.ask(f"s{i}", 20_000)) for i in range(4)]
 
         async def is_prefilling() -> bool:

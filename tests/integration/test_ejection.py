@@ -27,8 +27,8 @@ BOUND = 600
 """Requests after which a state that was waited for counts as never reached."""
 FAULTS = [
     pytest.param({"status": 507}, "failures", id="answers 507"),
-    pytest.param({"hang": True}, "late", id="hangs"),
-    pytest.param({"slowdown": 10.0}, "late", id="ten times slower"),
+    pytest.param({"hang": True}, "late", id="hangs", marks=pytest.mark.heavy),
+    pytest.param({"slowdown": 10.0}, "late", id="ten times slower", marks=pytest.mark.heavy),
 ]
 
 

@@ -117,9 +117,11 @@ async def test_no_request_fails_while_idle_connections_are_closed(rig, monkeypat
     ("rig", "mode", "grpc_retries"),
     [
         pytest.param(Transport.H2, Mode.BUFFERED, 8, id="h2, buffered"),
-        pytest.param(Transport.H2, Mode.FULL_DUPLEX, 8, id="h2, full_duplex"),
-        pytest.param(Transport.H2, Mode.BUFFERED, 0, id="h2, buffered, without retries"),
-        pytest.param(Transport.GRPC, Mode.FULL_DUPLEX, 8, id="grpc, full_duplex"),
+        pytest.param(Transport.H2, Mode.FULL_DUPLEX, 8, id="h2, full_duplex", marks=pytest.mark.heavy),
+        pytest.param(
+            Transport.H2, Mode.BUFFERED, 0, id="h2, buffered, without retries", marks=pytest.mark.heavy
+        ),
+        pytest.param(Transport.GRPC, Mode.FULL_DUPLEX, 8, id="grpc, full_duplex", marks=pytest.mark.heavy),
     ],
     indirect=["rig"],
 )
@@ -169,11 +171,22 @@ async def until_ready(rig, envoy, gateways: int) -> None:
 @pytest.mark.parametrize(
     ("rig", "mode", "size", "check_s"),
     [
-        pytest.param(Transport.H2, Mode.BUFFERED, 130_000, 0.0, id="h2, buffered, 130 KB"),
-        pytest.param(Transport.H2, Mode.FULL_DUPLEX, 1_400, 0.0, id="h2, full_duplex"),
+        pytest.param(
+            Transport.H2, Mode.BUFFERED, 130_000, 0.0, id="h2, buffered, 130 KB", marks=pytest.mark.heavy
+        ),
+        pytest.param(
+            Transport.H2, Mode.FULL_DUPLEX, 1_400, 0.0, id="h2, full_duplex", marks=pytest.mark.heavy
+        ),
         # Envoy keeps 64 KiB of a body for another try, so it has to know in time.
         pytest.param(Transport.H2, Mode.FULL_DUPLEX, 130_000, 0.1, id="h2, full_duplex, 130 KB, checked"),
-        pytest.param(Transport.GRPC, Mode.FULL_DUPLEX, 130_000, 0.1, id="grpc, full_duplex, 130 KB, checked"),
+        pytest.param(
+            Transport.GRPC,
+            Mode.FULL_DUPLEX,
+            130_000,
+            0.1,
+            id="grpc, full_duplex, 130 KB, checked",
+            marks=pytest.mark.heavy,
+        ),
     ],
     indirect=["rig"],
 )

@@ -18,7 +18,7 @@ from perilune_operator.observe import readers
 from perilune_operator.observe.gateway_pages import gateway_stats
 from perilune_operator.rollout import RELEASE_S, Drain, Rolling, drain
 
-SESSIONS, ENGINES = 12, 3
+SESSIONS, ENGINES = 8, 3
 SESSION_S = 20.0
 """Longest wait for sessions. A gateway that has just begun names no engine as drained."""
 
@@ -44,6 +44,7 @@ async def test_a_deleted_engines_sessions_leave_with_their_kv_before_it_ends(tmp
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.heavy
 async def test_a_rolling_update_takes_each_session_along_once(tmp_path: Path) -> None:
     """New engines come one after the other, as a Deployment makes them, and the operator's own decisions say
     which old one leaves, and when."""

@@ -66,7 +66,11 @@ class User:
         return float(line.rpartition(" ")[2])
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module", params=[Mode.BUFFERED, Mode.FULL_DUPLEX])
+@pytest_asyncio.fixture(
+    loop_scope="module",
+    scope="module",
+    params=[Mode.BUFFERED, pytest.param(Mode.FULL_DUPLEX, marks=pytest.mark.heavy)],
+)
 async def user(request: pytest.FixtureRequest) -> AsyncIterator[User]:
     async with AsyncExitStack() as running:
         stacks: dict[str, Stack] = {}

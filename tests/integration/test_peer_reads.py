@@ -44,10 +44,10 @@ async def held_in_host_memory(user: User, address: str, prompts: int) -> None:
 
 
 async def test_an_endpoint_reads_what_another_one_has_in_host_memory() -> None:
-    """24 requests of 8 prompts. Round robin over three endpoints gives each prompt another one each time."""
+    """12 requests of 4 prompts. Round robin over three endpoints gives each prompt another one each time."""
     async with served() as user:
         found, prompts = [], Counter[str]()
-        for prompt in range(8):
+        for prompt in range(4):
             first, _ = await user.ask(prompt)
             prompts[first] += 1
             await held_in_host_memory(user, first, prompts[first])
@@ -58,7 +58,7 @@ async def test_an_endpoint_reads_what_another_one_has_in_host_memory() -> None:
         assert user.failed == []
         outcomes = Counter(outcome for outcome, _ in await user.outcomes())
         reads = await user.metric('perilune_pulls_total{outcome="fetched"}')
-        assert reads >= 12, "nearly all are worth it"
+        assert reads >= 6, "nearly all are worth it"
         assert outcomes == {"copied": reads}, "as the engines report in answers as a whole"
         assert sum(cached == LONG for cached in found) >= reads, (found, reads)
         decision = (await user.page("/api/decisions?limit=1"))["decisions"][0]

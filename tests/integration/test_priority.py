@@ -1,8 +1,9 @@
 """Shortest-uncached-first by the engine's priority: gateway, real Envoy, simulated engines together.
 
 The engine begins with nothing (`POST /fault`) until every request waits there, and its own log says in which
-order they ended, so that their order does not depend on how fast this machine is. A step of the engine is
-shorter than any prompt, so no two prompts end in one step.
+order they ended. Priorities are arrival times plus work, so what sets two requests apart is more work than
+any machine needs to send them. A step of the engine is shorter than any prompt, so no two prompts end in one
+step.
 """
 
 import asyncio
@@ -16,11 +17,6 @@ import pytest
 
 from perilune_api import pool as spec
 from perilune_lab.processes.stack import EngineOptions, Stack
-
-TIME_SCALE, STEP_TOKENS = 20.0, 32
-QUEUED_WORDS = 3_000
-"""Words of each prompt of a long queue: 37,000 tokens, 6 s of prefill on an H20. Even to a busy machine they
-come much faster than that, so what tells them apart is the queue of their tenant, not when they came."""
 
 
 @dataclass
@@ -64,10 +60,10 @@ class Queue:
 
 @asynccontextmanager
 async def queue(
-    scheduling: str, priority: spec.EnginePriority, step_tokens: int = STEP_TOKENS
+    scheduling: str, priority: spec.EnginePriority, *, time_scale: float, step_tokens: int
 ) -> AsyncIterator[Queue]:
     arguments = ("--scheduling", scheduling, "--tokens-per-step", str(step_tokens))
-    options = EngineOptions(time_scale=TIME_SCALE, arguments=arguments, request_log=True)
+    options = EngineOptions(time_scale=time_scale, arguments=arguments, request_log=True)
     routing = spec.Routing(engine_priority=priority, limits=spec.Limits(decision_seconds=30.0))
     async with Stack(engines=1, options=options, routing=routing) as stack, aiohttp.ClientSession() as http:
         made = Queue(stack, http)
@@ -78,26 +74,34 @@ async def queue(
 @pytest.mark.parametrize(
     ("scheduling", "ageing_weight", "order"),
     [
-        pytest.param("priority", 3.0, ["short", "long"], id="the short one overtakes"),
-        pytest.param("fcfs", 0.0, ["long", "short"], id="first come, first served"),
+        pytest.param("priority", 100.0, ["short", "long"], id="the short one overtakes"),
+        pytest.param("fcfs", 0.0, ["long", "short"], id="first come, first served", marks=pytest.mark.heavy),
     ],
 )
 async def test_a_short_prompt_waits_for_no_long_one(
     scheduling: str, ageing_weight: float, order: list[str]
 ) -> None:
-    async with queue(scheduling, spec.EnginePriority(ageing_weight)) as waiting:
+    priority = spec.EnginePriority(ageing_weight)
+    async with queue(scheduling, priority, time_scale=4.0, step_tokens=32) as waiting:
         for name, words in (("first", 2_000), ("long", 2_000), ("short", 50)):
             await waiting.add(name, words)
         assert [name for name in await waiting.served() if name != "first"] == order
 
 
-@pytest.mark.parametrize("fair_share", [True, False], ids=["fair", "first come, first served"])
+@pytest.mark.parametrize(
+    "fair_share",
+    [
+        pytest.param(True, id="fair"),
+        pytest.param(False, id="first come, first served", marks=pytest.mark.heavy),
+    ],
+)
 async def test_a_tenant_with_a_long_queue_keeps_no_other_waiting(fair_share: bool) -> None:
     """With fair shares the other tenant's request overtakes most of the queue."""
     scheduling = "priority" if fair_share else "fcfs"
-    async with queue(scheduling, spec.EnginePriority(fair_share=fair_share), 1_000) as waiting:
+    priority = spec.EnginePriority(fair_share=fair_share)
+    async with queue(scheduling, priority, time_scale=1.5, step_tokens=250) as waiting:
         for number in range(8):
-            await waiting.add(f"many{number}", QUEUED_WORDS, tenant="many")
-        await waiting.add("few", QUEUED_WORDS, tenant="few")
+            await waiting.add(f"many{number}", 1_000, tenant="many")
+        await waiting.add("few", 1_000, tenant="few")
         ended = await waiting.served()
     assert ("few" in ended[:-3]) is fair_share, ended

@@ -34,10 +34,10 @@ async def served(*arguments: str, engines: int = 3) -> AsyncIterator[User]:
 
 
 async def test_a_request_finds_on_its_endpoint_what_another_one_held() -> None:
-    """24 requests of 8 prompts. Round robin over three endpoints gives each prompt another one each time."""
+    """12 requests of 4 prompts. Round robin over three endpoints gives each prompt another one each time."""
     async with served() as user:
         found = []
-        for prompt in range(8):
+        for prompt in range(4):
             first, _ = await user.ask(prompt)
             for end in (1, 2):
                 there, cached = await user.ask(prompt, end)
@@ -58,7 +58,7 @@ async def test_a_request_finds_on_its_endpoint_what_another_one_held() -> None:
 async def test_givers_that_are_killed_cost_recomputations_and_no_request() -> None:
     """They die while KV is on its way: it takes a second or more for each request."""
     async with served("--send-bytes-per-s", "600e6", "--abort-timeout", "100000") as user:
-        first = {prompt: (await user.ask(prompt))[0] for prompt in range(10)}
+        first = {prompt: (await user.ask(prompt))[0] for prompt in range(5)}
         running = [asyncio.create_task(user.ask(prompt, end)) for end in (1, 2) for prompt in first]
 
         async def has_fetched() -> bool:

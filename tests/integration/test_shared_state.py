@@ -61,7 +61,7 @@ POOL = plan(
     if (obj["kind"], obj["metadata"]["name"]) == ("Deployment", "p-state")
 )
 PASSWORD = "of the pool's Secret"
-SESSIONS, TURNS = 40, 4
+SESSIONS, TURNS = 16, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,7 +414,9 @@ async def test_gateways_verify_the_certificate_of_a_server_with_tls(rig: Rig, tm
         await rig.kill(process)
 
 
-@pytest.mark.parametrize("others", [1, pytest.param(4, marks=pytest.mark.bench)])
+@pytest.mark.parametrize(
+    "others", [pytest.param(1, marks=pytest.mark.heavy), pytest.param(4, marks=pytest.mark.bench)]
+)
 async def test_a_gateway_is_ready_within_ten_seconds_of_its_first_connection_and_knows_20000_sessions(
     rig: Rig, others: int
 ) -> None:
@@ -462,7 +464,9 @@ async def test_a_gateway_is_ready_within_ten_seconds_of_its_first_connection_and
         print(f"\n{many} sessions, beside {others} gateways: warm {ready_s:.2f} s after it connected")
 
 
-@pytest.mark.parametrize("seconds", [2.0, pytest.param(60.0, marks=pytest.mark.bench)])
+@pytest.mark.parametrize(
+    "seconds", [pytest.param(2.0, marks=pytest.mark.heavy), pytest.param(60.0, marks=pytest.mark.bench)]
+)
 async def test_an_absence_of_the_server_fails_no_request_and_leaves_no_difference(
     rig: Rig, seconds: float
 ) -> None:

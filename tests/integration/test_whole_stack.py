@@ -63,7 +63,11 @@ def turns(count: int, name: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": f"{name} " + f"turn {i} says something " * 150} for i in range(count)]
 
 
-over_either_transport = pytest.mark.parametrize("user", list(Transport), ids=str, indirect=True)
+over_either_transport = pytest.mark.parametrize(
+    "user",
+    [pytest.param(t, id=t, marks=[pytest.mark.heavy] * (t is not Transport.H2)) for t in Transport],
+    indirect=True,
+)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module", params=[Transport.H2], ids=str)

@@ -147,7 +147,18 @@ def pipe(tmp_path: Path) -> Iterator[str]:
     os.close(writer)
 
 
-@pytest.mark.parametrize("name", LONG)
+HEAVY = (
+    "demo",
+    "evaluate",
+    "crosscheck",
+    "fastpath",
+    "simulate, while it searches R",
+    "bench-stream --simulated",
+)
+"""Each like one of the others, and imports more."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.heavy] * (n in HEAVY)) for n in LONG])
 def test_ctrl_c_ends_a_command_at_once_with_a_sentence(
     name: str, engine: str, pipe: str, tmp_path: Path
 ) -> None:

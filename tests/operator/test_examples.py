@@ -36,16 +36,15 @@ def test_kubectl_applies_them_beside_each_other(
     routed_server: ApiServer, routed: tuple[kube.Client, str]
 ) -> None:
     """Into one namespace, validated by the server as strictly as kubectl does; none changes another's."""
-    for name in FILES:
-        command = [
-            *(str(program("kubectl")), f"--kubeconfig={routed_server.kubeconfig()}"),
-            *(f"--namespace={routed[1]}", f"--cache-dir={routed_server.folder / 'kubectl'}"),
-            *("apply", "-f", str(FOLDER / name)),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        said = [line.rpartition(" ")[2] for line in done.stdout.splitlines()]
-        assert said == ["created"] * len(documents(name)), done.stdout
+    command = [
+        *(str(program("kubectl")), f"--kubeconfig={routed_server.kubeconfig()}"),
+        *(f"--namespace={routed[1]}", f"--cache-dir={routed_server.folder / 'kubectl'}", "apply"),
+        *(f"--filename={FOLDER / name}" for name in FILES),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = [line.rpartition(" ")[2] for line in done.stdout.splitlines()]
+    assert said == ["created"] * sum(len(documents(name)) for name in FILES), done.stdout
 
 
 def test_no_two_of_them_have_an_object_of_one_name() -> None:

@@ -172,6 +172,7 @@ def test_engines_that_speak_http2_are_spoken_to_so() -> None:
     assert options.explicit_http_config.HasField("http2_protocol_options")
 
 
+@pytest.mark.lab
 async def test_envoy_takes_the_configuration(gateway: EnvoyGateway, tmp_path: Path) -> None:
     made = await gateway.translated(inference_pool(appProtocol="kubernetes.io/h2c"))
     file = tmp_path / "bootstrap.pb"

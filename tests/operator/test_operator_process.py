@@ -45,6 +45,7 @@ async def test_of_two_operators_one_acts(
         second.stop(signal.SIGKILL)
 
 
+@pytest.mark.heavy
 async def test_an_operator_killed_at_any_point_leaves_work_that_the_next_ends(
     client: Client, namespace: str, api_server: Any
 ) -> None:
@@ -69,6 +70,7 @@ async def test_an_operator_killed_at_any_point_leaves_work_that_the_next_ends(
         last.stop(signal.SIGKILL)
 
 
+@pytest.mark.heavy
 async def test_a_pool_deleted_behind_the_operators_back_stays_deleted(own_server: ApiServer) -> None:
     """It forgets the pool, and a node that went meanwhile. It sleeps while the API server restarts, twice:
     what is deleted in between is too old for its watches to hear of."""

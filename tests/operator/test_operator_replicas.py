@@ -6,6 +6,7 @@ import itertools
 import re
 from typing import Any
 
+import pytest
 from api_server import until
 from operator_process import Operator
 from pool_objects import becomes, condition, deployments, engines, gateway_page, merge, pool, pools, run_pods
@@ -145,6 +146,7 @@ async def test_a_pool_scales_itself_by_its_gateways_pages(
     assert (await client.request("GET", hpa))["items"] == []
 
 
+@pytest.mark.heavy
 async def test_endpoints_that_only_prefill_scale_by_their_own_queues(
     client: Client, namespace: str, operator: Operator
 ) -> None:
@@ -171,6 +173,7 @@ async def test_endpoints_that_only_prefill_scale_by_their_own_queues(
     assert (made["spec"]["replicas"], made["spec"]["prefillReplicas"]) == (1, 1)
 
 
+@pytest.mark.heavy
 async def test_a_pool_scales_itself_by_its_first_tokens(
     client: Client, namespace: str, operator: Operator
 ) -> None:

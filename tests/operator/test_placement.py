@@ -223,10 +223,26 @@ def by(level: str, mode: str, *, required: bool = False) -> Object:
     ("gpus", "replicas", "placement", "per_rack", "pending"),
     [
         pytest.param(4, 4, [by("rack", "pack")], [4], 0, id="four fill one rack"),
-        pytest.param(4, 6, [by("rack", "pack")], [4, 2], 0, id="who does not fit goes elsewhere"),
+        pytest.param(
+            4,
+            6,
+            [by("rack", "pack")],
+            [4, 2],
+            0,
+            id="who does not fit goes elsewhere",
+            marks=pytest.mark.heavy,
+        ),
         pytest.param(4, 6, [by("rack", "pack", required=True)], [4], 2, id="or waits"),
         pytest.param(4, 4, [by("rack", "spread")], [1, 1, 1, 1], 0, id="one in each rack"),
-        pytest.param(4, 8, [by("rack", "spread", required=True)], [2, 2, 2, 2], 0, id="two in each rack"),
+        pytest.param(
+            4,
+            8,
+            [by("rack", "spread", required=True)],
+            [2, 2, 2, 2],
+            0,
+            id="two in each rack",
+            marks=pytest.mark.heavy,
+        ),
         pytest.param(8, 4, [by("node", "spread", required=True), by("rack", "pack")], [2, 2], 0, id="both"),
     ],
 )

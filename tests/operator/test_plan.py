@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import LWS, NOW, SPANS, made
+from property_examples import examples
 
 from perilune_api import names
 from perilune_api.inference_pool.arguments import GATEWAY_ARGS
@@ -48,7 +49,7 @@ NODES = st.lists(
 ).map(tuple)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=examples(60))
 @given(SPECS, KINDS, NODES)
 def test_planning_its_own_result_changes_nothing(spec: Object, kinds: frozenset[str], nodes: Any) -> None:
     first = made(spec, Observed(uid="u", generation=1, nodes=nodes, kinds=kinds))
@@ -77,7 +78,7 @@ def test_planning_its_own_result_changes_nothing(spec: Object, kinds: frozenset[
     assert third == second
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=examples(60))
 @given(SPECS, KINDS, NODES)
 def test_every_object_is_whole(spec: Object, kinds: frozenset[str], nodes: Any) -> None:
     objects = made(spec, Observed(uid="u", generation=1, nodes=nodes, kinds=kinds)).objects or ()
@@ -98,7 +99,7 @@ def test_every_object_is_whole(spec: Object, kinds: frozenset[str], nodes: Any) 
                 assert mounts <= {volume["name"] for volume in pod.get("volumes", ())}
 
 
-@settings(deadline=None, derandomize=True, max_examples=30)
+@settings(deadline=None, derandomize=True, max_examples=examples(30))
 @given(SPECS, NODES)
 def test_the_gateways_document_can_be_read_back(spec: Object, nodes: Any) -> None:
     objects = made(spec, Observed(uid="u", generation=1, nodes=nodes)).objects or ()

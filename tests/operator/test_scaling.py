@@ -190,6 +190,9 @@ def test_replicas_follow_the_share_of_first_tokens_in_time(
     assert replicas(TTFT, now, of_a_pool_of(now, demands), NOW) == wanted
 
 
+SEEDS = [0, pytest.param(1, marks=pytest.mark.heavy)]
+
+
 class SimulatedPool:
     """A closed loop: requests of about a second of prefill go to the shortest queue, the operator's function
     sets the number of endpoints by the queues or the first tokens in time, and new ones take 30 to 90 s to
@@ -249,7 +252,7 @@ class SimulatedPool:
         self.wanted = wanted
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("most", [6, 16])
 @pytest.mark.parametrize(("target", "seconds"), [("0.95", 5.0), ("0.9", 3.0)])
 def test_a_pool_follows_its_first_tokens_without_flapping(
@@ -271,7 +274,9 @@ def test_a_pool_follows_its_first_tokens_without_flapping(
     assert len(pool.changes) <= 6
 
 
-@pytest.mark.parametrize(("seconds", "down_seconds"), [(2.0, 60), (0.5, 600)])
+@pytest.mark.parametrize(
+    ("seconds", "down_seconds"), [(2.0, 60), pytest.param(0.5, 600, marks=pytest.mark.heavy)]
+)
 def test_a_target_that_no_number_of_endpoints_reaches_is_not_pursued(
     seconds: float, down_seconds: int
 ) -> None:
@@ -290,7 +295,7 @@ def test_a_target_that_no_number_of_endpoints_reaches_is_not_pursued(
     assert len(pool.changes) <= 12
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("most", [6, 16])
 def test_a_pool_follows_its_load_up_and_down_while_endpoints_take_time_to_start(most: int, seed: int) -> None:
     """Two endpoints do for the low load, five for the high one."""
@@ -454,7 +459,7 @@ class SimulatedRoles:
         self.changes.append((duty, wanted))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_each_role_follows_its_own_load(seed: int) -> None:
     """Long prompts need prefill endpoints, long answers others; neither load moves the other role."""
     pool = SimulatedRoles(seed)

@@ -20,7 +20,12 @@ from ports import free_port
 from perilune_api.kube import APPLY, MERGE, Client
 from testbed import programs
 
-pytestmark = [pytest.mark.api_server, pytest.mark.xdist_group("groups"), pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.api_server,
+    pytest.mark.heavy,  # test_golden.py holds such a pool's objects against an API server
+    pytest.mark.xdist_group("groups"),
+    pytest.mark.timeout(180),
+]
 Object = dict[str, Any]
 ENGINES, NODES = 2, 8
 ROOM = {"cpu": "64", "memory": "512Gi", "ephemeral-storage": "2Ti", "pods": "110", "nvidia.com/gpu": "8"}

@@ -122,6 +122,7 @@ async def other_crd(own_server: ApiServer) -> AsyncIterator[Client]:
     await made.close()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "crd", [pytest.param(newer_crd(), id="newer"), pytest.param(older_crd(), id="older")]
 )

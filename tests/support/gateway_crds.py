@@ -7,12 +7,15 @@ import yaml
 from api_server import ApiServer
 
 from perilune_api import kube
+from perilune_operator.kinds import KINDS
 from testbed import programs
 from testbed.paths import GO_MODULES
 
 ENVOY_GATEWAY = programs.CHART / "charts/crds/crds"
 INFERENCE = GO_MODULES / "@".join(programs.INFERENCE_EXTENSION) / "config/crd/bases"
 KEDA = GO_MODULES / "@".join(programs.KEDA) / "config/crd/bases"
+USED = {*KINDS, "Gateway", "GatewayClass", "ScaledObject"}
+"""Kinds that the operator writes, and those of our examples. The API server takes seconds for all others."""
 FOLDERS = (ENVOY_GATEWAY, ENVOY_GATEWAY / "generated", INFERENCE, KEDA)
 
 
@@ -22,10 +25,14 @@ def missing() -> list[str]:
 
 
 async def install(server: ApiServer) -> None:
-    """Install them, and wait until all of them are served."""
+    """Install those of kinds in use, and wait until all of them are served."""
     texts = [file.read_text() for folder in FOLDERS for file in sorted(folder.glob("*.yaml"))]
     made = [crd for text in texts for crd in yaml.load_all(text, yaml.CSafeLoader) if crd]
-    crds = [crd for crd in made if crd["kind"] == "CustomResourceDefinition"]
+    crds = [
+        crd
+        for crd in made
+        if crd["kind"] == "CustomResourceDefinition" and crd["spec"]["names"]["kind"] in USED
+    ]
     client = kube.Client(server.access)
     where = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
     try:

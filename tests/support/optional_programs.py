@@ -78,3 +78,6 @@ if __name__ == "__main__":
     print("\n".join(skipped() or ["All programs that tests need are here: nothing is skipped."]), flush=True)
     if skipped():
         print("`make test-programs` gets all of them.", flush=True)
+    print(
+        "Left out: tests marked heavy, e2e or bench: `make test-heavy`, `make e2e`, `make bench`.", flush=True
+    )

@@ -21,6 +21,12 @@ MOST_AGAIN = 6
 """If more fail than this, the machine is not what made them fail."""
 
 
+def plain(nodeid: str) -> str:
+    """Return the name of a test without the group that xdist appends to it (`…@group`)."""
+    name, _, group = nodeid.rpartition("@")
+    return name if name and "]" not in group else nodeid
+
+
 def run_alone(config: pytest.Config, nodeid: str) -> bool:
     """Run the test in a process of its own, while nothing else runs. Return whether it passes."""
     alone = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", nodeid]
@@ -47,16 +53,18 @@ class SecondChance:
             for report in terminal.stats.get(kind, [])
             if isinstance(report, TestReport)
         ]
-        names = sorted({report.nodeid for report in failed})
+        names = sorted({plain(report.nodeid) for report in failed})
         if not 0 < len(names) <= MOST_AGAIN or not all(map(_has_processes, failed)):
             return
         for name in names:
             terminal.write_line(f"\nonce more, alone: {name}")
             if self._passes_alone(config, name):
-                self._flaky[name] = [report for report in failed if report.nodeid == name]
+                self._flaky[name] = [report for report in failed if plain(report.nodeid) == name]
         for kind in ("failed", "error"):
             left = [
-                one for one in terminal.stats.pop(kind, []) if getattr(one, "nodeid", "") not in self._flaky
+                one
+                for one in terminal.stats.pop(kind, [])
+                if plain(getattr(one, "nodeid", "")) not in self._flaky
             ]
             if left:
                 terminal.stats[kind] = left

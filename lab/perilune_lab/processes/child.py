@@ -121,15 +121,20 @@ async def start(name: str, command: Sequence[str], env: Mapping[str, str], folde
     """Run `command` (an absolute path first) as a child that dies with this process; its log is
     `folder/NAME.log`."""
     log = folder / f"{name}.log"
+    process = await spawn(command, env, log)
+    child = Child(name, log, process, asyncio.get_running_loop().create_future())
+    child.ended = asyncio.create_task(_follow(child), name=f"follow {name}")
+    return child
+
+
+async def spawn(command: Sequence[str], env: Mapping[str, str], log: Path) -> asyncio.subprocess.Process:
+    """Run a command in a session of its own, which dies with this process; its stderr goes to `log`."""
     with log.open("ab", buffering=0) as sink:
-        process = await asyncio.create_subprocess_exec(
+        return await asyncio.create_subprocess_exec(
             sys.executable, "-I", "-S", die_with_parent.__file__, str(getpid()), *command,
             stdin=DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=sink,
             env=dict(env), start_new_session=True, limit=_LINE_BYTES,
         )  # fmt: skip
-    child = Child(name, log, process, asyncio.get_running_loop().create_future())
-    child.ended = asyncio.create_task(_follow(child), name=f"follow {name}")
-    return child
 
 
 async def _follow(child: Child) -> int:

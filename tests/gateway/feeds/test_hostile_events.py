@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 
 from perilune_api.pool import Hashing
 from perilune_gateway.feeds.kv_events import Batch, decode
@@ -96,13 +97,13 @@ events = st.one_of(stored(), stored(), removed, cleared, other, odd)
 batches = st.tuples(st.floats(), st.lists(events, max_size=4), st.none() | numbers)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(batches, max_size=4))
 def test_nearly_right_batches_are_applied_or_refused(values: list[Any]) -> None:
     take(*map(encode, values))
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.data())
 def test_captured_batches_with_bytes_changed(captures: Any, data: st.DataObject) -> None:
     """A real engine's, 32 tokens a block."""

@@ -356,6 +356,7 @@ async def test_a_long_replay_is_applied_while_it_is_read(ours):
     assert sent < 5 * kept, "else it asks too often"
 
 
+@pytest.mark.heavy
 async def test_ten_gateways_that_start_together_ask_an_engine_little_more_than_once_each(ours):
     """Its one thread publishes nothing while it answers. It goes on publishing, and every gateway has all."""
     kept, gateways = 2_000, 10

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 from routing_objects import PLAIN, candidate, link
 
 from perilune_api.pool import Migration, MoveTrigger
@@ -295,7 +296,7 @@ prefixes_strategy = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     candidates=candidates_strategy,
     sessions=sessions_strategy,
@@ -329,7 +330,7 @@ def test_a_plan_never_exceeds_its_budget(
     assert len(subjects) == len(set(subjects))
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     candidates=candidates_strategy,
     sessions=sessions_strategy,

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 from routing_objects import PLAIN, candidate, link, prefix, request, session
 
 from perilune_api.pool import Migration, MoveTrigger
@@ -356,7 +357,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(steps=steps, moves=st.integers(0, 3), link_bytes=st.integers(0, 4_000_000))
 def test_whatever_happens_the_budget_holds(steps, moves: int, link_bytes: int) -> None:
     """Loads, draining and hosts change at random between plans, requests and endings."""

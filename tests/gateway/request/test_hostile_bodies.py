@@ -6,6 +6,7 @@ import json
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 from tokenizers import AddedToken, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HfTokenizer
 
@@ -150,7 +151,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(path=st.sampled_from(list(GOOD)), body=BODIES, keep_model=st.booleans())
 def test_any_json_is_parsed_or_refused(tokenizer, path, body, keep_model):
     if keep_model:
@@ -158,7 +159,7 @@ def test_any_json_is_parsed_or_refused(tokenizer, path, body, keep_model):
     outcome(tokenizer, path, json.dumps(body).encode())
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     path=st.sampled_from(list(GOOD)),
     cuts=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 8), st.binary(max_size=6)), max_size=5),
@@ -171,7 +172,7 @@ def test_a_damaged_body_is_parsed_or_refused(tokenizer, path, cuts):
     outcome(tokenizer, path, bytes(body))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(path=st.sampled_from(list(GOOD)), body=st.binary(max_size=200))
 def test_any_bytes_are_refused_unless_they_begin_an_object(tokenizer, path, body):
     assert isinstance(outcome(tokenizer, path, body), Refusal) or body.lstrip()[:1] == b"{"

@@ -2,6 +2,7 @@
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 from router_rig import Rig, pool
 from routing_objects import chosen
 
@@ -35,7 +36,7 @@ turns_strategy = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     policy=st.sampled_from(list(POLICIES)),
     before=endpoints_strategy,

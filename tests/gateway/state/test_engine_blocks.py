@@ -5,6 +5,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 
 from perilune_gateway.model import Tier
 from perilune_gateway.model.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -342,7 +343,7 @@ def events(draw):
             return AllBlocksCleared()
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.lists(st.tuples(st.sampled_from("ab"), events()), max_size=30))
 def test_events_in_any_order_leave_what_they_say(told):
     """Against sets of names. A block counts once its chain is known back to the first block: from any

@@ -4,6 +4,7 @@ import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from property_examples import examples
 
 from perilune_gateway.feeds.kv_events import decode, pieces
 from perilune_gateway.request import block_hashes as blocks
@@ -118,4 +119,4 @@ def leading(chain: list[int], held: set[int]) -> int:
 
 
 TestRuns = Runs.TestCase
-TestRuns.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestRuns.settings = settings(max_examples=examples(100), stateful_step_count=30, deadline=None)

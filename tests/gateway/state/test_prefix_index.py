@@ -10,6 +10,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from property_examples import examples
 
 from perilune_gateway.model import Tier
 from perilune_gateway.request import block_hashes as blocks
@@ -797,7 +798,7 @@ class AgainstEngines(RuleBasedStateMachine):
 
 
 TestAgainstEngines = AgainstEngines.TestCase
-TestAgainstEngines.settings = settings(max_examples=60, stateful_step_count=40)
+TestAgainstEngines.settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
 @given(
@@ -852,7 +853,7 @@ def leading(prompt, holds) -> int:
 
 
 TestAgainstSets = AgainstSets.TestCase
-TestAgainstSets.settings = settings(max_examples=60, stateful_step_count=40)
+TestAgainstSets.settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
 @given(st.lists(st.tuples(ENDPOINTS, PROMPTS), max_size=30), st.integers(1, 12))

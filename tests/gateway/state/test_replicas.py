@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 from router_rig import A, B, Rig, pool
 from routing_objects import head
 
@@ -29,12 +30,11 @@ from perilune_gateway.model.shared import (
     encode,
 )
 from perilune_gateway.routing.new_sessions import Queued
-from perilune_gateway.state import facts
+from perilune_gateway.state import facts, replicas, sessions_elsewhere
 from perilune_gateway.state.active_contexts import HORIZON_S
 from perilune_gateway.state.in_flight import Cause
 from perilune_gateway.state.peers import LEASE_S
-from perilune_gateway.state.replicas import MAX_BATCH, Replicas
-from perilune_gateway.state.sessions_elsewhere import MAX_TOLD
+from perilune_gateway.state.replicas import Replicas
 from perilune_gateway.state.sharing import Sharing
 
 ROUTING = Routing(ejection=Ejection(pause_seconds=10.0))
@@ -425,19 +425,22 @@ def test_what_an_emptied_server_lacks_is_written_again():
 # -- a server that is away -----------------------------------------------------------------------------
 
 
-def test_what_waits_for_the_server_is_bounded_and_sent_in_batches():
-    replica = Replica("a", document=pool(routing=Routing(session=SessionKeys(max_sessions=3_000))))
-    for n in range(MAX_TOLD + 1_000):
+def test_what_waits_for_the_server_is_bounded_and_sent_in_batches(monkeypatch):
+    most_told, batch = 1_000, 100  # a tenth, which takes a tenth of the time
+    monkeypatch.setattr(sessions_elsewhere, "MAX_TOLD", most_told)
+    monkeypatch.setattr(replicas, "MAX_BATCH", batch)
+    replica = Replica("a", document=pool(routing=Routing(session=SessionKeys(max_sessions=300))))
+    for n in range(most_told + 100):
         replica.finish(replica.route(range(8), turn(f"s{n}", x_perilune_session_final="true")))
-    for n in range(4_000):
+    for n in range(400):
         replica.finish(replica.route(range(8), turn(f"t{n}")))
     names: set[bytes] = set()
     while (outbox := replica.shared.take()).changes or outbox.sessions:
         turns = [change for change in outbox.changes if isinstance(change, Bound)]
-        assert len(turns) <= 2 * MAX_BATCH
-        assert len(outbox.sessions) <= 2 * MAX_BATCH
+        assert len(turns) <= 2 * batch
+        assert len(outbox.sessions) <= 2 * batch
         names.update(change.session for change in turns)
-    assert len(names) <= MAX_TOLD + 3_000
+    assert len(names) <= most_told + 300
 
 
 def test_what_a_failed_write_would_have_told_is_told_again():
@@ -609,7 +612,7 @@ changes: st.SearchStrategy[Change] = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_replicas_agree_after_the_same_changes_in_any_order_and_number(data: st.DataObject):
     """A stamp is of one change: two changes with one stamp do not exist."""

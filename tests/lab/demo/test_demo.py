@@ -277,6 +277,7 @@ def test_runs_compares_reports_and_stays_until_ctrl_c(start, tmp_path):
 
 
 @pytest.mark.processes
+@pytest.mark.heavy
 def test_overload_compares_one_policy_without_and_with_session_admission(start, tmp_path):
     status, out, errors = start(
         *("--overload", "--seconds", "3", "--time-scale", "10", "--json", str(tmp_path / "demo.json"))
@@ -293,7 +294,7 @@ def test_overload_compares_one_policy_without_and_with_session_admission(start, 
     ("number", "status", "moment"),
     [
         pytest.param(signal.SIGINT, 130, "starting 2 engines", id="Ctrl-C while starting"),
-        pytest.param(signal.SIGTERM, 143, UNDER_LOAD, id="SIGTERM under load"),
+        pytest.param(signal.SIGTERM, 143, UNDER_LOAD, id="SIGTERM under load", marks=pytest.mark.heavy),
     ],
 )
 @pytest.mark.processes
@@ -308,6 +309,7 @@ def test_a_signal_ends_it_and_leaves_nothing(start, tmp_path, number, status, mo
 
 
 @pytest.mark.processes
+@pytest.mark.heavy
 def test_reader_of_the_pipe_left(start, tmp_path):
     running = start("--seconds", "60", "--compare", "")
     running.until(UNDER_LOAD)
@@ -318,6 +320,7 @@ def test_reader_of_the_pipe_left(start, tmp_path):
 
 
 @pytest.mark.processes
+@pytest.mark.heavy
 def test_death_of_a_vital_part_ends_it_with_a_clear_line(start, run):
     running = start("--seconds", "60", "--compare", "")
     running.until(UNDER_LOAD)

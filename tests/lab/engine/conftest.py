@@ -1,20 +1,17 @@
 """A real engine process on loopback."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from urllib.request import Request, urlopen
 
 import pytest
-
-COMMAND = (sys.executable, "-P", "-m", "perilune_lab.engine.main")
+from forked import Popen
 
 
 @dataclass
 class Process:
-    popen: subprocess.Popen[str]
+    popen: Popen
     facts: dict[str, str]
     """Of the ready line: http, events, replay."""
 
@@ -29,14 +26,12 @@ Start = Callable[..., Process]
 @contextmanager
 def engines() -> Iterator[Start]:
     """Start engines with the given arguments; whatever still runs at the end is killed."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[Popen] = []
 
     def begin(*arguments: str) -> Process:
-        popen = subprocess.Popen(
-            [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        popen = Popen("perilune_lab.engine.main", arguments)
         started.append(popen)
-        line = popen.stdout.readline().split() if popen.stdout else []
+        line = popen.stdout.readline().split()
         assert line[:2] == ["perilune-engine", "ready"], popen.communicate(timeout=10)
         return Process(popen, dict(fact.split("=", 1) for fact in line[2:]))
 

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 
 from perilune_lab.engine.hashing import Algorithm, BlockHasher
 from perilune_lab.engine.kv_cache import Cleared, KvCache, Removed, Stored
@@ -124,7 +125,7 @@ class Mirror:
                     self.held.clear()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), st.integers(0, 12)), max_size=40),
 )

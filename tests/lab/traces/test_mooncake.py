@@ -138,7 +138,10 @@ def test_files_that_cannot_be_read(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("name", "requests", "any_hit", "mean_in"),
-    [("conversation", 12_031, 0.374, 12_035), ("synthetic", 3_993, 0.651, 15_325)],
+    [
+        pytest.param("conversation", 12_031, 0.374, 12_035, marks=pytest.mark.heavy),
+        ("synthetic", 3_993, 0.651, 15_325),
+    ],
 )
 def test_the_published_traces_have_their_published_hit_rates(
     name: str, requests: int, any_hit: float, mean_in: int

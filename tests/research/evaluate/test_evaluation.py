@@ -27,7 +27,7 @@ from perilune_research.simulator.deployment import Deployment
 
 BASE = Scenario(rate=0.4, endpoints=2, window_s=25.0, warmup_s=5.0)
 SIZE = plan.size(quick=True, seeds=2, first=1)
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.heavy]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -134,7 +134,9 @@ def test_what_is_read_is_the_same():
 # Runs
 
 
-@pytest.mark.parametrize("policy", cli.USUAL)
+@pytest.mark.parametrize(
+    "policy", [pytest.param(p, marks=[pytest.mark.heavy] * (p != "perilune")) for p in cli.USUAL]
+)
 def test_headers_decide_as_bodies_do_in_a_short_run(policy):
     tally, rig = measure(Options(turns=300, restart_every_s=20.0), policy)
     assert tally.turns == 300

@@ -36,6 +36,7 @@ KNOWN = {("round_robin", "APC"): 0.03}
 """Differences beyond the seeds that docs/simulator.md names."""
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("policy", ["round_robin", "perilune"])
 def test_they_agree_within_the_seeds(policy: str) -> None:
     pairs = both(policy)

@@ -30,7 +30,9 @@ def played(policy: str, workload: Workload, every: int, monkeypatch: pytest.Monk
     return simulate(workload, Setting(policy), MANY, seed=1)
 
 
-@pytest.mark.parametrize("policy", ["perilune", "dynamo", "sticky"])
+@pytest.mark.parametrize(
+    "policy", ["perilune", *(pytest.param(p, marks=pytest.mark.heavy) for p in ("dynamo", "sticky"))]
+)
 def test_it_chooses_as_a_look_at_all(policy: str, spread: Workload, monkeypatch: pytest.MonkeyPatch):
     seen = played(policy, spread, 1, monkeypatch).seen
     assert seen.audited == seen.decisions == len(seen.decision_s) == spread.requests > 150

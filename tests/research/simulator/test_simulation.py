@@ -32,7 +32,12 @@ def times(outcome: SimulatedOutcome) -> list[tuple[int, float, float, int]]:
     return [(s.number, s.first_token_s, s.finished_s, s.endpoint) for s in outcome.requests]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+EVERYDAY = ("perilune", "round_robin", "ear", "dynamo", "static_pd")
+
+
+@pytest.mark.parametrize(
+    "policy", [pytest.param(p, marks=[pytest.mark.heavy] * (p not in EVERYDAY)) for p in POLICIES]
+)
 def test_every_policy_serves_everything(policy: str, busy: Workload):
     outcome = Comparison((policy,)).play(policy, busy, 1)
     assert len(outcome.requests) == busy.requests
@@ -209,6 +214,7 @@ def test_an_overloaded_fleet_refuses(busy: Workload):
     assert not any(s.rejected for s in idle.requests)
 
 
+@pytest.mark.heavy
 def test_a_large_fleet_decides_from_a_shortlist_as_from_all():
     workload = replace(LOAD, window_s=40.0).workload(16.0, 1, SimulatedFleet(100).hardware.engine)
     short = simulate(workload, Setting("lmetric_plus_one"), SimulatedFleet(100))

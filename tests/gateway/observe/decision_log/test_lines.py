@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from property_examples import examples
 from routing_objects import PLAIN, candidate, chosen, link, prefix, request, session
 
 from perilune_api.policies import EarParams
@@ -140,7 +141,7 @@ class TestRoundTrip:
 class TestDecidedAgain:
     """The purpose of the log."""
 
-    @settings(max_examples=60)
+    @settings(max_examples=examples(60))
     @given(
         st.lists(
             st.builds(
@@ -303,7 +304,7 @@ class TestBrokenFiles:
             list(read(lines, "some.jsonl"))
         assert str(error.value).startswith(f"some.jsonl: {said}")
 
-    @settings(max_examples=100)
+    @settings(max_examples=examples(100))
     @given(st.data())
     def test_garbage_raises_nothing_else(self, data):
         lines = written(RECORD)

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as HfTokenizer
 
@@ -198,7 +199,7 @@ def prompts(draw):
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     texts=prompts(),
     special=st.booleans(),
