@@ -29,14 +29,7 @@ from typing import Any, NoReturn
 
 from perilune_lab.processes import child
 
-SOON = {
-    "perilune_gateway.main": ("fastokens", "tokenizers", "perilune_gateway.request.tokens.chat_template"),
-    "perilune_operator.main": (
-        "kubernetes.aio.client.api_client",
-        "kubernetes.aio.config",
-        "kubernetes.aio.watch",
-    ),
-}
+SOON = {"perilune_gateway.main": ("fastokens", "tokenizers", "perilune_gateway.request.tokens.chat_template")}
 
 
 class Forks:
