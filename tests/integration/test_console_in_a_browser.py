@@ -400,6 +400,7 @@ async def test_what_selected_engines_lack_is_told_with_its_cure(browser: Browser
         await admin.stop()
 
 
+@pytest.mark.heavy
 async def test_a_thousand_engines_and_fifty_decisions_a_second_are_drawn(
     browser: Browser, record_property: Callable[[str, object], None]
 ) -> None:

@@ -29,14 +29,7 @@ from typing import Any, NoReturn
 
 from perilune_lab.processes import child
 
-SOON = {
-    "perilune_gateway.main": ("fastokens", "tokenizers", "perilune_gateway.request.tokens.chat_template"),
-    "perilune_operator.main": (
-        "kubernetes.aio.client.api_client",
-        "kubernetes.aio.config",
-        "kubernetes.aio.watch",
-    ),
-}
+SOON = {"perilune_gateway.main": ("fastokens", "tokenizers", "perilune_gateway.request.tokens.chat_template")}
 
 
 class Forks:
@@ -151,10 +144,11 @@ ENGINE = (sys.executable, "-P", "-m", "perilune_lab.cli", "engine")
 class Spawned:
     """One child, as `asyncio.subprocess.Process` shows it."""
 
-    def __init__(self, forked: Forked, stdout: asyncio.StreamReader) -> None:
+    def __init__(self, forked: Forked, stdout: asyncio.StreamReader, pipe: asyncio.ReadTransport) -> None:
         self.pid = forked.pid
         self.stdout = stdout
         self._forked = forked
+        self._pipe = pipe
 
     @property
     def returncode(self) -> int | None:
@@ -176,6 +170,7 @@ class Spawned:
             finally:
                 loop.remove_reader(process)
                 os.close(process)
+        self._pipe.close()  # `stdout` keeps what has come
         code = self.returncode
         assert code is not None, "it has ended"
         return code
@@ -198,8 +193,10 @@ async def spawn(
         os.close(here)
     stdout = asyncio.StreamReader(limit=1 << 20)
     protocol = asyncio.StreamReaderProtocol(stdout)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(there, "rb", buffering=0))
-    return Spawned(forked, stdout)
+    pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: protocol, os.fdopen(there, "rb", buffering=0)
+    )
+    return Spawned(forked, stdout, pipe)
 
 
 def _module(command: Sequence[str]) -> tuple[str, list[str]]:

@@ -218,7 +218,12 @@ def test_ids_are_those_of_the_whole_text(name, texts, special, max_bytes, grid):
             assert incremental.held_bytes <= max_bytes
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+USUAL = ("GPT-2", "Qwen", "Llama 3", "SentencePiece by normalizers", "no added tokens")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.heavy] * (name not in USUAL)) for name in TOKENIZERS]
+)
 def test_hazards_at_every_place_of_the_grid(name):
     _, chosen, reference = encoders(name)
     for hazard in HAZARDS:
