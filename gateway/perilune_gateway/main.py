@@ -33,7 +33,7 @@ from perilune_gateway.extproc.service import Service
 from perilune_gateway.extproc.tls import Tls
 from perilune_gateway.feeds import zmq_sockets
 from perilune_gateway.feeds.kubernetes import KubernetesPool
-from perilune_gateway.feeds.pool_file import PoolFile, refuse_selector
+from perilune_gateway.feeds.pool_file import PoolFile, refuse_unusable
 from perilune_gateway.feeds.pool_origin import inference_pool
 from perilune_gateway.feeds.shared_state import Server
 from perilune_gateway.model import Refusal
@@ -242,7 +242,7 @@ async def serve(args: argparse.Namespace) -> None:
 def _load(path: Path) -> Pool:
     try:
         pool = load(path)
-        refuse_selector(pool)
+        refuse_unusable(pool)
         return pool
     except SpecError as error:
         raise SpecError(f"{path}: {error}") from None
