@@ -42,6 +42,7 @@ from perilune_gateway.observe import logs
 from perilune_gateway.observe.admin import Admin, AdminData
 from perilune_gateway.observe.decision_log import RotatedFile
 from perilune_gateway.observe.metrics import StreamMetrics, refusals
+from perilune_gateway.policy import POLICIES
 from perilune_gateway.routing.pools import Pools
 from perilune_gateway.served_pool import PoolSource, ServedPool
 
@@ -279,6 +280,9 @@ async def _serve(
     late: Sequence[KubernetesPool] = (),
 ) -> None:
     several = len(pools) + len(late) > 1
+    for found in POLICIES.found.values():  # now, because importing a package takes its time
+        state = found.problem or "can be used"
+        log.info("policy of a package policy=%s origin=%s state=%s", found.name, found.origin, state)
     key = authorization(os.environ.get(ENGINE_API_KEY, ""))
 
     def served(pool: Pool, source: PoolSource) -> ServedPool:

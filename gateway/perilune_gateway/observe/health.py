@@ -290,8 +290,8 @@ def _policy(state: PolicyState) -> Problem:
             message=f"policy {state.name} is switched off: {state.off}",
             effect=f"{state.in_place} decides in its place",
             cause="the package of the policy is missing or wrong, or its parameters are",
-            cure="correct what the message names (`perilune policies` shows what is installed); a change of"
-            " routing.policy or a restart switches it on again",
+            cure="correct what the message names; a change of routing.policy or a restart switches it on"
+            " again",
         )
     faults = ", ".join(f"{count} {kind}" for kind, count in state.faults.items())
     return Problem(

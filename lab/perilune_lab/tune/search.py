@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 from perilune_lab.terminal.policy_parameters import NUMBERS, Parameter
 
-Point = Mapping[str, float | int | str | bool]
+Value = float | str
+"""A number, a choice, or a switch, which is a number too."""
+Point = Mapping[str, Value]
 Score = Callable[[Sequence[Point]], Sequence[float]]
 
 LEAST_GAIN = 0.005
@@ -66,7 +68,7 @@ def neighbours(point: Point, parameters: Sequence[Parameter], factor: float) -> 
             yield {**point, parameter.name: value}
 
 
-def _others(parameter: Parameter, value: float | int | str | bool, factor: float) -> Iterator[object]:
+def _others(parameter: Parameter, value: Value, factor: float) -> Iterator[Value]:
     if parameter.kind not in NUMBERS:
         now = str(value).lower() if isinstance(value, bool) else value
         yield from (choice for choice in parameter.choices if choice != now)
