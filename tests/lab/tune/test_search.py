@@ -31,6 +31,16 @@ def test_it_finds_the_lowest_point_and_begins_where_the_pool_is() -> None:
     assert len({tuple(t.point.items()) for t in tried}) == len(tried) <= 60
 
 
+def test_it_gets_away_from_where_nothing_changes() -> None:
+    """A pool whose value is absurd: its neighbours are all alike."""
+
+    def flat_far_away(points: Sequence[Point]) -> list[float]:
+        return [2.0 if float(p["x"]) > 1e5 else 1.0 + float(p["x"]) / 1e5 for p in points]
+
+    tried = list(search({"x": 1e6}, [number("x", 4.0, high=1e9)], flat_far_away, 12))
+    assert float(best_of(tried).point["x"]) <= 4.0
+
+
 def test_it_tries_no_more_than_it_may() -> None:
     assert len(list(search({"x": 4.0, "y": 16_384}, [X, Y], bowl, 4))) == 4
 
