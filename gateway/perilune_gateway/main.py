@@ -33,7 +33,7 @@ from perilune_gateway.extproc.service import Service
 from perilune_gateway.extproc.tls import Tls
 from perilune_gateway.feeds import zmq_sockets
 from perilune_gateway.feeds.kubernetes import KubernetesPool
-from perilune_gateway.feeds.pool_file import PoolFile, refuse_selector
+from perilune_gateway.feeds.pool_file import PoolFile, refuse_unusable
 from perilune_gateway.feeds.pool_origin import inference_pool
 from perilune_gateway.feeds.shared_state import Server
 from perilune_gateway.model import Refusal
@@ -42,6 +42,7 @@ from perilune_gateway.observe import logs
 from perilune_gateway.observe.admin import Admin, AdminData
 from perilune_gateway.observe.decision_log import RotatedFile
 from perilune_gateway.observe.metrics import StreamMetrics, refusals
+from perilune_gateway.policy import POLICIES
 from perilune_gateway.routing.pools import Pools
 from perilune_gateway.served_pool import PoolSource, ServedPool
 
@@ -242,7 +243,7 @@ async def serve(args: argparse.Namespace) -> None:
 def _load(path: Path) -> Pool:
     try:
         pool = load(path)
-        refuse_selector(pool)
+        refuse_unusable(pool)
         return pool
     except SpecError as error:
         raise SpecError(f"{path}: {error}") from None
@@ -279,6 +280,9 @@ async def _serve(
     late: Sequence[KubernetesPool] = (),
 ) -> None:
     several = len(pools) + len(late) > 1
+    for found in POLICIES.found.values():  # now, because importing a package takes its time
+        state = found.problem or "can be used"
+        log.info("policy of a package policy=%s origin=%s state=%s", found.name, found.origin, state)
     key = authorization(os.environ.get(ENGINE_API_KEY, ""))
 
     def served(pool: Pool, source: PoolSource) -> ServedPool:

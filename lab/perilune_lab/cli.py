@@ -49,6 +49,23 @@ PROGRAM = Program(
                 "trace stats mooncake_conversation.jsonl.gz",
             ),
         },
+        "policies": {
+            "policies": Command(
+                "perilune_lab.policies.cli",
+                "list the routing policies that are installed, with their parameters and origin",
+                "policies ear",
+            ),
+            "policy": Command(
+                "perilune_lab.policies.new",
+                "begin a package with a policy of your own, tests included",
+                "policy new mine",
+            ),
+            "tune": Command(
+                "perilune_lab.tune.cli",
+                "find a policy's parameters on a pool's own decision log, in the simulator",
+                "tune --log decisions.jsonl --policy perilune",
+            ),
+        },
         "understand decisions": {
             "doctor": Command(
                 "perilune_lab.doctor.cli",

@@ -239,6 +239,8 @@ def _counterfactual(decision: Json) -> Table:
             )
         elif "refused" in other:
             table.add_row(policy, "refuses", other["refused"], "", "")
+        elif "failed" in other:
+            table.add_row(policy, "fails", other["failed"], "", "")
         else:
             table.add_row(policy, "needs the body", "", "", "")
     return table

@@ -6,6 +6,7 @@ server (kubernetes.io/docs/reference/using-api/cel), which is why lists and text
 """
 
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import NamedTuple
 
 from perilune_api import names
@@ -14,7 +15,7 @@ from perilune_api.inference_pool.engine import Cache, EngineSpec
 from perilune_api.inference_pool.gateway import GatewaySpec, TlsSpec
 from perilune_api.inference_pool.spec import InferencePoolSpec, PrefillScaling, Rollout, Scaling
 from perilune_api.inference_pool.topology import TopologySpec
-from perilune_api.policies import PolicyChoice
+from perilune_api.policies import PolicyChoice, PolicyName
 
 PLURAL = "inferencepools"
 KIND = "InferencePool"
@@ -60,6 +61,14 @@ RULES: Mapping[type, Sequence[Rule]] = {
             "(has(oldSelf.model.name) ? oldSelf.model.name : '')",
             "the model's name cannot change: sessions, caches and dashboards hang on it; make another pool",
             ".model.name",
+        ),
+    ),
+    PolicyChoice: (
+        Rule(
+            f"self.name in {[str(name) for name in PolicyName]} || "
+            "(has(self.outside) && self.name in self.outside)",
+            "unknown policy; a policy of a package needs its block, which may be empty: outside: {NAME: {}}",
+            ".name",
         ),
     ),
     Cache: (
@@ -176,6 +185,9 @@ NAME_RULE = Rule(
 
 DERIVED: Mapping[type, frozenset[str]] = {EngineSpec: frozenset({"store", "store_master"})}
 """Fields that the operator fills in: not part of what users write."""
+
+NAMED: Mapping[tuple[type, str], type[StrEnum]] = {(PolicyChoice, "name"): PolicyName}
+"""Texts whose usual values are an enum's: the schema describes these, and takes others too."""
 
 SHOWN = frozenset({PolicyChoice})
 """Groups deep in `spec` whose defaults stored objects show: `kubectl get` prints the policy's name."""

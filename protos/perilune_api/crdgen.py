@@ -132,7 +132,8 @@ def _struct(of: type[msgspec.Struct], *, top: bool) -> Schema:
     for field in fields:
         made = _type(field.type)
         if text := _text(docs.get(field.name, "")):
-            known = f" {_members(made_of)}" if (made_of := _enum(field.type)) else ""
+            made_of = _enum(field.type) or crd.NAMED.get((of, field.name))
+            known = f" {_members(made_of)}" if made_of else ""
             made["description"] = text + (known if ":" in known else "")
         default = _default(field, top)
         if default is not msgspec.NODEFAULT:
@@ -250,9 +251,12 @@ def _array(of: Any) -> Schema:
 
 
 def _mapping(of: Any) -> Schema:
+    schema: Schema = {"type": "object"}
+    if of.max_length is not None:
+        schema["maxProperties"] = of.max_length
     if isinstance(of.value_type, mi.AnyType):
-        return {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-    return {"type": "object", "additionalProperties": _type(of.value_type)}
+        return {**schema, "x-kubernetes-preserve-unknown-fields": True}
+    return {**schema, "additionalProperties": _type(of.value_type)}
 
 
 _MAKERS: dict[type, Callable[[Any], Schema]] = {
@@ -277,9 +281,13 @@ def attribute_docs(of: type) -> dict[str, str]:
     """Return for each field the string that stands under it in the class's source, or in that of a base."""
     docs: dict[str, str] = {}
     for base in reversed(of.__mro__):
-        if not base.__module__.startswith("perilune_api"):
+        if base.__module__.partition(".")[0] in ("builtins", "enum", "msgspec", "typing"):
             continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        try:
+            source = inspect.getsource(base)
+        except (OSError, TypeError):  # a package may come without its source
+            continue
+        body = ast.parse(textwrap.dedent(source)).body[0]
         assert isinstance(body, ast.ClassDef)
         for field, after in zip(body.body, body.body[1:], strict=False):
             match field, after:

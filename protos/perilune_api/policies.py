@@ -3,6 +3,7 @@
     policy:
       name: perilune                     # a PolicyName
       perilune: {leastGainSeconds: 4}    # optional; the defaults are each policy's own
+      outside: {mine: {}}                # the blocks of policies that packages bring, by their names
 
 Each policy reads its own block only. A pool may still set several blocks, because a request header, `perilune
 whatif` and `perilune explain` evaluate policies other than the pool's with these parameters. The policies
@@ -10,8 +11,17 @@ themselves are in `perilune_gateway.policy`.
 """
 
 from enum import StrEnum
+from typing import Annotated, Any
+
+from msgspec import Meta, field
+from msgspec.structs import replace
 
 from perilune_api.fields import Factor, Positive, Share, Struct, Weight
+
+OUTSIDE_NAME = r"^[a-z][a-z0-9_]{0,62}$"
+"""What the name of a policy looks like."""
+Block = Annotated[dict[str, Any], Meta(max_length=64)]
+"""Parameters of a policy of a package. Which there are, the gateway knows, which has the package."""
 
 
 class PolicyName(StrEnum):
@@ -169,5 +179,28 @@ class PolicyParams(Struct, frozen=True, kw_only=True):
 class PolicyChoice(PolicyParams, frozen=True, kw_only=True):
     """The policy that chooses the endpoint of a request, and a block of parameters for each policy."""
 
-    name: PolicyName = PolicyName.PERILUNE
-    """Policy of the pool."""
+    name: Annotated[str, Meta(pattern=OUTSIDE_NAME, max_length=63)] = PolicyName.PERILUNE.value
+    """Policy of the pool: one of Perilune's, or one of a package that is installed where the gateway runs
+    (docs/policies.md), which needs its block in outside."""
+    outside: Annotated[dict[str, Block], Meta(max_length=16)] = field(default_factory=dict)
+    """Parameters of policies of packages, by the policy's name. A block may be empty; perilune policies NAME
+    lists what it may have. The gateway refuses what the policy does not know."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the policy is one of Perilune's, or one of a package that has its block."""
+        return self.name in tuple(PolicyName) or self.name in self.outside
+
+    def of(self, name: str) -> "PolicyChoice":
+        """Return the choice of another policy, with the same parameters. One of a package gets an empty
+        block if it has none."""
+        known = name in tuple(PolicyName) or name in self.outside
+        return replace(self, name=name, outside=self.outside if known else {**self.outside, name: {}})
+
+
+def unknown_policy(name: str) -> str:
+    """Return what is wrong with a policy's name that is not `PolicyChoice.is_known`, and the cure."""
+    return (
+        f"Unknown policy {name!r}, Perilune's are {', '.join(PolicyName)}; a policy of a package needs its"
+        f" block, which may be empty: outside: {{{name}: {{}}}}"
+    )

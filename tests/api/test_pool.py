@@ -140,7 +140,7 @@ def test_the_smallest_document() -> None:
         pytest.param(document(model={"name": "m", "aliases": ["m"]}), "'m' is given twice", id="alias"),
         pytest.param(
             document(routing={"policy": {"name": "static_pd"}}),
-            "Invalid enum value 'static_pd' - at `$.spec.routing.policy.name`",
+            "Unknown policy 'static_pd', Perilune's are conductor, dynamo",
             id="a policy of the simulator",
         ),
         pytest.param(

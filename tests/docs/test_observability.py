@@ -19,6 +19,7 @@ from perilune_gateway.feeds.shared_state import Server
 from perilune_gateway.model import Decision, DecisionRecord, Outcome, Reason
 from perilune_gateway.observe.admin import PAGES
 from perilune_gateway.observe.decision_log import RotatedFile
+from perilune_gateway.policy import FaultKind
 from perilune_gateway.served_pool import ServedPool
 from perilune_operator.metrics import Metrics as OperatorMetrics
 from perilune_operator.metrics import Outcome as RoundOutcome
@@ -92,6 +93,7 @@ async def gateway(folder):
     made.metrics.decided(structs.replace(record, timings_us={"total": 1.0}))
     made.metrics.ended(ADDRESS, Outcome.COMPLETED)
     made.metrics.scrape_failed(ADDRESS)
+    made.metrics.policy_failed("mine", FaultKind.SLOW)
     yield made
     made.collector.close()
     await made.tokenizer.close()

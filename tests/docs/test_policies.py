@@ -1,6 +1,7 @@
 """docs/policies.md has a section for every policy that a pool can name, with the parameters of its block."""
 
 import re
+import types
 from pathlib import Path
 
 import fast_yaml
@@ -8,6 +9,9 @@ import pytest
 from document_tables import headings, page, rows, section
 
 from perilune_api.policies import PolicyName
+from perilune_gateway.policy import FaultKind, contract
+from perilune_gateway.policy.trial import try_out
+from perilune_gateway.routing.policy_watch import BOUND_S, SWITCHED_OFF, WATCHED
 
 CRD = Path(__file__).parents[2] / "crds" / "inferencepools.perilune.dev.yaml"
 VERSION = fast_yaml.load(CRD.read_text())["spec"]["versions"][0]
@@ -111,3 +115,39 @@ def test_every_trigger_of_the_planner_is_listed():
 def test_no_section_is_of_a_policy_that_does_not_exist():
     named = {title for title in headings(DOCUMENT) if re.fullmatch(r"[a-z0-9_]+", title)}
     assert named == set(PolicyName)
+
+
+def test_the_policy_of_the_page_is_one_and_counts_in_every_situation():
+    (code,) = re.findall(r"```python\n(.*?)```", section(DOCUMENT, "## Policies of your own"), re.DOTALL)
+    module = types.ModuleType("mine_policy")
+    exec(code, module.__dict__)
+    assert isinstance(module.policy, contract.OutsidePolicy)
+    assert module.policy.contract == contract.VERSION
+    assert len(try_out(module.policy)) == 1000
+
+
+def test_what_is_told_of_the_contract_is_in_it():
+    told = section(DOCUMENT, "## Policies of your own")
+    for name, text in rows(told, "value"):
+        fields = [word for word in re.findall(r"`(\w+)`", text) if word != "None"]
+        assert fields
+        assert [field for field in fields if not hasattr(getattr(contract, name), field)] == [], name
+    for row in rows(told, "field of `Decision"):
+        fields = re.findall(r"\w+", row[0])
+        assert [field for field in fields if not hasattr(contract.Decision, field)] == []
+    helpers = [name for row in rows(told, "helper") for name in re.findall(r"(\w+)\(", row[0])]
+    assert len(helpers) > 10
+    assert [name for name in helpers if name not in contract.__all__] == []
+
+
+@pytest.mark.parametrize("kind", FaultKind)
+def test_every_fault_is_told_with_the_number_that_switches_a_policy_off(kind: FaultKind):
+    told = section(DOCUMENT, "### When it fails")
+    assert f"`{kind}`" in told
+    words = {
+        "raised": "of its last 100 decisions raised",
+        "nonsense": "were nonsense",
+        "slow": "took too long",
+    }
+    assert f"{SWITCHED_OFF[kind]} {words[kind]}" in told
+    assert (WATCHED, BOUND_S) == (100, 0.005)

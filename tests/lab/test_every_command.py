@@ -54,7 +54,7 @@ def test_an_unknown_option_is_named(name: str, capsys) -> None:
     ("name", "argv", "says"),
     [
         ("demo", ["--endpoints", "none"], "--endpoints"),
-        ("demo", ["--policy", "fastest"], "unknown policy 'fastest' (known: "),
+        ("demo", ["--policy", "fastest"], "Unknown policy 'fastest', known are "),
         ("engine", ["--kv-tokens", "0"], "argument --kv-tokens: must be a whole number above 0"),
         ("engine", ["--noise", "-1"], "argument --noise: must be 0 or a number above it"),
         ("envoy", ["--pool", "/absent"], "/absent cannot be read: No such file"),

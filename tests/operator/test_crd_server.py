@@ -151,8 +151,13 @@ BAD: list[Any] = [
     ),
     pytest.param(
         {"routing": {"policy": {"name": "fastest"}}},
-        "spec.routing.policy.name: Unsupported value",
+        "unknown policy; a policy of a package needs its block, which may be empty: outside: {NAME: {}}",
         id="policy",
+    ),
+    pytest.param(
+        {"routing": {"policy": {"name": "My-Policy", "outside": {"My-Policy": {}}}}},
+        "spec.routing.policy.name",
+        id="no name of a policy",
     ),
     pytest.param({"mooncake": {"store": {"segmentSize": "80 GB"}}}, "segmentSize", id="quantity"),
     pytest.param(
@@ -169,6 +174,12 @@ BAD: list[Any] = [
     ),
     pytest.param({"gateway": {"hostnames": ["a.test:80"]}}, "spec.gateway.hostnames[0]", id="no host"),
 ]
+
+
+async def test_a_policy_of_a_package_is_kept_as_it_is_written(client: Client, namespace: str) -> None:
+    policy = {"name": "mine", "outside": {"mine": {"gainSeconds": 2.5, "more": {"a": [1]}}, "other": {}}}
+    made = await create(client, namespace, pool(routing={"policy": policy}))
+    assert made["spec"]["routing"]["policy"] == policy
 
 
 @pytest.mark.parametrize(("spec", "message"), BAD)

@@ -70,3 +70,28 @@ def test_there_is_one_for_everything_that_takes_more_than_a_field() -> None:
     assert {"hf-token", "pvc-cache", "lora", "store", "rdma", "tls", "keda", "multi-node", "two-models"} <= {
         name.removesuffix(".yaml") for name in FILES
     }
+
+
+def test_a_policy_of_ones_own_is_on_the_path_of_the_gateways_python() -> None:
+    (pool,) = documents("own-policy.yaml")
+    made = plan(
+        "own-policy",
+        "ns",
+        convert(pool["spec"]),
+        Observed(uid="u", generation=1, kinds=KINDS),
+        0.0,
+        Defaults(),
+    )
+    (pod,) = [
+        obj["spec"]["template"]["spec"]
+        for obj in made.objects
+        if obj["kind"] == "Deployment" and obj["metadata"]["name"] == "own-policy-gateway"
+    ]
+    (container,) = pod["containers"]
+    variables = {variable["name"]: variable.get("value") for variable in container["env"]}
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    wheel = Path(variables["PYTHONPATH"])
+    assert wheel.suffix == ".whl"
+    assert volumes[mounts[str(wheel.parent)]]["configMap"] == {"name": "least-busy-policy"}
+    assert {"POD_NAME"} <= variables.keys()

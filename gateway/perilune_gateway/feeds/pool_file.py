@@ -20,6 +20,7 @@ from pathlib import Path
 
 from perilune_api.pool import Pool, SpecError, parse
 from perilune_gateway.feeds.leaving import Use
+from perilune_gateway.policy import POLICIES
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +30,11 @@ STALLED_S = 5.0
 """Seconds after which a read that does not end is reported."""
 
 
-def refuse_selector(pool: Pool) -> None:
-    """Refuse a file that selects pods. Raises SpecError."""
+def refuse_unusable(pool: Pool) -> None:
+    """Refuse a file that selects pods, or names a policy that cannot run here. Raises SpecError. (On
+    Kubernetes, where the document also brings the endpoints, such a policy is switched off instead.)"""
+    for wrong in POLICIES.wrong(pool.spec.routing.policy).values():
+        raise SpecError(wrong)
     if pool.spec.engine.selector is not None:
         words = "A file lists its engines in spec.endpoints; only on Kubernetes can they be selected"
         raise SpecError(f"{words} - at `$.spec.engine.selector`")
@@ -64,7 +68,7 @@ class PoolFile:
         self._settled = text
         try:
             pool = parse(text)
-            refuse_selector(pool)
+            refuse_unusable(pool)
         except SpecError as error:
             self.refuse(str(error))
             return None

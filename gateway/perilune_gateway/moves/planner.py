@@ -37,7 +37,7 @@ from perilune_gateway.model import Candidate, Decision, Move, MoveReason, Reason
 from perilune_gateway.model.handoff import HandoffRecord
 from perilune_gateway.moves.budget import Elsewhere, Moves
 from perilune_gateway.moves.plan import Plan, PrefixFacts, SessionFacts, plan_migration, pressed
-from perilune_gateway.policy import MOVES_SESSIONS
+from perilune_gateway.policy import POLICIES
 from perilune_gateway.policy.cost import cheapest_fetch, has_kv_room
 from perilune_gateway.state.facts import OffersChanged, Tell, nobody
 
@@ -401,7 +401,7 @@ def triggers(migration: Migration, policy: str, *, ahead: bool) -> tuple[MoveTri
     if asked is None:
         hot = ahead and policy == PolicyName.PERILUNE
         return (MoveTrigger.DRAIN, MoveTrigger.HOT_HOST) if hot else (MoveTrigger.DRAIN,)
-    itself = policy in MOVES_SESSIONS and not (ahead and policy == PolicyName.PERILUNE)
+    itself = POLICIES.moves_sessions(policy) and not (ahead and policy == PolicyName.PERILUNE)
     return tuple(t for t in asked if not (itself and t is MoveTrigger.HOT_HOST))
 
 

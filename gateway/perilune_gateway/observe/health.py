@@ -21,6 +21,7 @@ from perilune_gateway.observe.findings import Lack
 from perilune_gateway.observe.stats import EndpointStats, LogStats
 from perilune_gateway.routing.handing_over import HandoffStats
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
+from perilune_gateway.routing.policy_watch import PolicyState
 from perilune_gateway.state.in_flight import Cause
 from perilune_gateway.state.parity import Parity
 from perilune_gateway.state.session_queue import FULL
@@ -55,6 +56,7 @@ class ProblemKind(StrEnum):
     PEER = "peer"
     SHARED_STATE = "shared_state"
     SESSIONS_WAIT = "sessions_wait"
+    POLICY = "policy"
 
 
 class Status(StrEnum):
@@ -129,6 +131,7 @@ def report(
     new_sessions: SessionAdmissionStats | None = None,
     peers: Collection[str] = (),
     lacks: tuple[Lack, ...] = (),
+    policies: Sequence[PolicyState] = (),
 ) -> Health:
     """Return the health. `block_size` and `prefill_scale` are the pool's; `pool_error` says why the newest
     pool document is not in force, if it is not. `peers`: the endpoints whose host memory others can read."""
@@ -139,6 +142,7 @@ def report(
         + _peers(endpoints, peers)
         + _shared(shared)
         + _sessions_wait(new_sessions or SessionAdmissionStats())
+        + tuple(map(_policy, policies))
     )
     problems = diagnose(endpoints, block_size, pool_error) + own
     ready = sum(stats.endpoint.ready for stats in endpoints)
@@ -275,6 +279,28 @@ def _sessions_wait(new: SessionAdmissionStats) -> tuple[Problem, ...]:
             cause="more sessions are active than fit into the KV caches of the endpoints that take new ones",
             cure="none is needed for a short while; else add endpoints",
         ),
+    )
+
+
+def _policy(state: PolicyState) -> Problem:
+    if state.off:
+        return Problem(
+            kind=ProblemKind.POLICY,
+            endpoint="",
+            message=f"policy {state.name} is switched off: {state.off}",
+            effect=f"{state.in_place} decides in its place",
+            cause="the package of the policy is missing or wrong, or its parameters are",
+            cure="correct what the message names; a change of routing.policy or a restart switches it on"
+            " again",
+        )
+    faults = ", ".join(f"{count} {kind}" for kind, count in state.faults.items())
+    return Problem(
+        kind=ProblemKind.POLICY,
+        endpoint="",
+        message=f"policy {state.name} failed: {faults}; the last time {state.last}",
+        effect=f"{state.in_place} took these decisions; those that were only slow held up all requests",
+        cause="a mistake in the package of the policy",
+        cure="correct the package; the gateway's log has the whole error",
     )
 
 

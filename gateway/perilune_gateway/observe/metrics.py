@@ -243,6 +243,13 @@ class Metrics:
         )
         self._migrations = tally("migrations", "Sessions that the policy moved to another endpoint.")
 
+        self._policy_faults = tally(
+            "policy_faults",
+            "Decisions that a policy of a package got wrong or took too long for, by what was wrong.",
+            "policy",
+            "kind",
+        )
+
         # Ended requests, scrapes, the build
         self._requests = tally("requests", "Requests that ended, by outcome.", "endpoint", "outcome")
         self._scrape_errors = tally("scrape_errors", "Engine metrics that could not be read.", "endpoint")
@@ -288,6 +295,10 @@ class Metrics:
     def refused(self, reason: RefuseReason) -> None:
         """Count one refusal."""
         self._refusals.add(reason)
+
+    def policy_failed(self, policy: str, kind: str) -> None:
+        """Count a fault of a policy of a package."""
+        self._policy_faults.add(policy, kind)
 
     def ended(self, endpoint: str, outcome: Outcome) -> None:
         """Count the end of a request, under the endpoint that served it."""

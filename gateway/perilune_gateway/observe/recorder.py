@@ -14,7 +14,7 @@ from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.explain import sentence
 from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.spans import Spans
-from perilune_gateway.state.facts import EndpointLeft, HandedOver
+from perilune_gateway.state.facts import EndpointLeft, HandedOver, PolicyFailed
 from perilune_gateway.state.request_facts import Ended, FirstToken, Recorded
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,9 @@ class Recorder:
 
     def on_first_token(self, fact: FirstToken) -> None:
         self._metrics.first_token(fact.seconds)
+
+    def on_policy_failed(self, fact: PolicyFailed) -> None:
+        self._metrics.policy_failed(fact.policy, fact.kind)
 
     def on_endpoint_left(self, fact: EndpointLeft) -> None:
         self._metrics.forget(fact.address)

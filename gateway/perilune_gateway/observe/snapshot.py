@@ -222,4 +222,5 @@ class Snapshots:
             new_sessions=self.new_sessions(),
             peers=self._state.host_tiers.known,
             lacks=self.lacks() or (),
+            policies=self._router.policies.states(),
         )

@@ -5,17 +5,19 @@ policy without parameters leaves them out. The candidates are the endpoints that
 there is at least one, and they come in the pool's order. A lower cost is better. A policy returns NEED_BODY
 when the headers alone (`request.phase`) do not suffice. The router records decisions; a policy never does.
 
-To add a policy, write the function, a line in POLICIES, a member of `PolicyName`
-(perilune_api/policies.py), a table of cases in the tests, and, if it has parameters, a struct and a field of
-`PolicyParams`.
+To add a policy, write the function, a line in OURS, a member of `PolicyName` (perilune_api/policies.py), a
+table of cases in the tests, and, if it has parameters, a struct and a field of `PolicyParams`. Packages bring
+policies of their own (contract.py, packages.py); POLICIES has both.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
 from random import Random
 from typing import TypeVar
 
 from perilune_api.policies import PolicyName, PolicyParams
 from perilune_gateway.model import Candidate, RequestView, Verdict
+from perilune_gateway.policy.contract import GROUP
 from perilune_gateway.policy.ear import ear
 from perilune_gateway.policy.least_loaded import least_loaded
 from perilune_gateway.policy.others.conductor import conductor
@@ -27,14 +29,16 @@ from perilune_gateway.policy.others.llm_d import llm_d
 from perilune_gateway.policy.others.lmetric import lmetric
 from perilune_gateway.policy.others.lmetric_plus_one import lmetric_plus_one
 from perilune_gateway.policy.others.mooncake import mooncake
+from perilune_gateway.policy.packages import FaultKind, PolicyError
 from perilune_gateway.policy.perilune import perilune
 from perilune_gateway.policy.power_of_two import power_of_two
 from perilune_gateway.policy.random import random
+from perilune_gateway.policy.registry import Policies, Policy
 from perilune_gateway.policy.round_robin import round_robin
 from perilune_gateway.policy.sticky import sticky
 
-Policy = Callable[[RequestView, Sequence[Candidate], PolicyParams, Random], Verdict]
-"""A policy as the router calls it, with the parameters of all policies."""
+__all__ = ["FALLBACK", "OURS", "POLICIES", "FaultKind", "Policies", "Policy", "PolicyError"]
+
 Plain = Callable[[RequestView, Sequence[Candidate], Random], Verdict]
 """A policy without parameters."""
 _Block = TypeVar("_Block")
@@ -65,7 +69,7 @@ def without_block(policy: Plain) -> Policy:
     return decide
 
 
-POLICIES: Mapping[str, Policy] = {
+OURS: Mapping[str, Policy] = {
     PolicyName.CONDUCTOR: with_block(conductor, lambda params: params.conductor),
     PolicyName.DYNAMO: with_block(dynamo, lambda params: params.dynamo),
     PolicyName.DYNAMO_PRODUCT: with_block(dynamo_product, lambda params: params.dynamo_product),
@@ -83,7 +87,11 @@ POLICIES: Mapping[str, Policy] = {
     PolicyName.ROUND_ROBIN: without_block(round_robin),
     PolicyName.STICKY: without_block(sticky),
 }
-"""All policies by name."""
+"""Perilune's policies by name."""
 
-MOVES_SESSIONS = frozenset({PolicyName.EAR, PolicyName.PERILUNE})
-"""Policies that move sessions away from hot endpoints themselves."""
+FALLBACK = PolicyName.PERILUNE
+"""Decides where a policy of a package cannot."""
+
+
+POLICIES = Policies(OURS, lambda: entry_points(group=GROUP))
+"""All policies by name."""

@@ -38,6 +38,8 @@ class KvSource(StrEnum):
     PEER = "peer"
 
 
+USUAL = PeriluneParams()
+"""What costs in seconds depend on, unless told otherwise."""
 SAME_SHARE, SAME_S = 0.05, 0.01
 """Costs that differ by at most this share plus this many seconds count as equal."""
 
@@ -185,8 +187,8 @@ class Seconds(NamedTuple):
         return Cost(address, self.total_s, self.terms)
 
 
-def seconds(candidate: Candidate, request: RequestView, params: PeriluneParams) -> Seconds:
-    """Return the predicted cost of the request on this endpoint."""
+def seconds(candidate: Candidate, request: RequestView, params: PeriluneParams = USUAL) -> Seconds:
+    """Return the predicted cost of the request on this endpoint. `params`: those of the policy perilune."""
     load = candidate.load
     disturbed = params.interference_weight * load.in_flight
     source, peer, cached, fetch_s, prefill_s = cheapest_fetch(candidate, request, 1.0 + disturbed)

@@ -4,12 +4,14 @@ endpoints only prefill, both know the others, and `split` says whether one of th
 
     request, candidates, policy, routing, rng ─▶ Decision | Refusal | NeedBody
 
-The router calls it with live values, `perilune whatif` with recorded ones.
+The router calls it with live values, `perilune whatif` with recorded ones. Both get PolicyError from a policy
+of a package that fails.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
+from perilune_api.policies import PolicyParams
 from perilune_api.pool import Routing
 from perilune_gateway.model import NEED_BODY, Candidate, Decision, Phase, Reason, RequestView, Verdict
 from perilune_gateway.policy import POLICIES
@@ -18,13 +20,29 @@ from perilune_gateway.routing import admission
 from perilune_gateway.routing.disaggregation import decoders, split
 from perilune_gateway.routing.pull import pull
 
+Run = Callable[[str, RequestView, Sequence[Candidate], PolicyParams, Random], Verdict]
+"""Runs the policy of a name."""
+
+
+def run_policy(
+    name: str, request: RequestView, candidates: Sequence[Candidate], params: PolicyParams, rng: Random
+) -> Verdict:
+    """Return a policy's verdict as it is. Raises PolicyError."""
+    return POLICIES[name](request, candidates, params, rng)
+
 
 def decide(
-    request: RequestView, candidates: Sequence[Candidate], policy: str, routing: Routing, rng: Random
+    request: RequestView,
+    candidates: Sequence[Candidate],
+    policy: str,
+    routing: Routing,
+    rng: Random,
+    run: Run = run_policy,
 ) -> Verdict:
-    """Return the verdict of `policy`, a name in POLICIES that may differ from the one in `routing`."""
+    """Return the verdict of `policy`, a name in POLICIES that may differ from the one in `routing`. Raises
+    PolicyError."""
     able = decoders(candidates)
-    verdict = POLICIES[policy](request, able, routing.policy, rng)
+    verdict = run(policy, request, able, routing.policy, rng)
     if not isinstance(verdict, Decision):
         return verdict
     verdict = stay(request, verdict, able)

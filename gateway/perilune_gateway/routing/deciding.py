@@ -3,6 +3,7 @@ its place, with the KV that is fetched for it.
 
     context ─▶ the request as a policy sees it ─▶ decide.py ─▶ a planned move, limits of fetching ─▶ verdict
 
+Where a policy of a package fails, another one decides in its place (policy_watch.py).
 Applies nothing, except that an offer of a move that no longer fits lapses.
 """
 
@@ -24,12 +25,14 @@ from perilune_gateway.model import (
     Verdict,
 )
 from perilune_gateway.model.shared import prefix_name
+from perilune_gateway.policy import PolicyError
 from perilune_gateway.policy.cost import target_of
 from perilune_gateway.routing.candidates import CandidateBuilder
 from perilune_gateway.routing.context import RequestContext
 from perilune_gateway.routing.decide import decide
 from perilune_gateway.routing.kv_moves import KvMoves
 from perilune_gateway.routing.objectives import objectives
+from perilune_gateway.routing.policy_watch import PolicyWatch
 from perilune_gateway.routing.pull import pull, without
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.session import Session
@@ -43,8 +46,10 @@ class Deciding:
         state: PoolState,
         candidates: CandidateBuilder,
         moves: KvMoves,
+        watch: PolicyWatch,
     ) -> None:
         self._state = state
+        self.watch = watch
         self.candidates = candidates
         self.moves = moves
 
@@ -53,23 +58,38 @@ class Deciding:
         self.candidates.configure(pool)
         self.moves.configure(pool)
         self._routing = pool.spec.routing
+        self.watch.configure(self._routing.policy)
         self._model = pool.spec.model.name
 
     def choose(
         self, context: RequestContext, policy: str, request_id: str, ordinal: int
-    ) -> tuple[RequestView, Verdict]:
-        """Return the request as the policy saw it, and the verdict. `ordinal`: the number of verdicts so
-        far."""
+    ) -> tuple[RequestView, Verdict, str]:
+        """Return the request as the policy saw it, the verdict, and the policy that gave it. `ordinal`: the
+        number of verdicts so far."""
         view = self._view(context, request_id, ordinal)
-        verdict = decide(view, context.candidates, policy, self._routing, Random(context.seed))
+        verdict, policy = self._decide(view, context, self.watch.standing(policy))
         if isinstance(verdict, Decision) and (offer := self._offer(context)):
             if view.phase is Phase.HEADERS:
-                return view, NEED_BODY  # only the body tells what the offer's target holds of the prompt
+                return (
+                    view,
+                    NEED_BODY,
+                    policy,
+                )  # only the body tells what the offer's target holds of the prompt
             moved = self.moves.planner.apply(offer, verdict, view, context.candidates, context.now)
             verdict = pull(view, moved, context.candidates, self._routing.pull)
         if isinstance(verdict, Decision) and verdict.replicate_from:
             verdict = self._with_room(verdict, view, context)
-        return view, verdict
+        return view, verdict, policy
+
+    def _decide(self, view: RequestView, context: RequestContext, policy: str) -> tuple[Verdict, str]:
+        """Return the verdict of the policy, or of another one where it fails, and whose it is."""
+        routing, run = self._routing, self.watch.run
+        try:
+            return decide(view, context.candidates, policy, routing, Random(context.seed), run), policy
+        except PolicyError as fault:
+            self.watch.failed(policy, fault)
+        policy = self.watch.in_place(policy)
+        return decide(view, context.candidates, policy, routing, Random(context.seed), run), policy
 
     def _with_room(self, decision: Decision, view: RequestView, context: RequestContext) -> Decision:
         """Return the decision with what it fetches from another endpoint, unless too much is on its way

@@ -10,6 +10,7 @@ from perilune_api.pool import Pool
 from perilune_gateway.moves.gatherer import PoolGatherer
 from perilune_gateway.moves.handoff import Handoffs
 from perilune_gateway.moves.planner import Planner
+from perilune_gateway.policy import POLICIES
 from perilune_gateway.request.aliases import Aliases
 from perilune_gateway.routing.announcement_check import AnnouncementCheck
 from perilune_gateway.routing.candidates import CandidateBuilder
@@ -23,6 +24,7 @@ from perilune_gateway.routing.kv_moves import KvMoves
 from perilune_gateway.routing.lifecycle import Lifecycle
 from perilune_gateway.routing.new_sessions import NewSessions
 from perilune_gateway.routing.peer_reads import PeerReads
+from perilune_gateway.routing.policy_watch import PolicyWatch
 from perilune_gateway.routing.prompts import Prompts, PromptSeen, TokenizesNow
 from perilune_gateway.routing.pull_limits import OpenPulls, PullLimits
 from perilune_gateway.routing.pulling import Pulling
@@ -98,7 +100,9 @@ def new_router(
         state,
         conversations=Conversations(state, aliases),
         prompts=Prompts(state, tokenizer, aliases, prompt_seen),
-        deciding=Deciding(state, CandidateBuilder(state), moves),
+        deciding=Deciding(
+            state, CandidateBuilder(state), moves, PolicyWatch(POLICIES, stopwatch, state.facts.tell)
+        ),
         verdicts=Verdicts(state, lifecycle, turns, aliases, wall_clock),
         new_sessions=new_sessions,
         time=TimeAndDice(clock, stopwatch, rng or Random()),

@@ -94,6 +94,7 @@ class Router:
         """`conformance`: obey the header by which conformance tests name an endpoint."""
         self.state = state
         self.moves = deciding.moves
+        self.policies = deciding.watch
         self.new_sessions = new_sessions
         self.bodies = KnownBodies()
         self._conversations = conversations
@@ -380,15 +381,15 @@ class Router:
         head, policy = context.head, str(self._routing.policy.name)
         if self._routing.allow_policy_header and (wanted := head.headers.get(names.POLICY_HEADER)):
             if wanted not in POLICIES:
-                problem = f"Unknown policy {wanted[:100]!r}, known are {', '.join(POLICIES)}"
-                refusal = Refusal(RefuseReason.BAD_REQUEST, f"{problem} - in {names.POLICY_HEADER}")
+                problem = f"{POLICIES.why_not(wanted)} - in {names.POLICY_HEADER}"
+                refusal = Refusal(RefuseReason.BAD_REQUEST, problem)
                 return self._verdicts.refused(head, refusal, context.timer, context)
             policy = wanted
         if problem := wrong_slo(head.headers):
             refusal = Refusal(RefuseReason.BAD_REQUEST, problem)
             return self._verdicts.refused(head, refusal, context.timer, context)
         context.seed = self._dice.getrandbits(SEED_BITS)
-        view, verdict = self._deciding.choose(
+        view, verdict, policy = self._deciding.choose(
             context, policy, self._verdicts.request_id(head), self._verdicts.ordinal
         )
         if isinstance(verdict, NeedBody):
@@ -416,7 +417,8 @@ class Router:
             context.prompt = prompt
             self._candidates.look_up(context)
         request_id, ordinal = self._verdicts.request_id(head), self._verdicts.ordinal
-        return context, *self._deciding.choose(context, self._routing.policy.name, request_id, ordinal)
+        view, verdict, _ = self._deciding.choose(context, self._routing.policy.name, request_id, ordinal)
+        return context, view, verdict
 
     # -- without a policy --------------------------------------------------------------------------
 

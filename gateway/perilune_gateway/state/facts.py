@@ -102,6 +102,14 @@ class Measured(Fact, frozen=True, gc=False):
     seen: Measurement
 
 
+class PolicyFailed(Fact, frozen=True, gc=False):
+    """A policy of a package gave no answer that counts, or took too long."""
+
+    policy: str
+    kind: str
+    """The `FaultKind`."""
+
+
 class OffersChanged(Fact, frozen=True, gc=False):
     """This replica may have begun, changed or ended an offer or a move."""
 

@@ -35,7 +35,7 @@ from msgspec import UnsetType
 from rich.live import Live
 
 from perilune_api import pool
-from perilune_api.policies import PolicyChoice, PolicyName
+from perilune_api.policies import PolicyChoice
 from perilune_gateway.model import H20_30B
 from perilune_lab import report
 from perilune_lab.demo import live, overload, text
@@ -122,9 +122,7 @@ class Demo:
                 context_tokens=self.load.context_tokens,
                 time_scale=o.time_scale,
             ),
-            routing=pool.Routing(
-                policy=PolicyChoice(name=PolicyName(arm.policy)), session_admission=admission
-            ),
+            routing=pool.Routing(policy=PolicyChoice().of(arm.policy), session_admission=admission),
             programs=self.programs,
         )
 

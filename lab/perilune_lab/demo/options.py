@@ -124,7 +124,7 @@ def _at_least(least: Number, kind: Callable[[str], Number], most: float = inf) -
 
 def _policy(text: str) -> str:
     if text not in POLICIES:
-        raise argparse.ArgumentTypeError(f"unknown policy {text!r} (known: {', '.join(sorted(POLICIES))})")
+        raise argparse.ArgumentTypeError(POLICIES.why_not(text))
     return text
 
 

@@ -120,6 +120,11 @@ def _happened(rows: Sequence[Played]) -> Iterable[str]:
         parts.append(f"{lost:,} turns failed" if lost else "no turn failed")
         parts += [f"{name}: {count:,}" for name, count in sorted(done.items())]
         yield f"{policy}: {', '.join(parts)}"
+        faults: Counter[str] = Counter()
+        for row in mine:
+            faults.update(row.policy_faults)
+        for what, count in faults.most_common(3):
+            yield f"{policy} is not what these figures show: it failed {count:,} times, {what}"
 
 
 def _write(options: Options, runs: Sequence[report.Run], err: Console) -> None:

@@ -101,7 +101,7 @@ class Deployment:
                     prefill_scale=faults.engine_belief,
                     store=self.stores,
                 ),
-                replace(routing, policy=replace(routing.policy, name=policy)),
+                replace(routing, policy=routing.policy.of(policy)),
                 Topology(
                     nodes={
                         f"node{n}": NodePlace(rack=racks[n], spine=spines[n], nic_gbits=gbits)

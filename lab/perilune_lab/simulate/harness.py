@@ -50,6 +50,8 @@ class Played(NamedTuple):
     transfers: Counter[str]
     simulated_s: float
     cpu_s: float
+    policy_faults: Counter[str]
+    """Decisions that a policy of a package got wrong, by what was wrong."""
 
 
 def piece(comparison: Comparison, work: tuple[float, int]) -> list[Played]:
@@ -72,6 +74,7 @@ def piece(comparison: Comparison, work: tuple[float, int]) -> list[Played]:
                 outcome.transfers,
                 outcome.simulated_s,
                 outcome.cpu_s,
+                outcome.policy_faults,
             )
         )
     return played

@@ -97,6 +97,8 @@ class SimulatedOutcome:
     """Seconds between two tokens of one request, and the number of such gaps, after the warm-up."""
     transfers: Counter[str] = field(default_factory=Counter)
     """Number of the gateway's transfers of KV that have ended, by reason and outcome."""
+    policy_faults: Counter[str] = field(default_factory=Counter)
+    """Decisions that a policy of a package got wrong, by what was wrong."""
     read: int = 0
     """Number of requests whose body the gateway had to read."""
     preemptions: int = 0

@@ -204,6 +204,10 @@ class Simulation:
         told.gaps = [gap for e in self.engines.values() for gap in zip(e.gap_s, e.gaps, strict=True)]
         for gateway in self.gateways:
             told.transfers.update(gateway.transfers)
+            for state in gateway.router.policies.states():
+                told.policy_faults[f"{state.last or state.off} ({state.in_place} decided)"] += sum(
+                    state.faults.values()
+                )
         told.preemptions = sum(r.preemptions for r in done)
         told.simulated_s = max(ends) - min(r.submitted_s for r in done) if ends else 0.0
         return told

@@ -1,12 +1,14 @@
 """Parses policies and their parameters of a command line. Errors name the option and the known values."""
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import msgspec
 
 from perilune_api.policies import PolicyParams
 from perilune_api.pool import Routing, SpecError
-from perilune_gateway.policy import POLICIES
+from perilune_gateway.policy import OURS, POLICIES, packages
+from perilune_lab.terminal.policy_parameters import camel, parameters
 
 ALL = "all"
 BLOCKS = tuple(field.encode_name for field in msgspec.structs.fields(PolicyParams))
@@ -29,32 +31,52 @@ def live_policies(text: str, option: str) -> tuple[str, ...]:
     names = listed(text, POLICIES)
     for name in names:
         if name not in POLICIES:
-            raise SpecError(f"Unknown policy {name!r}, known are {', '.join(POLICIES)} - at `{option}`")
+            raise SpecError(f"{POLICIES.why_not(name)} - at `{option}`")
     return names
 
 
 def changed(base: Routing, values: Mapping[str, str], option: str) -> Routing:
     """Return `base` with some parameters replaced. A parameter is named BLOCK.NAME: the block of a policy, or
     `migration`, `enginePriority` or `pull`, and a field of it. Both may be spelt as in the pool document or
-    as in Python. Raises SpecError."""
+    as in Python; the block of a policy of a package is its name. Raises SpecError."""
     document = msgspec.to_builtins(base)
+    outside: dict[str, dict[str, Any]] = document["policy"]["outside"]
     for name, value in values.items():
-        block, _, field = map(_camel, name.partition("."))
-        if block not in (*BLOCKS, *PARTS):
-            known = ", ".join((*BLOCKS, *PARTS))
+        given, _, field = name.partition(".")
+        block, field = camel(given), camel(field)
+        if block in BLOCKS:
+            fields = document["policy"][block]
+            names = [*fields]
+        elif block in PARTS:
+            fields = document[block]
+            names = [*fields]
+        elif given in POLICIES and given not in OURS:
+            block, fields = given, outside.setdefault(given, {})
+            names = [parameter.name for parameter in parameters(given)]
+        else:
+            known = ", ".join((*BLOCKS, *POLICIES.found, *PARTS))
             raise SpecError(f"{name!r} is not BLOCK.NAME with a block of {known} - at `{option}`")
-        fields = document["policy"][block] if block in BLOCKS else document[block]
-        if field not in fields:
+        if field not in names:
             raise SpecError(
-                f"{block} has no parameter {field!r}, known are {', '.join(fields)} - at `{option}`"
+                f"{block} has no parameter {field!r}, known are {', '.join(names)} - at `{option}`"
             )
         fields[field] = value
+    for name, block_given in outside.items():
+        outside[name] = _typed(name, block_given, option)
     try:
         return msgspec.convert(document, Routing, strict=False)
     except msgspec.ValidationError as error:
         raise SpecError(f"{error} - at `{option}`") from None
 
 
-def _camel(name: str) -> str:
-    first, *rest = name.split("_")
-    return first + "".join(map(str.capitalize, rest))
+def _typed(name: str, block: Mapping[str, Any], option: str) -> dict[str, Any]:
+    """Return the block of a policy of a package with values of its types, for texts that stand for them."""
+    found = POLICIES.found.get(name)
+    if found is None or found.policy is None:
+        return dict(block)
+    try:
+        typed = packages.typed(name, found.policy, block, f"$.policy.outside.{name}", strict=False)
+    except SpecError as error:
+        raise SpecError(f"{error} - at `{option}`") from None
+    values: dict[str, Any] = msgspec.to_builtins(typed)
+    return {field: values[field] for field in block}

@@ -21,7 +21,7 @@ from perilune_api.policies import PeriluneParams
 from perilune_api.pool import Routing, SpecError
 from perilune_gateway.model import Decision, DecisionRecord, NeedBody, Phase, Reason, Refusal, Verdict
 from perilune_gateway.observe.decision_log import Cut, Ended, Logged
-from perilune_gateway.policy import POLICIES
+from perilune_gateway.policy import POLICIES, PolicyError
 from perilune_gateway.policy.cost import seconds
 from perilune_gateway.routing.admission import predict
 from perilune_gateway.routing.decide import decide
@@ -52,6 +52,8 @@ class Arm:
     """Decisions that equal the recorded ones: the same target, or refused both times."""
     refused: int = 0
     needs_body: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    """Decisions that a policy of a package gave no answer for that counts, by what was wrong."""
     moves: int = 0
     moved: set[str] = field(default_factory=set)
     """Sessions that it moved at least once."""
@@ -82,8 +84,11 @@ class Arm:
         """Decisions that the policy could take: all but those that need the body."""
         return self.choices + self.refused
 
-    def take(self, record: DecisionRecord, verdict: Verdict, params: PeriluneParams) -> None:
+    def take(self, record: DecisionRecord, verdict: Verdict | PolicyError, params: PeriluneParams) -> None:
         """Tally the policy's verdict on a recorded decision. `params`: parameters of the common measure."""
+        if isinstance(verdict, PolicyError):
+            self.failed[str(verdict)] += 1
+            return
         if isinstance(verdict, NeedBody):
             self.needs_body += 1
             return
@@ -176,14 +181,14 @@ class WhatIf:
     def _again(self, entry: Logged) -> None:
         record, recorded = entry.record, entry.record.verdict
         if record.policy not in POLICIES:
-            raise SpecError(f"decision {entry.number} was taken by policy {record.policy!r}, unknown here")
+            raise SpecError(f"decision {entry.number}: {POLICIES.why_not(record.policy)}")
         self.decisions += 1
         self.from_headers += record.phase is Phase.HEADERS
         self.first_time = self.first_time or record.time
         self.last_time = record.time
         self.endpoints.update(c.address for c in record.candidates)
         rng, params = Random(record.seed), entry.routing.policy.perilune
-        again = decide(record.view, record.candidates, record.policy, entry.routing, rng)
+        again = _decided(record, record.policy, entry.routing, rng)
         planned = isinstance(recorded, Decision) and recorded.reason in PLANNERS
         self.planned += planned
         self.as_recorded += not planned and _same(again, recorded)
@@ -191,7 +196,7 @@ class WhatIf:
         routing = self._other(entry.routing)
         for policy, arm in self.arms.items():
             rng.seed(record.seed)
-            arm.take(record, decide(record.view, record.candidates, policy, routing, rng), params)
+            arm.take(record, _decided(record, policy, routing, rng), params)
 
     def _other(self, routing: Routing) -> Routing:
         """Return the routing with the changed parameters, cached because a log has few different ones."""
@@ -202,7 +207,15 @@ class WhatIf:
         return known[1]
 
 
-def _same(again: Verdict, recorded: Decision | Refusal) -> bool:
+def _decided(record: DecisionRecord, policy: str, routing: Routing, rng: Random) -> Verdict | PolicyError:
+    """Return a policy's verdict on a recorded decision, or what is wrong with the policy."""
+    try:
+        return decide(record.view, record.candidates, policy, routing, rng)
+    except PolicyError as error:
+        return error
+
+
+def _same(again: Verdict | PolicyError, recorded: Decision | Refusal) -> bool:
     if isinstance(recorded, Refusal):
         return isinstance(again, Refusal) and again.reason is recorded.reason
     return (

@@ -47,6 +47,9 @@ def summary(found: WhatIf) -> Iterator[str]:
             "averages of policies with `no body` are over fewer decisions;"
             " only their changes compare like with like"
         )
+    for arm in found.arms.values():
+        for what, number in arm.failed.most_common(3):
+            yield f"{arm.policy} failed on {number:,} decisions, which its row leaves out: {what}"
     yield from found.cuts
 
 
@@ -135,6 +138,7 @@ def _arm(arm: Arm) -> dict[str, object]:
         "same": arm.same,
         "refused": arm.refused,
         "needs_body": arm.needs_body,
+        "failed": sum(arm.failed.values()),
         "moves": arm.moves,
         "sessions_moved": len(arm.moved),
         "had_host": arm.had_host,

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from ipaddress import ip_address
 
+from perilune_api.policies import unknown_policy
 from perilune_api.pool.document import Pool
 from perilune_api.pool.endpoints import Role
 from perilune_api.pool.engine import Selector
@@ -17,6 +18,8 @@ def check(pool: Pool) -> None:
         raise SpecError(
             "Name the model, as requests do: only engines that are selected tell it - at `$.spec.model.name`"
         )
+    if not spec.routing.policy.is_known:
+        raise SpecError(f"{unknown_policy(spec.routing.policy.name)} - at `$.spec.routing.policy.name`")
     if spec.engine.selector is not None:
         _check_ports(spec.engine.selector)
     seen: set[str] = set()

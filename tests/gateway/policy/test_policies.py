@@ -25,7 +25,7 @@ from perilune_gateway.policy import POLICIES
 PARAMS = PolicyParams()
 T_HOT, T_COOL = PARAMS.ear.hot_pending_tokens, PARAMS.ear.cooldown_seconds
 FILES = sorted(Path(policy.__path__[0]).rglob("*.py"))
-SHARED = {"__init__", "cost"}
+SHARED = {"__init__", "contract", "cost", "packages", "registry", "trial"}
 SCREEN_LINES = 90
 
 

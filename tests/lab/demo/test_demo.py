@@ -52,8 +52,8 @@ def test_options_have_defaults_and_fit_each_other(argv, expected):
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--compare", "robin"], "argument --compare: unknown policy 'robin' (known: "),
-        (["--policy", "robin"], "argument --policy: unknown policy 'robin' (known: "),
+        (["--compare", "robin"], "argument --compare: Unknown policy 'robin', known are "),
+        (["--policy", "robin"], "argument --policy: Unknown policy 'robin', known are "),
         (["--endpoints", "0"], "must be at least 1"),
         (["--seconds", "nan"], "must be at least 1.0"),
         (["--time-scale", "-1"], "must be at least"),

@@ -99,7 +99,7 @@ class TestArms:
         assert (found.without_policy, found.decisions) == (2, 0)
 
     def test_a_policy_of_another_version_is_named(self):
-        with pytest.raises(SpecError, match="decision 0 was taken by policy 'newest', unknown here"):
+        with pytest.raises(SpecError, match="decision 0: Unknown policy 'newest', known are "):
             seen(record(policy="newest"))
 
     def test_the_busiest_endpoint_is_compared_with_the_mean_of_all(self):

@@ -11,9 +11,10 @@ from random import Random
 from typing import Any
 
 from perilune_api.policies import PolicyParams
+from perilune_api.pool import SpecError
 from perilune_gateway.model import DecisionRecord, NeedBody, Refusal, Verdict
 from perilune_gateway.observe.explain.expectation import expected
-from perilune_gateway.policy import Policy
+from perilune_gateway.policy import Policy, PolicyError
 from perilune_gateway.policy.cost import find
 
 
@@ -24,12 +25,16 @@ def counterfactual(
 
     An answer has `target`, `reason`, `same` (as decided), `estimated_s`, `cached_tokens` and `moved_from`; or
     `refused` and `message`; or `needs_body`, when the record was decided by its headers and the policy needs
-    the body.
+    the body; or `failed`, what is wrong with a policy of a package or its parameters.
     """
     if record.candidates:
         for name, policy in policies.items():
-            if name != record.policy:
+            if name == record.policy:
+                continue
+            try:
                 yield name, _alternative(record, policy(record.view, record.candidates, params, rng))
+            except (PolicyError, SpecError) as error:
+                yield name, {"failed": str(error)}
 
 
 def _alternative(record: DecisionRecord, verdict: Verdict) -> dict[str, Any]:

@@ -279,7 +279,7 @@ async function openDecision(id) {
     const session = d.session_id ? make("button", { type: "button", textContent: d.session_id }) : "none";
     if (d.session_id) session.dataset.session = d.session_id;
     const candidates = d.candidates.map((c) => [port(c.address), c.cost == null ? "–" : c.cost.toFixed(3), seconds(c.estimated_s), Object.entries(c.terms ?? {}).map(([k, v]) => `${k} ${Number(v.toFixed(3))}`).join(", ")]);
-    const others = Object.entries(d.counterfactual).map(([name, o]) => [name, o.needs_body ? "needs the body" : o.refused ? `refuses: ${o.refused}` : o.target ? port(o.target) : "–", o.same ? "same" : ""]);
+    const others = Object.entries(d.counterfactual).map(([name, o]) => [name, o.needs_body ? "needs the body" : o.refused ? `refuses: ${o.refused}` : o.failed ? `fails: ${o.failed}` : o.target ? port(o.target) : "–", o.same ? "same" : ""]);
     open(`Decision ${id}`, make("p", { textContent: d.message || d.sentence }),
       facts({ session, policy: d.policy, reason: d.reason, "decided from": d.phase, "prompt tokens": count(d.prompt_tokens), "predicted cached": count(d.cached_tokens), ending: d.ending ? `${d.ending.outcome}, status ${d.ending.status}, ${seconds(d.ending.duration_s)}` : "still running" }),
       make("h3", { textContent: "Candidates" }), table(["engine", "cost", "first token", "terms"], candidates, d.candidates.findIndex((c) => c.chosen)),
