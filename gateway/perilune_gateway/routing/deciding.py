@@ -52,8 +52,14 @@ class Deciding:
         """Take over a (changed) pool document."""
         self.candidates.configure(pool)
         self.moves.configure(pool)
-        self._routing = pool.spec.routing
+        self._routing = self._canary = routing = pool.spec.routing
+        if routing.canary:
+            self._canary = replace(routing, policy=routing.canary.policy)
         self._model = pool.spec.model.name
+
+    def policy(self, context: RequestContext) -> str:
+        """Return the name of the policy that decides: the pool's, or the canary's."""
+        return str((self._canary if context.by_canary else self._routing).policy.name)
 
     def choose(
         self, context: RequestContext, policy: str, request_id: str, ordinal: int
@@ -61,7 +67,8 @@ class Deciding:
         """Return the request as the policy saw it, and the verdict. `ordinal`: the number of verdicts so
         far."""
         view = self._view(context, request_id, ordinal)
-        verdict = decide(view, context.candidates, policy, self._routing, Random(context.seed))
+        routing = self._canary if context.by_canary else self._routing
+        verdict = decide(view, context.candidates, policy, routing, Random(context.seed))
         if isinstance(verdict, Decision) and (offer := self._offer(context)):
             if view.phase is Phase.HEADERS:
                 return view, NEED_BODY  # only the body tells what the offer's target holds of the prompt
