@@ -68,6 +68,8 @@ def _p99_of_operator(histogram: str) -> str:
 
 
 _PROMPT_TOKENS = "perilune_prompt_tokens_total"
+_SHADOW = "perilune_shadow_decisions_total"
+_SAME, _VERDICTS = 'agreement="same"', 'agreement=~"same|other|refused"'
 
 USERS = Dashboard(
     "perilune-users",
@@ -151,6 +153,66 @@ OPERATORS = Dashboard(
             "Resident memory of each gateway",
             "bytes",
             (Query(_of("process_resident_memory_bytes"), "{{pod}}"),),
+        ),
+        Panel(
+            "Shadow policies: share of decisions that agree, and predicted hits",
+            "percentunit",
+            (
+                Query(
+                    f"{_by('policy', _SHADOW, _SAME)} / {_by('policy', _SHADOW, _VERDICTS)}",
+                    "{{policy}} agrees",
+                ),
+                Query(
+                    f"{_by('policy', 'perilune_shadow_cached_tokens_total')}"
+                    f" / {_by('policy', 'perilune_shadow_prompt_tokens_total')}",
+                    "{{policy}} hits",
+                ),
+                Query(
+                    f"sum({_rate('perilune_shadow_decided_cached_tokens_total')})"
+                    f" / sum({_rate('perilune_shadow_prompt_tokens_total')})",
+                    "decided hits",
+                ),
+            ),
+        ),
+        Panel(
+            "Shadow policies: predicted regret per decision",
+            "s",
+            (
+                Query(
+                    f"({_by('policy', 'perilune_shadow_slower_seconds_total')}"
+                    f" - {_by('policy', 'perilune_shadow_faster_seconds_total')})"
+                    f" / {_by('policy', _SHADOW, _VERDICTS)}",
+                    "{{policy}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Shadow policies: CPU cores, and decisions per second that are not judged",
+            "short",
+            (
+                Query(_by("pod", "perilune_shadow_cpu_seconds_total"), "cores of {{pod}}"),
+                Query(_by("cause", "perilune_shadow_skipped_total"), "not judged: {{cause}}"),
+            ),
+        ),
+        Panel(
+            "Canary: typical TTFT and TPOT of both arms since it began",
+            "s",
+            (
+                Query(f"avg by (arm) ({_of('perilune_canary_ttft_seconds')})", "TTFT {{arm}}"),
+                Query(f"avg by (arm) ({_of('perilune_canary_tpot_seconds')})", "TPOT {{arm}}"),
+            ),
+        ),
+        Panel(
+            "Canary: hits and failures of both arms",
+            "percentunit",
+            (
+                Query(f"avg by (arm) ({_of('perilune_canary_hit_ratio')})", "hits {{arm}}"),
+                Query(
+                    f"{_by('arm', 'perilune_canary_failures_total')}"
+                    f" / {_by('arm', 'perilune_canary_requests_total')}",
+                    "failures {{arm}}",
+                ),
+            ),
         ),
         Panel("Time to decide", "s", _quantiles("perilune_scheduling_seconds", 'step="total"')),
         Panel(

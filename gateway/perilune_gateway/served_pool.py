@@ -46,12 +46,14 @@ from perilune_gateway.observe.decision_log import DecisionLog, RotatedFile
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.recorder import Recorder
+from perilune_gateway.observe.shadow import Shadow
 from perilune_gateway.observe.snapshot import Snapshots
 from perilune_gateway.observe.spans import Spans
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.request.tokens import Tokenizer
 from perilune_gateway.request.tokens.metrics import TokenMetrics
 from perilune_gateway.routing.new_router import new_router
+from perilune_gateway.routing.trial import Trial
 from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.pool_state import PoolState, index_blocks
 from perilune_gateway.state.prompt_names import PromptNames
@@ -149,6 +151,7 @@ class ServedPool:
             ),
         )
         self._legs_due = handoff_legs.Due()
+        self.shadow = Shadow(pool, version("perilune"), clock, self._rng)
         self.router = new_router(
             pool,
             self.state,
@@ -162,6 +165,7 @@ class ServedPool:
                     self.decision_log,
                     Spans(self.collector.send) if self.collector else None,
                 ),
+                self.shadow,
             ),
             clock=clock,
             rng=self._rng,
@@ -170,6 +174,8 @@ class ServedPool:
             previous_secret=previous_secret.encode(),
             engine_secret=secret,
             prompt_seen=self.blocks.prompt,
+            # On Kubernetes the operator judges, by the sums of all gateways.
+            trial=Trial(decides=not isinstance(source, KubernetesPool)),
         )
         state = self.state
         sink = EventSink(self.blocks, state.parity, self.router, clock, state.block_tokens)
@@ -199,6 +205,7 @@ class ServedPool:
             drained=self._drained,
             shared=self._shared_stats,
             told=self._told,
+            shadow=self.shadow.stats,
         )
         self.metrics.mirror(snapshots.snapshot)
         self.metrics.describe(version("perilune"), spec.routing.policy.name)
@@ -216,6 +223,8 @@ class ServedPool:
             about=snapshots.about,
             new_sessions=snapshots.new_sessions,
             handoffs=snapshots.handoffs,
+            trying=snapshots.trying,
+            sums=lambda: self.router.trial.sums,
             wall=time.time,
         )
 
@@ -269,6 +278,7 @@ class ServedPool:
             yield store_keys.run(master, self.blocks.listed, self.blocks.knows, self._clock)
         if self.shared:
             yield self.shared.run()
+        yield self.shadow.run()
         yield self._tick()
         yield self._plan_moves()
         yield self.waiting.begin_sessions()
@@ -337,6 +347,7 @@ class ServedPool:
         self.router.configure(pool)
         if self.decision_log:
             self.decision_log.configure(pool)
+        self.shadow.configure(pool)
         self.state.index.widen(index_blocks(pool))
         self.blocks.widen(2 * index_blocks(pool))
         self.state.sessions.max_sessions = new.routing.session.max_sessions

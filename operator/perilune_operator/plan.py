@@ -14,7 +14,8 @@ from perilune_api import names
 from perilune_api.inference_pool.spec import InferencePoolSpec, Signal
 from perilune_api.inference_pool.status import InferencePoolStatus
 from perilune_api.pool import SpecError
-from perilune_operator import revision, roles, scaling, served, status
+from perilune_api.trial import State
+from perilune_operator import canary, revision, roles, scaling, served, status
 from perilune_operator.observe import topology
 from perilune_operator.observe.facts import Key, Object, Observed, PodFacts, key
 from perilune_operator.observe.timestamps import seconds
@@ -72,6 +73,8 @@ class Plan:
     """They are asked to, and wait for their turn."""
     drains: bool = False
     """Some engines wait for their sessions to leave."""
+    tries: bool = False
+    """The canary of the routing policy is compared with the policy."""
     switch: Switch = Switch()
     """What happens to the roles of endpoints."""
     secret: Object | None = None
@@ -108,6 +111,8 @@ def plan(
         kinds=observed.kinds,
         defaults=defaults,
     )
+    tried = canary.trying(spec.routing, observed)
+    pool = replace(pool, routing=tried.routing if tried else None)
     present, earlier = _without_replaced(pool, observed)
     leave = _drain(pool, present, now)
     switch = _switch(pool, present, leave, now)
@@ -131,7 +136,7 @@ def plan(
     switching = {*switch.waiting, switch.switched}
     return Plan(
         objects=_held(pool, made.objects, present, leave),
-        status=status.of_pool(pool, present, leave, now, replaced, made, switch),
+        status=status.of_pool(pool, present, leave, now, replaced, made, switch, tried),
         again_in=min(LOOK_S, *(drained.again_in for drained in each)),
         marks=(
             *(mark for mark in leave.marks if mark.pod not in switching),
@@ -146,6 +151,7 @@ def plan(
         upgrades=made.upgrades,
         waits=made.waits,
         drains=any(drained.again_in < inf for drained in each),
+        tries=tried is not None and tried.status.state is State.RUNNING,
         switch=switch,
         secret=_secret(pool),
     )

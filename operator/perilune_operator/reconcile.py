@@ -111,6 +111,8 @@ class _Pool:
     """Some of its engines wait for their sessions to leave."""
     follows_load: bool = False
     """The operator itself sets the number of its endpoints, or their roles, by the load."""
+    tries: bool = False
+    """The canary of its routing policy is compared with the policy."""
     selects: bool = False
     """Others run its engines, of which only the gateways tell."""
     endpoints: Mapping[names.Duty, int] = field(default_factory=dict)
@@ -300,7 +302,7 @@ class Reconciler:
         pool.upgrades, pool.waits = planned.upgrades, planned.waits
         if planned.drains and not pool.drains:
             pool.pages_due.set()
-        pool.drains = planned.drains
+        pool.drains, pool.tries = planned.drains, planned.tries
         pool.follows_load = not isinstance(spec, SpecError) and _follows_load(spec)
         pool.selects = not isinstance(spec, SpecError) and spec.engine.selector is not None
         if not isinstance(spec, SpecError):
@@ -357,7 +359,7 @@ class Reconciler:
     async def _read_stats(self, pool: _Pool) -> None:
         """Read the pages once. A reading that lacks a page says nothing about the load."""
         pods = self.cluster.pods(pool.name)
-        stats = await self._pages.read(pods)
+        stats = await self._pages.read(pods, canary=pool.tries)
         if stats is not None and pool.follows_load and stats.whole:
             engines = [readers.pod(pod) for pod in pods]
             for duty in DUTIES:
@@ -373,7 +375,7 @@ def _read_in_s(pool: _Pool) -> float:
     """Return the seconds until the gateways' pages are read again."""
     if pool.drains:
         return DRAIN_READ_S
-    soon = pool.stats is None or pool.follows_load or pool.selects
+    soon = pool.stats is None or pool.follows_load or pool.selects or pool.tries
     return FIRST_READ_S if soon else READ_S
 
 
@@ -453,7 +455,11 @@ def _report(pool: Object, condition: StatusCondition) -> None:
     """Log a changed condition, and have kopf post a Kubernetes event of it."""
     meta, words = pool["metadata"], f"{condition.type}={condition.status}"
     log.info("%s pool=%s/%s reason=%s", words, meta["namespace"], meta["name"], condition.reason)
-    bad = condition.status == "False" and condition.type in (Condition.ACCEPTED, Condition.READY)
+    bad = condition.status == "False" and condition.type in (
+        Condition.ACCEPTED,
+        Condition.CANARY_PROMOTED,
+        Condition.READY,
+    )
     bad = bad or (condition.type, condition.status) == (Condition.STALLED, "True")
     severity = "Warning" if bad or condition.reason == Reason.APPLY_FAILED else "Normal"
     _post(pool, severity, condition.reason, f"{words}: {condition.message}")

@@ -49,6 +49,8 @@ TRACESTATE_HEADER = "tracestate"
 """Headers of W3C Trace Context."""
 REFUSE_REASON_HEADER = "x-perilune-refused"
 """Response header of every request that the gateway refuses: the reason."""
+CANARY_PAGE = "/canary"
+"""Page of a gateway with the sums (perilune_api.trial) of each of its pools' canaries, by the pool's name."""
 POLICY_HEADER = "x-perilune-policy"
 """Request header: the policy for this request alone, where the pool allows it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -33,7 +34,9 @@ class Rig:
     """Sessions with prompts of about 33.6k tokens, each cached on one endpoint; turns grow them, engines
     announce what they prefill, and forget sessions that have grown too long."""
 
-    def __init__(self, endpoints: int = 64, sessions: int = 480, seed: int = 1) -> None:
+    def __init__(
+        self, endpoints: int = 64, sessions: int = 480, seed: int = 1, listeners: Sequence[object] = ()
+    ) -> None:
         self.dice = Random(seed)
         self.addresses = [f"10.0.{n // 250}.{n % 250}:8000" for n in range(endpoints)]
         spec = Spec(
@@ -50,7 +53,7 @@ class Rig:
             pool,
             state,
             None,  # type: ignore[arg-type]  # tokens are given
-            (Recorder(Metrics(CollectorRegistry()), self.decisions),),
+            (Recorder(Metrics(CollectorRegistry()), self.decisions), *listeners),
             clock=lambda: self.now,
             rng=self.dice,
         )

@@ -12,7 +12,19 @@ from token_requests import CHATML
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from perilune_api import names
-from perilune_api.pool import EndpointSpec, Engine, Metadata, Model, Pool, Selector, Spec
+from perilune_api.policies import PolicyChoice
+from perilune_api.pool import (
+    Canary,
+    EndpointSpec,
+    Engine,
+    Metadata,
+    Model,
+    Pool,
+    Routing,
+    Selector,
+    Shadow,
+    Spec,
+)
 from perilune_gateway import main
 from perilune_gateway.feeds.kubernetes import KubernetesPool
 from perilune_gateway.feeds.shared_state import Server
@@ -75,7 +87,9 @@ def folder(tmp_path):
 async def gateway(folder):
     events = EndpointSpec(address=ADDRESS, events=("tcp://127.0.0.1:9",))
     engine = Engine(selector=Selector(labels={"app": "vllm"}))  # so that what others' engines lack is there
-    pool = Pool(Metadata("p"), Spec(Model(name="m", tokenizer=str(folder)), engine, endpoints=(events,)))
+    routing = Routing(shadow=Shadow(policies=("ear",)), canary=Canary(policy=PolicyChoice(name="ear")))
+    model = Model(name="m", tokenizer=str(folder))
+    pool = Pool(Metadata("p"), Spec(model, engine, routing, endpoints=(events,)))
     source = KubernetesPool(None, "default", "p")
     source.pods = [{"metadata": {"name": "leaving", "annotations": {names.DRAINING: "now"}}}]
     made = ServedPool(
@@ -94,6 +108,12 @@ async def gateway(folder):
     made.metrics.ended(ADDRESS, Outcome.COMPLETED)
     made.metrics.scrape_failed(ADDRESS)
     made.metrics.policy_failed("mine", FaultKind.SLOW)
+    for tallies in made.router.trial.sums.arms.values():
+        for tally in tallies:
+            tally.ended(failed=False)
+            tally.first_token(1.0)
+            tally.output(0.1)
+            tally.prompt(16, 0)
     yield made
     made.collector.close()
     await made.tokenizer.close()

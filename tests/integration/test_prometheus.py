@@ -49,6 +49,8 @@ ALERTS = fast_yaml.load((FILES / "alerts.yaml").read_text())["groups"][0]["rules
 OPTIONS = EngineOptions(time_scale=50.0, kv_tokens=100_000)
 ROUTING = spec.Routing(
     policy=chosen("sticky"),
+    shadow=spec.Shadow(policies=("perilune",)),
+    canary=spec.Canary(policy=chosen("ear"), share=0.5),
     migration=spec.Migration(triggers=(spec.MoveTrigger.DRAIN,), interval_seconds=0.1),
 )
 LABELS = {"namespace": "test", "perilune_dev_pool": "demo"}

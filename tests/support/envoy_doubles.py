@@ -104,6 +104,9 @@ class ScriptedRouter:
     def on_usage(self, ticket: int, cached_tokens: int) -> None:
         """Do nothing, because nobody asks."""
 
+    def on_output(self, ticket: int, tokens: int) -> None:
+        """Do nothing, because nobody asks."""
+
     def finished(self, ticket: int, outcome: Outcome) -> None:
         test_id = self.tickets.pop(ticket, f"ticket {ticket}, which is not held")
         self.outcomes[test_id].append(outcome)

@@ -80,6 +80,9 @@ class FakeRouter:
     def on_usage(self, ticket, cached_tokens):
         self.calls.append(("on_usage", ticket, cached_tokens))
 
+    def on_output(self, ticket, tokens):
+        self.calls.append(("on_output", ticket, tokens))
+
     def finished(self, ticket, outcome):
         self.calls.append(("finished", ticket, outcome))
 

@@ -26,6 +26,7 @@ from perilune_gateway.request.tokens import Tokenizer
 from perilune_gateway.routing.new_router import new_router
 from perilune_gateway.routing.prompts import TokenizesNow
 from perilune_gateway.routing.router import Encode
+from perilune_gateway.routing.trial import Trial
 from perilune_gateway.state.parity import ParityCheck
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.sharing import Sharing
@@ -67,6 +68,7 @@ class Rig:
         spans: Spans | None = None,
         sharing: Sharing | None = None,
         listeners: Sequence[object] = (),
+        trial: Trial | None = None,
     ) -> None:
         spec = document.spec
         self.document = document
@@ -85,6 +87,7 @@ class Rig:
             clock=lambda: self.now,
             rng=Random(seed),
             conformance=conformance,
+            trial=trial,
         )
 
     # -- a client's view

@@ -61,6 +61,8 @@ class DecisionRecord(Struct, frozen=True, gc=False):
     """Seconds for which the session, which is new, waited to begin."""
     trace: Trace | None = None
     """The request's span; None without tracing."""
+    canary: bool = False
+    """Whether the policy is that of `routing.canary`, with the parameters there."""
 
     @property
     def request_id(self) -> str:

@@ -30,7 +30,9 @@ from msgspec import Struct
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 
+from perilune_api import names
 from perilune_api.policies import PolicyParams
+from perilune_api.trial import Sums
 from perilune_gateway.observe import console, explain
 from perilune_gateway.observe.console import STREAM, Stream
 from perilune_gateway.observe.health import Health, Status
@@ -74,6 +76,10 @@ class PoolData:
     new_sessions: Callable[[], SessionAdmissionStats]
     handoffs: Callable[[], Sequence[Mapping[str, Any]]]
     """The open hand-offs of KV, for the console."""
+    trying: Callable[[], Mapping[str, Any]] = dict
+    """Shadow policies and canary; null if there are none."""
+    sums: Callable[[], Sums] = lambda: Sums.begin("")
+    """Those of the canary's trial, for the operator."""
     wall: Callable[[], float]
     """Unix seconds."""
 
@@ -116,6 +122,8 @@ PAGES: Mapping[str, str] = {
     "/api/nodes/stats": "every endpoint: load, sessions, index, metrics, events, parity",
     "/api/sessions/{id}": "a session: host, turns, last move, context",
     "/api/moves": "the migration planner: offers, rejected moves with reasons, results, budget",
+    "/api/trying": "shadow policies and canary: agreement, regret, both arms, differences",
+    names.CANARY_PAGE: "the sums of the canary's trial, which the operator reads",
     "/api/index/stats": "sizes and recent matches of the prefix index",
     "/api/health": "problems, their likely causes and cures",
     STREAM: "what the console shows, as server-sent events",
@@ -126,6 +134,7 @@ POOLS_PAGES: Mapping[str, str] = {
     "/metrics": "Prometheus metrics of all pools",
     "/healthz": "alive; ?service=readiness: takes requests, as the gRPC health service says",
     "/readyz": "some pool is ready for requests",
+    names.CANARY_PAGE: "the sums of all canaries' trials, which the operator reads",
     "/api/health": "the health of all pools",
 }
 """Pages of a gateway with several pools. Each pool has PAGES of its own below /pools/NAME, as if it were the
@@ -133,7 +142,7 @@ only one."""
 
 
 _SERVING: web.AppKey[Callable[[], bool]] = web.AppKey("serving")
-OPEN = frozenset({"/metrics", "/healthz", "/readyz"})
+OPEN = frozenset({"/metrics", "/healthz", "/readyz", names.CANARY_PAGE})
 """Pages for kubelets, Prometheus and the operator, without anything of a single request."""
 PRIVATE = (
     "Only clients on the gateway's own machine may read this page. On Kubernetes: kubectl port-forward "
@@ -195,6 +204,7 @@ def application(data: AdminData, *, to_anyone: bool = False) -> web.Application:
             web.get("/healthz", pages.healthz),
             web.get("/readyz", pages.readyz),
             web.get("/api/health", pages.health),
+            web.get(names.CANARY_PAGE, pages.canary),
         ]
     )
     if data.only:
@@ -209,7 +219,9 @@ def application(data: AdminData, *, to_anyone: bool = False) -> web.Application:
 def _add_pool(app: web.Application, data: PoolData) -> None:
     """Add what only a single pool has: its decisions, endpoints, sessions, moves, index and console."""
     pages = _PoolPages(data)
-    stream = Stream(data.endpoints, data.new_sessions, data.handoffs, data.decisions, data.about, data.wall)
+    stream = Stream(
+        data.endpoints, data.new_sessions, data.handoffs, data.decisions, data.about, data.wall, data.trying
+    )
     app.cleanup_ctx.append(partial(_running, stream))
     app.on_shutdown.append(lambda _: _closed(stream))
     app.add_routes(
@@ -219,6 +231,7 @@ def _add_pool(app: web.Application, data: PoolData) -> None:
             web.get("/api/nodes/stats", pages.endpoints),
             web.get("/api/sessions/{id:.+}", pages.session),
             web.get("/api/moves", pages.moves),
+            web.get("/api/trying", pages.trying),
             web.get("/api/index/stats", pages.index_stats),
             web.get(STREAM, stream.watch),
             web.get("/console", _file("index.html", "text/html")),
@@ -284,6 +297,11 @@ class _Pages:
         ready = any(pool.ready() for pool in self._data.pools.values())
         return web.Response(text="ok\n" if ready else "not ready\n", status=200 if ready else 503)
 
+    async def canary(self, request: web.Request) -> web.Response:
+        """Answer with the sums of each pool's trial, by the pool's name; of those that have a canary."""
+        found = {name: pool.sums() for name, pool in self._data.pools.items()}
+        return _json({name: sums for name, sums in found.items() if sums.trial})
+
     async def health(self, request: web.Request) -> web.Response:
         """Answer with status 503 only when no endpoint of any pool may be chosen; 200 when degraded."""
         pools = tuple(pool.health() for pool in self._data.pools.values())
@@ -343,6 +361,9 @@ class _PoolPages:
 
     async def moves(self, request: web.Request) -> web.Response:
         return _json(self._data.moves())
+
+    async def trying(self, request: web.Request) -> web.Response:
+        return _json(self._data.trying())
 
     async def index_stats(self, request: web.Request) -> web.Response:
         return _json(self._data.index_stats())

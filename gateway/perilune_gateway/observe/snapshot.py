@@ -11,9 +11,11 @@ from perilune_gateway.model import server_of
 from perilune_gateway.model.engine_facts import EngineFacts
 from perilune_gateway.model.kv_events import EventStats, IngestStats
 from perilune_gateway.model.shared import SharedStats
-from perilune_gateway.observe import findings, health, moves
+from perilune_gateway.observe import canary, findings, health, moves
+from perilune_gateway.observe.canary import CanaryStats
 from perilune_gateway.observe.decision_log import DecisionLog
 from perilune_gateway.observe.findings import Lack, Seen
+from perilune_gateway.observe.shadow import ShadowStats, tally
 from perilune_gateway.observe.stats import EndpointStats, LogStats, SessionStats, Snapshot
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_gateway.routing.router import Router
@@ -44,6 +46,7 @@ class Snapshots:
         drained: Callable[[], Mapping[str, str]] = dict,
         shared: Callable[[], SharedStats | None] = lambda: None,
         told: Callable[[], Mapping[str, EngineFacts] | None] = lambda: None,
+        shadow: Callable[[], ShadowStats | None] = lambda: None,
     ) -> None:
         """`drained`: the draining pods that this gateway no longer uses, with their marks. `told`: what
         engines that others run told, by address; None for engines of the pool's own."""
@@ -56,6 +59,7 @@ class Snapshots:
         self._decision_log = decision_log
         self._clock = clock
         self._shared = shared
+        self._shadow = shadow
         self._started_at = clock()
 
     def snapshot(self) -> Snapshot:
@@ -78,6 +82,8 @@ class Snapshots:
             pulls=self._router.moves.fetched(),
             shared=self._shared(),
             lacks=self.lacks(),
+            shadow=self._shadow(),
+            canary=self.canary(),
         )
 
     def lacks(self) -> tuple[Lack, ...] | None:
@@ -104,6 +110,20 @@ class Snapshots:
             )
             found[server] = findings.lacks(seen, wanted)
         return findings.together(found)
+
+    def canary(self) -> CanaryStats | None:
+        """Return what this gateway knows of the pool's canary; None without one."""
+        trial = self._router.trial
+        if trial.canary is None or trial.verdict is None:
+            return None
+        return CanaryStats(canary=trial.canary, sums=trial.sums, verdict=trial.verdict)
+
+    def trying(self) -> Mapping[str, Any]:
+        """Return the shadow policies and the canary, for the console."""
+        return {
+            "shadow": tally.page(stats) if (stats := self._shadow()) else None,
+            "canary": canary.page(told) if (told := self.canary()) else None,
+        }
 
     def new_sessions(self) -> SessionAdmissionStats:
         return self._router.new_sessions.stats(self._clock())

@@ -14,8 +14,9 @@ from perilune_api import names
 from perilune_api.findings import Finding
 from perilune_gateway.model import Tier
 from perilune_gateway.model.shared import SharedStats
-from perilune_gateway.observe import moves
+from perilune_gateway.observe import canary, moves
 from perilune_gateway.observe.findings import Lack
+from perilune_gateway.observe.shadow import tally as shadow
 from perilune_gateway.observe.stats import EndpointStats, LogStats, Snapshot
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_gateway.state.engine_blocks import Unused
@@ -99,6 +100,10 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     if snapshot.shared:
         yield from _shared(snapshot.shared)
     yield from _new_sessions(snapshot.new_sessions)
+    if snapshot.shadow:
+        yield from shadow.families(snapshot.shadow)
+    if snapshot.canary:
+        yield from canary.families(snapshot.canary)
     if snapshot.decision_log:
         yield from _decision_log(snapshot.decision_log)
 

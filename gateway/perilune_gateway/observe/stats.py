@@ -13,7 +13,9 @@ from perilune_gateway.model import Endpoint, Load
 from perilune_gateway.model.kv_events import EventStats, IngestStats
 from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.moves.planner import PlannerStats
+from perilune_gateway.observe.canary import CanaryStats
 from perilune_gateway.observe.findings import Lack
+from perilune_gateway.observe.shadow.tally import ShadowStats
 from perilune_gateway.routing.handing_over import HandoffStats
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_gateway.routing.request_transfers import TransferStats
@@ -122,3 +124,7 @@ class Snapshot:
     """None when no state is shared with other gateways."""
     lacks: tuple[Lack, ...] | None = None
     """What engines that others run lack; None for engines of the pool's own."""
+    shadow: ShadowStats | None = None
+    """None without shadow policies."""
+    canary: CanaryStats | None = None
+    """None without a canary."""

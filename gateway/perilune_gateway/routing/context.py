@@ -19,6 +19,7 @@ from perilune_gateway.model import (
     Unsplit,
 )
 from perilune_gateway.model.handoff import Content
+from perilune_gateway.routing.trial import Place
 from perilune_gateway.state.fleet import EndpointView
 from perilune_gateway.state.session import Session
 
@@ -108,3 +109,7 @@ class RequestContext(Struct, gc=False):
     """The policy's random draws follow from this number, so a recorded decision can be taken again."""
     queued_s: float = 0.0
     """Seconds for which the session, which is new, waited to begin."""
+    place: Place | None = None
+    """Where it counts in the trial of a canary. None if it counts nowhere."""
+    by_canary: bool = False
+    """Whether the canary's policy decides."""

@@ -57,9 +57,17 @@ class Deciding:
         """Take over a (changed) pool document."""
         self.candidates.configure(pool)
         self.moves.configure(pool)
-        self._routing = pool.spec.routing
-        self.watch.configure(self._routing.policy)
+        self._routing = self._canary = routing = pool.spec.routing
+        choices = [routing.policy]
+        if routing.canary:
+            self._canary = replace(routing, policy=routing.canary.policy)
+            choices.append(routing.canary.policy)
+        self.watch.configure(*choices)
         self._model = pool.spec.model.name
+
+    def policy(self, context: RequestContext) -> str:
+        """Return the name of the policy that decides: the pool's, or the canary's."""
+        return str((self._canary if context.by_canary else self._routing).policy.name)
 
     def choose(
         self, context: RequestContext, policy: str, request_id: str, ordinal: int
@@ -70,11 +78,7 @@ class Deciding:
         verdict, policy = self._decide(view, context, self.watch.standing(policy))
         if isinstance(verdict, Decision) and (offer := self._offer(context)):
             if view.phase is Phase.HEADERS:
-                return (
-                    view,
-                    NEED_BODY,
-                    policy,
-                )  # only the body tells what the offer's target holds of the prompt
+                return view, NEED_BODY, policy  # only the body tells what its target holds of the prompt
             moved = self.moves.planner.apply(offer, verdict, view, context.candidates, context.now)
             verdict = pull(view, moved, context.candidates, self._routing.pull)
         if isinstance(verdict, Decision) and verdict.replicate_from:
@@ -83,7 +87,7 @@ class Deciding:
 
     def _decide(self, view: RequestView, context: RequestContext, policy: str) -> tuple[Verdict, str]:
         """Return the verdict of the policy, or of another one where it fails, and whose it is."""
-        routing, run = self._routing, self.watch.run
+        routing, run = self._canary if context.by_canary else self._routing, self.watch.run
         try:
             return decide(view, context.candidates, policy, routing, Random(context.seed), run), policy
         except PolicyError as fault:

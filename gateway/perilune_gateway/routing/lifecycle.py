@@ -1,13 +1,14 @@
 """Follows every routed request to its end: turns what Envoy and the engines say into facts.
 
-    begun ──▶ on_response ──▶ on_usage (each 0 or 1 times) ──▶ finished (exactly once)
+    begun ──▶ on_response ──▶ on_usage, on_output (each 0 or 1 times) ──▶ finished (exactly once)
                 └─ on_applied, whenever an engine announces blocks
 
 1. `begun`: the record of the request begins. Within its block verdicts.py completes the verdict.
 2. `on_applied`: a KV event that covers the prompt's last block ends its prefill. An event that continues a
    session's blocks moves the session's known context forward.
 3. `on_response`: the answer's head says which endpoint really serves; the record follows.
-4. `on_usage`: the answer said how much of the prompt was cached; the record's ending keeps it.
+4. `on_usage`: the answer said how much of the prompt was cached; the record's ending keeps it. `on_output`:
+   it said how many tokens it has.
 5. `finished`: the request is over.
 
 The time to the first token is told once for each prompt, from the request's arrival, so session admission,
@@ -167,6 +168,10 @@ class Lifecycle:
         """Record that the engine served so many of the prompt's tokens from its prefix cache."""
         self._state.requests[ticket].cached_tokens = cached_tokens
 
+    def on_output(self, ticket: int, tokens: int) -> None:
+        """Record that the engine has reported how many tokens its answer has."""
+        self._state.requests[ticket].output_tokens = tokens
+
     def finished(self, ticket: int, outcome: Outcome) -> None:
         """Record that the request has ended. Raise KeyError if it had ended before."""
         request, now = self._state.requests.pop(ticket), self._clock()
@@ -233,5 +238,6 @@ class Lifecycle:
     def _first_token(self, request: InFlight, now: float) -> None:
         """Tell of the request's first token, unless that was done."""
         if request.arrived_at is not None:
-            self._tell(FirstToken(now - request.arrived_at))
+            request.first_token_at = now
+            self._tell(FirstToken(now - request.arrived_at, request))
             request.arrived_at = None

@@ -32,6 +32,7 @@ from perilune_gateway.routing.remote_prefills import RemotePrefills
 from perilune_gateway.routing.router import Router
 from perilune_gateway.routing.session_turns import SessionTurns
 from perilune_gateway.routing.speed_learning import SpeedLearning
+from perilune_gateway.routing.trial import Trial
 from perilune_gateway.routing.verdicts import Verdicts
 from perilune_gateway.state.pool_state import PoolState
 
@@ -51,11 +52,12 @@ def new_router(
     previous_secret: bytes = b"",
     engine_secret: str = "",
     prompt_seen: PromptSeen | None = None,
+    trial: Trial | None = None,
 ) -> Router:
     """Return a router with all its parts. `listeners` hear the pool's facts (state/facts.py) after the parts.
     `secret`: what clients may not know of endpoints and tenants' salts is derived from it. `previous_secret`:
     the one before, if ids of its responses are still to be read. `engine_secret`: by which engines obey
-    transfer parameters. Empty if they need none."""
+    transfer parameters. Empty if they need none. `trial`: of the pool's canary."""
     aliases, open_pulls = Aliases(secret, previous_secret), OpenPulls()
     handoffs = Handoffs(lambda address: open_pulls.copies(address) + state.offers.copies(address, clock()))
     gatherer = PoolGatherer(state, handoffs)
@@ -68,7 +70,7 @@ def new_router(
     moves = KvMoves(planner, handing_over, remote_prefills, pulling, peer_reads)
     new_sessions = NewSessions(state)
     turns = SessionTurns(state, new_sessions)
-    lifecycle = Lifecycle(state, clock)
+    lifecycle, trial = Lifecycle(state, clock), trial or Trial()
     state.facts.listen(
         state.loads,
         state.fleet,
@@ -92,6 +94,7 @@ def new_router(
         limits,
         state.reports,
         handing_over,
+        trial,
         *([state.sharing.changes] if state.sharing else []),
         *listeners,
     )
@@ -105,6 +108,7 @@ def new_router(
         ),
         verdicts=Verdicts(state, lifecycle, turns, aliases, wall_clock),
         new_sessions=new_sessions,
+        trial=trial,
         time=TimeAndDice(clock, stopwatch, rng or Random()),
         conformance=conformance,
     )

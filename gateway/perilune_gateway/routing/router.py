@@ -58,6 +58,7 @@ from perilune_gateway.routing.deciding import Deciding
 from perilune_gateway.routing.new_sessions import NewSessions, Queued
 from perilune_gateway.routing.objectives import wrong_slo
 from perilune_gateway.routing.prompts import Prompts
+from perilune_gateway.routing.trial import Trial
 from perilune_gateway.routing.verdicts import Verdicts
 from perilune_gateway.state import resets
 from perilune_gateway.state.facts import EndpointLeft
@@ -88,6 +89,7 @@ class Router:
         deciding: Deciding,
         verdicts: Verdicts,
         new_sessions: NewSessions,
+        trial: Trial,
         time: TimeAndDice,
         conformance: bool = False,
     ) -> None:
@@ -96,6 +98,7 @@ class Router:
         self.moves = deciding.moves
         self.policies = deciding.watch
         self.new_sessions = new_sessions
+        self.trial = trial
         self.bodies = KnownBodies()
         self._conversations = conversations
         self._prompts = prompts
@@ -119,6 +122,7 @@ class Router:
         self.models = {spec.model.name, *spec.model.aliases, *self._loras}
         self._prompts.configure(pool)
         self._deciding.configure(pool)
+        self.trial.configure(pool)
         self._verdicts.configure(pool)
         self.state.ejection.rules = self._routing.ejection
         self.new_sessions.configure(self._routing.session_admission)
@@ -304,6 +308,10 @@ class Router:
         """Record that the engine has reported how much of the prompt it had, see lifecycle."""
         self._lifecycle.on_usage(ticket, cached_tokens)
 
+    def on_output(self, ticket: int, tokens: int) -> None:
+        """Record that the engine has reported how many tokens its answer has, see lifecycle."""
+        self._lifecycle.on_output(ticket, tokens)
+
     def finished(self, ticket: int, outcome: Outcome) -> None:
         """Record that the request has ended, see lifecycle."""
         self._lifecycle.finished(ticket, outcome)
@@ -378,17 +386,20 @@ class Router:
     # -- decide ------------------------------------------------------------------------------------
 
     def _decide(self, context: RequestContext) -> Routed | Refusal | NeedBody:
-        head, policy = context.head, str(self._routing.policy.name)
-        if self._routing.allow_policy_header and (wanted := head.headers.get(names.POLICY_HEADER)):
-            if wanted not in POLICIES:
-                problem = f"{POLICIES.why_not(wanted)} - in {names.POLICY_HEADER}"
-                refusal = Refusal(RefuseReason.BAD_REQUEST, problem)
-                return self._verdicts.refused(head, refusal, context.timer, context)
-            policy = wanted
+        head = context.head
+        wanted = head.headers.get(names.POLICY_HEADER, "") if self._routing.allow_policy_header else ""
+        if wanted and wanted not in POLICIES:
+            problem = f"{POLICIES.why_not(wanted)} - in {names.POLICY_HEADER}"
+            refusal = Refusal(RefuseReason.BAD_REQUEST, problem)
+            return self._verdicts.refused(head, refusal, context.timer, context)
         if problem := wrong_slo(head.headers):
             refusal = Refusal(RefuseReason.BAD_REQUEST, problem)
             return self._verdicts.refused(head, refusal, context.timer, context)
         context.seed = self._dice.getrandbits(SEED_BITS)
+        if not wanted:
+            context.place = self.trial.place(context.identity, context.seed)
+            context.by_canary = self.trial.by_canary(context.place)
+        policy = wanted or self._deciding.policy(context)
         view, verdict, policy = self._deciding.choose(
             context, policy, self._verdicts.request_id(head), self._verdicts.ordinal
         )
@@ -416,8 +427,10 @@ class Router:
         else:
             context.prompt = prompt
             self._candidates.look_up(context)
+        context.by_canary = self.trial.by_canary(self.trial.place(identity, seed))
         request_id, ordinal = self._verdicts.request_id(head), self._verdicts.ordinal
-        view, verdict, _ = self._deciding.choose(context, self._routing.policy.name, request_id, ordinal)
+        policy = self._deciding.policy(context)
+        view, verdict, _ = self._deciding.choose(context, policy, request_id, ordinal)
         return context, view, verdict
 
     # -- without a policy --------------------------------------------------------------------------
@@ -456,7 +469,7 @@ class Router:
 
     def tick(self) -> None:
         """Let time pass while no request comes; called several times per second."""
-        self._now()
+        self.trial.tick(self._now())
 
     def plan_moves(self, plans: bool = True) -> None:
         """Plan which sessions and prefixes should move; called every `migration.interval_seconds`. `plans`:

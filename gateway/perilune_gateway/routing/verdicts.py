@@ -112,6 +112,7 @@ class Verdicts:
                 seed=context.seed,
                 queued_s=context.queued_s,
                 trace=context.head.trace,
+                canary=context.by_canary,
             )
             routed = self._answer(context.head, request, record)
             return replace(routed, fields=self._engine_fields(context, decision.target, priority))
@@ -164,8 +165,10 @@ class Verdicts:
             seed=context.seed if context else 0,
             queued_s=context.queued_s if context else 0.0,
             trace=head.trace,
+            canary=context.by_canary if context else False,
         )
-        self._state.facts.tell(Recorded(record))
+        place = context.place if context else None
+        self._state.facts.tell(Recorded(record, tally=place.tally if place else None))
         if context and context.queued_s:
             self.gave_up(head, context.now)
         self._next_ticket()
@@ -232,6 +235,7 @@ class Verdicts:
             learns=not decision.prefill,
             arrived_at=context.head.arrived_at,
             name=context.head.name,
+            tally=context.place.tally if context.place else None,
         )
 
     def _priority(self, tenant: str, prefill_s: float) -> int | None:

@@ -13,6 +13,7 @@ from math import inf
 
 from msgspec import Struct
 
+from perilune_api.trial import Tally
 from perilune_gateway.model import Move
 from perilune_gateway.model.forecast import NO_PREFILL, PrefillForecast
 from perilune_gateway.model.handoff import Content, GivenUp
@@ -133,6 +134,8 @@ class InFlight(Struct, gc=False, kw_only=True, eq=False):
     """When the request arrived. None if its first token is counted already, or if it has none."""
     name: int = 0
     """What it is called if it breaks engines, see state/resets.py."""
+    tally: Tally | None = None
+    """Where it counts in the trial of a canary. None if it counts nowhere."""
 
     # What has happened.
     prefilled_at: float = 0.0
@@ -145,6 +148,10 @@ class InFlight(Struct, gc=False, kw_only=True, eq=False):
     cached_tokens: int | None = None
     """Prompt tokens that the engine had cached, as it reports. None if it has not reported."""
 
+    output_tokens: int = 0
+    """Tokens of the answer, as the engine reports. 0 if it has not reported."""
+    first_token_at: float = 0.0
+
     # What listeners keep.
     load: Load | None = None
     wait: Wait | None = None
@@ -156,6 +163,8 @@ class InFlight(Struct, gc=False, kw_only=True, eq=False):
     over."""
     number: int = -1
     """Number of its record among the kept decisions."""
+    fell_back: bool = False
+    """Whether another policy decided because the one that should have had failed."""
 
 
 class Requests:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from perilune_api.trial import Tally
 from perilune_gateway.model import Candidate, Decision, DecisionRecord, Ending, RequestView
 from perilune_gateway.state.facts import Fact
 from perilune_gateway.state.in_flight import Cause, InFlight
@@ -38,6 +39,8 @@ class Recorded(Fact, frozen=True, gc=False):
     record: DecisionRecord
     request: InFlight | None = None
     """None for a refusal."""
+    tally: Tally | None = None
+    """Where a refusal counts in the trial of a canary."""
 
 
 class Sent(Fact, frozen=True, gc=False):
@@ -97,6 +100,8 @@ class FirstToken(Fact, frozen=True, gc=False):
     """A request's first token came so long after its arrival, or its client waited so long for none."""
 
     seconds: float
+    request: InFlight | None = None
+    """None if it was not routed."""
 
 
 class Ended(Fact, frozen=True, gc=False):

@@ -188,7 +188,7 @@ class WhatIf:
         self.last_time = record.time
         self.endpoints.update(c.address for c in record.candidates)
         rng, params = Random(record.seed), entry.routing.policy.perilune
-        again = _decided(record, record.policy, entry.routing, rng)
+        again = _decided(record, record.policy, entry.decided_by, rng)
         planned = isinstance(recorded, Decision) and recorded.reason in PLANNERS
         self.planned += planned
         self.as_recorded += not planned and _same(again, recorded)

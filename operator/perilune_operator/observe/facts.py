@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from perilune_api import names
+from perilune_api.trial import Sums
 
 Object = dict[str, Any]
 """A Kubernetes object as JSON."""
@@ -150,6 +151,8 @@ class GatewayStats:
     """Finding (perilune_api.findings) → number of selected engines that have it."""
     first_tokens: Mapping[str, FirstTokens] = field(default_factory=dict, compare=False)
     """Gateway, by pod → its requests and those whose first token came in time."""
+    canaries: tuple[Sums, ...] = ()
+    """What each gateway knows of the trial of the pool's canary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,14 @@ import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 
 import aiohttp
+import msgspec
 
 from perilune_api import names, pages
+from perilune_api.trial import Sums
 from perilune_operator.observe import readers
 from perilune_operator.observe.facts import Drained, FirstTokens, GatewayStats, Missing, Object
 
@@ -102,6 +104,17 @@ def _parsed(text: str) -> _Page:
         findings={finding: int(_finite(count)) for finding, count in _FINDINGS.findall(text)},
         first_tokens={float(bound): int(_finite(count)) for bound, count in _FIRST_TOKENS.findall(text)},
     )
+
+
+def canary_sums(text: str | Missing, pool: str) -> Sums | None:
+    """Return what a gateway's page says of one pool's canary; None if it says nothing, or nothing sound."""
+    if isinstance(text, Missing):
+        return None
+    try:
+        sums = msgspec.json.decode(text, type=dict[str, Sums]).get(pool)
+    except msgspec.DecodeError:
+        return None
+    return sums if sums is not None and sums.is_sound else None
 
 
 def gateway_stats(texts: Mapping[str, str | Missing]) -> GatewayStats | None:
@@ -235,8 +248,9 @@ class GatewayPages:
         if self._http is not None:
             await self._http.close()
 
-    async def read(self, pods: Iterable[Object]) -> GatewayStats | None:
-        """Ask the gateways among a pool's pods that serve. None when none answered."""
+    async def read(self, pods: Iterable[Object], *, canary: bool = False) -> GatewayStats | None:
+        """Ask the gateways among a pool's pods that serve. None when none answered. `canary`: ask for the
+        sums of the pool's canary, too."""
         asked = [pod for pod in pods if _is_gateway(pod) and pod["status"].get("podIP")]
         texts = await asyncio.gather(*(self._text(pod["status"]["podIP"]) for pod in asked))
         if not asked:
@@ -248,7 +262,11 @@ class GatewayPages:
             for pod, text in zip(asked, texts, strict=True)
         }
         self._tell((meta["namespace"], pool), _missing(read))
-        return _together(read)
+        stats = _together(read)
+        if stats is None or not canary:
+            return stats
+        told = await asyncio.gather(*(self._text(pod["status"]["podIP"], names.CANARY_PAGE) for pod in asked))
+        return replace(stats, canaries=tuple(sums for text in told if (sums := canary_sums(text, pool))))
 
     def _tell(self, pool: tuple[str, str], missing: Mapping[str, Missing]) -> None:
         """Log each page that has gone missing, or that is missing for another reason than before."""
@@ -259,12 +277,12 @@ class GatewayPages:
         if missing:
             self._missing[pool] = missing
 
-    async def _text(self, ip: str) -> str | Missing:
-        """Return the metrics page of one gateway."""
+    async def _text(self, ip: str, path: str = "/metrics") -> str | Missing:
+        """Return a page of one gateway."""
         if self._http is None:  # it needs a running loop
             timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
             self._http = aiohttp.ClientSession(timeout=timeout, headers=pages.PLAIN)
-        url = f"http://{f'[{ip}]' if ':' in ip else ip}:{names.ADMIN_PORT}/metrics"
+        url = f"http://{f'[{ip}]' if ':' in ip else ip}:{names.ADMIN_PORT}{path}"
         try:
             async with self._http.get(url, **pages.NO_REDIRECTS) as answer:
                 if answer.status != 200:

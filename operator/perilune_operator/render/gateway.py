@@ -36,7 +36,8 @@ RESTART_HASH = "perilune.dev/restart-hash"
 def gateway(pool: Context) -> Iterator[Object]:
     """Yield all objects of the gateway itself; routing.py renders how requests reach it."""
     spec, name = pool.spec.gateway, names.gateway_name(pool.name)
-    document = pool_document(pool.name, pool.namespace, pool.spec, pool.fabric.occupied)
+    in_force = msgspec.structs.replace(pool.spec, routing=pool.routing or pool.spec.routing)
+    document = pool_document(pool.name, pool.namespace, in_force, pool.fabric.occupied)
     yield pool.object("ConfigMap", name, "gateway", data={names.POOL_DOCUMENT: dump(document).decode()})
     if spec.served_by:  # its gateway reads the document
         return

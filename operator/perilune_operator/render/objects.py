@@ -11,6 +11,7 @@ from perilune_api import names
 from perilune_api.crd import API_VERSION, KIND
 from perilune_api.inference_pool.spec import InferencePoolSpec
 from perilune_api.inference_pool.types import Resources
+from perilune_api.pool import Routing
 from perilune_api.quantities import quantity
 from perilune_operator.kinds import KINDS, full_name
 from perilune_operator.observe.facts import MANAGED_BY, MANAGER, Object
@@ -74,6 +75,8 @@ class Context:
     kinds: frozenset[str]
     """`group/Kind` of the optional APIs that the cluster has."""
     defaults: Defaults
+    routing: Routing | None = None
+    """The routing in force, if that is another than the spec's: after a canary."""
     chosen: Chosen | None = None
     """The secrets that its pods refer to; None for those of a new pool."""
     replicas: int | None = None

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 import msgspec
 
 from perilune_api import versions
-from perilune_api.conditions import Condition, Reason
+from perilune_api.conditions import Condition, Reason, Truth
 from perilune_api.inference_pool.status import FabricStatus, InferencePoolStatus, StatusCondition
+from perilune_api.trial import State
+from perilune_operator.canary import Trying
 from perilune_operator.observe.facts import Object, Observed
 from perilune_operator.observe.timestamps import timestamp
 from perilune_operator.render import endpoints
@@ -34,6 +36,7 @@ def of_pool(
     replaced: Replaced,
     made: Revised,
     switch: Switch,
+    tried: Trying | None = None,
 ) -> InferencePoolStatus:
     """Return the status for an accepted spec. `observed`: without engines of an earlier spec. `now`: seconds
     since the epoch."""
@@ -57,6 +60,7 @@ def of_pool(
         *([served] if (served := others.served(pool, observed)) else []),
         *([behind] if (behind := workloads.events(observed)) else []),
         *([contested] if (contested := others.contested(pool, observed)) else []),
+        *([_canary(tried)] if tried else []),
         reconciling,
         workloads.draining(pool, observed, [leave, replaced.drain], replaced, switch),
         *([stalled] if stalled else []),
@@ -76,8 +80,19 @@ def of_pool(
         revision=made.revision,
         available_revision=made.available or None,
         fabric=FabricStatus(len(fabric.topology.nodes), fabric.racks, fabric.spines, len(fabric.unlabelled)),
+        canary=tried.status if tried else None,
         conditions=_dated(facts, observed, now, observed.generation if in_force else _answering(observed)),
     )
+
+
+def _canary(tried: Trying) -> Fact:
+    """Return condition CanaryPromoted."""
+    holds: dict[State, Truth] = {
+        State.RUNNING: "Unknown",
+        State.PROMOTED: "True",
+        State.ROLLED_BACK: "False",
+    }
+    return Fact(Condition.CANARY_PROMOTED, holds[tried.status.state], tried.reason, tried.message)
 
 
 def of_refusal(

@@ -6,6 +6,7 @@ from msgspec import Meta
 
 from perilune_api.conditions import Condition, Truth
 from perilune_api.fields import Struct
+from perilune_api.trial import State
 
 
 class StatusCondition(Struct, frozen=True):
@@ -38,6 +39,23 @@ class FabricStatus(Struct, frozen=True):
     """Number of these nodes whose labels name no rack. They count as far from every other node."""
 
 
+class CanaryStatus(Struct, frozen=True, kw_only=True):
+    """What has become of routing.canary."""
+
+    policy: str
+    """Name of the canary's policy."""
+    state: State
+    """Running, Promoted or RolledBack."""
+    policy_in_force: str
+    """Name of the policy that decides for the sessions that are not the canary's: all, when it is over."""
+    trial: str
+    """Name of the comparison. Another policy, other parameters or another share begin another one."""
+    reason: str
+    """Reason of condition CanaryPromoted."""
+    message: str
+    """Message of condition CanaryPromoted."""
+
+
 class InferencePoolStatus(Struct, frozen=True):
     """The state of the pool as the operator last observed it."""
 
@@ -61,5 +79,6 @@ class InferencePoolStatus(Struct, frozen=True):
     """Revision of the running operator, if some pods of the pool are made by another. They stay as they are
     until rollout.revision asks for it, or a change of the spec replaces them."""
     fabric: FabricStatus = FabricStatus()
+    canary: CanaryStatus | None = None
     conditions: Annotated[tuple[StatusCondition, ...], Meta(max_length=16)] = ()
     """Aspects of the pool's state. Ready summarises those that requests depend on."""

@@ -6,7 +6,7 @@ derives it from the `InferencePool`. Without Kubernetes a user writes it, with a
 
     document.py    the document as a whole; its parts are in
                      model.py, engine.py, topology.py, endpoints.py, and for `spec.routing`
-                     routing.py, sessions.py, refusals.py, migration.py, transfers.py
+                     routing.py, sessions.py, refusals.py, migration.py, transfers.py, trying.py
     reading.py     YAML → frozen structs, or a SpecError that names the field
     checks.py      the rules that span several fields, such as duplicate addresses and unknown nodes
     errors.py      SpecError
@@ -32,12 +32,14 @@ from perilune_api.pool.routing import DECISION_S, EnginePriority, Routing
 from perilune_api.pool.sessions import SessionAdmission, SessionKeys
 from perilune_api.pool.topology import NodePlace, Topology
 from perilune_api.pool.transfers import Disaggregation, Pull
+from perilune_api.pool.trying import Canary, Shadow
 
 __all__ = [
     "DECISION_S",
     "LONGEST_CONTEXT",
     "MAX_DEPTH",
     "Address",
+    "Canary",
     "Disaggregation",
     "Ejection",
     "EndpointSpec",
@@ -60,6 +62,7 @@ __all__ = [
     "Selector",
     "SessionAdmission",
     "SessionKeys",
+    "Shadow",
     "Spec",
     "SpecError",
     "Topology",

@@ -11,6 +11,7 @@ from perilune_api.pool.migration import Migration
 from perilune_api.pool.refusals import Ejection, Limits
 from perilune_api.pool.sessions import SessionAdmission, SessionKeys
 from perilune_api.pool.transfers import Disaggregation, Pull
+from perilune_api.pool.trying import Canary, Shadow
 
 DECISION_S = 2
 """Seconds for which Envoy waits for a decision of the gateway."""
@@ -40,6 +41,8 @@ class Routing(Struct, frozen=True, kw_only=True):
     """How the gateway chooses the endpoint of a request: policy, sessions, migration, admission."""
 
     policy: PolicyChoice = PolicyChoice()
+    shadow: Shadow = Shadow()
+    canary: Canary | None = None
     migration: Migration = Migration()
     engine_priority: EnginePriority = EnginePriority()
     disaggregation: Disaggregation = Disaggregation()

@@ -314,6 +314,8 @@ async def as_stranger(request, handler):
         pytest.param("10.1.2.3", False, "/", 403, id="nor the list"),
         pytest.param("10.1.2.3", False, "/metrics", 200, id="but metrics"),
         pytest.param("10.1.2.3", False, "/healthz", 200, id="and probes"),
+        pytest.param("10.1.2.3", False, "/canary", 200, id="and a canary's sums"),
+        pytest.param("10.1.2.3", False, "/api/trying", 403, id="but not what is made of them"),
         pytest.param("127.0.0.1", False, "/api/decisions", 200, id="port-forward"),
         pytest.param("::1", False, "/api/decisions", 200, id="port-forward over IPv6"),
         pytest.param("::ffff:127.0.0.1", False, "/api/decisions", 200, id="the same by a socket of both"),

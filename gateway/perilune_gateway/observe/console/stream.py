@@ -51,15 +51,17 @@ class Stream:
         decisions: Decisions,
         about: Callable[[], Row],
         wall: Callable[[], float],
+        trying: Callable[[], Row] = dict,
         *,
         tick_s: float = TICK_S,
         point_s: float = POINT_S,
     ) -> None:
-        """`about`: pool, policy and version. `wall`: Unix seconds. `tick_s`, `point_s`: seconds between two
+        """`about`: pool, policy and version. `wall`: Unix seconds. `trying`: shadow policies and canary.
+        `tick_s`, `point_s`: seconds between two
         states and between two points of the history."""
         self._tick_s, self._point_s = tick_s, point_s
         self._endpoints, self._decisions, self._about, self._wall = endpoints, decisions, about, wall
-        self._new_sessions, self._handoffs = new_sessions, handoffs
+        self._new_sessions, self._handoffs, self._trying = new_sessions, handoffs, trying
         self.history: deque[Point] = deque(maxlen=int(HISTORY_S / point_s))
         self._rows: dict[str, Row] = {}
         """The rows that all watchers have."""
@@ -130,6 +132,7 @@ class Stream:
             "decisions": [explain.summary(record) for record in self._decisions.query(n=SHOWN)],
             "new_sessions": new_sessions_row(self._new_sessions()),
             "handoffs": self._handoffs()[:HANDOFFS],
+            "trying": self._trying(),
         }
         return _event("hello", hello)
 
@@ -152,6 +155,7 @@ class Stream:
             "decided": recorded - self._sent,
             "new_sessions": new_sessions_row(self._new_sessions()),
             "handoffs": self._handoffs()[:HANDOFFS],
+            "trying": self._trying(),
         }
         self._sent = recorded
         return _event("state", data)

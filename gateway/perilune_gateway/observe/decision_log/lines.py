@@ -107,6 +107,7 @@ class Writer:
             "policy": record.policy,
             "seed": record.seed,
             "queued_s": record.queued_s,
+            "canary": record.canary,
             "view": record.view,
             "candidates": rows,
             "excluded": record.excluded,

@@ -51,6 +51,14 @@ class Logged:
     routing: Routing
     """The routing of the pool document at that time; `record.policy` names the policy."""
 
+    @property
+    def decided_by(self) -> Routing:
+        """The routing with the policy that decided, and its parameters: the canary's, if it was."""
+        canary = self.routing.canary
+        if not self.record.canary or canary is None:
+            return self.routing
+        return msgspec.structs.replace(self.routing, policy=canary.policy)
+
 
 class Ended(NamedTuple):
     """How the request of the decision with that number ended. Numbers start again with every gateway
@@ -99,6 +107,7 @@ class _DecisionLine(msgspec.Struct):
     destinations: tuple[str, ...]
     cached_tokens: int
     timings_us: dict[str, float]
+    canary: bool = False
 
 
 def read(lines: Iterable[bytes], name: str) -> Iterator[Logged | Ended | Cut]:
@@ -184,6 +193,7 @@ class _Reader:
             line.time,
             line.tenant,
             seed=line.seed,
+            canary=line.canary,
         )
         return Logged(line.n, record, pool.routing)
 

@@ -11,7 +11,7 @@ const FEW = 200; // up to so many engines have names on the map
 const STALE_S = 4;
 const MOVE_MS = 2500;
 
-const pool = { about: {}, engines: new Map(), decisions: [], history: [], rate: 0, newSessions: null, handoffs: [], heard: 0, opened: Date.now() };
+const pool = { about: {}, engines: new Map(), decisions: [], history: [], rate: 0, newSessions: null, handoffs: [], trying: {}, heard: 0, opened: Date.now() };
 const tiles = new Map(); // address → its button on the map
 const dirty = { engines: new Set(), layout: false, decisions: false, history: false };
 let paused = false;
@@ -50,6 +50,7 @@ function listen() {
     pool.decisions = data.decisions;
     pool.newSessions = data.new_sessions;
     pool.handoffs = data.handoffs;
+    pool.trying = data.trying ?? {};
     dirty.layout = dirty.history = dirty.decisions = true;
   });
   on("state", (data) => {
@@ -58,6 +59,7 @@ function listen() {
     pool.rate = data.decided / pool.about.tick_s;
     pool.newSessions = data.new_sessions;
     pool.handoffs = data.handoffs;
+    pool.trying = data.trying ?? {};
     if (data.decided) remember(data.decisions);
     dirty.decisions = true;
   });
@@ -93,6 +95,7 @@ function draw() {
   if (dirty.decisions && !paused) list();
   if (dirty.history) chart();
   handOver();
+  tryOut();
   head();
   dirty.engines.clear();
   dirty.layout = dirty.history = false;
@@ -216,6 +219,18 @@ function handOver() { // the KV on its way: dashed from source to target, solid 
   });
   $("handoffs").replaceChildren(...(rows.length ? [table(["KV on its way", "way", "why", "stage"], rows)] : []));
   if (focused) [...$("handoffs").querySelectorAll("button")].find((b) => b.dataset.session === focused)?.focus({ preventScroll: true });
+}
+const sign = (x, write) => (x == null ? "–" : `${x < 0 ? "−" : "+"}${write(Math.abs(x))}`);
+function tryOut() { // shadow policies, and the canary beside the pool's policy
+  const { shadow, canary } = pool.trying;
+  $("trying-box").hidden = !shadow && !canary;
+  $("canary-told").textContent = canary ? `Canary ${canary.policy}: ${canary.state}, ${canary.reason}; ${share(canary.share)} of the sessions.` : "";
+  const arms = canary ? Object.entries(canary.arms) : [];
+  const arm = ([name, a]) => [name, count(a.requests), seconds(a.ttft_s), seconds(a.tpot_s), share(a.hit_ratio), share(a.requests ? a.failed / a.requests : null)];
+  $("canary").replaceChildren(...(canary ? [table(["arm", "requests", "TTFT", "TPOT", "hits", "failed"], arms.map(arm))] : []));
+  const row = (p) => [p.off ? `${p.policy}, off: ${p.off}` : p.policy, count(Object.values(p.decisions).reduce((sum, n) => sum + n, 0)), share(p.agreement), sign(p.regret_s, seconds), `${share(p.hit_ratio)}, decided ${share(p.decided_hit_ratio)}`];
+  $("shadow").replaceChildren(...(shadow ? [table(["shadow policy", "judged", "agrees", "regret", "predicted hits"], shadow.policies.map(row))] : []));
+  $("shadow-told").textContent = shadow ? `Judging takes ${shadow.cpu.used.toFixed(3)} of ${shadow.cpu.budget} cores.` : "";
 }
 function drawMove(source, target) {
   const d = way(source, target), layer = $("moves-drawn");
