@@ -48,12 +48,18 @@ class Pool(NamedTuple):
 
 POOLS: Mapping[str, Pool] = {
     "none": Pool("a pool with defaults: what an engine does not hold, it computes", Arm.NONE),
-    "handoff": Pool("engines hand KV over with requests (`mooncake.transfer: handoff`)", Arm.HANDOFF),
+    "handoff": Pool(
+        "engines hand KV over (`mooncake.transfer: handoff`): with requests, and with `perilune` in moves off"
+        " hot hosts",
+        Arm.HANDOFF,
+    ),
     "planned": Pool(
-        "the same, and the gateway plans moves (`migration.triggers` has all)", Arm.HANDOFF, planner=True
+        "the same, and the gateway plans moves with every trigger (`migration.triggers`)",
+        Arm.HANDOFF,
+        planner=True,
     ),
     "store": Pool("all engines share one store of 3 GB/s for each engine (`mooncake.store`)", Arm.STORE),
-    "both": Pool("hand-off with requests, and the store", Arm.BOTH),
+    "both": Pool("hand-off and store", Arm.BOTH),
     "split": Pool("half of the endpoints only prefill, and hand KV over to the others", Arm.NONE, split=True),
 }
 
