@@ -25,6 +25,11 @@ PROGRAM = Program(
                 "simulate every policy and write docs/evaluation: bars, figures and tables",
                 "evaluate --quick --out /tmp/evaluation",
             ),
+            "deployments": Command(
+                "perilune_research.deployments.cli",
+                "play policies in every deployment, through the gateway's own code; print one page of tables",
+                "deployments --quick --out /tmp/evaluation",
+            ),
             "arena": Command(
                 "perilune_research.arena.cli",
                 "play the same sessions through Perilune and other routers; print one table",

@@ -12,10 +12,10 @@ from perilune_research.simulator.deployment import Deployment
 FOLDER = Path(__file__).parents[2] / "docs" / "evaluation"
 PAGE = (FOLDER / "README.md").read_text()
 HYPOTHETICAL = (FOLDER / "pull.md").read_text()
-PAGES = {
-    path.stem: json.loads(path.read_text()) for path in FOLDER.glob("*.json") if path.stem not in FIGURES
-}
-"""Data of the pages that `evaluate` made."""
+MADE = {path.stem: json.loads(path.read_text()) for path in FOLDER.glob("*.json") if path.stem not in FIGURES}
+"""Data of the pages that a command made."""
+PAGES = {name: data for name, data in MADE.items() if data["schema"].startswith("perilune.evaluation/")}
+"""Those that `evaluate` made."""
 MOST_BYTES = 40_000
 
 
@@ -37,7 +37,12 @@ def test_a_made_page_has_the_arm_of_its_data_in_every_title_and_its_command():
         page = (FOLDER / f"{name}.md").read_text()
         titles = [line for line in page.splitlines() if line.startswith("## ")]
         assert [t for t in titles if f"arm {data['arm']}, {data['traffic']}" not in t] == []
-        assert f"`{data['command']}`" in page
+
+
+def test_a_made_page_names_its_command_has_little_data_and_is_linked():
+    for name, data in MADE.items():
+        assert data["simulated"]
+        assert f"`{data['command']}`" in (FOLDER / f"{name}.md").read_text()
         assert f"({name}.md)" in PAGE
         assert (FOLDER / f"{name}.json").stat().st_size < MOST_BYTES
 

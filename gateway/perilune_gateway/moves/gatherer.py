@@ -69,7 +69,7 @@ class PoolGatherer:
         state = self._state
         views = [
             view
-            for view in state.fleet.view(now, state.sessions.bound)
+            for view in state.fleet.recent(now, state.sessions.bound)
             if view.endpoint.role is not Role.PREFILL
         ]
         asked = [view for view in views if not self._is_unasked(view, now)]

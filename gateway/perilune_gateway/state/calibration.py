@@ -40,6 +40,8 @@ NOISE_S = 0.01
 ENOUGH = 3.0
 SPEED_S = 10.0
 """Seconds for which a computed speed is reused. What was learned fades by about 1 % in this time."""
+MOST_ENGINES = 1024
+"""Most engine models that are kept, each for other ratios."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,8 @@ class Calibration:
         """Number of transfers between endpoints that were observed."""
         self._speeds: dict[str, tuple[float, Speed]] = {}
         """Address → (time until which the speed is reused, speed)."""
+        self._engines: dict[tuple[float, float], EngineModel] = {}
+        """(prefill ratio, store ratio) → the engine with them."""
         self._pool = _Endpoint()
         """Ratios over all endpoints, including those that left the pool."""
         self._endpoints: dict[str, _Endpoint] = {}
@@ -239,14 +243,22 @@ class Calibration:
         return speed
 
     def _speed(self, address: str, now: float) -> Speed:
-        prefill = round(self.prefill_ratio(address, now), 2)
-        store = round(self.store_ratio(address, now), 1)
+        ratios = round(self.prefill_ratio(address, now), 2), round(self.store_ratio(address, now), 1)
+        engine = self._engines.get(ratios)
+        if engine is None:
+            if len(self._engines) >= MOST_ENGINES:
+                self._engines.clear()
+            engine = self._engines[ratios] = self._corrected(*ratios)
+        return Speed(engine, self.decode_s(address), self.ttft_ratio(address, now))
+
+    def _corrected(self, prefill: float, store: float) -> EngineModel:
+        """Return the engine model with these ratios."""
         engine = self.engine
         if prefill != 1.0:
             engine = engine.scaled(prefill)
         if store != 1.0:
             engine = replace(engine, store_bytes_per_s=engine.store_bytes_per_s / store)
-        return Speed(engine, self.decode_s(address), self.ttft_ratio(address, now))
+        return engine
 
     def slowdown(self, source: str, target: str, now: float) -> float:
         """Return observed / predicted seconds of a transfer from `source` to `target`."""

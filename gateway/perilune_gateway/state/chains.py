@@ -64,7 +64,8 @@ class Chains:
             known = session.chain if end == session.tail else session.chain[: session.fork]
             # The blocks of a prompt come first and mostly in one event, those of an answer one by one.
             prompt = session.unconfirmed or len(news) > stride
-            chain = array("Q", (*known, *news))
+            chain = array("Q", known)
+            chain.extend(news)
             self.replace(session, chain, len(chain) if prompt else session.fork)
             session.context_tokens = len(chain) * block_size
             session.unconfirmed = False

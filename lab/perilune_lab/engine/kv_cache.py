@@ -26,6 +26,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
+from typing import NamedTuple
 
 from perilune_lab.engine.hashing import BASE, BlockHasher, Namespace
 
@@ -76,8 +78,7 @@ class Stored:
     medium: Medium = Medium.DEVICE
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(NamedTuple):
     """A cached block was reused for other content."""
 
     digest: bytes
@@ -160,6 +161,7 @@ class KvCache:
         self.groups = tuple(groups)
         self.changes: list[Change] = []
         self._reach = reach
+        self._windows = any(group.window for group in self.groups)
         self._alike = _alike(self.groups)
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, blocks))
         self._refs = [0] * blocks
@@ -201,6 +203,13 @@ class KvCache:
         continue from."""
         window = self.groups[alike[0]].window
         cached = [self._by_digest[group] for group in alike]
+        if not window and len(cached) == 1:
+            hits: list[int] = []
+            for ids in map(cached[0].get, islice(chain, most)):
+                if ids is None:
+                    break
+                hits.append(ids[0])
+            return [hits]
         if not window:
             length = 0
             while length < most and all(chain[length] in known for known in cached):
@@ -249,12 +258,13 @@ class KvCache:
     def attach(self, table: Table, hits: Hits) -> None:
         """Make cached blocks the head of the table."""
         table.computed = len(hits[0]) * self.block_size
+        refs, free = self._refs, self._free
         for group, blocks, found in zip(self.groups, table.blocks, hits, strict=True):
             skipped = group.out_of_reach(table.computed) // self.block_size
             for block in found[skipped:]:
-                if not self._refs[block]:
-                    del self._free[block]
-                self._refs[block] += 1
+                if not refs[block]:
+                    del free[block]
+                refs[block] += 1
             blocks.extend([_NULL] * skipped)
             blocks.extend(found[skipped:])
         table.registered = table.length
@@ -262,14 +272,14 @@ class KvCache:
     def grow(self, table: Table, tokens: int, *, register: bool = True) -> bool:
         """Give the table blocks for its first `tokens` tokens and register those that these fill. Return
         False, and change nothing but blocks out of reach, if the free queue is too short."""
-        if len(self.groups) > 1 or self.groups[0].window:
+        if self._windows:
             self._drop_out_of_reach(table)
         need = self.blocks_for(tokens) - table.length
         if need > 0:
             if need * len(self.groups) > len(self._free):
                 return False
             for blocks in table.blocks:
-                blocks.extend([self._take() for _ in range(need)])
+                blocks.extend(self._take(need))
         if register:
             table.computed = tokens
             if tokens // self.block_size > table.registered:
@@ -305,33 +315,39 @@ class KvCache:
 
     # steps
 
-    def _take(self) -> int:
-        block, _ = self._free.popitem(last=False)
-        removed = self._cached[block]
-        if removed is not None:
-            known = self._by_digest[removed.group]
-            ids = known[removed.digest]
-            ids.remove(block)
-            if not ids:
-                del known[removed.digest]
-            self._cached[block] = None
-            self.changes.append(removed)
-        self._refs[block] = 1
-        return block
+    def _take(self, number: int) -> list[int]:
+        """Take so many free blocks, and forget what they cache."""
+        free, refs, cached, changes = self._free, self._refs, self._cached, self.changes
+        taken = []
+        for _ in range(number):
+            block, _ = free.popitem(last=False)
+            if (removed := cached[block]) is not None:
+                known = self._by_digest[removed.group]
+                ids = known[removed.digest]
+                if len(ids) == 1:
+                    del known[removed.digest]
+                else:
+                    ids.remove(block)
+                cached[block] = None
+                changes.append(removed)
+            refs[block] = 1
+            taken.append(block)
+        return taken
 
     def _give_back(self, blocks: Iterable[int]) -> None:
         """Free blocks in this order."""
+        free, refs, cached = self._free, self._refs, self._cached
         empty = []
         for block in blocks:
             if block == _NULL:
                 continue
-            self._refs[block] -= 1
-            if not self._refs[block]:
-                self._free[block] = None
-                if self._cached[block] is None:
+            refs[block] -= 1
+            if not refs[block]:
+                free[block] = None
+                if cached[block] is None:
                     empty.append(block)
         for block in reversed(empty):
-            self._free.move_to_end(block, last=False)
+            free.move_to_end(block, last=False)
 
     def _drop_out_of_reach(self, table: Table) -> None:
         """Give back the blocks that no window reaches any more."""
@@ -350,12 +366,16 @@ class KvCache:
             parent = chain[-1] if chain else self.hasher.root
             tokens = table.tokens[i * size : (i + 1) * size]
             chain.append(self.hasher.block(parent, tokens, table.namespace.keys(i)))
+        cached = self._cached
         for group, known in enumerate(self._by_digest):
-            positions = self._hittable(table, group, first, full)
+            positions, blocks = self._hittable(table, group, first, full), table.blocks[group]
             for i in positions:
-                block = table.blocks[group][i]
-                self._cached[block] = Removed(chain[i], group)
-                known.setdefault(chain[i], []).append(block)
+                digest, block = chain[i], blocks[i]
+                cached[block] = Removed(digest, group)
+                if digest in known:
+                    known[digest].append(block)
+                else:
+                    known[digest] = [block]
             self._announce(table, group, first, full, positions)
         table.registered = full
 

@@ -4,7 +4,7 @@ what."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from math import inf
@@ -13,7 +13,7 @@ from typing import Protocol, cast
 from perilune_gateway.model import EngineMetrics
 from perilune_gateway.model.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from perilune_lab.engine.hashing import low64
-from perilune_lab.engine.kv_cache import Change, Removed, Stored
+from perilune_lab.engine.kv_cache import Change, Medium, Removed, Stored
 from perilune_lab.engine.request import Request
 from perilune_lab.engine.scheduler import Scheduler
 from perilune_lab.simulate.loop import Loop
@@ -140,13 +140,18 @@ def events(changes: Sequence[Change], block_size: int) -> list[Event]:
     """Return the KV events of these changes, as the gateway decodes them. Blocks that were removed one after
     the other share an event, which says the same in less time than vLLM's one for each."""
     found: list[Event] = []
-    for kind, same in groupby(changes, lambda change: (type(change), getattr(change, "medium", None))):
-        if kind[0] is Removed:
-            names = tuple([low64(change.digest) for change in same if isinstance(change, Removed)])
-            found.append(BlockRemoved(names, medium=kind[1]))
-        else:
+    for medium, same in groupby(changes, _medium_removed):
+        if medium is None:
             found += [_event(change, block_size) for change in same]
+        else:
+            names = tuple([low64(digest) for digest, *_ in cast("Iterator[Removed]", same)])
+            found.append(BlockRemoved(names, medium=medium))
     return found
+
+
+def _medium_removed(change: Change) -> Medium | None:
+    """Return where a block was removed; None if none was."""
+    return change.medium if type(change) is Removed else None
 
 
 def _event(change: Change, block_size: int) -> Event:

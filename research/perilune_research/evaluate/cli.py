@@ -18,7 +18,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,14 +37,12 @@ from perilune_research.evaluate.cells import Scenario
 from perilune_research.evaluate.evaluation import evaluate
 from perilune_research.evaluate.figures import FIGURES, Context
 from perilune_research.evaluate.plan import BARS, EVERYTHING, NEEDS, Size
-from perilune_research.evaluate.table import Table
 from perilune_research.evaluate.traffic import traffic
-from perilune_research.evaluate.work import Progress, Work, default_folder
+from perilune_research.evaluate.work import Work
+from perilune_research.kept import default_folder, printed
 from perilune_research.simulator.deployment import Deployment
 from perilune_research.simulator.policies import POLICIES
-
-_EVERY_S = 10.0
-"""Seconds between two lines of progress."""
+from perilune_research.table import Table
 
 _EPILOG = f"""\
 examples (after `python -m perilune_research`):
@@ -111,7 +109,7 @@ def run(options: Options, err: Console) -> list[Grid | str]:
     """Simulate, write the files, and return what is to be printed. Raises SpecError if a folder cannot be
     written or there is no R, and OSError if a file cannot be written later."""
     began = time.perf_counter()
-    work = Work(_folder(options.work, "--work"), options.jobs, _progress(err))
+    work = Work(_folder(options.work, "--work"), options.jobs, printed(err))
     _folder(options.out, "--out")
     some = _some(len(options.size.seeds), "seed")
     err.print(
@@ -168,27 +166,6 @@ def _grid(table: Table) -> Grid:
     return grid
 
 
-def _progress(err: Console) -> Callable[[Progress], None]:
-    """Return a function that prints progress and the time left, every few seconds at most."""
-    began: dict[str, float] = {}
-    shown: dict[str, float] = {}
-
-    def show(p: Progress) -> None:
-        now = time.perf_counter()
-        if p.first:
-            began[p.what] = shown[p.what] = now
-            kept = f", {p.kept} kept from before" if p.kept else ""
-            err.print(f"{p.what}: 0/{p.total}{kept}", highlight=False)
-            return
-        if now - shown[p.what] < _EVERY_S and p.done < p.total:
-            return
-        shown[p.what] = now
-        left_s = (now - began[p.what]) / p.done * (p.total - p.done)
-        err.print(f"{p.what}: {p.done}/{p.total}, {left_s / 60:.1f} min left", highlight=False)
-
-    return show
-
-
 def parse(argv: Sequence[str]) -> Options:
     """Parse the command line. Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
     parser = argparse.ArgumentParser(
@@ -229,7 +206,7 @@ def parse(argv: Sequence[str]) -> Options:
     add(
         "--work",
         type=Path,
-        default=default_folder(),
+        default=default_folder("evaluate"),
         metavar="DIR",
         help="folder that keeps finished simulations [%(default)s]",
     )

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from perilune_research.evaluate import data, plan, tables, thresholds
+from perilune_research import data
+from perilune_research.evaluate import plan, tables, thresholds
 from perilune_research.evaluate.bars import Bar
 from perilune_research.evaluate.figures.style import row
 from perilune_research.evaluate.findings import Findings
 from perilune_research.evaluate.plan import BAR_LOADS, Point
-from perilune_research.evaluate.table import Table
 from perilune_research.evaluate.work import fingerprint
+from perilune_research.table import Table
 
 SECTIONS: Mapping[str, Callable[[Findings], Sequence[Table]]] = {
     "main": lambda f: [tables.end_to_end(f, load) for load in BAR_LOADS],

@@ -17,8 +17,9 @@ from perilune_research.evaluate.bars import Bar, rivals
 from perilune_research.evaluate.cells import Profile
 from perilune_research.evaluate.findings import Estimate, Findings
 from perilune_research.evaluate.plan import BAR_LOADS, LOADS, OURS, Point
-from perilune_research.evaluate.table import Cells, Table, percent, ranged
+from perilune_research.evaluate.table import Cells
 from perilune_research.simulator.deployment import Deployment
+from perilune_research.table import Table, percent, ranged
 
 # -- bars --------------------------------------------------------------------------------------------------
 

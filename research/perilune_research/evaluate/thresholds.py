@@ -15,7 +15,7 @@ from perilune_research.evaluate import plan
 from perilune_research.evaluate.cells import Profile
 from perilune_research.evaluate.findings import Estimate, Findings
 from perilune_research.evaluate.plan import Point
-from perilune_research.evaluate.table import Table
+from perilune_research.table import Table
 
 _CLOSE = 1.05
 _ENOUGH_SEEDS = 8

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from perilune_research import sources
 from perilune_research.evaluate import work as module
 from perilune_research.evaluate.cells import Cell, Profile, Scenario
 from perilune_research.evaluate.search import Search
-from perilune_research.evaluate.work import Progress, Work
+from perilune_research.evaluate.work import Work
+from perilune_research.kept import Progress
 
 TINY = Scenario(rate=0.4, endpoints=2, window_s=60.0, warmup_s=10.0)
 CELLS = [Cell(TINY, Profile(policy), seed) for policy in ("ear", "round_robin") for seed in (1, 2)]
@@ -70,9 +72,9 @@ def test_processes_give_what_one_gives(tmp_path: Path):
 def test_other_code_has_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     before = Work(tmp_path, 1).path
     assert Work(tmp_path, 1).path == before
-    code = module.dependencies(module.COMPUTES)
+    code = sources.dependencies(module.COMPUTES)
     changed = {**code, "perilune_gateway.policy.ear": b"other"}
-    monkeypatch.setattr(module, "dependencies", lambda modules: changed)
+    monkeypatch.setattr(sources, "dependencies", lambda modules, leave_out: changed)
     module.fingerprint.cache_clear()
     assert Work(tmp_path, 1).path != before
     module.fingerprint.cache_clear()

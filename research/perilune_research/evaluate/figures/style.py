@@ -14,7 +14,7 @@ mpl.use("Agg")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from perilune_research.evaluate import data
+from perilune_research import data
 from perilune_research.evaluate.findings import Estimate, Findings
 from perilune_research.evaluate.plan import OURS, Point
 from perilune_research.evaluate.traffic import Traffic

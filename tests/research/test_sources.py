@@ -10,11 +10,11 @@ import pytest
 from perilune_gateway.routing.candidates import MAX_LOCATIONS
 from perilune_research.evaluate.cells import Cell, Profile, Scenario, compute
 from perilune_research.evaluate.search import Search, find
-from perilune_research.evaluate.sources import ONLY_SHOWN, OURS, dependencies
 from perilune_research.evaluate.work import COMPUTES
 from perilune_research.simulator.deployment import Deployment
 from perilune_research.simulator.policies import POLICIES
 from perilune_research.simulator.setting import PLANNER
+from perilune_research.sources import ONLY_SHOWN, OURS, dependencies
 
 SCENARIO = Scenario(
     rate=0.4, endpoints=2, window_s=60.0, warmup_s=10.0, deployment=Deployment.STORE, link_factor=3.0

@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from perilune_research.evaluate import data
+from perilune_research import data
 
 
 @pytest.mark.parametrize(

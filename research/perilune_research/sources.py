@@ -2,6 +2,7 @@
 import.
 
     dependencies(modules) → {name: its content}
+    fingerprint(modules) → a hash of these contents
 
 The imports are found in the source files. Imports inside functions count; imports for type checkers do not.
 The content of a module is its bytes. The content of a constant that is imported by
@@ -14,7 +15,8 @@ imported by a computed name, and packages that are not Perilune's.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,11 +24,22 @@ from pathlib import Path
 OURS = "perilune_"
 ONLY_SHOWN = frozenset({"perilune_lab.report.columns"})
 """Modules that only print results, and so do not count."""
+REGISTRY = "perilune_gateway.policy"
+"""The module that imports all policies, of which one simulation plays one."""
 
 
-def dependencies(modules: Iterable[str]) -> Mapping[str, bytes]:
-    """Return the bytes of each module and the value of each constant, by name in alphabetical order. Raises
-    AssertionError or ModuleNotFoundError for a module that does not exist."""
+def fingerprint(modules: Iterable[str], leave_out: Collection[str] = ()) -> str:
+    """Return a fingerprint of all that these modules depend on, see `dependencies`."""
+    digest = hashlib.sha256()
+    for name, content in dependencies(modules, leave_out).items():
+        digest.update(name.encode() + b"\0" + content + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def dependencies(modules: Iterable[str], leave_out: Collection[str] = ()) -> Mapping[str, bytes]:
+    """Return the bytes of each module and the value of each constant, by name in alphabetical order.
+    `leave_out`: modules that do not count where only `REGISTRY` imports them. Raises AssertionError or
+    ModuleNotFoundError for a module that does not exist."""
     found: dict[str, bytes] = {}
     waiting = list(modules)
     while waiting:
@@ -41,7 +54,9 @@ def dependencies(modules: Iterable[str]) -> Mapping[str, bytes]:
             waiting.append(package)  # importing the module runs the package's __init__
         for module, attribute in _imports(ast.parse(found[name])):
             inner = f"{module}.{attribute}" if attribute else module
-            if _is_module(inner):
+            if name == REGISTRY and module in leave_out:
+                continue
+            if is_module(inner):
                 waiting.append(inner)
             elif attribute.isupper() and isinstance(value := _value(module, attribute), int | float | str):
                 found[inner] = repr(value).encode()
@@ -67,7 +82,8 @@ def _for_type_checkers(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
-def _is_module(name: str) -> bool:
+def is_module(name: str) -> bool:
+    """Return whether there is a module of this name."""
     try:
         return find_spec(name) is not None
     except ModuleNotFoundError:  # the part before the last dot is no package
