@@ -14,6 +14,7 @@ from perilune_gateway.model.kv_events import EventStats, IngestStats
 from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.moves.planner import PlannerStats
 from perilune_gateway.observe.findings import Lack
+from perilune_gateway.request.tokens.proof import Outcome
 from perilune_gateway.routing.handing_over import HandoffStats
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_gateway.routing.request_transfers import TransferStats
@@ -122,3 +123,5 @@ class Snapshot:
     """None when no state is shared with other gateways."""
     lacks: tuple[Lack, ...] | None = None
     """What engines that others run lack; None for engines of the pool's own."""
+    proofs: Mapping[Outcome, int] | None = None
+    """Number of verdicts on the tokens that engines make; None if no tokens are made."""
