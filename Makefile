@@ -95,6 +95,7 @@ cluster-down: $(STAMP) ## stop that cluster; leaves nothing
 
 # VLLM=0.23: the older engine. DEVICE=cuda: on GPUs. With either, the table goes into a page of its own beside docs/real-engines.md.
 e2e-real: export RESULTS ?= $(if $(filter 0.23% cuda,$(VLLM) $(DEVICE)),docs/real-engines.md)
+e2e-real: export AGENTS ?= $(if $(filter 0.23% cuda,$(VLLM) $(DEVICE)),,docs/real-engines.md)
 e2e-real: $(STAMP) ## genuine vLLM engines and Mooncake behind Envoy and our gateway (root; first installs vLLM, 6 GB)
 	PYTHONPATH=e2e $(BIN)/python -m enginebed.install
 	$(BIN)/python -m pytest e2e/real -m real $(ARGS)

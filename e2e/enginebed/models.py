@@ -16,7 +16,7 @@ import random
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,48 @@ _CHATML = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
+_THINKING = """\
+{%- set latest = namespace(index=0) -%}
+{%- for message in messages -%}
+    {%- if message.role == 'user' -%}{%- set latest.index = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+{%- if tools -%}
+    {{- '<|im_start|>system\\n' -}}
+    {%- if messages[0].role == 'system' -%}{{- messages[0].content + '\\n\\n' -}}{%- endif -%}
+    {{- '# Tools\\n\\nYou may call these functions:\\n<tools>' -}}
+    {%- for tool in tools -%}{{- '\\n' -}}{{- tool | tojson -}}{%- endfor -%}
+    {{- '\\n</tools><|im_end|>\\n' -}}
+{%- elif messages[0].role == 'system' -%}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- set content = message.content if message.content is string else '' -%}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) -%}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' -}}
+    {%- elif message.role == 'assistant' -%}
+        {{- '<|im_start|>assistant\\n' -}}
+        {%- if message.reasoning_content is string and loop.index0 > latest.index -%}
+            {{- '<think>\\n' + message.reasoning_content.strip('\\n') + '\\n</think>\\n\\n' -}}
+        {%- endif -%}
+        {{- content -}}
+        {%- for call in message.tool_calls or [] -%}
+            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' -}}
+            {{- (call.function.arguments | tojson) + '}\\n</tool_call>' -}}
+        {%- endfor -%}
+        {{- '<|im_end|>\\n' -}}
+    {%- elif message.role == 'tool' -%}
+        {%- if loop.first or loop.previtem.role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
+        {{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' -}}
+        {%- if loop.last or loop.nextitem.role != 'tool' -%}{{- '<|im_end|>\\n' -}}{%- endif -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\\n' -}}
+    {%- if enable_thinking is defined and enable_thinking is false -%}
+        {{- '<think>\\n\\n</think>\\n\\n' -}}
+    {%- endif -%}
+{%- endif -%}
+"""
 _LLAMA_TEMPLATE = """\
 {{- bos_token -}}
 {%- for message in messages -%}
@@ -114,6 +156,8 @@ LLAMA = Tiny(
     eos="<|eot_id|>",
     template=_LLAMA_TEMPLATE,
 )
+QWEN_THINKING = replace(QWEN, name="qwen-thinking", template=_THINKING)
+"""With a template like Qwen3's: it thinks unless told not to, and forgets the thoughts of earlier turns."""
 TINY = {tiny.name: tiny for tiny in (QWEN, LLAMA)}
 
 

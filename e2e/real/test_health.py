@@ -101,17 +101,28 @@ async def test_another_seed(rig, engines):
 
 
 async def test_another_chat_template(rig, engines, tiny, tmp_path):
-    """It is named once no blocks of unknown parents wait any more, which more traffic brings about."""
+    """The engine's tokens of a short conversation show it as soon as a chat was seen; from then on the engine
+    tokenizes."""
     folder = shutil.copytree(tiny["qwen"], tmp_path / "model")
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["chat_template"] = config["chat_template"].replace("<|im_start|>", "<|im_start|>the ")
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    problems = await after_traffic(rig, engines, 0, 5, model={"tokenizer": str(folder)})
-    for seed in (51, 52, 53, 54):
-        if "parity" in {problem["kind"] for problem in problems}:
-            break
-        problems = await after_more(rig, seed)
-    assert "tokenized differently" in parity(problems)
+    await after_traffic(rig, engines, 0, 5, model={"tokenizer": str(folder)})
+
+    async def named():
+        return "tokens" in {problem["kind"] for problem in (await rig.page("/api/health"))["problems"]}
+
+    await until(named, 30)
+    health = await rig.page("/api/health")
+    (row,) = [row for row in health["renderings"] if (row["api"], row["tools"]) == ("chat", False)]
+    assert (row["part"], row["asks_engine"]) == ("template", True)
+    print(json.dumps(health["renderings"], indent=1))
+    talks = [one for one in conversations.mixed(24, 51, "tiny") if one.api is conversations.Api.CHAT]
+    phase = judged.Phase("another template")
+    await judged.play(rig, talks, phase, 24)
+    asked = [one for one in phase.answered if one.source == "engine"]
+    assert asked, judged.misses(phase)
+    assert all(one.prompt == one.prompt_predicted for one in asked), judged.misses(phase)
 
 
 async def test_a_random_root(rig, engines):

@@ -32,12 +32,13 @@ from perilune_gateway.feeds import (
     pull_legs,
     store_keys,
     store_segments,
+    token_proofs,
 )
 from perilune_gateway.feeds.kubernetes import KubernetesPool
 from perilune_gateway.feeds.leaving import Use
 from perilune_gateway.feeds.pool_events import EventFeeds, EventSink
 from perilune_gateway.feeds.shared_state import Server, SharedState
-from perilune_gateway.model import EngineMetrics
+from perilune_gateway.model import EngineMetrics, server_of
 from perilune_gateway.model.engine_facts import EngineFacts
 from perilune_gateway.model.kv_reach import kv_reach
 from perilune_gateway.model.shared import Names, SharedStats
@@ -139,6 +140,7 @@ class ServedPool:
             headers=self._key,
         )
         registry.register(TokenMetrics(self.tokenizer))
+        self.proofs = token_proofs.TokenProofs(self.tokenizer, spec.model.name, clock)
         self.blocks = EngineBlocks(
             self.state.index,
             spec.engine.block_size,
@@ -206,6 +208,7 @@ class ServedPool:
             shared=self._shared_stats,
             told=self._told,
             shadow=self.shadow.stats,
+            proofs=self.proofs,
         )
         self.metrics.mirror(snapshots.snapshot)
         self.metrics.describe(version("perilune"), spec.routing.policy.name)
@@ -279,6 +282,8 @@ class ServedPool:
         if self.shared:
             yield self.shared.run()
         yield self.shadow.run()
+        if self.tokenizer.has_tokens:
+            yield token_proofs.run(self.proofs, self._ready_engines, self._key)
         yield self._tick()
         yield self._plan_moves()
         yield self.waiting.begin_sessions()
@@ -366,6 +371,7 @@ class ServedPool:
         if restarted and self.blocks.emptied_at.get(address, -inf) < at:  # else its events were faster
             log.warning("kv blocks forgotten endpoint=%s cause=restarted, by its metrics", address)
             self.state.parity.forget(address)
+            self.proofs.forget(server_of(address))
             self.router.on_applied(self.blocks.reset(address, now))
         if metrics and metrics.asleep and not (before and before.asleep):
             log.warning("kv blocks forgotten endpoint=%s cause=asleep", address)
@@ -373,6 +379,12 @@ class ServedPool:
         self.state.fleet.metrics(address, metrics, now)
         if metrics is None and self.state.fleet.get(address):  # unless it has just left
             self.metrics.scrape_failed(address)
+
+    def _ready_engines(self) -> Iterator[tuple[str, str]]:
+        """Return servers and what is at them, of those that are ready and awake."""
+        for view in self.state.fleet.view(self._clock()):
+            if view.endpoint.ready and not view.asleep:
+                yield view.endpoint.server, view.endpoint.instance
 
     def _shared_stats(self) -> SharedStats | None:
         return self.shared.stats(self._clock()) if self.shared else None

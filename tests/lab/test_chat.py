@@ -56,7 +56,7 @@ def test_the_renderer_equals_the_template(messages, tools, prompted, folder):
     body = {"model": "m", "messages": messages, "tools": tools}
     request = openai.parse("/v1/chat/completions", json.dumps(body).encode())
     template = chat_template.load(folder).choose(tools=bool(tools))
-    conversation = read(request.api, request.prompt, template.keeps_parts)
+    conversation = read(request.api, request.prompt, template.form)
     assert render_chat(messages, tools, prompted) == template.render(conversation, prompted)
 
 

@@ -19,6 +19,7 @@ from perilune_gateway.model.kv_events import IngestStats, Lost
 from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.observe.findings import Lack
 from perilune_gateway.observe.stats import EndpointStats, LogStats
+from perilune_gateway.request.tokens.proof import Kind, KindParity, Part
 from perilune_gateway.routing.handing_over import HandoffStats
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_gateway.routing.policy_watch import PolicyState
@@ -46,6 +47,7 @@ class ProblemKind(StrEnum):
     FEED_FAILED = "feed_failed"
     INGEST_BEHIND = "ingest_behind"
     PARITY = "parity"
+    TOKENS = "tokens"
     BLOCK_SIZE = "block_size"
     LEARNING = "learning"
     KV_GROUP = "kv_group"
@@ -112,6 +114,8 @@ class Health:
     """Its limit; 0 if no endpoint hands KV over."""
     lacks: tuple[Lack, ...] = ()
     """What engines that others run (`engine.selector`) lack for exact routing, worst first."""
+    renderings: tuple[KindParity, ...] = ()
+    """Whether engines and gateway make the same tokens, for each kind of request that was seen."""
 
 
 def report(
@@ -132,6 +136,7 @@ def report(
     peers: Collection[str] = (),
     lacks: tuple[Lack, ...] = (),
     policies: Sequence[PolicyState] = (),
+    renderings: tuple[KindParity, ...] = (),
 ) -> Health:
     """Return the health. `block_size` and `prefill_scale` are the pool's; `pool_error` says why the newest
     pool document is not in force, if it is not. `peers`: the endpoints whose host memory others can read."""
@@ -143,6 +148,7 @@ def report(
         + _shared(shared)
         + _sessions_wait(new_sessions or SessionAdmissionStats())
         + tuple(map(_policy, policies))
+        + tuple(problem for row in renderings for problem in _tokens(row))
     )
     problems = diagnose(endpoints, block_size, pool_error) + own
     ready = sum(stats.endpoint.ready for stats in endpoints)
@@ -162,6 +168,7 @@ def report(
         token_memory_bytes=handoffs.token_bytes if handoffs else 0,
         token_memory_max_bytes=handoffs.token_max_bytes if handoffs else 0,
         lacks=lacks,
+        renderings=renderings,
     )
 
 
@@ -247,6 +254,35 @@ def _ingest(ingest: IngestStats, endpoints: int) -> tuple[Problem, ...]:
             cure=cure,
         ),
     )
+
+
+def _tokens(row: KindParity) -> Iterator[Problem]:
+    """Yield a problem for each engine that makes other tokens of a kind of request."""
+    where = f" from token {row.at} on" if row.ours != row.theirs else ""
+    for engine in row.different:
+        yield Problem(
+            kind=ProblemKind.TOKENS,
+            endpoint=engine,
+            message=f"its tokens of {Kind(row.api, row.tools, row.thinking)} differ{where}"
+            + (f" ({row.ours} here, {row.theirs} there)" if where else ""),
+            effect="such prompts are tokenized by an engine, which takes a round trip"
+            if row.asks_engine
+            else "cached prefixes of such prompts are found in part or not at all",
+            cause=PARTS[row.part] if row.part else "",
+            cure="give `spec.model.tokenizer` the engines' tokenizer and chat template, and start all "
+            "engines with the same --chat-template and --default-chat-template-kwargs",
+        )
+
+
+PARTS: Mapping[Part, str] = {
+    Part.TOKENIZER: "the two have different tokenizer files",
+    Part.SPECIAL_TOKENS: "one of the two alone puts a special token before or after the prompt",
+    Part.TEMPLATE: "the two have different chat templates, or the engine has default arguments for it",
+    Part.TOOLS: "their chat templates write tools, calls or results differently",
+    Part.THINKING: "their chat templates treat thinking differently",
+    Part.CONVERSION: "this version of the engine makes other messages of such a request than the gateway",
+}
+"""What differs, in words."""
 
 
 def _shared(shared: SharedStats | None) -> tuple[Problem, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from perilune_gateway.observe.decision_log import DecisionLog
 from perilune_gateway.observe.findings import Lack, Seen
 from perilune_gateway.observe.shadow import ShadowStats, tally
 from perilune_gateway.observe.stats import EndpointStats, LogStats, SessionStats, Snapshot
+from perilune_gateway.request.tokens.proof import KindParity, Outcome
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_gateway.routing.router import Router
 from perilune_gateway.state.engine_blocks import EngineBlocks
@@ -30,6 +32,14 @@ class Feeds(Protocol):
     def stats(self, address: str) -> EventStats | None: ...
 
     def ingest(self) -> IngestStats: ...
+
+
+class Proofs(Protocol):
+    """The part of feeds.token_proofs.TokenProofs that stats need."""
+
+    counts: Counter[Outcome]
+
+    def table(self) -> tuple[KindParity, ...]: ...
 
 
 class Snapshots:
@@ -47,10 +57,12 @@ class Snapshots:
         shared: Callable[[], SharedStats | None] = lambda: None,
         told: Callable[[], Mapping[str, EngineFacts] | None] = lambda: None,
         shadow: Callable[[], ShadowStats | None] = lambda: None,
+        proofs: Proofs | None = None,
     ) -> None:
         """`drained`: the draining pods that this gateway no longer uses, with their marks. `told`: what
         engines that others run told, by address; None for engines of the pool's own."""
         self._told = told
+        self._proofs = proofs
         self._router = router
         self._drained = drained
         self._state = router.state
@@ -84,6 +96,7 @@ class Snapshots:
             lacks=self.lacks(),
             shadow=self._shadow(),
             canary=self.canary(),
+            proofs=dict(self._proofs.counts) if self._proofs else None,
         )
 
     def lacks(self) -> tuple[Lack, ...] | None:
@@ -92,6 +105,8 @@ class Snapshots:
         if told is None:
             return None
         wanted = findings.expected(self._router.pool)
+        rows = self._proofs.table() if self._proofs else ()
+        others = {engine for row in rows for engine in row.different}
         found: dict[str, tuple[Finding, ...]] = {}
         for view in self._state.fleet.view(self._clock()):
             endpoint, server = view.endpoint, server_of(view.endpoint.address)
@@ -106,6 +121,7 @@ class Snapshots:
                 events=bool(endpoint.events),
                 replay=bool(endpoint.replay),
                 silent=events is not None and findings.is_silent(events, served, facts.block_size),
+                other_tokens=server in others,
                 transfers=bool(endpoint.bootstrap or endpoint.peer),
             )
             found[server] = findings.lacks(seen, wanted)
@@ -243,4 +259,5 @@ class Snapshots:
             peers=self._state.host_tiers.known,
             lacks=self.lacks() or (),
             policies=self._router.policies.states(),
+            renderings=self._proofs.table() if self._proofs else (),
         )

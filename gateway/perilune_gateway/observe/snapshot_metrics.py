@@ -18,6 +18,7 @@ from perilune_gateway.observe import canary, moves
 from perilune_gateway.observe.findings import Lack
 from perilune_gateway.observe.shadow import tally as shadow
 from perilune_gateway.observe.stats import EndpointStats, LogStats, Snapshot
+from perilune_gateway.request.tokens.proof import Outcome
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_gateway.state.engine_blocks import Unused
 from perilune_gateway.state.prefix_index import IndexStats
@@ -86,6 +87,8 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     for pod, mark in snapshot.drained.items():
         drained.add_metric((pod, mark), 1)
     yield drained
+    if snapshot.proofs is not None:
+        yield _proofs(snapshot.proofs)
     if snapshot.lacks is not None:
         yield _findings(snapshot.lacks)
     ingest = snapshot.ingest
@@ -179,6 +182,17 @@ def _unused(blocks: Mapping[str, int]) -> CounterMetricFamily:
     for cause in Unused:
         unused.add_metric((cause.value,), blocks.get(cause, 0))
     return unused
+
+
+def _proofs(counts: Mapping[Outcome, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(
+        "perilune_token_proofs",
+        "Comparisons of the tokens that an engine and the gateway make of one kind of request.",
+        labels=("outcome",),
+    )
+    for outcome in Outcome:
+        family.add_metric((outcome.value,), counts.get(outcome, 0))
+    return family
 
 
 def _findings(lacks: Sequence[Lack]) -> GaugeMetricFamily:

@@ -16,6 +16,7 @@ from perilune_gateway.moves.planner import PlannerStats
 from perilune_gateway.observe.canary import CanaryStats
 from perilune_gateway.observe.findings import Lack
 from perilune_gateway.observe.shadow.tally import ShadowStats
+from perilune_gateway.request.tokens.proof import Outcome
 from perilune_gateway.routing.handing_over import HandoffStats
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_gateway.routing.request_transfers import TransferStats
@@ -128,3 +129,5 @@ class Snapshot:
     """None without shadow policies."""
     canary: CanaryStats | None = None
     """None without a canary."""
+    proofs: Mapping[Outcome, int] | None = None
+    """Number of verdicts on the tokens that engines make; None if no tokens are made."""

@@ -205,9 +205,10 @@ def _ends_unfinished(items: Raw) -> bool:
 
 
 def _anthropic_effort(fields: bodies.Messages) -> str:
-    if fields.output_config and fields.output_config.effort:
-        return fields.output_config.effort
-    return "none" if fields.thinking and fields.thinking.type == "disabled" else ""
+    """Return the effort; `none` if thinking is disabled, whatever the effort."""
+    if fields.thinking and fields.thinking.type == "disabled":
+        return "none"
+    return (fields.output_config and fields.output_config.effort) or ""
 
 
 def _request(

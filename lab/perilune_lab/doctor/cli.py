@@ -4,8 +4,9 @@
     perilune doctor --pool FILE              the endpoints of a pool document
     perilune doctor -n NAMESPACE POOL        a pool in Kubernetes, whoever runs its engines
 
-Reads only, and generates nothing: a few pages of each engine, and its tokens of four short prompts. Every
-question has a timeout and every answer a greatest length.
+Reads only: a few pages of each engine, and its tokens of short conversations of all APIs, with and without
+tools and thinking. Nothing is generated without --generate. Every question has a timeout and every answer a
+greatest length.
 
 Exit status: 0 when routing is exact; 1 when something keeps it from being exact, when no engine was found, or
 when Kubernetes does not answer; 2 for a wrong call or a wrong pool document.
@@ -28,6 +29,7 @@ from perilune_api import kube, names, pages
 from perilune_api.pool import Pool, SpecError, load
 from perilune_gateway.feeds.selected_pods import completed
 from perilune_gateway.main import ENGINE_API_KEY, authorization
+from perilune_gateway.request.tokens.proof import Kind
 from perilune_lab.doctor import pods, report, tokens
 from perilune_lab.doctor.examine import Examined, Patient, direct, examine
 from perilune_lab.terminal.arguments import url
@@ -62,6 +64,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("engines", nargs="*", metavar="URL|POOL", help="engines, or with -n the name of one pool")
     p.add_argument("-n", "--namespace", default="", help="namespace of the pool that is named")
     p.add_argument("--pool", type=Path, metavar="FILE", help="pool document whose endpoints are examined")
+    p.add_argument(
+        "--generate",
+        action="store_true",
+        help="let each engine generate one token for each of six short Responses requests, whose tokens"
+        " nothing else tells",
+    )
     p.add_argument("--json", action="store_true", help="print the report as JSON")
     return p
 
@@ -97,7 +105,7 @@ async def _examined(p: argparse.ArgumentParser, args: argparse.Namespace) -> Map
             client = await kube.connect()
             try:
                 pool, patients = await pods.pool(client, args.namespace, args.engines[0], http)
-                return await reported(pool, patients)
+                return await reported(pool, patients, generate=args.generate)
             finally:
                 await client.close()
         if args.pool:
@@ -105,12 +113,12 @@ async def _examined(p: argparse.ArgumentParser, args: argparse.Namespace) -> Map
                 pool = load(args.pool)
             except SpecError as error:
                 raise SpecError(f"{args.pool}: {error}") from None
-            return await reported(pool, of_document(http, pool))
+            return await reported(pool, of_document(http, pool), generate=args.generate)
         try:
             urls = [url(given if "://" in given else f"http://{given}") for given in args.engines]
         except argparse.ArgumentTypeError as error:
             p.error(str(error))
-        return await reported(None, [direct(http, given) for given in urls])
+        return await reported(None, [direct(http, given) for given in urls], generate=args.generate)
 
 
 def of_document(http: aiohttp.ClientSession, pool: Pool) -> list[Patient]:
@@ -123,21 +131,24 @@ def of_document(http: aiohttp.ClientSession, pool: Pool) -> list[Patient]:
     ]
 
 
-async def reported(pool: Pool | None, patients: Sequence[Patient]) -> Mapping[str, Any]:
+async def reported(
+    pool: Pool | None, patients: Sequence[Patient], *, generate: bool = False
+) -> Mapping[str, Any]:
     """Examine engines; return the report. `pool`: None for engines without one. Raises SpecError."""
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def one(patient: Patient) -> Examined:
         async with slots:
-            return await examine(patient)
+            return await examine(patient, generate=generate)
 
     engines = await asyncio.gather(*map(one, patients))
     pool = _completed(pool, engines)
-    gateway: Mapping[str, Sequence[int]] = {}
+    gateway: Mapping[Kind, Sequence[int]] = {}
     if pool is not None and pool.spec.model.tokenizer:
         gateway = await tokens.of_gateway(pool.spec.model)
-    found = report.lacks(engines, report.expected(pool, engines), gateway)
-    return report.document(engines, found, gateway)
+    verdicts = tokens.verdicts({engine.name: engine.tokens for engine in engines}, gateway)
+    found = report.lacks(engines, report.expected(pool, engines), verdicts)
+    return report.document(engines, found, verdicts)
 
 
 def _completed(pool: Pool | None, engines: Sequence[Examined]) -> Pool | None:

@@ -1,14 +1,14 @@
-"""Asks one engine everything that the doctor tells of it. Reads only, and generates nothing.
+"""Asks one engine everything that the doctor tells of it. Reads only, and generates nothing unless it may.
 
 Its pages (`perilune_gateway.feeds.engine_words`) → where it publishes KV events, by the pool or by its own
-word → whether something speaks ZMQ there → its tokens of a few short prompts. Each question has TIMEOUT_S,
-and each answer a greatest length.
+word → whether something speaks ZMQ there → its tokens of short conversations of all kinds. Each question has
+TIMEOUT_S, and each answer a greatest length.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
@@ -18,14 +18,12 @@ from perilune_api import pages
 from perilune_gateway.feeds import engine_words
 from perilune_gateway.feeds.engine_words import Get
 from perilune_gateway.model.engine_facts import EngineFacts
+from perilune_gateway.request.tokens.proof import Kind, Post, Told
 from perilune_lab.doctor import tokens
 
 TIMEOUT_S = 5.0
 GREETING_BYTES, GREETING = 10, (0xFF, 0x7F)
 """How every ZMQ socket begins: ten bytes, of which the first and the last are these."""
-
-Post = Callable[[str, bytes, int], Awaitable[bytes | None]]
-"""Called with a path, a body and the most bytes of the answer; returns it, or None without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +57,13 @@ class Examined:
     replay: Sequence[str] = ()
     silent: bool = False
     """Whether nothing speaks ZMQ where its events should come from."""
-    tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """API → its tokens of the doctor's prompt; without those that it does not tell."""
+    tokens: Mapping[Kind, Told] = field(default_factory=dict)
+    """What it tells of its tokens, for each kind of request; empty if it has no /tokenize."""
     transfers: bool = False
 
 
-async def examine(patient: Patient) -> Examined:
-    """Ask one engine everything."""
+async def examine(patient: Patient, *, generate: bool = False) -> Examined:
+    """Ask one engine everything. `generate`: whether it may generate a token where nothing else tells."""
     facts = await engine_words.ask(patient.get)
     told = [_at(patient.host, address) for address in facts.events or ()]
     events = [*patient.events] or [address for address in told if address]
@@ -76,7 +74,7 @@ async def examine(patient: Patient) -> Examined:
         return Examined(name=patient.name, facts=facts, events=events, replay=replay)
     model = facts.model
     made, answered = await asyncio.gather(
-        tokens.of_engine(patient.post, model.id if model else ""),
+        tokens.of_engine(patient.post, model.id if model else "", generate=generate),
         asyncio.gather(*(_greets(address) for address in events)) if patient.host else _nothing(),
     )
     return Examined(

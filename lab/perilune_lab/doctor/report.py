@@ -14,10 +14,14 @@ from perilune_api.findings import ADVICE, Finding
 from perilune_api.pool import Pool
 from perilune_gateway.observe import findings
 from perilune_gateway.observe.findings import Expected, Lack, Seen
+from perilune_gateway.request.paths import Api
+from perilune_gateway.request.tokens.proof import Kind, Outcome, Thinking, Verdict
 from perilune_lab.doctor import tokens
 from perilune_lab.doctor.examine import Examined
 
 UNKNOWN = "?"
+Verdicts = Mapping[str, Mapping[Kind, Verdict]]
+"""By engine and kind of request."""
 
 
 def expected(pool: Pool | None, engines: Sequence[Examined]) -> Expected:
@@ -36,12 +40,9 @@ def _most(values: Sequence[Any]) -> Any:
     return Counter(values).most_common(1)[0][0] if values else None
 
 
-def lacks(
-    engines: Sequence[Examined], expected: Expected, gateway: Mapping[str, Sequence[int]]
-) -> tuple[Lack, ...]:
-    """Return the findings of all engines, worst first. `gateway`: the tokens of the pool's own tokenizer, by
-    API."""
-    others = tokens.differing({engine.name: engine.tokens for engine in engines}, gateway)
+def lacks(engines: Sequence[Examined], expected: Expected, verdicts: Verdicts) -> tuple[Lack, ...]:
+    """Return the findings of all engines, worst first."""
+    others = tokens.differing(verdicts)
     found = {
         engine.name: findings.lacks(
             Seen(
@@ -64,9 +65,8 @@ def is_exact(found: Sequence[Lack]) -> bool:
     return all(ADVICE[lack.finding].exact for lack in found)
 
 
-def rows(engines: Sequence[Examined], gateway: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
+def rows(engines: Sequence[Examined], verdicts: Verdicts) -> list[dict[str, Any]]:
     """One row for each engine, as JSON has it; null stands for what an engine does not tell."""
-    others = tokens.differing({engine.name: engine.tokens for engine in engines}, gateway)
     return [
         {
             "engine": engine.name,
@@ -84,16 +84,27 @@ def rows(engines: Sequence[Examined], gateway: Mapping[str, Sequence[int]]) -> l
             "connector": facts.connector or None,
             "asleep": facts.asleep,
             "metrics": facts.has_metrics,
-            "tokens": {api: api not in others.get(engine.name, ()) for api in engine.tokens},
+            "tokens": [_told(kind, verdict) for kind, verdict in verdicts[engine.name].items()],
         }
         for engine in engines
         for facts in (engine.facts,)
     ]
 
 
-def document(
-    engines: Sequence[Examined], found: Sequence[Lack], gateway: Mapping[str, Sequence[int]]
-) -> dict[str, Any]:
+def _told(kind: Kind, verdict: Verdict) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "api": kind.api.value,
+        "tools": kind.tools,
+        "thinking": kind.thinking.value,
+        "outcome": verdict.outcome.value,
+        "proof": verdict.proof.value,
+    }
+    if verdict.part is not None:
+        told |= {"part": verdict.part.value, "at": verdict.at, "ours": verdict.ours, "theirs": verdict.theirs}
+    return told
+
+
+def document(engines: Sequence[Examined], found: Sequence[Lack], verdicts: Verdicts) -> dict[str, Any]:
     """Return the whole report as JSON."""
     told = [
         {
@@ -105,7 +116,7 @@ def document(
         }
         for lack in found
     ]
-    return {"exact": is_exact(found), "engines": rows(engines, gateway), "findings": told}
+    return {"exact": is_exact(found), "engines": rows(engines, verdicts), "findings": told}
 
 
 def printable(report: Mapping[str, Any]) -> RenderableType:
@@ -143,7 +154,6 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         events += f" ({len(row['events'])} ranks)" if len(row["events"]) > 1 else ""
     caching = {True: "yes", False: "no", None: UNKNOWN}[row["prefixCaching"]]
     seed = "" if row["fixedSeed"] is not False else ", own seed"
-    differing = [api for api, same in row["tokens"].items() if not same]
     agreed = "agree" if row["tokens"] else "not told"
     return [
         row["engine"],
@@ -155,5 +165,16 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         events,
         f"{row['hashAlgorithm'] or UNKNOWN}{seed}",
         row["connector"] or "none",
-        f"differ: {', '.join(differing)}" if differing else agreed,
+        _differences(row["tokens"]) or agreed,
     ]
+
+
+def _differences(told: Sequence[Mapping[str, Any]]) -> str:
+    """Return in which parts the tokens of which kinds of requests differ; empty if they do not."""
+    parts: dict[str, list[str]] = {}
+    for row in told:
+        if row["outcome"] == Outcome.DIFFERENT:
+            kind = Kind(Api(row["api"]), row["tools"], Thinking(row["thinking"]))
+            at = "" if row["ours"] == row["theirs"] else f" from token {row['at']}"
+            parts.setdefault(row["part"], []).append(f"{kind}{at}")
+    return "; ".join(f"{part} differs: {', '.join(kinds)}" for part, kinds in parts.items())

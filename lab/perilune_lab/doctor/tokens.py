@@ -1,100 +1,81 @@
-"""The tokens of the same short prompts, as engines make them (/tokenize) and as the gateway's tokenizer does.
+"""The tokens that engines and the gateway's tokenizer make of the same short conversations, of every kind.
 
-For each API there is one prompt. The engine's question is the one that a gateway asks (`request/tokens`); for
-/v1/messages the engine's own count is compared, which its template may make differently. Nothing is
-generated.
+What is asked, and what a difference means, says `perilune_gateway.request.tokens.proof`, which a running
+gateway uses, too. Without a tokenizer of the pool's own, engines are compared with what most of them make.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from perilune_api.pool import Model
-from perilune_gateway.model import TokenSource
-from perilune_gateway.request.openai import parse
-from perilune_gateway.request.parsed import ParsedRequest
+from perilune_gateway.request.paths import Api
 from perilune_gateway.request.tokens import Tokenizer
-from perilune_gateway.request.tokens.causes import CannotTellError
-from perilune_gateway.request.tokens.engine import question
+from perilune_gateway.request.tokens.proof import (
+    EVERY_KIND,
+    Kind,
+    Outcome,
+    Told,
+    Verdict,
+    ask,
+    form_of,
+    judge,
+    probe,
+)
 
 if TYPE_CHECKING:
-    from perilune_lab.doctor.examine import Post
+    from perilune_gateway.request.tokens.proof import Post
 
-MOST_BYTES = 256 * 1024
-_TEXT = "Naïve café № 7: 你好, מה שלומך? def f(x):\n\treturn x + 1  # 🙂"
-_SYSTEM = "You are a terse assistant."
-_TURNS = [{"role": "user", "content": _TEXT}, {"role": "assistant", "content": "ok"}]
-_ASKED = {"role": "user", "content": "And now?"}
-
-PROMPTS: Mapping[str, tuple[str, dict[str, object]]] = {
-    "completions": ("/v1/completions", {"prompt": _TEXT}),
-    "chat": (
-        "/v1/chat/completions",
-        {"messages": [{"role": "system", "content": _SYSTEM}, *_TURNS, _ASKED]},
-    ),
-    "responses": ("/v1/responses", {"instructions": _SYSTEM, "input": [*_TURNS, _ASKED]}),
-    "messages": ("/v1/messages", {"system": _SYSTEM, "messages": [*_TURNS, _ASKED], "max_tokens": 1}),
-}
-"""API → (path, body without the model)."""
+Ids = Sequence[int]
+_TEXT = Kind(Api.COMPLETIONS)
 
 
-class _Tokens(msgspec.Struct):
-    tokens: list[int]
+async def of_engine(post: Post, model: str, *, generate: bool = False) -> Mapping[Kind, Told]:
+    """Return what the engine tells, by kind; nothing if it has no /tokenize. `generate`: whether it may
+    generate a token for each kind of which it tells nothing else."""
+    told = await ask(post, [_TEXT], model)
+    if told[_TEXT].ids is None:
+        return {}
+    rest = [kind for kind in EVERY_KIND if kind != _TEXT]
+    return told | await ask(post, rest, model, await form_of(post, model), generate=generate)
 
 
-def requests(model: str) -> Mapping[str, ParsedRequest]:
-    """Return the prompts as a gateway reads them, by API."""
-    read = {
-        api: parse(path, json.dumps({"model": model, **body}).encode())
-        for api, (path, body) in PROMPTS.items()
-    }
-    return {api: request for api, request in read.items() if isinstance(request, ParsedRequest)}
-
-
-async def of_engine(post: Post, model: str) -> Mapping[str, Sequence[int]]:
-    """Return the engine's tokens, by API; without those that it does not tell."""
-    made: dict[str, Sequence[int]] = {}
-    for api, request in requests(model).items():
-        try:
-            body, _ = question(request, bytes_per_token=4.0)
-        except CannotTellError:
-            continue
-        answer = await post("/tokenize", body, MOST_BYTES)
-        try:
-            made[api] = msgspec.json.decode(answer or b"", type=_Tokens).tokens
-        except msgspec.DecodeError:
-            continue
-    return made
-
-
-async def of_gateway(model: Model) -> Mapping[str, Sequence[int]]:
-    """Return the tokens of the pool's own tokenizer (`model.tokenizer`), by API; without those that it cannot
-    make. Raises SpecError if it does not load."""
+async def of_gateway(model: Model) -> Mapping[Kind, Ids]:
+    """Return the tokens of the pool's own tokenizer (`model.tokenizer`), by kind; without those that it
+    cannot make. Raises SpecError if it does not load."""
     tokenizer = Tokenizer(model)
     try:
-        made = {api: await tokenizer.encode(request) for api, request in requests(model.name).items()}
+        made = {kind: tokenizer.local_ids(probe(kind, model.name).request) for kind in EVERY_KIND}
     finally:
         await tokenizer.close()
-    return {api: t.ids for api, t in made.items() if t.source is TokenSource.LOCAL and t.ids is not None}
+    return {kind: ids for kind, ids in made.items() if ids is not None}
 
 
-def differing(
-    engines: Mapping[str, Mapping[str, Sequence[int]]], gateway: Mapping[str, Sequence[int]]
-) -> Mapping[str, Sequence[str]]:
-    """Engine → the APIs whose tokens differ: from the gateway's, or where it has none, from those that most
-    engines make."""
-    found: dict[str, list[str]] = {}
-    for api in PROMPTS:
-        made = {name: tuple(of[api]) for name, of in engines.items() if api in of}
-        if not made:
-            continue
-        several = [*made.values()]
-        usual = tuple(gateway[api]) if api in gateway else max(several, key=several.count)
-        for name, ids in made.items():
-            if ids != usual:
-                found.setdefault(name, []).append(api)
+def verdicts(
+    engines: Mapping[str, Mapping[Kind, Told]], gateway: Mapping[Kind, Ids]
+) -> Mapping[str, Mapping[Kind, Verdict]]:
+    """Return the verdicts on each engine: against the gateway's tokens, or where it has none, against those
+    that most engines make."""
+    usual = dict(gateway)
+    for kind in EVERY_KIND:
+        made = [ids for told in engines.values() if kind in told and (ids := told[kind].ids) is not None]
+        if made and kind not in usual:
+            usual[kind] = max(made, key=lambda ids: sum(ids == other for other in made))
+    found = {}
+    for name, told in engines.items():
+        alone, among = judge(told, None), judge(told, usual)
+        found[name] = {
+            kind: alone[kind] if verdict.outcome is Outcome.EQUAL and kind not in gateway else verdict
+            for kind, verdict in among.items()
+        }
     return found
+
+
+def differing(found: Mapping[str, Mapping[Kind, Verdict]]) -> Mapping[str, Mapping[Kind, Verdict]]:
+    """Return the verdicts that are differences, of engines that have some."""
+    differences = {
+        name: {kind: verdict for kind, verdict in of.items() if verdict.outcome is Outcome.DIFFERENT}
+        for name, of in found.items()
+    }
+    return {name: of for name, of in differences.items() if of}

@@ -1,5 +1,7 @@
 """What is wrong, why, and the cure."""
 
+import dataclasses
+
 import pytest
 from msgspec.structs import replace
 
@@ -8,6 +10,8 @@ from perilune_gateway.model.kv_events import EventStats, IngestStats, Lost
 from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.observe.health import ProblemKind, Status, diagnose, report
 from perilune_gateway.observe.stats import EndpointStats, LogStats
+from perilune_gateway.request.paths import Api
+from perilune_gateway.request.tokens.proof import KindParity, Part, Proof, Thinking
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_gateway.state.calibration import EndpointCalibration, RatioStats
 from perilune_gateway.state.ejection import EjectionStats
@@ -235,3 +239,37 @@ def test_the_report_says_how_the_pool_is_and_the_worst_problem_first(endpoints, 
         len(endpoints),
         sum(n.endpoint.ready for n in endpoints),
     )
+
+
+def test_other_tokens_of_a_kind_of_request_are_a_problem_of_each_such_engine():
+    about = {"block_size": 16, "pool": "d/p", "policy": "ear", "version": "1", "uptime_s": 2.0}
+    row = KindParity(
+        api=Api.CHAT,
+        tools=True,
+        thinking=Thinking.OFF,
+        equal=1,
+        different=("b", "c"),
+        untold=0,
+        proof=Proof.TOKENIZED,
+        part=Part.TOOLS,
+        at=23,
+        ours=7,
+        theirs=9,
+        asks_engine=True,
+    )
+    told = report([stats(), stats("b"), stats("c")], **about, renderings=(row,))
+    assert [(p.kind, p.endpoint) for p in told.problems] == [
+        (ProblemKind.TOKENS, "b"),
+        (ProblemKind.TOKENS, "c"),
+    ]
+    problem = told.problems[0]
+    assert problem.message == (
+        "its tokens of chat with tools, thinking off differ from token 23 on (7 here, 9 there)"
+    )
+    assert "tokenized by an engine" in problem.effect
+    assert "tools" in problem.cause
+    alike = dataclasses.replace(
+        row, different=(), equal=3, part=None, at=0, ours=None, theirs=None, asks_engine=False
+    )
+    fine = report([stats()], **about, renderings=(alike,))
+    assert (fine.status, fine.renderings) == (Status.OK, (alike,))

@@ -100,7 +100,8 @@ async def test_engines_that_lack_nothing_of_it_are_routed_exactly(
     row = report["engines"][0]
     assert (row["version"], row["model"], row["contextTokens"], row["blockSize"]) == ("0.32.0", "m", 4096, 16)
     assert (row["prefixCaching"], row["eventsAnswer"], row["hashAlgorithm"]) == (True, True, "sha256")
-    assert row["tokens"] == {"completions": True, "chat": True, "responses": True, "messages": True}
+    assert {told["api"] for told in row["tokens"]} == {"completions", "chat", "responses", "messages"}
+    assert {told["outcome"] for told in row["tokens"]} == {"equal"}
 
 
 async def test_each_lack_has_its_engine_and_its_cure_worst_first(
@@ -125,6 +126,9 @@ async def test_an_engine_with_other_tokens_or_blocks_than_the_rest_is_found(
     _, report = await doctor.report([good, good, bad])
     found = {finding["finding"]: finding["engines"] for finding in report["findings"]}
     assert found["tokens"] == found["block_size"] == [bad.url]
+    told = report["engines"][2]["tokens"][0]
+    assert (told["api"], told["tools"], told["outcome"]) == ("completions", False, "different")
+    assert (told["part"], told["ours"], told["theirs"]) == ("tokenizer", 0, 1)
 
 
 async def test_a_publisher_that_is_not_there_is_told_as_silent(doctor: Doctor, engines: list[Engine]) -> None:
@@ -145,8 +149,20 @@ async def test_the_table_says_what_to_do(doctor: Doctor, engines: list[Engine]) 
 
 async def test_engines_are_read_and_nothing_is_generated(doctor: Doctor, engines: list[Engine]) -> None:
     await doctor.report(engines[:1])
-    assert {page for page in engines[0].asked if page.startswith("POST")} == {"POST /tokenize"}
-    assert len(engines[0].asked) == 8
+    asked = {page for page in engines[0].asked if page.startswith("POST")}
+    assert asked == {
+        "POST /tokenize",
+        "POST /v1/chat/completions/render",
+        "POST /v1/messages/count_tokens",
+    }
+
+
+async def test_a_token_is_generated_only_where_that_is_asked_for(
+    doctor: Doctor, engines: list[Engine]
+) -> None:
+    await doctor.ask("--generate", engines[0].url)
+    assert engines[0].asked.count("POST /v1/responses") == 6, "with and without tools, and each thinking"
+    assert "POST /v1/chat/completions" not in engines[0].asked
 
 
 async def test_the_endpoints_of_a_pool_document_are_examined(

@@ -14,6 +14,8 @@ class Cause(StrEnum):
     """The request has its own template. Only the engine may decide to run it."""
     CONVERSATION = "conversation"
     """The messages do not have the form that their API prescribes."""
+    PARITY = "parity"
+    """Most engines make other tokens of this kind of prompt than the local tokenizer (proof.py)."""
     MEDIA = "media"
     STORED_CONVERSATION = "stored_conversation"
     """The request has a previous_response_id, so a part of the prompt is stored in the engine."""
@@ -31,7 +33,7 @@ class Cause(StrEnum):
     """The answer is not the JSON of a /tokenize answer."""
 
 
-ENGINE_MAY_KNOW = frozenset((Cause.NO_TEMPLATE, Cause.OWN_TEMPLATE, Cause.TOKENIZER))
+ENGINE_MAY_KNOW = frozenset((Cause.NO_TEMPLATE, Cause.OWN_TEMPLATE, Cause.TOKENIZER, Cause.PARITY))
 """Causes after which the engine is asked. After the others it would have no answer either."""
 
 

@@ -18,7 +18,7 @@ holds the GIL.
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,7 +29,13 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from perilune_gateway.request.tokens.conversation import Conversation, TemplateError
+from perilune_gateway.request.tokens.conversation import (
+    EFFORTS,
+    Conversation,
+    Form,
+    TemplateError,
+    unthinking,
+)
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -63,10 +69,26 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         try:
             self._template = environment.from_string(source)
-            self.keeps_parts = _loops_over_content(environment.parse(source))
-            """The template loops over a message's `content`, so text must be given as parts."""
+            keeps_parts = _loops_over_content(environment.parse(source))
         except jinja2.TemplateError as error:
             raise TemplateError(f"{type(error).__name__}: {error}") from None
+        self.form = Form(
+            keeps_parts=keeps_parts,
+            system_first=_refuses_late_system(source),
+            knows_developer="'developer'" in source or '"developer"' in source,
+            unthinking=unthinking({effort: self._greeting(effort) for effort in ("none", *EFFORTS)}),
+        )
+        """What the template expects of conversations."""
+
+    def _greeting(self, effort: str) -> str | None:
+        """Return a greeting as the template renders it with this effort; None if it refuses."""
+        told = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        try:
+            return self.render(
+                Conversation(messages=[{"role": "user", "content": "Hi"}], template_kwargs=told)
+            )
+        except TemplateError:
+            return None
 
     def render(
         self,
@@ -122,7 +144,11 @@ def load(folder: Path, local_time: Callable[[], datetime] = datetime.now) -> Cha
         sources = {entry["name"]: entry["template"] for entry in source}
     compiled = {name: ChatTemplate(text, special, local_time) for name, text in sources.items()}
     default = compiled.get("default") or next(iter(compiled.values()))
-    return ChatTemplates(default, compiled.get("tool_use", default), "\n".join(sources.values()))
+    with_tools = compiled.get("tool_use", default)
+    if with_tools.form.system_first != default.form.system_first:  # one that refuses speaks for both
+        for template in (default, with_tools):
+            template.form = replace(template.form, system_first=True)
+    return ChatTemplates(default, with_tools, "\n".join(sources.values()))
 
 
 def _json_file(path: Path) -> dict[str, Any]:
@@ -162,6 +188,20 @@ def _tojson(
 
 def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
+
+
+def _refuses_late_system(source: str) -> bool:
+    """Return whether the template refuses a system message after a user's. As in vLLM, it has none of the
+    usual functions and filters for this question, so that a template that calls one of them refuses, too."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    messages = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+    try:
+        environment.from_string(source).render(messages=messages, add_generation_prompt=False)
+    except Exception:  # a template can fail in any way
+        return True
+    return False
 
 
 def _loops_over_content(template: nodes.Template) -> bool:

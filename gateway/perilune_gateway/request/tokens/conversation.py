@@ -5,10 +5,15 @@ to be done here for the tokens to be right (source: renderers and API layers of 
 
 - text parts are joined by a newline (or stay parts, for a template that loops over `content`), empty ones are
   dropped, `null` is empty; a `tool` message's content is always one text;
+- the line with which one client begins a system prompt, and which changes with every request, is dropped;
 - tool calls' `arguments` become objects; anything but a JSON object becomes `{}`;
 - tools are written as type, name, description, parameters, absent ones `null`;
-- Anthropic: `system` blocks and system messages become the first message, `tool_result`s `tool` messages,
-  `tool_use` tool calls; Responses: `instructions` come first, function calls join their assistant message.
+- Anthropic: `system` blocks become the first message, `tool_result`s `tool` messages, `tool_use` tool calls;
+  Responses: `instructions` come first, calls join their assistant message, a custom tool is a function of one
+  text, and the functions of a namespace have its name before theirs.
+
+Some of this depends on the template (`Form`): where it refuses a later system message, Anthropic's are all
+put first; where it does not know developers, their messages and the system's become the first one.
 
 Other fields of a message do not reach a template. Pictures, sound and video become tokens that only the
 engine can count; here their parts are counted as `media`. Pure functions; about 1 µs a message besides
@@ -16,7 +21,7 @@ decoding the JSON.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +33,18 @@ from perilune_gateway.request.paths import Api
 Message = dict[str, Any]
 
 _TEXT_PARTS = frozenset(("text", "input_text", "output_text", "refusal", "thinking"))
+_FUNCTION_FIELDS = ("name", "description", "parameters", "strict", "defer_loading")
+"""What a template sees of a function, in this order; the last two only where they are set."""
+_CUSTOM_INPUT = "input"
+"""The argument of the function that stands for a custom tool."""
+_CUSTOM_PARAMETERS = {
+    "type": "object",
+    "properties": {
+        _CUSTOM_INPUT: {"type": "string", "description": "The freeform text payload for this tool."}
+    },
+    "required": [_CUSTOM_INPUT],
+    "additionalProperties": False,
+}
 
 
 class TemplateError(ValueError):
@@ -37,6 +54,34 @@ class TemplateError(ValueError):
 class ConversationError(ValueError):
     """The conversation does not have the form that its API prescribes, so that the engine will refuse it; or
     it has items that only the engine can render."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What a chat template expects of conversations. Without a template, the form in which an engine is asked
+    (/tokenize), which then adapts the conversation itself."""
+
+    keeps_parts: bool = False
+    """It loops over a message's `content`, so text must be given as parts."""
+    system_first: bool = False
+    """It refuses system messages after the first message."""
+    knows_developer: bool = True
+    """It has words for the role `developer`."""
+    unthinking: str = "none"
+    """The effort that stands for Anthropic's disabled thinking."""
+
+
+ANY_FORM = Form()
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
+"""The efforts of Anthropic's API."""
+
+
+def unthinking(greetings: Mapping[str, object]) -> str:
+    """Return the effort for a request that wants no thinking: `low`, where a template refuses `none`, or
+    renders it as an effort to think. vLLM finds it in this way, too. `greetings`: how the template renders a
+    greeting with `none` and with each of EFFORTS; None if it refuses."""
+    silent = greetings["none"]
+    return "low" if silent is None or silent in [greetings[effort] for effort in EFFORTS] else "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +98,10 @@ class Conversation:
     """Size of those parts in the body."""
 
 
-def read(api: Api, prompt: ChatPrompt, keep_parts: bool = False) -> Conversation:
-    """Return the conversation of a body. With `keep_parts`, `content` stays a list of text parts.
-
-    Raises ConversationError.
-    """
+def read(api: Api, prompt: ChatPrompt, form: Form = ANY_FORM) -> Conversation:
+    """Return the conversation of a body in the form that the template expects. Raises ConversationError."""
     try:
-        return _Reader(keep_parts).read(api, prompt)
+        return _Reader(form).read(api, prompt)
     except ConversationError:
         raise
     except KeyError as error:
@@ -84,28 +126,34 @@ def _written(call: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Reader:
-    def __init__(self, keep_parts: bool) -> None:
-        self._keep_parts = keep_parts
+    def __init__(self, form: Form) -> None:
+        self._form = form
         self._media = 0
         self._media_bytes = 0
 
     def read(self, api: Api, prompt: ChatPrompt) -> Conversation:
         content = msgspec.json.decode(prompt.messages)
         system = msgspec.json.decode(prompt.system) if prompt.system else None
-        tools = msgspec.json.decode(prompt.tools) if prompt.tools else []
-        functions: list[dict[str, Any] | None]
+        tools = msgspec.json.decode(prompt.tools) if prompt.tools else None
+        functions: list[dict[str, Any]]
         match api:
             case Api.MESSAGES:
-                messages, functions = _from_anthropic(content, system), [_anthropic_tool(t) for t in tools]
+                messages = _from_anthropic(content, system, self._form.system_first)
+                functions = _anthropic_tools(tools or [], content)
             case Api.RESPONSES:
-                messages, functions = _from_responses(content, system), [_responses_tool(t) for t in tools]
+                messages = _from_responses(content, system)
+                functions = [function for tool in tools or () for function in _responses_tools(tool)]
             case _:
-                messages, functions = content, [_chat_tool(tool) for tool in tools]
+                messages, functions = content, [_chat_tool(tool) for tool in tools or ()]
+        told = [self._message(message) for message in messages]
+        if not self._form.knows_developer:
+            told = _without_developer(told)
         return Conversation(
-            messages=[self._message(message) for message in messages],
-            tools=[_tool(function) for function in functions if function] or None,
+            messages=told,
+            # Only Anthropic's API may say that there are none.
+            tools=[*map(_tool, functions)] if tools or (tools == [] and api is Api.MESSAGES) else None,
             documents=msgspec.json.decode(prompt.documents) if prompt.documents else None,
-            template_kwargs=_kwargs(prompt),
+            template_kwargs=_kwargs(api, prompt, self._form),
             media=self._media,
             media_bytes=self._media_bytes,
         )
@@ -116,38 +164,80 @@ class _Reader:
         if role == "assistant":
             if calls := message.get("tool_calls"):
                 out["tool_calls"] = [_call(call) for call in calls]
-            reasoning = message.get("reasoning", message.get("reasoning_content"))
+            reasoning = message.get("reasoning")
+            if reasoning is None:
+                reasoning = message.get("reasoning_content")
             if reasoning is not None:
                 out["reasoning"] = out["reasoning_content"] = reasoning
         elif role == "tool" and "tool_call_id" in message:
             out["tool_call_id"] = message["tool_call_id"]
         elif role == "developer":
             out["tools"] = message.get("tools")
-        if isinstance(name := message.get("name"), str):
-            out["name"] = name
+        for name in ("name", "task"):
+            if isinstance(value := message.get(name), str):
+                out[name] = value
         return out
 
     def _content(self, content: Any, role: str) -> str | list[dict[str, str]]:
         if isinstance(content, str):
-            texts = [content]
+            parts = [{"type": "text", "text": content}]
         else:
-            texts = [text for part in content or () if (text := self._text(part))]
-        if self._keep_parts and role != "tool":
-            return [{"type": "text", "text": text} for text in texts if text]
-        return "\n".join(texts)
+            parts = [part for given in content or () if (part := self._part(given)) is not None]
+        if role == "system":
+            parts = [*_without_billing(parts)]
+        texts = [part.get("text", part.get("name", "")) for part in parts]
+        if not self._form.keeps_parts:
+            return "\n".join(filter(None, texts))
+        if role == "tool" and all(part["type"] == "text" for part in parts):
+            return "\n".join(texts)
+        return parts
 
-    def _text(self, part: Any) -> str:
+    def _part(self, part: Any) -> dict[str, str] | None:
+        """Return a part as a template gets it; None for one that is no text, which is counted, and for one
+        without text."""
         if isinstance(part, str):
-            return part
+            return {"type": "text", "text": part}
         kind = part.get("type", "text")
+        if kind == "tool_reference":
+            return {"type": kind, "name": _text(part.get("name"))}
         if kind in _TEXT_PARTS:
             text = part.get("text", part.get(kind))
-            if text is not None and not isinstance(text, str):
-                raise ConversationError(f"text is {type(text).__name__}")
-            return text or ""
+            return None if text is None else {"type": "text", "text": _text(text)}
         self._media += 1
         self._media_bytes += len(msgspec.json.encode(part))
-        return ""
+        return None
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConversationError(f"text is {type(value).__name__}")
+    return value
+
+
+def _without_billing(parts: list[dict[str, str]]) -> Iterator[dict[str, str]]:
+    """Yield the parts of a system message without the line that begins with BILLING_MARK."""
+    for part in parts:
+        if not part.get("text", "").startswith(BILLING_MARK):
+            yield part
+        elif rest := part["text"].partition("\n")[2]:
+            yield part | {"text": rest}
+
+
+def _without_developer(messages: list[Message]) -> list[Message]:
+    """Return the messages for a template that does not know developers: what they and the system say becomes
+    the first message, if one of them is a developer."""
+    if all(message["role"] != "developer" for message in messages):
+        return messages
+    spoken = [message for message in messages if message["role"] in ("developer", "system")]
+    if spoken == messages[:1]:
+        return [{k: v for k, v in messages[0].items() if k != "tools"} | {"role": "system"}, *messages[1:]]
+    texts = filter(None, (_joined(message["content"]) for message in spoken))
+    first = {"role": "system", "content": "\n\n".join(texts)}
+    return [first, *(message for message in messages if message["role"] not in ("developer", "system"))]
+
+
+def _joined(content: str | list[dict[str, str]]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
@@ -165,17 +255,31 @@ def _object(arguments: Any) -> dict[str, Any]:
 
 
 def _tool(function: dict[str, Any]) -> dict[str, Any]:
-    named = {"name": function["name"], "description": None, "parameters": None}
-    return {"type": "function", "function": named | function}
+    seen = {name: function.get(name) for name in _FUNCTION_FIELDS}
+    told: dict[str, Any] = {
+        "type": "function",
+        "function": {name: seen[name] for name in _FUNCTION_FIELDS[:3]}
+        | {name: seen[name] for name in _FUNCTION_FIELDS[3:] if seen[name] is not None},
+    }
+    if function.get(_TOOL_DEFERS) is not None:
+        told["defer_loading"] = function[_TOOL_DEFERS]
+    return told
 
 
-def _kwargs(prompt: ChatPrompt) -> dict[str, Any]:
+def _kwargs(api: Api, prompt: ChatPrompt, form: Form) -> dict[str, Any]:
     """Return the template's arguments. An effort also says whether to think, for templates that ask that."""
     given = msgspec.json.decode(prompt.template_kwargs, type=dict[str, Any]) if prompt.template_kwargs else {}
-    if prompt.reasoning_effort:
-        given.setdefault("enable_thinking", prompt.reasoning_effort != "none")
-        given["reasoning_effort"] = prompt.reasoning_effort
+    if effort := prompt.reasoning_effort:
+        if api is Api.MESSAGES and effort == "none":
+            effort = form.unthinking
+        given.setdefault("enable_thinking", effort != "none")
+        if effort != "auto":
+            given["reasoning_effort"] = effort
     return given
+
+
+_TOOL_DEFERS = "tool.defer_loading"
+"""Beside a function's fields: `defer_loading` of the tool around it, which both show."""
 
 
 def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -183,33 +287,38 @@ def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
     if (kind := tool.get("type", "function")) != "function":
         raise ConversationError(f"a tool of type {kind} is rendered by the engine alone")
     function: dict[str, Any] = tool["function"]
-    return function
+    if (deferred := tool.get("defer_loading")) is None:
+        return function
+    own = function.get("defer_loading")
+    return function | {"defer_loading": deferred if own is None else own, _TOOL_DEFERS: deferred}
 
 
 # Anthropic messages
 
 
-def _from_anthropic(turns: Sequence[Message], system: Any) -> list[Message]:
-    lead = _system_texts(system)
-    for turn in turns:
-        if turn["role"] == "system":
-            lead += _system_texts(turn["content"])
-    messages = [{"role": "system", "content": "".join(lead)}] if lead else []
+def _from_anthropic(turns: Sequence[Message], system: Any, system_first: bool) -> list[Message]:
+    lead = [system] if isinstance(system, str) and system else _system_texts(system)
+    messages: list[Message] = []
     for turn in turns:
         if turn["role"] != "system":
             messages += _anthropic_turn(turn["role"], turn["content"])
-    return messages
+        elif system_first:
+            lead += _system_texts(turn["content"])
+        elif text := "".join(_system_texts(turn["content"])):
+            messages.append({"role": "system", "content": text})
+    return [{"role": "system", "content": "".join(lead)}, *messages] if lead else messages
 
 
 def _system_texts(system: Any) -> list[str]:
     if isinstance(system, str):
-        return [system] if system else []
-    texts = [block["text"] for block in system or () if block["type"] == "text" and block.get("text")]
-    return [text for text in texts if not text.startswith(BILLING_MARK)]
+        texts = [system]
+    else:
+        texts = [block["text"] for block in system or () if block["type"] == "text" and block.get("text")]
+    return [text for text in texts if text and not text.startswith(BILLING_MARK)]
 
 
 def _anthropic_turn(role: str, content: Any) -> list[Message]:
-    """Return the messages of a turn: one for each tool result, then one with everything else."""
+    """Return the messages of a turn: those of its tool results, then one with everything else."""
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     results: list[Message] = []
@@ -219,14 +328,16 @@ def _anthropic_turn(role: str, content: Any) -> list[Message]:
     for block in content:
         match block["type"]:
             case "text":
-                parts.append(block)
+                if block.get("text"):
+                    parts.append(block)
             case "thinking":
-                thoughts.append(block["thinking"])
+                if block.get("thinking") is not None:
+                    thoughts.append(block["thinking"])
             case "tool_use":
                 function = {"name": block["name"], "arguments": block.get("input")}
                 calls.append({"id": block["id"], "type": "function", "function": function})
             case "tool_result" if role == "user":
-                results.append(_tool_result(block))
+                results += _tool_result(block)
             case "tool_result":
                 parts.append({"type": "text", "text": f"Tool result: {block.get('content') or ''}"})
             case "redacted_thinking" | "tool_reference":
@@ -243,17 +354,56 @@ def _anthropic_turn(role: str, content: Any) -> list[Message]:
     return results if role == "user" and not parts else [*results, rest]
 
 
-def _tool_result(block: dict[str, Any]) -> Message:
-    content = block.get("content")
-    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
+def _tool_result(block: dict[str, Any]) -> list[Message]:
+    """Return the messages of a tool's result: its texts; then its pictures, which only a user shows; then the
+    tools that it names."""
+    content, to = block.get("content"), {"role": "tool", "tool_call_id": block.get("tool_use_id") or ""}
+    if isinstance(content, str):
+        return [to | {"content": content}]
+    items = [item for item in content or () if isinstance(item, dict)]
+    texts = [item.get("text", "") for item in items if item.get("type") == "text"]
+    pictures = [item for item in items if item.get("type") == "image"]
+    named = [
+        {"type": "tool_reference", "name": name}
+        for item in items
+        if item.get("type") == "tool_reference" and (name := item.get("tool_name") or item.get("name"))
+    ]
+    messages = [to | {"content": "\n".join(texts)}]
+    if pictures:
+        messages.append({"role": "user", "content": pictures})
+    if named:
+        messages.append(to | {"content": named})
+    return messages
+
+
+def _anthropic_tools(tools: Sequence[dict[str, Any]], turns: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the functions of the tools that are there at the end of the conversation, whose system messages
+    may add and remove some."""
+    changes = [
+        block
+        for turn in turns
+        if turn["role"] == "system" and not isinstance(turn["content"], str)
+        for block in turn["content"]
+        if block["type"] in ("tool_addition", "tool_removal")
+    ]
+    if not changes:
+        return [*map(_anthropic_tool, tools)]
+    there, removed = {tool["name"]: tool for tool in tools}, set[str]()
+    for block in changes:
+        change = block["tool"]
+        definition = change.get("definition")
+        name = (definition or change)["name"]
+        if block["type"] == "tool_removal":
+            removed.add(name)
+            continue
+        there[name] = definition or there[name] | {"defer_loading": None}
+        removed.discard(name)
+    return [_anthropic_tool(tool) for name, tool in there.items() if name not in removed]
 
 
 def _anthropic_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "name": tool["name"],
-        "description": tool.get("description"),
-        "parameters": tool.get("input_schema"),
-    }
+    parameters = tool["input_schema"]
+    return tool | {"parameters": parameters if "type" in parameters else parameters | {"type": "object"}}
 
 
 # OpenAI Responses
@@ -266,14 +416,13 @@ def _from_responses(content: Any, instructions: Any) -> list[Message]:
     for item in content:
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
         match item.get("type", "message"):
-            case "function_call":
-                function = {"name": item["name"], "arguments": item["arguments"]}
-                call = {"id": item["call_id"], "type": "function", "function": function}
+            case "function_call" | "custom_tool_call" as kind:
+                call = {"id": item["call_id"], "type": "function", "function": _responses_call(kind, item)}
                 if last is None:
                     messages.append({"role": "assistant", "tool_calls": [call]})
                 else:
                     last.setdefault("tool_calls", []).append(call)
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 output = {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
                 messages.append(output)
             case "reasoning":
@@ -285,6 +434,21 @@ def _from_responses(content: Any, instructions: Any) -> list[Message]:
             case _:
                 messages.append(item)
     return messages
+
+
+def _responses_call(kind: str, item: dict[str, Any]) -> dict[str, Any]:
+    """Return the called function and its arguments."""
+    if kind == "custom_tool_call":
+        return {"name": item["name"], "arguments": {_CUSTOM_INPUT: item.get("input") or ""}}
+    space = item.get("namespace")
+    return {
+        "name": _in_namespace(space, item["name"]) if space else item["name"],
+        "arguments": item["arguments"],
+    }
+
+
+def _in_namespace(space: str, name: str) -> str:
+    return f"{space}__{name}"
 
 
 def _join(messages: list[Message], last: Message | None, field: str, text: str) -> None:
@@ -301,7 +465,18 @@ def _first_text(content: Any) -> str:
     return content[0]["text"] if content else ""
 
 
-def _responses_tool(tool: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the function of a Responses tool, whose fields stand next to `type`; None for other kinds of
+def _responses_tools(tool: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the functions of a Responses tool, whose fields stand next to `type`; none for other kinds of
     tools, which never reach a template."""
-    return {k: v for k, v in tool.items() if k != "type"} if tool["type"] == "function" else None
+    match tool["type"]:
+        case "function":
+            return [tool]
+        case "custom":
+            return [tool | {"parameters": _CUSTOM_PARAMETERS, "strict": None, "defer_loading": None}]
+        case "namespace":
+            return [
+                inner | {"name": _in_namespace(tool["name"], inner["name"])}
+                for inner in tool["tools"]
+                if inner["type"] == "function"
+            ]
+    return []

@@ -21,7 +21,7 @@ from perilune_gateway.model import Tokens, TokenSource
 from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest, TextPrompt, TokenId
 from perilune_gateway.request.paths import Api
 from perilune_gateway.request.tokens.causes import CannotTellError, Cause
-from perilune_gateway.request.tokens.conversation import as_sent
+from perilune_gateway.request.tokens.conversation import ANY_FORM, Form, as_sent
 from perilune_gateway.request.tokens.prompts import size_bytes, text_conversation
 
 AT_ONCE_BYTES = 32_768
@@ -58,6 +58,8 @@ class EngineTokenizer:
         self._slots = asyncio.Semaphore(max_concurrent)
         self._threads = threads
         self._headers = headers
+        self.form = ANY_FORM
+        """How conversations are converted for the question; the engine does the rest."""
         self._http: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -67,10 +69,10 @@ class EngineTokenizer:
     async def ask(self, request: ParsedRequest) -> Tokens:
         """Return the prompt's tokens. Raises CannotTellError."""
         if size_bytes(request) <= AT_ONCE_BYTES:
-            body, rest_bytes = question(request, self._bytes_per_token)
+            body, rest_bytes = question(request, self._bytes_per_token, self.form)
         else:
             loop = asyncio.get_running_loop()
-            ask = partial(question, request, self._bytes_per_token)
+            ask = partial(question, request, self._bytes_per_token, self.form)
             body, rest_bytes = await loop.run_in_executor(self._threads, ask)
         if not (endpoint := self._choose()):
             raise CannotTellError(Cause.NO_ENGINE)
@@ -99,12 +101,12 @@ class EngineTokenizer:
         return Tokens(len(ids) + rest, TokenSource.ENGINE, ids, longest=len(ids) if rest else 0)
 
 
-def question(request: ParsedRequest, bytes_per_token: float) -> tuple[bytes, int]:
+def question(request: ParsedRequest, bytes_per_token: float, form: Form = ANY_FORM) -> tuple[bytes, int]:
     """Return the body for /tokenize, and the number of bytes in further prompts, which it does not contain.
     Raises CannotTellError."""
     match request.prompt:
         case ChatPrompt() as chat:
-            conversation = text_conversation(request, chat, bytes_per_token)
+            conversation = text_conversation(request, chat, bytes_per_token, form)
             kwargs = dict(conversation.template_kwargs)
             if conversation.documents is not None:
                 kwargs["documents"] = conversation.documents

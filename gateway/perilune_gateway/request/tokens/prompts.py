@@ -8,8 +8,15 @@ import string
 from msgspec import Raw
 
 from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest, TextPrompt, TokenPrompt
+from perilune_gateway.request.paths import Api
 from perilune_gateway.request.tokens.causes import CannotTellError, Cause
-from perilune_gateway.request.tokens.conversation import Conversation, ConversationError, read
+from perilune_gateway.request.tokens.conversation import (
+    ANY_FORM,
+    Conversation,
+    ConversationError,
+    Form,
+    read,
+)
 
 MEDIA_TOKENS = 1024
 """Estimated tokens of a part that is a picture, sound or video."""
@@ -34,6 +41,11 @@ def size_bytes(request: ParsedRequest) -> int:
             return sum(len(text.encode()) for text in texts)
         case TokenPrompt():
             return 0
+
+
+def has_tools(api: Api, chat: ChatPrompt) -> bool:
+    """Return whether the template gets a list of tools, which may be empty in Anthropic's API alone."""
+    return bool(chat.tools) and (api is Api.MESSAGES or b"{" in bytes(chat.tools))
 
 
 def brackets(chat: ChatPrompt) -> int:
@@ -62,14 +74,14 @@ def too_much(request: ParsedRequest, context_tokens: int) -> CannotTellError | N
 
 
 def text_conversation(
-    request: ParsedRequest, chat: ChatPrompt, bytes_per_token: float, keep_parts: bool = False
+    request: ParsedRequest, chat: ChatPrompt, bytes_per_token: float, form: Form = ANY_FORM
 ) -> Conversation:
     """Return the conversation, if it is complete and only text. Raises CannotTellError when a part is stored
     in the engine, has a wrong form, or is not text; in the last case with an estimate."""
     if request.previous_response_id:
         raise CannotTellError(Cause.STORED_CONVERSATION)
     try:
-        conversation = read(request.api, chat, keep_parts)
+        conversation = read(request.api, chat, form)
     except ConversationError as error:
         raise CannotTellError(Cause.CONVERSATION, error) from None
     if conversation.media:

@@ -41,17 +41,19 @@ from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest, TextPromp
 from perilune_gateway.request.paths import Api
 from perilune_gateway.request.tokens import encoder
 from perilune_gateway.request.tokens.causes import ENGINE_MAY_KNOW, CannotTellError, Cause
-from perilune_gateway.request.tokens.conversation import TemplateError
+from perilune_gateway.request.tokens.conversation import Form, TemplateError
 from perilune_gateway.request.tokens.engine import EngineTokenizer
 from perilune_gateway.request.tokens.incremental import IncrementalEncoder
 from perilune_gateway.request.tokens.prompts import (
     FEW_BRACKETS,
     brackets,
     has_base64,
+    has_tools,
     size_bytes,
     text_conversation,
     too_much,
 )
+from perilune_gateway.request.tokens.proof import Kind, kind_of
 
 if TYPE_CHECKING:
     from perilune_gateway.request.tokens.chat_template import ChatTemplates
@@ -67,6 +69,8 @@ _RENDER_US_PER_CHAR = 0.0025
 """Time for decoding, normalising and rendering a conversation."""
 _WEIGHT = 0.1
 """Weight of a new measurement in the moving mean."""
+_FIRST_NOTED, _NOTED_ONE_IN = 64, 16
+"""Requests whose kind is noted: so many at first, then one in so many."""
 _CALIBRATION_CHARS = 1000
 """Shorter texts are not measured, because the call itself would dominate."""
 
@@ -106,6 +110,37 @@ class Tokenizer:
             engine or (lambda: ""), model.bytes_per_token, max_concurrent, self._threads, headers or {}
         )
         self._stopwatch = stopwatch
+        if self._templates is not None:
+            template = self._templates.default.form
+            self._engine.form = Form(system_first=template.system_first, unthinking=template.unthinking)
+        self.seen: set[Kind] = set()
+        """The kinds of requests that had to be tokenized. After the first ones a sample is looked at."""
+        self.asks_engine_for: frozenset[Kind] = frozenset()
+        """The kinds that an engine tokenizes although there is a local tokenizer, because their tokens
+        differ."""
+        self._noted = 0
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether it makes tokens, itself or by engines, and not only estimates."""
+        return self.local is not None or self._asks_engine
+
+    @property
+    def engine_form(self) -> Form:
+        """How conversations are converted before an engine tokenizes them."""
+        return self._engine.form
+
+    def learn_form(self, form: Form) -> None:
+        """Take over what an engine's template expects, unless the local template says it."""
+        if self._templates is None:
+            self._engine.form = form
+
+    def local_ids(self, request: ParsedRequest) -> Sequence[int] | None:
+        """Return the local tokenizer's tokens, in any thread; None if there are none. Counts nothing."""
+        try:
+            return self._encode(request).ids if self.local is not None else None
+        except CannotTellError:
+            return None
 
     def now(self, request: ParsedRequest) -> Tokens | None:
         """Return tokens, if that takes less than 1 ms and no engine has to be asked; None means to use
@@ -121,7 +156,7 @@ class Tokenizer:
         if size_bytes(request) * (self.us_per_char + _RENDER_US_PER_CHAR) > NOW_US:
             return None
         try:
-            return self._count(self._encode(request))
+            return self._count(self._locally(request))
         except CannotTellError as error:
             return None if self._engine_may_know(error) else self._estimate(request, error)
 
@@ -151,17 +186,32 @@ class Tokenizer:
         if self.local is not None:
             loop = asyncio.get_running_loop()
             try:
-                return await loop.run_in_executor(self._threads, self._encode, request)
+                return await loop.run_in_executor(self._threads, self._locally, request)
             except CannotTellError as error:
                 if not self._engine_may_know(error):
                     raise
                 self._note(error)
+        else:
+            self._note_kind(request)
         return await self._engine.ask(request)
 
     def _engine_may_know(self, error: CannotTellError) -> bool:
         return self._asks_engine and error.cause in ENGINE_MAY_KNOW
 
     # -- local -----------------------------------------------------------------------------------
+
+    def _note_kind(self, request: ParsedRequest) -> None:
+        self._noted += 1
+        if self._noted <= _FIRST_NOTED or not self._noted % _NOTED_ONE_IN:
+            self.seen.add(kind_of(request))
+
+    def _locally(self, request: ParsedRequest) -> Tokens:
+        """Return the tokens by the local tokenizer, unless an engine is to be asked for this kind. Raises
+        CannotTellError."""
+        self._note_kind(request)
+        if self.asks_engine_for and self._asks_engine and kind_of(request) in self.asks_engine_for:
+            raise CannotTellError(Cause.PARITY, kind_of(request))
+        return self._encode(request)
 
     def _encode(self, request: ParsedRequest) -> Tokens:
         """Return the tokens by the local tokenizer, in any thread. Raises CannotTellError."""
@@ -194,8 +244,8 @@ class Tokenizer:
             raise CannotTellError(Cause.OWN_TEMPLATE)
         if self._templates is None:
             raise CannotTellError(Cause.NO_TEMPLATE)
-        template = self._templates.choose(tools=bool(chat.tools))
-        conversation = text_conversation(request, chat, self._bytes_per_token, template.keeps_parts)
+        template = self._templates.choose(tools=has_tools(request.api, chat))
+        conversation = text_conversation(request, chat, self._bytes_per_token, template.form)
         try:
             return template.render(conversation, chat.add_generation_prompt, chat.continue_final_message)
         except TemplateError as error:

@@ -207,7 +207,7 @@ def test_a_template_that_does_not_compile():
     ],
 )
 def test_which_templates_loop_over_parts(source, parts):
-    assert ChatTemplate(source).keeps_parts is parts
+    assert ChatTemplate(source).form.keeps_parts is parts
 
 
 def folder_with(path, config=None, **files):
@@ -255,3 +255,50 @@ def test_the_template_for_tools_is_used_with_tools(tmp_path):
 def test_a_folder_without_template(tmp_path):
     assert load(folder_with(tmp_path, {"chat_template": None})) is None
     assert load(tmp_path / "nowhere") is None
+
+
+LATE = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "form"),
+    [
+        pytest.param("{% for m in messages %}{{ m.role }}{% endfor %}", {}, id="takes anything"),
+        pytest.param(LATE + "{% endfor %}", {"system_first": True}, id="the system first"),
+        pytest.param(
+            "{{ strftime_now('%Y') }}", {"system_first": True}, id="a function that vLLM lacks here"
+        ),
+        pytest.param("{{ 'developer' }}", {"knows_developer": True}, id="developers"),
+        pytest.param(
+            "{{ '<think></think>' if enable_thinking is false }}", {"unthinking": "none"}, id="thinks or not"
+        ),
+        pytest.param("{{ reasoning_effort or 'high' }}", {"unthinking": "none"}, id="has words for none"),
+        pytest.param(
+            "{{ reasoning_effort if reasoning_effort in ('low', 'high') else 'max' }}",
+            {"unthinking": "low"},
+            id="always thinks",
+        ),
+        pytest.param(
+            "{{ raise_exception('no') if reasoning_effort == 'none' }}",
+            {"unthinking": "low"},
+            id="refuses not to think",
+        ),
+    ],
+)
+def test_what_a_template_expects_of_conversations(source, form):
+    told = ChatTemplate(source).form
+    assert {name: getattr(told, name) for name in form} == form
+
+
+def test_of_two_templates_the_stricter_one_decides_where_system_messages_are(tmp_path):
+    entries = [
+        {"name": "default", "template": "{{ messages[0].role }}"},
+        {"name": "tool_use", "template": LATE + "{% endfor %}"},
+    ]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entries}))
+    templates = load(tmp_path)
+    assert templates.default.form.system_first
+    assert templates.with_tools.form.system_first

@@ -9,17 +9,24 @@ from hypothesis import strategies as st
 from perilune_gateway.request.openai import parse
 from perilune_gateway.request.parsed import ParsedRequest
 from perilune_gateway.request.paths import Api
-from perilune_gateway.request.tokens.conversation import Conversation, ConversationError, as_sent, read
+from perilune_gateway.request.tokens.conversation import (
+    ANY_FORM,
+    Conversation,
+    ConversationError,
+    Form,
+    as_sent,
+    read,
+)
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 HI = {"role": "user", "content": "hi"}
 PNG = "data:image/png;base64,AAAA"
 
 
-def conversation(path, keep_parts=False, **body) -> Conversation:
+def conversation(path, form=ANY_FORM, **body) -> Conversation:
     request = parse(path, json.dumps({"model": "m"} | body).encode())
     assert isinstance(request, ParsedRequest), request
-    return read(request.api, request.prompt, keep_parts)
+    return read(request.api, request.prompt, form)
 
 
 def text(content):
@@ -57,6 +64,21 @@ def call(name, arguments, id="c1"):
         pytest.param({"role": "user", "content": None}, HI | {"content": ""}, id="null is empty"),
         pytest.param({"role": "user"}, HI | {"content": ""}, id="absent is empty"),
         pytest.param(HI | {"cache_control": {}, "name": "ann"}, HI | {"name": "ann"}, id="only known fields"),
+        pytest.param(
+            {"role": "system", "content": "x-anthropic-billing-header: cch=1\nbe brief"},
+            {"role": "system", "content": "be brief"},
+            id="a line that changes with every request is dropped",
+        ),
+        pytest.param(
+            {"role": "system", "content": [text("x-anthropic-billing-header: cch=1"), text("be brief")]},
+            {"role": "system", "content": "be brief"},
+            id="also as a part of its own",
+        ),
+        pytest.param(
+            {"role": "assistant", "content": "x", "reasoning": None, "reasoning_content": "r"},
+            {"role": "assistant", "content": "x", "reasoning": "r", "reasoning_content": "r"},
+            id="reasoning under its older name beside null",
+        ),
         pytest.param(
             {"role": "assistant", "content": "x", "reasoning": "r"},
             {"role": "assistant", "content": "x", "reasoning": "r", "reasoning_content": "r"},
@@ -112,12 +134,14 @@ def test_parts_are_kept_for_a_template_that_loops_over_them():
         {"role": "user", "content": [text("a"), text("b")]},
         {"role": "tool", "content": [text("c"), text("d")], "tool_call_id": "1"},
     ]
-    contents = [m["content"] for m in conversation(CHAT, keep_parts=True, messages=messages).messages]
-    assert contents == [[text("hi")], [text("a"), text("b")], "c\nd"]
+    messages.append({"role": "user", "content": [text(""), text("e")]})
+    parts = Form(keeps_parts=True)
+    contents = [m["content"] for m in conversation(CHAT, parts, messages=messages).messages]
+    assert contents == [[text("hi")], [text("a"), text("b")], "c\nd", [text(""), text("e")]]
 
 
 def test_tools_have_all_their_fields_in_order():
-    tools = [{"function": {"strict": True, "parameters": {}, "name": "f"}, "type": "function"}]
+    tools = [{"function": {"strict": True, "parameters": {}, "name": "f", "x": 1}, "type": "function"}]
     (tool,) = conversation(CHAT, messages=[HI], tools=tools).tools
     assert json.dumps(tool) == (
         '{"type": "function", "function":'
@@ -125,9 +149,19 @@ def test_tools_have_all_their_fields_in_order():
     )
 
 
-def test_no_tools_are_none():
+def test_a_deferred_tool_says_so_twice():
+    tools = [{"function": {"name": "f"}, "type": "function", "defer_loading": True}]
+    (tool,) = conversation(CHAT, messages=[HI], tools=tools).tools
+    function = {"name": "f", "description": None, "parameters": None, "defer_loading": True}
+    assert tool == {"type": "function", "function": function, "defer_loading": True}
+
+
+def test_no_tools_are_none_but_for_anthropics_empty_list_and_tools_of_other_kinds():
     assert conversation(CHAT, messages=[HI], tools=[]).tools is None
     assert conversation(CHAT, messages=[HI]).tools is None
+    assert conversation(RESPONSES, input="hi", tools=[]).tools is None
+    assert conversation(RESPONSES, input="hi", tools=[{"type": "web_search"}]).tools == []
+    assert conversation(MESSAGES, messages=[HI], tools=[]).tools == []
 
 
 def test_options_for_the_template_are_passed_on():
@@ -234,6 +268,130 @@ def test_an_anthropic_conversation_becomes_chat_messages():
     assert told.tools == [{"type": "function", "function": function}]
 
 
+REMINDED = [
+    HI,
+    {"role": "system", "content": "x-anthropic-billing-header: 1"},
+    {"role": "system", "content": [text("be"), text(" brief")]},
+    {"role": "assistant", "content": "ok"},
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "messages"),
+    [
+        pytest.param(
+            Form(system_first=False),
+            [{"role": "system", "content": "s"}, HI, {"role": "system", "content": "be brief"}, REMINDED[3]],
+            id="where they are",
+        ),
+        pytest.param(
+            Form(system_first=True),
+            [{"role": "system", "content": "sbe brief"}, HI, REMINDED[3]],
+            id="first, if the template wants that",
+        ),
+    ],
+)
+def test_anthropic_reminders_are_system_messages(form, messages):
+    assert conversation(MESSAGES, form, system="s", messages=REMINDED).messages == messages
+
+
+def test_a_result_of_an_anthropic_tool_may_show_pictures_and_name_tools():
+    picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    named = {"type": "tool_reference", "tool_name": "f"}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [text("a"), picture, named, text("b")]}
+    for form, reference in (
+        (ANY_FORM, "f"),
+        (Form(keeps_parts=True), [{"type": "tool_reference", "name": "f"}]),
+    ):
+        told = conversation(MESSAGES, form, messages=[{"role": "user", "content": [result]}])
+        assert [message["role"] for message in told.messages] == ["tool", "user", "tool"]
+        assert told.messages[0]["content"] == "a\nb"
+        assert told.messages[2]["content"] == reference
+        assert told.media == 1
+
+
+def test_a_turn_of_nothing_but_results_and_empty_texts_is_no_message():
+    turn = [{"type": "tool_result", "tool_use_id": "t1", "content": "r"}, text("")]
+    told = conversation(MESSAGES, messages=[HI, {"role": "user", "content": turn}])
+    assert [message["role"] for message in told.messages] == ["user", "tool"]
+
+
+def test_anthropic_tools_come_and_go():
+    def tool(name, **more):
+        return {"name": name, "input_schema": {"properties": {}}, **more}
+
+    changes = [
+        {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "a"}},
+        {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "b"}},
+        {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": tool("c", strict=True)}},
+    ]
+    told = conversation(
+        MESSAGES,
+        messages=[HI, {"role": "system", "content": changes}],
+        tools=[tool("a"), tool("b", defer_loading=True), tool("d", defer_loading=True)],
+    )
+    parameters = {"properties": {}, "type": "object"}
+    assert [shown["function"] for shown in told.tools] == [
+        {"name": "b", "description": None, "parameters": parameters},
+        {"name": "d", "description": None, "parameters": parameters, "defer_loading": True},
+        {"name": "c", "description": None, "parameters": parameters, "strict": True},
+    ]
+    assert told.messages == [HI]
+
+
+@pytest.mark.parametrize(
+    ("thinking", "effort", "kwargs"),
+    [
+        pytest.param("enabled", "", {}, id="enabled says nothing"),
+        pytest.param(
+            "adaptive", "high", {"enable_thinking": True, "reasoning_effort": "high"}, id="an effort"
+        ),
+        pytest.param(
+            "disabled",
+            "high",
+            {"enable_thinking": False, "reasoning_effort": "none"},
+            id="disabled, whatever the effort",
+        ),
+    ],
+)
+def test_thinking_of_anthropic(thinking, effort, kwargs):
+    body = {"messages": [HI], "thinking": {"type": thinking}, "output_config": {"effort": effort or None}}
+    assert conversation(MESSAGES, **body).template_kwargs == kwargs
+
+
+def test_a_model_that_always_thinks_does_so_with_a_low_effort():
+    told = conversation(
+        MESSAGES, Form(unthinking="low"), messages=[HI], thinking={"type": "disabled"}
+    ).template_kwargs
+    assert told == {"enable_thinking": True, "reasoning_effort": "low"}
+    told = conversation(CHAT, Form(unthinking="low"), messages=[HI], reasoning_effort="none").template_kwargs
+    assert told == {"enable_thinking": False, "reasoning_effort": "none"}
+
+
+SYSTEM, DEVELOPER = {"role": "system", "content": "s"}, {"role": "developer", "content": "d"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [
+        pytest.param([SYSTEM, HI], [SYSTEM, HI], id="no developer"),
+        pytest.param([DEVELOPER, HI], [{"role": "system", "content": "d"}, HI], id="first"),
+        pytest.param([SYSTEM, DEVELOPER, HI], [{"role": "system", "content": "s\n\nd"}, HI], id="second"),
+        pytest.param([HI, DEVELOPER], [{"role": "system", "content": "d"}, HI], id="later"),
+    ],
+)
+@pytest.mark.parametrize("keeps_parts", [False, True])
+def test_a_template_that_knows_no_developer_gets_one_system_message(messages, told, keeps_parts):
+    form = Form(knows_developer=False, keeps_parts=keeps_parts)
+
+    def flat(message):
+        content = message["content"]
+        return {**message, "content": content if isinstance(content, str) else content[0]["text"]}
+
+    assert [flat(m) for m in conversation(CHAT, form, messages=messages).messages] == told
+    assert [flat(m) for m in conversation(RESPONSES, form, input=messages).messages] == told
+
+
 def test_anthropic_pictures_are_media():
     picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
     assert conversation(MESSAGES, messages=[{"role": "user", "content": [picture, text("?")]}]).media == 1
@@ -270,6 +428,47 @@ def test_a_responses_conversation_becomes_chat_messages():
     ]
     function = {"name": "f", "description": None, "parameters": {}}
     assert told.tools == [{"type": "function", "function": function}]
+
+
+def test_custom_tools_and_namespaces_of_responses_are_functions():
+    told = conversation(
+        RESPONSES,
+        input=[
+            {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "*** Begin"},
+            {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+            {"type": "function_call", "call_id": "c2", "name": "f", "namespace": "crm", "arguments": "{}"},
+            {
+                "type": "function_call_output",
+                "call_id": "c2",
+                "output": [{"type": "input_text", "text": "r"}],
+            },
+        ],
+        tools=[
+            {"type": "custom", "name": "apply_patch", "description": "d", "format": {"type": "text"}},
+            {
+                "type": "namespace",
+                "name": "crm",
+                "description": "n",
+                "tools": [
+                    {"type": "function", "name": "f", "parameters": {}, "strict": False},
+                    {"type": "custom", "name": "g"},
+                ],
+            },
+        ],
+    )
+    assert told.messages == [
+        {"role": "assistant", "content": "", "tool_calls": [call("apply_patch", {"input": "*** Begin"})]},
+        {"role": "tool", "content": "done", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "", "tool_calls": [call("crm__f", {}, "c2")]},
+        {"role": "tool", "content": "r", "tool_call_id": "c2"},
+    ]
+    patch, f = (tool["function"] for tool in told.tools)
+    assert json.dumps(patch) == (
+        '{"name": "apply_patch", "description": "d", "parameters": {"type": "object", "properties": {"input":'
+        ' {"type": "string", "description": "The freeform text payload for this tool."}},'
+        ' "required": ["input"], "additionalProperties": false}}'
+    )
+    assert f == {"name": "crm__f", "description": None, "parameters": {}, "strict": False}
 
 
 def test_as_sent_writes_arguments_as_text():
@@ -314,12 +513,6 @@ def test_deep_content_is_an_error_not_a_crash():
 @pytest.mark.parametrize(
     ("path", "body", "why"),
     [
-        pytest.param(
-            "/v1/responses",
-            {"input": [{"type": "custom_tool_call", "call_id": "c", "name": "n", "input": "i"}]},
-            "an item of type custom_tool_call",
-            id="a custom tool's call",
-        ),
         pytest.param(
             "/v1/responses",
             {"input": [{"type": "item_reference", "id": "rs_1"}]},

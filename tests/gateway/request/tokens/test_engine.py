@@ -129,7 +129,10 @@ async def test_a_long_question_is_asked_like_a_short_one(by_engine, engine):
                     }
                 ],
                 "tools": [
-                    {"type": "function", "function": {"name": "f", "description": None, "parameters": {}}}
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "description": None, "parameters": {"type": "object"}},
+                    }
                 ],
                 "add_generation_prompt": True,
                 "continue_final_message": False,

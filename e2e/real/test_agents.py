@@ -1,0 +1,209 @@
+"""Today's coding agents and SDKs, each in its own words, with templates like Qwen3's and Llama's: the gateway
+knows of every turn how much of it is cached."""
+
+import os
+import time
+from collections import defaultdict
+from pathlib import Path
+from random import Random
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from enginebed import agents, judged, models
+from enginebed.completions import until
+from enginebed.marks import REQUESTS
+from enginebed.rig import Rig
+from perilune_api.names import DECISION_HEADER
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1800), pytest.mark.asyncio(loop_scope="session")]
+EXACT = 0.995
+BLOCK, BLOCKS = 32, 6000
+"""So many blocks that nothing is evicted."""
+TURNS = 5 if REQUESTS < 200 else 12
+TEMPLATES = {
+    "Qwen3-like": (models.QWEN_THINKING, ["--reasoning-parser=qwen3"]),
+    "Llama-like": (models.LLAMA, []),
+}
+BEGIN, END = "<!-- agents -->\n", "<!-- end of agents -->"
+_rows: list[tuple[str, ...]] = []
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=[*TEMPLATES])
+async def served(request, environment, tmp_path_factory):
+    """One engine with each template, behind a gateway and Envoy."""
+    model, arguments = TEMPLATES[request.param]
+    folder = models.write(model, tmp_path_factory.mktemp("models") / model.name)
+    async with Rig(tmp_path_factory.mktemp(model.name), environment) as rig:
+        rendered = rig.render(
+            {
+                "model": {
+                    "name": "tiny",
+                    "source": str(folder),
+                    "contextTokens": 16384,
+                    "tokenizer": str(folder),
+                },
+                "engine": {
+                    "args": [
+                        f"--num-gpu-blocks-override={BLOCKS}",
+                        "--enable-auto-tool-choice",
+                        "--tool-call-parser=hermes",
+                        *arguments,
+                    ],
+                    "env": [{"name": "VLLM_ENABLE_RESPONSES_API_STORE", "value": "1"}],
+                },
+            }
+        )
+        await rig.serve(rendered)
+        yield request.param, rig
+
+
+async def turn(rig, agent):
+    """Play an agent's next turn; return what the gateway predicted of it and what the engine counted."""
+    asked, began, kind = agent.ask(), time.monotonic(), agent.kind
+
+    def failed(why):
+        agent.unanswered()
+        return judged.Judged(kind.name, why, at=time.monotonic(), seconds=time.monotonic() - began)
+
+    headers = {**asked.headers, DECISION_HEADER: "yes"}
+    try:
+        async with rig.http.post(rig.url + asked.path, data=asked.body, headers=headers) as answer:
+            body, decision = await answer.read(), answer.headers.get(DECISION_HEADER, "")
+            if answer.status != 200:
+                return failed(f"{answer.status} {body[:300]!r}")
+    except (aiohttp.ClientError, TimeoutError) as error:
+        return failed(repr(error))
+    at = time.monotonic()
+    said = agents.read(kind.api, body, asked.streams)
+    page = await rig.page(f"/api/decisions/{decision.rpartition('request=')[2]}")
+    if agent.named:
+        assert page["session_id"] == (
+            f"{agent.parent}/{agent.session}"
+            if agent.parent and kind.name == "Claude Code"
+            else agent.session
+        )
+    agent.answered(said)
+    return judged.Judged(
+        f"{agent.kind.name} {agent.kind.api} thinking {agent.thinks}",
+        "",
+        decision,
+        page["target"],
+        page["token_source"],
+        page["phase"],
+        said.usage.prompt,
+        page["prompt_tokens"],
+        said.usage.cached,
+        page["cached_tokens"],
+        True,
+        at,
+        at - began,
+    )
+
+
+def exact(of):
+    """Return "exact of all" predictions."""
+    return f"{sum(each.above == 0 for each in of)} of {len(of)}" if of else "–"
+
+
+def table(rows):
+    """Return the page's table."""
+    head = ("agent", "API", "template", "thinking", "turns", "exact by headers", "exact by body", "slowest")
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def write(rows):
+    """Put the table between the marks of the page that AGENTS names, if there is one."""
+    if not os.environ.get("AGENTS"):
+        return
+    page = Path(os.environ["AGENTS"])
+    text = page.read_text()
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    page.write_text(f"{before}{BEGIN}{table(rows)}\n{END}{after}")
+
+
+async def test_every_turn_of_an_agent_is_predicted_exactly(served, report):
+    template, rig = served
+    phase = report.phase(f"agents, {template}")
+    sessions = [*agents.sessions("tiny", 1)]
+    turns = defaultdict(list)
+    order = sessions * TURNS
+    Random(template).shuffle(order)
+    for agent in order:
+        if agent.kind.name == "Claude Code" and agent.steps and len(agent.steps) % 2:
+            await counts(rig, agent)
+        one = await turn(rig, agent)
+        phase.requests.append(one)
+        turns[agent.kind, agent.thinks].append((agent.named, one))
+    for (kind, thinks), played in turns.items():
+        by_headers = [one for named, one in played if named and not one.failed]
+        by_body = [one for named, one in played if not named and not one.failed]
+        slowest = max(one.seconds for _, one in played)
+        _rows.append(
+            (
+                *(kind.name, str(kind.api), template, str(thinks), str(len(played))),
+                *(exact(by_headers), exact(by_body), f"{slowest:.1f} s"),
+            )
+        )
+    print("\n" + table(_rows))
+    if template == [*TEMPLATES][-1]:
+        write(_rows)
+    assert not phase.failed, judged.misses(phase)
+    assert not phase.far_above(BLOCK), judged.misses(phase)
+    assert phase.exact >= EXACT, judged.misses(phase)
+    assert all(one.prompt == one.prompt_predicted for one in phase.answered if one.source == "local"), (
+        judged.misses(phase)
+    )
+
+
+async def counts(rig, agent):
+    """Let Claude Code ask how many tokens its prompt has. Nothing is cached by that."""
+    asked = agents.count_tokens(agent)
+    async with rig.http.post(rig.url + asked.path, data=asked.body, headers=asked.headers) as answer:
+        assert answer.status == 200, await answer.text()
+        assert (await answer.json())["input_tokens"] > 0
+
+
+async def test_gateway_and_engine_render_alike(served):
+    """Health says so of every kind that the agents have sent."""
+    _, rig = served
+
+    async def seen():
+        rows = (await rig.page("/api/health"))["renderings"]
+        return {row["api"] for row in rows} >= {"chat", "responses", "messages"}
+
+    await until(seen, 60)
+    rows = (await rig.page("/api/health"))["renderings"]
+    assert [row for row in rows if row["different"]] == []
+    assert [row for row in rows if not row["equal"]] == []
+
+
+async def test_codex_goes_on_by_http_where_web_sockets_are_refused(served):
+    _, rig = served
+    with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+        await rig.http.ws_connect(rig.url.replace("http", "ws", 1) + "/v1/responses")
+    assert refused.value.status == 426 or 400 <= refused.value.status < 500
+    codex = next(iter(agents.sessions("tiny", 7)))
+    assert not (await turn(rig, codex)).failed
+
+
+async def test_a_stored_response_goes_on_where_it_is(served):
+    """The SDK sends `previous_response_id` and only what is new. The gateway does not know such a prompt, and
+    promises no more than there is."""
+    _, rig = served
+    before, promised = "", []
+    for n in range(4):
+        said = agents.text(Random(n), 60)
+        body = {"model": "tiny", "input": said, "instructions": "Be brief.", "max_output_tokens": 8}
+        body |= {"previous_response_id": before} if before else {}
+        headers = {DECISION_HEADER: "yes"}
+        async with rig.http.post(f"{rig.url}/v1/responses", json=body, headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+            told, decision = await answer.json(), answer.headers[DECISION_HEADER]
+        before = told["id"]
+        page = await rig.page(f"/api/decisions/{decision.rpartition('request=')[2]}")
+        promised.append((page["cached_tokens"], told["usage"]["input_tokens_details"]["cached_tokens"]))
+    assert all(predicted <= cached + BLOCK for predicted, cached in promised), promised
+    print(promised)
