@@ -103,6 +103,20 @@ class TestPoolFile:
         assert [r.levelname for r in caplog.records] == ["ERROR"]
         assert file.last_error in caplog.text
 
+    @pytest.mark.parametrize(
+        ("policy", "error"),
+        [
+            ("{name: mine, outside: {mine: {}}}", "Unknown policy 'mine', known are conductor"),
+            ("{name: mine}", "Unknown policy 'mine', Perilune's are conductor"),
+            ("{outside: {ear: {}}}", "ear is Perilune's own: write its block beside `name`"),
+        ],
+        ids=["its package is missing", "it has no block", "a block in the wrong place"],
+    )
+    def test_a_policy_that_cannot_run_keeps_the_old_pool_and_says_why(self, file, path, policy, error):
+        path.write_text(document(1, 2) + f"  routing: {{policy: {policy}}}\n")
+        assert polls(file, 3) == [None, None, None]
+        assert error in file.last_error
+
     def test_mending_a_bad_edit_clears_the_error(self, file, path):
         path.write_text("a: [")
         polls(file, 2)
