@@ -139,7 +139,7 @@ def _build(files: set[str]) -> list[Path] | ClusterError:
             perilune_image.engine_archive,
             perilune_image.store_archive,
             perilune_image.state_archive,
-            *((_last_release,) if "test_upgrade.py" in files else ()),
+            *((_last_release,) if "test_upgrade.py" in files and releases.is_here(releases.LAST) else ()),
             *((epp.archive,) if "test_extension_server.py" in files else ()),
             *((ai_gateway.archive, conformance.archive) if "CONFORMANCE" in os.environ else ()),
         )

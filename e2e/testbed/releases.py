@@ -7,15 +7,20 @@ import shutil
 from pathlib import Path
 
 from testbed.paths import CACHE, CHECKOUT
-from testbed.shell import run
+from testbed.shell import run, succeeds
 
 RELEASES = {"0.1.0": "d4b3815fa8b5eced4dc23e34323da313a6389fd0"}
 """Version → the commit that dated it in CHANGELOG.md, oldest first."""
 LAST = list(RELEASES)[-1]
 
 
+def is_here(version: str) -> bool:
+    """Return whether the checkout has the release in its history."""
+    return succeeds(["git", "-C", CHECKOUT, "cat-file", "-e", RELEASES[version]])
+
+
 def checkout(version: str) -> Path:
-    """Return a folder with the files of a release. Raises ClusterError where the checkout has no history."""
+    """Return a folder with the files of a release. Raises ClusterError where the history lacks it."""
     commit = RELEASES[version]
     folder = CACHE / "releases" / f"{version}-{commit[:12]}"
     if not folder.exists():
