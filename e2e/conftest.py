@@ -24,13 +24,16 @@ import pytest
 from perilune_api.pool import EndpointSpec, Metadata, Model, NodePlace, Pool, Routing, Spec, Topology, dump
 from testbed import (
     ai_gateway,
+    cert_manager,
     cgroups,
     conformance,
     envoy_gateway,
-    lwepp,
+    epp,
     perilune,
     perilune_image,
+    policies,
     programs,
+    releases,
 )
 from testbed.cluster import NODES, Cluster, build
 from testbed.http import Client, eventually
@@ -57,6 +60,7 @@ ON_A_SECOND_CLUSTER = (
     "test_inference_extension.py",
     "test_killed_operators.py",
     "test_operators.py",
+    "test_upgrade.py",
 )
 """About half of all cluster scenarios, by time; none of them has the pool of the others."""
 
@@ -126,16 +130,25 @@ def _build(files: set[str]) -> list[Path] | ClusterError:
     those with scenarios that run."""
     try:
         programs.module(*programs.INFERENCE_EXTENSION)
+        if "test_network_policies.py" in files:
+            policies.prepare()
+        if "test_certificates.py" in files:
+            cert_manager.prepare()
         return build(
             perilune_image.perilune_archive,
             perilune_image.engine_archive,
             perilune_image.store_archive,
             perilune_image.state_archive,
-            *((lwepp.archive,) if "test_extension_server.py" in files else ()),
+            *((_last_release,) if "test_upgrade.py" in files and releases.is_here(releases.LAST) else ()),
+            *((epp.archive,) if "test_extension_server.py" in files else ()),
             *((ai_gateway.archive, conformance.archive) if "CONFORMANCE" in os.environ else ()),
         )
     except ClusterError as error:
         return error
+
+
+def _last_release() -> Path:
+    return perilune_image.release_archive(releases.LAST)
 
 
 def _shown(config: pytest.Config) -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from testbed import envoy_gateway, lwepp, perilune, perilune_image, programs
+from testbed import envoy_gateway, epp, perilune, perilune_image, programs
 from testbed.http import Client, eventually, under_load
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -25,10 +25,11 @@ OURS = "qwen-perilune"
 def extension(cluster, kube, edge, operator, tmp_path_factory):
     """Envoy Gateway takes InferencePools; afterwards everything is as it was. The picker's image is in
     clusters of our own only."""
-    cluster.load(lwepp.archive())
-    crds = str(programs.module(*programs.INFERENCE_EXTENSION) / "config/crd/bases")
-    kube.ctl("apply", "--server-side", "-f", crds)
-    kube.wait("condition=Established", "-f", crds)
+    cluster.load(epp.archive())
+    pools = programs.module(*programs.INFERENCE_EXTENSION) / "config/crd/bases"
+    crds = [word for file in (pools, *epp.kinds()) for word in ("-f", str(file))]
+    kube.ctl("apply", "--server-side", *crds)
+    kube.wait("condition=Established", *crds)
     folder = tmp_path_factory.mktemp("envoy-gateway")
     perilune.install(kube, "extensionServer.enabled=true")
     envoy_gateway.install(kube, folder, VALUES)
@@ -37,21 +38,23 @@ def extension(cluster, kube, edge, operator, tmp_path_factory):
     envoy_gateway.install(kube, folder)
     envoy_gateway.restart(kube)
     perilune.install(kube)
-    kube.ctl("delete", "-f", crds, "--wait", "--timeout=60s", timeout_s=70)
+    kube.ctl("delete", *crds, "--wait", "--timeout=60s", timeout_s=70)
 
 
 @pytest.fixture(scope="module")
 def pool(kube, edge, extension):
     """Return a client of an InferencePool with three engines and the extension's own picker."""
     kube.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
-    kube.apply(*lwepp.objects("lwepp", NAMESPACE, "qwen"), engines(), inference_pool(), route())
-    for name in ("lwepp", "vllm"):
-        words = ("rollout", "status", f"deployment/{name}", "-n", NAMESPACE, "--timeout=120s")
-        kube.ctl(*words, timeout_s=130)
-    client = Client(edge, "extended.test", MODEL)
-    eventually(lambda: decided_by(client, ours=False), timeout_s=60)
-    yield client
-    kube.ctl("delete", "namespace", NAMESPACE, "--timeout=120s", timeout_s=130)
+    kube.apply(*epp.objects("epp", NAMESPACE, "qwen"), engines(), inference_pool(), route())
+    try:
+        for name in ("epp", "vllm"):
+            words = ("rollout", "status", f"deployment/{name}", "-n", NAMESPACE, "--timeout=120s")
+            kube.ctl(*words, timeout_s=130)
+        client = Client(edge, "extended.test", MODEL)
+        eventually(lambda: decided_by(client, ours=False), timeout_s=60)
+        yield client
+    finally:
+        kube.ctl("delete", "namespace", NAMESPACE, "--timeout=120s", timeout_s=130)
 
 
 def engines():
@@ -86,7 +89,7 @@ def inference_pool():
         "spec": {
             "selector": {"matchLabels": {"app": "vllm"}},
             "targetPorts": [{"number": 8000}],
-            "endpointPickerRef": {"name": "lwepp", "port": {"number": 9002}, "failureMode": "FailClose"},
+            "endpointPickerRef": {"name": "epp", "port": {"number": 9002}, "failureMode": "FailClose"},
         },
     }
 
@@ -130,7 +133,7 @@ def test_the_picker_is_swapped_under_load_and_back(kube, pool):
             eventually(lambda: decided_by(pool, ours=True), timeout_s=60)
             load.goes_on(60)
             turns = [pool.complete("again " * 400, session="stays") for _ in range(3)]
-            assert patch(kube, "back")["spec"]["endpointPickerRef"]["name"] == "lwepp"
+            assert patch(kube, "back")["spec"]["endpointPickerRef"]["name"] == "epp"
             eventually(lambda: decided_by(pool, ours=False), timeout_s=60)
             load.goes_on(60)
         assert load.failures == []

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 EDGE = {"name": "edge", "namespace": "edge"}
 HOST = "models.test"
-CODER, CHAT, CHAT_NEXT = "coder", "chat", "chat-next"
+CODER, CHAT, CHAT_NEXT, RENAMED = "coder", "chat", "chat-next", "chat-renamed"
 MODELS = {CODER: "coder-30b", CHAT: "chat-8b", CHAT_NEXT: "chat-8b"}
 SESSIONS = 60
 CANARY_SHARE = 0.25
@@ -154,6 +154,69 @@ def test_a_pool_without_engines_takes_no_request_of_another(pools, edge):
     pools[CHAT].scale(1)
     pools[CHAT].becomes(1, timeout_s=120)
     eventually(lambda: _is(chat.complete().status, 200), timeout_s=60)
+
+
+def test_a_pool_that_is_emptied_deleted_applied_again_and_renamed_costs_the_other_nothing(pools, kube, edge):
+    """All the time the coder's requests succeed, and its sessions stay on their engines. Each status says
+    what is: of the pool that goes, and of the one whose gateway serves it."""
+    coder, chat = pools[CODER], pools[CHAT]
+    coder.scale(2)
+    coder.becomes(2, timeout_s=120)
+    with under_load(client(edge, MODELS[CODER]), sessions=4) as load:
+        load.goes_on()
+        stay = sessions(edge)
+        assert len(set(stay.values())) == 2
+        coder.patch(gateway={"serves": [CHAT]})
+        eventually(lambda: served_pools(coder, "True", "Available"), timeout_s=60)
+        for is_gone, reason in ((lambda: chat.scale(0), "PoolNotReady"), (chat.delete, "NoSuchPool")):
+            is_gone()
+            eventually(lambda: served_pools(coder, "False", reason), timeout_s=120)  # noqa: B023
+            eventually(lambda: _is(client(edge, MODELS[CHAT]).complete().status in (404, 503), True))
+            goes_on(load, coder, edge, stay)
+        chat.apply(replicas=1, **of_chat())
+        chat.becomes(1, timeout_s=180)
+        eventually(lambda: served_pools(coder, "True", "Available"), timeout_s=60)
+        eventually(lambda: _is(client(edge, MODELS[CHAT]).complete().status, 200), timeout_s=60)
+        goes_on(load, coder, edge, stay)
+        renamed = pools[RENAMED] = LivePool(kube, edge, RENAMED)
+        renamed.apply(replicas=1, **of_chat())
+        eventually(lambda: _is(renamed.conditions()["GatewayReady"], ("False", "NotNamed")), timeout_s=60)
+        coder.patch(gateway={"serves": [RENAMED]})
+        renamed.becomes(1, timeout_s=180)
+        eventually(lambda: _is(chat.conditions()["GatewayReady"], ("False", "NotNamed")), timeout_s=60)
+        chat.delete()
+        eventually(lambda: served_pools(coder, "True", "Available"), timeout_s=60)
+        eventually(
+            lambda: _is(owners(pools)[client(edge, MODELS[CHAT]).complete().decided], RENAMED), timeout_s=60
+        )
+        goes_on(load, coder, edge, stay)
+    assert load.failures == []
+    assert coder.pods("gateway")[0]["status"]["containerStatuses"][0]["restartCount"] == 0
+
+
+def of_chat():
+    return {"model": {"name": MODELS[CHAT]}, "gateway": {"parent": EDGE, "servedBy": CODER}}
+
+
+def sessions(edge):
+    """Return the engine of each of some sessions of the coder."""
+    coder = client(edge, MODELS[CODER])
+    return {n: coder.complete("some words " * 30, session=f"stays-{n}").decided for n in range(12)}
+
+
+def goes_on(load, coder, edge, stay):
+    """Assert that the coder lacks nothing: its load, its sessions, its own status."""
+    load.goes_on()
+    assert sessions(edge) == stay
+    assert {kind: coder.conditions()[kind][0] for kind in ("Ready", "EnginesReady", "RouteProgrammed")} == {
+        "Ready": "True",
+        "EnginesReady": "True",
+        "RouteProgrammed": "True",
+    }
+
+
+def served_pools(pool, status, reason):
+    assert pool.conditions()["ServedPoolsReady"] == (status, reason)
 
 
 def _is(found, wanted):

@@ -4,6 +4,8 @@ What scenarios use:
 
     pool             a pool as a scenario sees it: object, pods, conditions, and a client that asks it
     operators        operators of the test's own, killed at a chosen write
+    policies         NetworkPolicies enforced by an agent on each node
+    cert_manager     cert-manager's controllers
     http             one request, one answer, with times; load that counts failures
     lanes            scenarios side by side, on a cluster each
 
@@ -14,9 +16,10 @@ What the cluster is made of:
     kind             the same on kind, where there is Docker
     conformance      the inference extension's conformance suite, with our gateways as its pickers
     ai_gateway       Envoy AI Gateway, with which Envoy Gateway takes InferencePools
-    lwepp            the inference extension's own endpoint picker
+    epp              the inference extension's own endpoint picker
     envoy_gateway    Envoy Gateway from its own chart, and what it needs here
     perilune_image   our own images, by the Dockerfile
+    releases         an earlier release's chart and files
     nodes            containerd, kubelet and kube-proxy of a node; its labels and GPUs
     control_plane    etcd, API server, controller manager, scheduler, CoreDNS
     images           images without a registry

@@ -2,6 +2,8 @@
 
 import http.client
 import json
+import socket
+import ssl
 import threading
 import time
 from collections import Counter
@@ -56,6 +58,8 @@ class Client:
     address: str
     host: str
     model: str = "sim-30b"
+    trust: ssl.SSLContext | None = None
+    """Whose certificate of the host it accepts; None: plain HTTP."""
 
     def request(
         self,
@@ -68,6 +72,8 @@ class Client:
         """Send one request. Raises OSError and http.client.HTTPException as they come."""
         began = time.monotonic()
         connection = http.client.HTTPConnection(self.address, timeout=timeout_s)
+        if self.trust is not None:
+            connection.sock = self._handshake(self.trust, timeout_s)
         try:
             connection.request(method, path, body or None, {"host": self.host, **(headers or {})})
             got = connection.getresponse()
@@ -76,6 +82,11 @@ class Client:
             return Answer(got.status, fields, content, time.monotonic() - began)
         finally:
             connection.close()
+
+    def _handshake(self, trust: ssl.SSLContext, timeout_s: float) -> ssl.SSLSocket:
+        address, _, port = self.address.rpartition(":")
+        plain = socket.create_connection((address, int(port)), timeout_s)
+        return trust.wrap_socket(plain, server_hostname=self.host)
 
     def complete(
         self,

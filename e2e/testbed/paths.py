@@ -18,6 +18,7 @@ GO_BUILD = CACHE / "go" / "build"
 IMAGES = CACHE / "images"
 TOOLS = CHECKOUT / "e2e" / "tools"
 COLLECTOR = CHECKOUT / "e2e" / "collector"
+CERT_MANAGER = CHECKOUT / "e2e" / "certmanager"
 CONFORMANCE = CHECKOUT / "e2e" / "conformance"
 
 

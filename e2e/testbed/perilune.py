@@ -5,9 +5,10 @@ from typing import Any
 
 import yaml
 
+from testbed import releases
 from testbed.kube import Kube
 from testbed.paths import CHECKOUT
-from testbed.perilune_image import NAME, STATE_NAME
+from testbed.perilune_image import NAME, STATE_NAME, release_name
 
 NAMESPACE = "perilune-system"
 OPERATOR = "perilune-operator"
@@ -17,12 +18,26 @@ POOL = Path(__file__).resolve().parents[1] / "manifests" / "pool.yaml"
 
 def install(kube: Kube, *settings: str) -> None:
     """Install the operator, and wait until it is ready. `settings`: `key=value` of the chart."""
-    repository, tag = NAME.rsplit(":", 1)
-    image = f"image.repository={repository},image.tag={tag},image.pullPolicy=Never,stateImage={STATE_NAME}"
-    values = ["--set-string", image, *(f"--set={made}" for made in settings)]
+    _install(
+        kube, CHART, NAME, f"--set-string=stateImage={STATE_NAME}", *(f"--set={made}" for made in settings)
+    )
+
+
+def install_release(kube: Kube, version: str) -> None:
+    """Install the operator of a release in place of what there is, its CRD first."""
+    _install(kube, releases.chart(version), release_name(version))
+
+
+def uninstall(kube: Kube) -> None:
+    kube.helm("uninstall", "perilune", "-n", NAMESPACE, "--wait", "--ignore-not-found")
+
+
+def _install(kube: Kube, chart: Path, image: str, *values: str) -> None:
+    repository, tag = image.rsplit(":", 1)
+    ours = f"--set-string=image.repository={repository},image.tag={tag},image.pullPolicy=Never"
     # helm installs CRDs, and never touches them again
-    kube.ctl("apply", "--server-side", "--force-conflicts", "-f", str(CHART / "crds"))
-    kube.install("perilune", CHART, NAMESPACE, *values)
+    kube.ctl("apply", "--server-side", "--force-conflicts", "-f", str(chart / "crds"))
+    kube.install("perilune", chart, NAMESPACE, ours, *values)
 
 
 def apply_pool(kube: Kube, document: Path = POOL, timeout_s: float = 120) -> None:

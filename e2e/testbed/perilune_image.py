@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from testbed import images
+from testbed import images, releases
 from testbed.paths import CHECKOUT, IMAGES, exclusive
 from testbed.shell import run, step, succeeds
 
@@ -42,6 +42,18 @@ def engine_archive() -> Path:
     arguments = ("--build-arg", f"BASE={_BASE}", "--target", "engine", str(CHECKOUT))
     title = "building the simulated engine's image"
     return _archive(ENGINE_NAME, "perilune-engine", _digest_of_sources(), title, arguments)
+
+
+def release_name(version: str) -> str:
+    """Return the name of a release's image."""
+    return f"{NAME.rsplit(':', 1)[0]}:{version}"
+
+
+def release_archive(version: str) -> Path:
+    """Return an OCI archive of a release: operator and gateway; up to 0.1.0 the simulated engine, too."""
+    name, arguments = release_name(version), ("--build-arg", f"BASE={_BASE}", str(releases.checkout(version)))
+    made_of = releases.RELEASES[version]
+    return _archive(name, f"perilune-{version}", made_of, f"building our image of {version}", arguments)
 
 
 def store_archive() -> Path:

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from testbed.paths import BIN, COLLECTOR, CONFORMANCE, GO_BUILD, GO_MODULES, TOOLS
+from testbed.paths import BIN, CERT_MANAGER, COLLECTOR, CONFORMANCE, GO_BUILD, GO_MODULES, TOOLS
 from testbed.shell import ClusterError, run, step
 
 KUBERNETES = "v1.36.2"
@@ -23,7 +23,11 @@ LWS_FOLDER = GO_MODULES / "@".join(LEADER_WORKER_SET)
 AI_GATEWAY = ("github.com/envoyproxy/ai-gateway", "v1.0.0")
 AI_GATEWAY_FOLDER = GO_MODULES / "@".join(AI_GATEWAY)
 INFERENCE_EXTENSION = ("sigs.k8s.io/gateway-api-inference-extension", "v1.6.0")
-INFERENCE_EXTENSION_FOLDER = GO_MODULES / "@".join(INFERENCE_EXTENSION)
+PICKER = (INFERENCE_EXTENSION[0], "v1.5.0")
+PICKER_FOLDER = GO_MODULES / "@".join(PICKER)
+KUBE_ROUTER = ("github.com/cloudnativelabs/kube-router/v2", "v2.1.0")
+KUBE_ROUTER_FOLDER = GO_MODULES / "@".join(KUBE_ROUTER)
+CERT_MANAGER_MODULE = ("github.com/cert-manager/cert-manager", "v1.19.1")
 KEDA = ("github.com/kedacore/keda/v2", "v2.17.2")
 CONFORMANCE_SUITE = (f"{INFERENCE_EXTENSION[0]}/conformance", INFERENCE_EXTENSION[1])
 _GATEWAY_API_CONFORMANCE = ("sigs.k8s.io/gateway-api/conformance", "v1.6.1")
@@ -69,7 +73,9 @@ PROGRAMS = {
         Program("lws", "./cmd", LEADER_WORKER_SET[1], module=LWS_FOLDER),
         Program("otel-collector", ".", "v0.165.0", module=COLLECTOR),
         Program("ai-gateway", "./cmd/controller", AI_GATEWAY[1], module=AI_GATEWAY_FOLDER),
-        Program("lwepp", "./cmd/lwepp", INFERENCE_EXTENSION[1], module=INFERENCE_EXTENSION_FOLDER),
+        Program("epp", "./cmd/epp", PICKER[1], module=PICKER_FOLDER),
+        Program("kube-router", "./cmd/kube-router", KUBE_ROUTER[1], module=KUBE_ROUTER_FOLDER),
+        Program("cert-manager", ".", CERT_MANAGER_MODULE[1], module=CERT_MANAGER),
         Program("conformance", ".", CONFORMANCE_SUITE[1], module=CONFORMANCE),
         Program(
             "echo-basic",
@@ -95,6 +101,8 @@ PACKAGES = {
     "runc": "runc",
     "ctr": "containerd",
     "nft": "nftables",
+    "iptables": "iptables",
+    "ipset": "ipset",
     "ip": "iproute2",
     "tc": "iproute2",
     "busybox": "busybox-static",

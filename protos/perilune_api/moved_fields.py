@@ -1,4 +1,5 @@
-"""Where the fields of the former flat `routing.params` are now, for the error that refuses them."""
+"""Former fields of pools: where those of the flat `routing.params` are now, for the error that refuses them,
+and `routing.policy` as 0.1.0 had it, which is still read."""
 
 from collections.abc import Mapping
 
@@ -37,6 +38,18 @@ GONE = frozenset(
     }
 )
 """Fields that no gateway acted on, so that they have no new place."""
+
+
+def with_policy_object(spec: object) -> object:
+    """Return the spec with `policy: {name: NAME}` for `policy: NAME`. The CRD of 0.1.0 wrote the latter
+    into every pool, as a default, so pools whose owners never wrote it have it."""
+    routing = spec.get("routing") if isinstance(spec, Mapping) else None
+    if not isinstance(spec, Mapping) or not isinstance(routing, Mapping):
+        return spec
+    policy = routing.get("policy")
+    if not isinstance(policy, str):
+        return spec
+    return {**spec, "routing": {**routing, "policy": {"name": policy}}}
 
 
 def explain(spec: object) -> str:

@@ -32,6 +32,7 @@ def convert(spec: object) -> InferencePoolSpec:
     """Convert an object's `spec`, as the API server gives it, to checked structs. Ignore fields that are
     unknown here: they belong to a newer CRD, and the API server refuses typos. Raises SpecError with the
     path."""
+    spec = moved_fields.with_policy_object(spec)
     if moved := moved_fields.explain(spec):
         raise SpecError(moved)
     try:

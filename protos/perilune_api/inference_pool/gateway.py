@@ -54,8 +54,8 @@ class TlsSpec(Struct, frozen=True):
     issuer_kind: Literal["Issuer", "ClusterIssuer"] = "Issuer"
     """Kind of that issuer. An Issuer is in the pool's namespace."""
     client_certificates: bool = False
-    """Whether the gateway also requires a certificate of Envoy, signed by the CA in ca.crt. With Envoy
-    Gateway, spec.backendTLS.clientCertificateRef of the EnvoyProxy names it."""
+    """Whether the gateway also requires a certificate of Envoy, signed by the CA in ca.crt. Leave it off with
+    Envoy Gateway up to 1.9.1, which hands its Envoys no certificate for external processors."""
 
 
 class SharedStateSpec(Struct, frozen=True):

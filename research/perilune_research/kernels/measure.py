@@ -112,7 +112,7 @@ def timed(work: Callable[[], Any], graph: bool) -> float:
         run = work
     for _ in range(2):
         run()
-    seconds = []
+    seconds: list[float] = []
     for _ in range(7):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()

@@ -1,7 +1,9 @@
-"""The inference extension's own endpoint picker, the lightweight one: its image, and its objects for a pool.
+"""The inference extension's own endpoint picker: its image, its kinds, and its objects for a pool.
 
-It reads the InferencePool and its pods, takes them in turn, and is asked over TLS with a certificate of its
-own making.
+It reads the InferencePool, its pods and their metrics, and is asked over TLS with a certificate of its own
+making. 1.5 is the last version of the extension that has it. The picker of 1.6 (`lwepp`) answers each piece
+of a body with a message that Envoy takes for spurious where bodies are streamed both ways, so that every
+request fails.
 """
 
 from pathlib import Path
@@ -9,16 +11,25 @@ from typing import Any
 
 from testbed import images, programs
 
-IMAGE = "perilune.test/lwepp:1"
+IMAGE = "perilune.test/epp:1"
 
 Object = dict[str, Any]
 
 
 def archive() -> Path:
-    """Return an OCI archive of it. Build it if it is missing, which takes two minutes, once."""
-    programs.module(*programs.INFERENCE_EXTENSION)
-    programs.ensure(("lwepp",))
-    return images.archive(IMAGE, programs.path("lwepp"), "lwepp")
+    """Return an OCI archive of it. Build it if it is missing, which takes some minutes, once."""
+    programs.module(*programs.PICKER)
+    programs.ensure(("epp",))
+    return images.archive(IMAGE, programs.path("epp"), "epp")
+
+
+def kinds() -> list[Path]:
+    """Return the files of the CRDs that it reads, besides InferencePools."""
+    folder = programs.module(*programs.PICKER) / "config" / "crd" / "bases"
+    return [
+        folder / f"inference.networking.x-k8s.io_inference{kind}.yaml"
+        for kind in ("objectives", "modelrewrites")
+    ]
 
 
 def objects(name: str, namespace: str, pool: str) -> list[Object]:
@@ -26,13 +37,17 @@ def objects(name: str, namespace: str, pool: str) -> list[Object]:
     meta = {"name": name, "namespace": namespace}
     rights = [
         {"apiGroups": ["inference.networking.k8s.io"], "resources": ["inferencepools"]},
+        {
+            "apiGroups": ["inference.networking.x-k8s.io"],
+            "resources": ["inferenceobjectives", "inferencemodelrewrites"],
+        },
         {"apiGroups": [""], "resources": ["pods"]},
     ]
     container = {
         "name": "picker",
         "image": IMAGE,
         "imagePullPolicy": "Never",
-        "args": [f"--pool-name={pool}", f"--pool-namespace={namespace}"],
+        "args": [f"--pool-name={pool}", f"--pool-namespace={namespace}", "--metrics-endpoint-auth=false"],
         "ports": [{"containerPort": 9002}],
         "readinessProbe": {"grpc": {"port": 9003, "service": "inference-extension"}, "periodSeconds": 1},
         "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}},

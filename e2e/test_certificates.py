@@ -1,0 +1,229 @@
+"""Certificates by cert-manager for what a request passes: they are issued, and renewed under load.
+
+A client verifies the Gateway's listener, whose certificate is the Gateway's owner's. Envoy verifies our
+gateway, whose certificate the operator asks for (`gateway.tls.issuer`). With `clientCertificates` our gateway
+also verifies who asks it; Envoy Gateway 1.9.1 never hands its Envoys their certificate for that (its
+translator forgets the Secret of an external processor), so a client of the test's asks instead. Engines are
+asked in plain text.
+"""
+
+import socket
+import ssl
+
+import pytest
+
+from perilune_api import names
+from testbed import cert_manager, envoy_gateway
+from testbed.http import eventually, under_load
+from testbed.pool import LivePool
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+NAME, NAMESPACE, HOST = "sealed", "default", "sealed.test"
+ROOT, CA = "sealed-root", "sealed-ca"
+LISTENER, CLIENT = "sealed-listener", "sealed-client"
+GATEWAY = names.gateway_name(NAME)
+GATEWAY_SECRET = f"{GATEWAY}-tls"
+REFRESH_S = 180
+"""A kubelet takes a minute or two until a pod's files are those of a changed Secret."""
+
+
+def certificates():
+    """Return a root that signs itself, and two certificates of the Gateway's owner."""
+    return (
+        cert_manager.issuer(ROOT, NAMESPACE, selfSigned={}),
+        cert_manager.certificate(CA, NAMESPACE, ROOT, isCA=True, commonName=CA),
+        cert_manager.issuer(CA, NAMESPACE, ca={"secretName": CA}),
+        cert_manager.certificate(LISTENER, NAMESPACE, CA, dnsNames=[HOST]),
+        cert_manager.certificate(CLIENT, NAMESPACE, CA, commonName="client", usages=["client auth"]),
+    )
+
+
+def gateway(kube):
+    """Return a Gateway with TLS; its Envoy is as that of the Gateway `edge/edge`."""
+    proxy = kube.get("envoyproxy", "edge", "-n", "edge")["spec"]
+    meta = {"name": NAME, "namespace": NAMESPACE}
+    parameters = {"group": "gateway.envoyproxy.io", "kind": "EnvoyProxy", "name": NAME}
+    listener = {
+        "name": "https",
+        "port": 443,
+        "protocol": "HTTPS",
+        "tls": {"mode": "Terminate", "certificateRefs": [{"name": LISTENER}]},
+    }
+    return (
+        {
+            "apiVersion": "gateway.envoyproxy.io/v1alpha1",
+            "kind": "EnvoyProxy",
+            "metadata": meta,
+            "spec": proxy,
+        },
+        {
+            "apiVersion": "gateway.networking.k8s.io/v1",
+            "kind": "Gateway",
+            "metadata": meta,
+            "spec": {
+                "gatewayClassName": "envoy",
+                "infrastructure": {"parametersRef": parameters},
+                "listeners": [listener],
+            },
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def sealed(cluster, kube, edge, operator):
+    """Yield a pool behind that Gateway. Its failOpen is off: an answer is a decision."""
+    with cert_manager.running(cluster):
+        kube.apply(*certificates())
+        for name in (CA, LISTENER, CLIENT):
+            kube.wait("condition=Ready", f"certificate/{name}", "-n", NAMESPACE, timeout_s=90)
+        kube.apply(*gateway(kube))
+        kube.wait("condition=Programmed", f"gateway/{NAME}", "-n", NAMESPACE, timeout_s=120)
+        pool = LivePool(kube, f"{service(kube)['spec']['clusterIP']}:443", NAME)
+        pool.client.trust = ssl.create_default_context(
+            cadata=cert_manager.issued(kube, LISTENER, NAMESPACE)["ca.crt"]
+        )
+        pool.apply(
+            replicas=2,
+            gateway={
+                "parent": {"name": NAME},
+                "hostnames": [HOST],
+                "failOpen": False,
+                "tls": {"issuer": CA},
+            },
+        )
+        try:
+            pool.becomes(2, timeout_s=180)
+            eventually(pool.answers, timeout_s=90)
+            yield pool
+        finally:
+            pool.delete()
+            for kind in ("gateway", "envoyproxy"):
+                kube.ctl("delete", f"{kind}/{NAME}", "-n", NAMESPACE, "--ignore-not-found")
+            kube.ctl("delete", "certificate", CA, LISTENER, CLIENT, "-n", NAMESPACE, "--ignore-not-found")
+            kube.ctl("delete", "issuer", ROOT, CA, "-n", NAMESPACE, "--ignore-not-found")
+            secrets = (CA, LISTENER, CLIENT, GATEWAY_SECRET)
+            kube.ctl("delete", "secret", *secrets, "-n", NAMESPACE, "--ignore-not-found")
+
+
+def of_our_gateway():
+    return ("-n", envoy_gateway.NAMESPACE, "-l", f"gateway.envoyproxy.io/owning-gateway-name={NAME}")
+
+
+def service(kube):
+    (found,) = kube.get("service", *of_our_gateway())
+    return found
+
+
+def presented(address, port, trust):
+    """Return the certificate that a server presents."""
+    with (
+        socket.create_connection((address, port), 10) as plain,
+        trust.wrap_socket(plain, server_hostname=HOST) as sealed,
+    ):
+        return sealed.getpeercert(binary_form=True)
+
+
+def of_listener(pool):
+    address, _, port = pool.client.address.rpartition(":")
+    return presented(address, int(port), pool.client.trust)
+
+
+def client_files(kube, folder):
+    """Write a client's certificate and key, and return their files."""
+    for name, content in cert_manager.issued(kube, CLIENT, NAMESPACE).items():
+        (folder / name).write_text(content)
+    return folder / "tls.crt", folder / "tls.key"
+
+
+def of_gateway(pool, folder):
+    """Return the certificate of our gateway, as it is shown to a client that has one itself."""
+    (pod,) = pool.pods("gateway")
+    files = client_files(pool.kube, folder)
+    trust = ssl.create_default_context(cafile=folder / "ca.crt")
+    trust.check_hostname = False
+    trust.load_cert_chain(*files)
+    return presented(pod["status"]["podIP"], 9002, trust)
+
+
+def answers_a_preface(pod, trust):
+    """Return whether the gateway speaks HTTP/2 with a client of that trust. With TLS 1.3 the handshake alone
+    does not tell a client that it is refused."""
+    try:
+        address = (pod["status"]["podIP"], 9002)
+        with socket.create_connection(address, 10) as plain, trust.wrap_socket(plain) as connection:
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5))
+            return connection.recv(9) != b""
+    except OSError:
+        return False
+
+
+def renewed(kube, name, secret=""):
+    """Have it renewed, and return the new one."""
+    secret = secret or name
+    before = cert_manager.issued(kube, secret, NAMESPACE)["tls.crt"]
+    cert_manager.renew(kube, name, NAMESPACE)
+
+    def changed():
+        assert cert_manager.issued(kube, secret, NAMESPACE)["tls.crt"] != before
+
+    eventually(changed, timeout_s=60)
+    return cert_manager.issued(kube, secret, NAMESPACE)["tls.crt"]
+
+
+def assert_equal(found, wanted):
+    assert found == wanted
+
+
+def test_each_part_has_what_was_issued(sealed, kube, tmp_path):
+    issued = {
+        name: cert_manager.issued(kube, name, NAMESPACE)["tls.crt"] for name in (LISTENER, GATEWAY_SECRET)
+    }
+    assert of_listener(sealed) == cert_manager.der(issued[LISTENER])
+    assert of_gateway(sealed, tmp_path) == cert_manager.der(issued[GATEWAY_SECRET])
+
+
+def test_nothing_drops_while_all_certificates_are_renewed(sealed, kube, tmp_path):
+    """Short requests on connections of their own, and answers that are streamed while certificates change."""
+    (pod,) = sealed.pods("gateway")
+    with (
+        under_load(sealed.client, sessions=4) as short,
+        under_load(sealed.client, sessions=2, stream=True, max_tokens=2_000, ignore_eos=True) as long,
+    ):
+        short.goes_on()
+        new = cert_manager.der(renewed(kube, LISTENER))
+        eventually(lambda: assert_equal(of_listener(sealed), new), REFRESH_S)
+        short.goes_on()
+        new = cert_manager.der(renewed(kube, GATEWAY, GATEWAY_SECRET))
+        eventually(lambda: assert_equal(of_gateway(sealed, tmp_path), new), REFRESH_S)
+        short.goes_on()
+        long.goes_on(2)
+    assert short.failures + long.failures == []
+    (after,) = sealed.pods("gateway")
+    assert after["metadata"]["uid"] == pod["metadata"]["uid"], "the gateway was not restarted"
+
+
+def test_our_gateway_asks_for_a_certificate_and_takes_a_renewed_one(sealed, kube, tmp_path):
+    (pod,) = sealed.pods("gateway")
+    assert answers_a_preface(pod, client(tmp_path, None)), "it asks nobody for one before"
+    sealed.patch(gateway={"tls": {"clientCertificates": True}})
+    eventually(lambda: assert_equal([is_strict(pod) for pod in sealed.all_pods("gateway")], [True]), 120)
+    (pod,) = sealed.pods("gateway")
+    for _ in range(2):
+        eventually(lambda: assert_equal(answers_a_preface(pod, client(tmp_path, kube)), True), timeout_s=60)
+        assert not answers_a_preface(pod, client(tmp_path, None))
+        renewed(kube, CLIENT)
+
+
+def is_strict(pod):
+    return any(word.startswith("--tls-client-ca") for word in pod["spec"]["containers"][0]["args"])
+
+
+def client(folder, kube):
+    """Return what a client says that verifies nothing; with `kube` it has a certificate."""
+    trust = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
+    trust.set_alpn_protocols(["h2"])
+    if kube is not None:
+        trust.load_cert_chain(*client_files(kube, folder))
+    return trust
