@@ -46,6 +46,7 @@ def trying(routing: Routing, observed: Observed) -> Trying | None:
         return None
     trial = trial_of(routing)
     before = _stored(observed)
+    state: State
     if before is not None and before.trial == trial and before.state is not State.RUNNING:
         state, reason, message = before.state, Reason(before.reason), before.message
     else:

@@ -1,8 +1,6 @@
 """Shadow policies and a canary in a real gateway: opinions come from a process of their own, and both arms'
 requests are counted as they end."""
 
-import asyncio
-from itertools import count
 from typing import Any
 
 import aiohttp
@@ -20,6 +18,8 @@ ROUTING = spec.Routing(
     canary=spec.Canary(policy=chosen("least_loaded"), share=0.5),
 )
 
+MOST_TURNS = 500
+
 
 async def page(stack: Stack, http: aiohttp.ClientSession, path: str) -> Any:
     async with http.get(stack.admin_url + path) as answer:
@@ -27,29 +27,36 @@ async def page(stack: Stack, http: aiohttp.ClientSession, path: str) -> Any:
         return await answer.json()
 
 
-async def turn(stack: Stack, http: aiohttp.ClientSession, session: str) -> None:
-    body = {"model": OPTIONS.model, "prompt": "word " * 100, "max_tokens": 4}
+async def turn(stack: Stack, http: aiohttp.ClientSession, session: str, number: int) -> None:
+    prompt = f"{session} {number} " + "word " * 100
+    body = {"model": OPTIONS.model, "prompt": prompt, "max_tokens": 4, "stream": True}
+    body["stream_options"] = {"include_usage": True}
     headers = {"x-session-id": session}
     async with http.post(stack.url + "/v1/completions", json=body, headers=headers) as answer:
-        assert answer.status == 200, await answer.text()
+        text = await answer.text()
+        assert answer.status == 200, text
 
 
 def known(trying: Any) -> bool:
     """Return whether each shadow policy has judged, and all is known of both arms."""
     judged = all(policy["agreement"] is not None for policy in trying["shadow"]["policies"])
     return judged and None not in [
-        value for arm in trying["canary"]["arms"].values() for value in arm.values()
+        value
+        for arm in trying["canary"]["arms"].values()
+        for name, value in arm.items()
+        if name != "tpot_s"  # by default the gateway does not see answers
     ]
 
 
 async def test_shadow_policies_and_a_canary_of_a_real_gateway() -> None:
     async with Stack(engines=2, options=OPTIONS, routing=ROUTING) as stack, aiohttp.ClientSession() as http:
-        async with asyncio.timeout(90):
-            for number in count():
-                await turn(stack, http, f"session-{number % 20}")
-                trying = await page(stack, http, "/api/trying")
-                if number > 20 and known(trying):
-                    break
+        trying: Any = None
+        for number in range(MOST_TURNS):
+            await turn(stack, http, f"session-{number % 20}", number)
+            trying = await page(stack, http, "/api/trying")
+            if number > 20 and known(trying):
+                break
+        assert known(trying), trying
         shadow, canary = trying["shadow"], trying["canary"]
         assert [(policy["policy"], policy["off"]) for policy in shadow["policies"]] == [
             ("perilune", ""),

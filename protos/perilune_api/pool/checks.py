@@ -20,6 +20,8 @@ def check(pool: Pool) -> None:
         )
     if not spec.routing.policy.is_known:
         raise SpecError(f"{unknown_policy(spec.routing.policy.name)} - at `$.spec.routing.policy.name`")
+    if (canary := spec.routing.canary) and not canary.policy.is_known:
+        raise SpecError(f"{unknown_policy(canary.policy.name)} - at `$.spec.routing.canary.policy.name`")
     if spec.engine.selector is not None:
         _check_ports(spec.engine.selector)
     seen: set[str] = set()

@@ -67,13 +67,8 @@ class Shadow:
         starts: Start = start,
         hang_s: float = HANG_S,
     ) -> None:
-        self._version, self._clock, self._rng, self._starts, self._hang_s = (
-            version,
-            clock,
-            rng,
-            starts,
-            hang_s,
-        )
+        self._version, self._clock, self._rng = version, clock, rng
+        self._starts, self._hang_s = starts, hang_s
         self._queue: deque[DecisionRecord] = deque()
         self._headed = False
         """Whether the process knows the pool document's routing."""
@@ -177,8 +172,8 @@ class Shadow:
         hear, changed = asyncio.create_task(self._hear(process)), asyncio.create_task(self._changed.wait())
         try:
             done, _ = await asyncio.wait((watch, hear, changed), return_when=asyncio.FIRST_COMPLETED)
-            if hear in done and (error := hear.exception()):
-                log.error("process of shadow policies says nonsense", exc_info=error)
+            if hear in done and (nonsense := hear.exception()):
+                log.error("process of shadow policies says nonsense", exc_info=nonsense)
         finally:
             for task in (watch, feed, hear, changed):
                 task.cancel()
