@@ -137,6 +137,7 @@ class Popen:
 
 
 MODULES = ("perilune_gateway.main", "perilune_lab.engine.main")
+IMPORTED_FROM = os.environ.get("PYTHONPATH")
 _spawn = child.spawn
 ENGINE = (sys.executable, "-P", "-m", "perilune_lab.cli", "engine")
 
@@ -179,9 +180,10 @@ class Spawned:
 async def spawn(
     command: Sequence[str], env: Mapping[str, str], log: Path
 ) -> Spawned | asyncio.subprocess.Process:
-    """Stand in for `child.spawn`: a gateway or an engine is a fork, any other program is started as ever."""
+    """Stand in for `child.spawn`: a gateway or an engine is a fork, any other program is started as ever, and
+    so is one that imports from elsewhere."""
     module, arguments = _module(command)
-    if module not in MODULES:
+    if module not in MODULES or env.get("PYTHONPATH") != IMPORTED_FROM:
         return await _spawn(command, env, log)
     forks = _forks(module)
     there, here = os.pipe()

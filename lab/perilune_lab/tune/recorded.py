@@ -37,7 +37,7 @@ class Request:
     ending: Ending | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Recording:
     """What was read of decision logs."""
 
