@@ -2,8 +2,10 @@
 
 KV events make a chain longer (`stored`), also during turns that were not read. The *fork* is the end of the
 last prompt: a chat template may render an answer differently in the next prompt (without its reasoning), so
-the chain can continue there too. At most `max_blocks` blocks are kept; the chains that were used least
-recently are forgotten first. What a host still caches of a chain is a question for the prefix index.
+the chain can continue there too, or a block before, where the prompt's last block has words of the template
+that the next prompt leaves out (Qwen3's empty thinking). At most `max_blocks` blocks are kept; the chains
+that were used least recently are forgotten first. What a host still caches of a chain is a question for the
+prefix index.
 
 `stored` costs O(blocks of the event) and copies the chain that it makes longer; all else costs O(1).
 """
@@ -24,7 +26,7 @@ class Chains:
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
         self._by_end: dict[int, Session] = {}
-        """Last block of a chain, or block at its fork → its session."""
+        """Block where a chain may continue (`_ends`) → its session."""
         self._chained: OrderedDict[SessionKey, Session] = OrderedDict()
         """The sessions that have a chain, the one whose chain changed least recently first."""
         self._blocks = 0
@@ -34,11 +36,12 @@ class Chains:
         """Replace the session's chain."""
         by_end = self._by_end
         for end in self._ends(session):
-            if by_end.get(end) is session:
-                del by_end[end]
+            if by_end.get(session.chain[end - 1]) is session:
+                del by_end[session.chain[end - 1]]
         self._blocks += len(chain) - len(session.chain)
         session.chain, session.fork = chain, fork
-        by_end.update(dict.fromkeys(self._ends(session), session))
+        for end in self._ends(session):
+            by_end[chain[end - 1]] = session
         self._chained.pop(session.key, None)
         if chain:
             self._chained[session.key] = session
@@ -59,9 +62,12 @@ class Chains:
         session = by_end.get(end)
         if session is None or session.host != host or not blocks:
             return None
+        length = next(n for n in self._ends(session) if session.chain[n - 1] == end)
+        if length < session.fork and not session.unconfirmed:
+            return None  # its prompt was read: these blocks are another's, with the same beginning
         news = blocks[at + 1 :]
         if news:
-            known = session.chain if end == session.tail else session.chain[: session.fork]
+            known = session.chain[:length]
             # The blocks of a prompt come first and mostly in one event, those of an answer one by one.
             prompt = session.unconfirmed or len(news) > stride
             chain = array("Q", known)
@@ -72,5 +78,6 @@ class Chains:
         return session, len(blocks) * block_size
 
     @staticmethod
-    def _ends(session: Session) -> set[int]:
-        return {session.chain[at - 1] for at in (len(session.chain), session.fork) if at}
+    def _ends(session: Session) -> Sequence[int]:
+        """Return the lengths at which the chain may continue, the longest first."""
+        return [n for n in (len(session.chain), session.fork, session.fork - 1) if n > 0]

@@ -150,6 +150,27 @@ def test_a_prompt_may_go_on_from_the_end_of_the_last_one(sessions: Sessions) -> 
     assert (session.tail, session.fork, session.context_tokens) == (24, 4, 80)
 
 
+def test_a_prompt_may_go_on_a_block_before_the_end_of_the_last_one(sessions: Sessions) -> None:
+    """The last block of the prompt ended with words of the template that the next prompt leaves out."""
+    session = bound(sessions)
+    sessions.routed(session, [10, 11, 12])
+    sessions.blocks_stored("h", 12, [13], 16)  # its answer
+    sessions.unread(session, 120, 480)
+    assert sessions.blocks_stored("h", 11, [22, 23, 24], 16) == (session, 48)
+    assert (list(session.chain), session.fork) == ([10, 11, 22, 23, 24], 5)
+    sessions.unread(session, 140, 560)
+    assert sessions.blocks_stored("h", 23, [34, 35], 16) == (session, 32), "and so does the one after it"
+    assert list(session.chain) == [10, 11, 22, 23, 34, 35]
+
+
+def test_a_prompt_that_was_read_goes_on_at_no_earlier_block(sessions: Sessions) -> None:
+    """Another session's prompt begins with the same blocks."""
+    session = bound(sessions)
+    sessions.routed(session, [10, 11, 12])
+    assert sessions.blocks_stored("h", 11, [22, 23], 16) is None
+    assert list(session.chain) == [10, 11, 12]
+
+
 @pytest.mark.parametrize(
     ("parent", "stored", "chain"),
     [
