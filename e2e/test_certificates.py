@@ -205,7 +205,7 @@ def test_nothing_drops_while_all_certificates_are_renewed(sealed, kube, tmp_path
 
 def test_our_gateway_asks_for_a_certificate_and_takes_a_renewed_one(sealed, kube, tmp_path):
     (pod,) = sealed.pods("gateway")
-    assert answers_a_preface(pod, client(tmp_path, None)), "it asks nobody for one before"
+    assert answers_a_preface(pod, client(tmp_path, None)), "before, it asks clients for no certificate"
     sealed.patch(gateway={"tls": {"clientCertificates": True}})
     eventually(lambda: assert_equal([is_strict(pod) for pod in sealed.all_pods("gateway")], [True]), 120)
     (pod,) = sealed.pods("gateway")

@@ -59,7 +59,7 @@ class Client:
     host: str
     model: str = "sim-30b"
     trust: ssl.SSLContext | None = None
-    """Whose certificate of the host it accepts; None: plain HTTP."""
+    """Checks the host's certificate; None for plain HTTP."""
 
     def request(
         self,

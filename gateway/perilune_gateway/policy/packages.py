@@ -3,9 +3,9 @@
     entry points ─▶ find ─▶ Found: a policy, or why it cannot be used
     request, candidates, parameters, rng ─▶ call ─▶ Verdict, or PolicyError
 
-A package that cannot be loaded, or whose policy has a name that is taken, harms nobody: `Found.problem` says
+A package that cannot be loaded, or whose policy has a name that is taken, is left out: `Found.problem` says
 what is wrong with it. `call` raises PolicyError for a policy that raises, and for an answer that no gateway
-could carry out. Checking an answer costs about a tenth of a microsecond for each candidate.
+could carry out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NOT_CHOSEN = frozenset({Reason.PASS_THROUGH, Reason.FORCED, Reason.PLANNED, Reas
 
 
 class FaultKind(StrEnum):
-    """What is wrong with one call of a policy."""
+    """How one call of a policy went wrong."""
 
     RAISED = "raised"
     """It raised an exception."""

@@ -4,7 +4,7 @@
 
 1. It says Ready.
 2. Every policy decides each decision again, with the recorded facts and the recorded random seed, and says an
-   Opinion at once: whoever reads knows which policy is at work, should this process hang or end.
+   Opinion at once. So the gateway knows which policy was at work if this process hangs or ends.
 3. After a decision it says Done, with the CPU time that the decision took.
 
 The two choices are compared by one yardstick, the predicted seconds to the first token (explain's
