@@ -28,6 +28,11 @@ PromptSeen = Callable[[Sequence[int], Sequence[int], str, str, float], object]
 class TokenizesNow(Protocol):
     """The part of request.tokens.Tokenizer that the router uses."""
 
+    @property
+    def rewrites_answers(self) -> bool:
+        """Whether the chat template may write an answer into the next prompt otherwise than an engine
+        generated it."""
+
     def now(self, request: ParsedRequest) -> Tokens | None:
         """Return the tokens, or None if tokenizing has to wait for a thread or an engine."""
 
@@ -58,6 +63,11 @@ class Prompts:
         self._loras = {lora.name for lora in spec.model.loras}
         self._salts = spec.routing.cache_salt == "tenant"
         self._splits = any(endpoint.role is Role.PREFILL for endpoint in spec.endpoints)
+
+    def rewrites_answers(self, api: paths.Api | None) -> bool:
+        """Return whether the next prompt of a conversation may have its answers otherwise than an engine
+        generated them. A completion's prompt is what the client writes."""
+        return api in (paths.Api.CHAT, paths.Api.MESSAGES) and self._tokenizer.rewrites_answers
 
     def tokens(self, request: ParsedRequest) -> Tokens | None:
         """Return the prompt's tokens, or None if a thread or an engine has to count them."""

@@ -74,6 +74,8 @@ class SessionTurns:
         request, session, sessions = fact.request, fact.request.session, self._state.sessions
         if session and session.host == request.target:
             self._count_failures(session, request.status, fact.wrong, answered=fact.answered)
+        if session and fact.answered and not request.blocks and request.cached_tokens is not None:
+            session.forked = session.forked or request.cached_tokens < request.forecast.held_tokens
         if request.final and session and (session.ticket == request.ticket or not session.inferred):
             sessions.free(session.key)
         self._turn_ended(request, fact.now)

@@ -139,13 +139,17 @@ class PoolState:
         here = {session.host: held} if held else {}
         return Matches(len(chain), here, here, here, longest=held)
 
+    def announces(self, session: Session) -> bool:
+        """Return whether the session's host announces what it caches."""
+        endpoint = self.fleet.get(session.host)
+        return endpoint is not None and bool(endpoint.events)
+
     def knows(self, session: Session, body_bytes: int) -> bool:
         """Return whether the headers of a turn with a body of this length suffice to tell what its host
         caches. They do not if the chain is not known although the host announces blocks, or if another
         replica knows more of it, nor if the body is shorter than the last one: then it was rewritten, and may
         differ from it anywhere, nor after a turn that asked for a model that the host does not serve."""
-        endpoint = self.fleet.get(session.host)
-        chained = session.chain or not (endpoint and endpoint.events)
+        chained = session.chain or not self.announces(session)
         follows = bool(chained) and session.follows and not session.unserved
         return follows and body_bytes >= session.body_bytes
 

@@ -21,7 +21,7 @@ decoding the JSON.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,8 @@ class Form:
     """It has words for the role `developer`."""
     unthinking: str = "none"
     """The effort that stands for Anthropic's disabled thinking."""
+    rewrites_answers: bool = False
+    """It may write an answer into the next prompt otherwise than an engine generated it."""
 
 
 ANY_FORM = Form()
@@ -82,6 +84,30 @@ def unthinking(greetings: Mapping[str, object]) -> str:
     greeting with `none` and with each of EFFORTS; None if it refuses."""
     silent = greetings["none"]
     return "low" if silent is None or silent in [greetings[effort] for effort in EFFORTS] else "none"
+
+
+def rewrites_answers(render: Callable[[list[Message], bool, Mapping[str, Any]], str | None]) -> bool:
+    """Return whether a template may write an answer into the next prompt otherwise than an engine generated
+    it. It does if it has words for thoughts, since later prompts, or clients, leave them out; if it removes
+    thoughts from a text; or if it ends a prompt with words that the next prompt does not have.
+
+    `render` takes messages, whether an answer begins after them, and the template's arguments; it returns
+    None if the template refuses them.
+    """
+    asks, answers = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}
+    thinks = answers | {"reasoning": "Why", "reasoning_content": "Why"}
+    writes_thoughts = answers | {"content": "<think>\nWhy\n</think>\n\nYes"}
+    plain, thoughtful = render([asks, answers], False, {}), render([asks, thinks], False, {})
+    if None not in (plain, thoughtful) and plain != thoughtful:
+        return True
+    plain = render([asks, answers, asks], False, {})
+    if plain is not None and plain == render([asks, writes_thoughts, asks], False, {}):
+        return True
+    for thinking in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+        begun, later = render([asks], True, thinking), render([asks, answers, asks], True, thinking)
+        if begun is not None and later is not None and not later.startswith(begun):
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

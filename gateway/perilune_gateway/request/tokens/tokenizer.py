@@ -126,6 +126,15 @@ class Tokenizer:
         return self.local is not None or self._asks_engine
 
     @property
+    def rewrites_answers(self) -> bool:
+        """Whether the local template may write an answer into the next prompt otherwise than an engine
+        generated it. Then only its body tells where a conversation goes on."""
+        templates = self._templates
+        return templates is not None and any(
+            template.form.rewrites_answers for template in (templates.default, templates.with_tools)
+        )
+
+    @property
     def engine_form(self) -> Form:
         """How conversations are converted before an engine tokenizes them."""
         return self._engine.form
