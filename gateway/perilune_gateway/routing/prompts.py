@@ -11,12 +11,13 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from perilune_api.pool import Pool, Role
-from perilune_gateway.model import RequestHead, Tokens, Unsplit
+from perilune_gateway.model import RequestHead, Tokens, TokenSource, Unsplit
 from perilune_gateway.request import block_hashes, paths
 from perilune_gateway.request.aliases import Aliases
 from perilune_gateway.request.identity import bounded
 from perilune_gateway.request.media import digested, may_have_media
 from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest
+from perilune_gateway.request.tokens.media_spans import extra_keys
 from perilune_gateway.request.tokens.prompts import MEDIA_TOKENS
 from perilune_gateway.routing.context import Prompt
 from perilune_gateway.state.pool_state import PoolState
@@ -104,15 +105,23 @@ class Prompts:
             paths.answers_with_id(head.path) and not request.request_id,
             self._unsplit(request),
         )
-        if self._prompt_seen and tokens.ids is not None and not pooling:
+        is_text = tokens.source is not TokenSource.ESTIMATE and not tokens.media
+        if self._prompt_seen and tokens.ids is not None and is_text and not pooling:
             self._prompt_seen(tokens.ids, prompt.blocks, lora, request.cache_salt, now)
         return prompt
 
     def _hash_blocks(self, request: ParsedRequest, tokens: Tokens, lora: str) -> Sequence[int]:
         """Return our hashes of the prompt's full blocks; of its text if its token ids are not known."""
         root = block_hashes.prefix_root(lora, request.cache_salt)
-        if tokens.ids is not None:
+        if tokens.ids is not None and tokens.source is not TokenSource.ESTIMATE and not tokens.media:
             return self._chains.tokens(tokens.ids, self._block_size, root)
+        if tokens.ids is not None:
+            extra = extra_keys(tokens.media, len(tokens.ids) // self._block_size, self._block_size)
+            blocks = block_hashes.chain(tokens.ids, self._block_size, root, extra)
+            if tokens.awaited is not None:
+                self._state.media.expect(root, blocks, tokens.ids, tokens.awaited)
+            if tokens.media or self._state.media.learns:
+                return blocks
         model = self._model
         text = digested(request.prefix_text(), int(MEDIA_TOKENS * model.bytes_per_token))
         text = text[: int(model.longest_context * model.bytes_per_token)]

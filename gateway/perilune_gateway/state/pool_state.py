@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from perilune_api.pool import Pool
 from perilune_gateway.model import EngineModel
+from perilune_gateway.request.tokens.media_spans import MediaSpans
 from perilune_gateway.state.block_tokens import BlockTokens
 from perilune_gateway.state.calibration import Calibration
 from perilune_gateway.state.computed_again import ComputedAgain
@@ -58,6 +59,7 @@ class PoolState:
     offers: Offers
     resets: Resets
     reports: FullReports
+    media: MediaSpans
     sharing: Sharing | None
     """With other replicas of the gateway. None if nothing is shared."""
     block_size: int
@@ -110,6 +112,7 @@ class PoolState:
             offers=Offers(sharing.replica if sharing else ""),
             resets=Resets(),
             reports=FullReports(),
+            media=MediaSpans(spec.engine.block_size),
             sharing=sharing,
             block_size=spec.engine.block_size,
         )

@@ -83,6 +83,31 @@ class ChatTemplate:
             rewrites_answers=rewrites_answers(self._tried),
         )
         """What the template expects of conversations, and what it does to them."""
+        self.placeholders = self._placeholders() if keeps_parts else {}
+        """Kind of medium → the text that the template writes for it; without those that it has no words
+        for."""
+
+    def _placeholders(self) -> Mapping[str, str]:
+        found = {}
+        plain = self._shown([])
+        for kind in ("image", "audio", "video"):
+            once, twice = self._shown([{"type": kind}]), self._shown([{"type": kind}] * 2)
+            if plain is None or once is None or twice is None or once == plain:
+                continue
+            differ = (i for i, pair in enumerate(zip(plain, once, strict=False)) if pair[0] != pair[1])
+            begin = next(differ, len(plain))
+            own = once[begin : begin + len(once) - len(plain)]
+            if own and twice == once[:begin] + own + once[begin:]:  # it is not numbered
+                found[kind] = own
+        return found
+
+    def _shown(self, parts: list[dict[str, str]]) -> str | None:
+        """Return a user's message with these parts as the template renders it; None if it refuses."""
+        content = [*parts, {"type": "text", "text": "."}]
+        try:
+            return self.render(Conversation(messages=[{"role": "user", "content": content}]))
+        except TemplateError:
+            return None
 
     def _greeting(self, effort: str) -> str | None:
         """Return a greeting as the template renders it with this effort; None if it refuses."""

@@ -23,9 +23,10 @@ decoding the JSON.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+from xxhash import xxh3_128_digest
 
 from perilune_gateway.request.parsed import BILLING_MARK, ChatPrompt
 from perilune_gateway.request.paths import Api
@@ -35,6 +36,15 @@ Message = dict[str, Any]
 _TEXT_PARTS = frozenset(("text", "input_text", "output_text", "refusal", "thinking"))
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict", "defer_loading")
 """What a template sees of a function, in this order; the last two only where they are set."""
+_MEDIA = {
+    "image_url": "image",
+    "input_image": "image",
+    "image": "image",
+    "audio_url": "audio",
+    "input_audio": "audio",
+    "video_url": "video",
+}
+"""Part → what the template gets in its place."""
 _CUSTOM_INPUT = "input"
 """The argument of the function that stands for a custom tool."""
 _CUSTOM_PARAMETERS = {
@@ -110,6 +120,15 @@ def rewrites_answers(render: Callable[[list[Message], bool, Mapping[str, Any]], 
     return False
 
 
+class Medium(NamedTuple):
+    """A picture, sound or video."""
+
+    kind: str
+    """As the template calls it."""
+    key: bytes
+    """A digest of its bytes in the body; empty if the engine has to fetch it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """The arguments of a chat template."""
@@ -122,6 +141,8 @@ class Conversation:
     """Number of parts that are not text."""
     media_bytes: int = 0
     """Size of those parts in the body."""
+    placed: tuple[Medium, ...] = ()
+    """Those parts, where they stay in the messages, since the template has words for them."""
 
 
 def read(api: Api, prompt: ChatPrompt, form: Form = ANY_FORM) -> Conversation:
@@ -156,6 +177,7 @@ class _Reader:
         self._form = form
         self._media = 0
         self._media_bytes = 0
+        self._placed: list[Medium] = []
 
     def read(self, api: Api, prompt: ChatPrompt) -> Conversation:
         content = msgspec.json.decode(prompt.messages)
@@ -182,6 +204,7 @@ class _Reader:
             template_kwargs=_kwargs(api, prompt, self._form),
             media=self._media,
             media_bytes=self._media_bytes,
+            placed=tuple(self._placed),
         )
 
     def _message(self, message: Message) -> Message:
@@ -231,7 +254,21 @@ class _Reader:
             return None if text is None else {"type": "text", "text": _text(text)}
         self._media += 1
         self._media_bytes += len(msgspec.json.encode(part))
-        return None
+        if not self._form.keeps_parts or kind not in _MEDIA:
+            return None
+        self._placed.append(Medium(_MEDIA[kind], _digest(part)))
+        return {"type": _MEDIA[kind]}
+
+
+def _digest(part: dict[str, Any]) -> bytes:
+    """Return a digest of a medium's bytes, with the name that the client gave it; empty without bytes."""
+    kind = part["type"]
+    content = part.get("source" if kind == "image" else kind, part.get("image_url"))
+    if isinstance(content, dict):
+        content = content.get("url") or content.get("data")
+    if not isinstance(content, str) or content.startswith(("http:", "https:", "file:")):
+        return b""
+    return xxh3_128_digest(f"{kind}\0{part.get('uuid') or ''}\0{content}".encode(errors="surrogatepass"))
 
 
 def _text(value: Any) -> str:

@@ -1,0 +1,145 @@
+"""Learns from KV events what pictures, sound and video become in an engine, so that later prompts are exact.
+
+    prompt ─▶ tokens before its first unknown medium ─ expect ─▶ what is to come there
+    KV event with multimodal keys ─ stored ─▶ a medium's tokens, its identifier and where it lies ─▶ find
+
+How many tokens a medium has, only the model's processor tells, and the engine's name for it covers the model,
+the processor's arguments and, of sound and video, decoded samples. So nothing is decoded, nor hashed as the
+engine does it: the first prompt with a medium is exact up to it, and the engine's events of that prompt show
+the rest. The tokens there before the medium, and those after it, must be the prompt's. A medium is known by
+its bytes in the body; one that the engine has to fetch has none, and is never known.
+
+Learned are media that become a run of one token in place of one token of the template, as in Qwen's models,
+if one event holds the run and a token after it. Of two media that are awaited at the same place of equal
+prompts, neither is learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from perilune_gateway.model import AwaitedMedium, MediaSpan
+
+MOST_EXPECTED, MOST_KNOWN = 4_096, 16_384
+AFTER = 32
+"""Tokens after a medium that are compared."""
+MOST_PLACES = 16
+"""Media that are awaited after one block."""
+MmKeys = Sequence[tuple[str, int]]
+"""Media that lie in one block: (identifier, position relative to the block's first token)."""
+
+encode_keys = msgspec.msgpack.Encoder().encode
+"""Return the bytes of a block's keys that its hash covers."""
+
+
+class Known(NamedTuple):
+    """A medium with the template's tokens around it."""
+
+    ids: Sequence[int]
+    at: int
+    """Position of the medium's first token in `ids`."""
+    length: int
+    identifier: str
+
+    def span(self, start: int) -> MediaSpan:
+        """Return where the medium lies if `ids` begin at `start`."""
+        return MediaSpan(start + self.at, start + self.at + self.length, self.identifier)
+
+
+class _Expected(NamedTuple):
+    awaited: AwaitedMedium
+    head: tuple[int, ...]
+    """The tokens between the block's begin and the medium."""
+
+
+def extra_keys(spans: Sequence[MediaSpan], blocks: int, block_size: int) -> list[bytes | None]:
+    """Return for each block the bytes that its hash covers in addition to its tokens; None for a block
+    without a medium."""
+    keys: list[list[tuple[str, int]]] = [[] for _ in range(blocks)]
+    for span in spans:
+        for block in range(span.start // block_size, min(blocks, -(-span.end // block_size))):
+            keys[block].append((span.identifier, span.start - block * block_size))
+    return [encode_keys(own) if own else None for own in keys]
+
+
+class MediaSpans:
+    """The media of one pool."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._known: dict[bytes, Known] = {}
+        self._expected: dict[int, list[_Expected]] = {}
+        """Our hash of the block before → what may come after it."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether some medium is known, so that others will be."""
+        return bool(self._known)
+
+    def find(self, key: bytes) -> Known | None:
+        """Return what is known of a medium."""
+        return self._known.get(key)
+
+    def expect(self, root: int, blocks: Sequence[int], ids: Sequence[int], awaited: AwaitedMedium) -> None:
+        """Await a medium after a prompt's tokens, whose full blocks have these hashes after `root`."""
+        if awaited.key in self._known:
+            return
+        if len(self._expected) >= MOST_EXPECTED:
+            del self._expected[next(iter(self._expected))]
+        head = tuple(ids[len(blocks) * self._block_size :])
+        of = self._expected.setdefault(blocks[-1] if blocks else root, [])
+        if len(of) < MOST_PLACES and _Expected(awaited, head) not in of:
+            of.append(_Expected(awaited, head))
+
+    def stored(
+        self, parent: int, ours: Sequence[int], token_ids: Sequence[int], keys: Sequence[MmKeys]
+    ) -> None:
+        """Learn from stored blocks with these hashes after `parent`, and the media that lie in each."""
+        size, above = self._block_size, parent
+        for n, block in enumerate(ours):
+            here = self._expected.get(above, [])
+            found = {}
+            for expected in here:
+                if known := self._seen(expected, n * size, token_ids, keys):
+                    found[expected.awaited.key] = known
+            if len(found) == 1:  # else it is not clear whose they are
+                self._known.update(found)
+                here[:] = [expected for expected in here if expected.awaited.key not in found]
+                if len(self._known) > MOST_KNOWN:
+                    del self._known[next(iter(self._known))]
+            above = block
+
+    def _seen(self, expected: _Expected, at: int, ids: Sequence[int], keys: Sequence[MmKeys]) -> Known | None:
+        """Return the medium that is expected in the block at `at`, if it is there."""
+        head, (_, own, after) = expected.head, expected.awaited
+        begin = at + len(head)
+        medium = self._medium(begin, keys) if tuple(ids[at:begin]) == head else None
+        if medium is None or medium[1] >= len(ids):
+            return None
+        identifier, start = medium
+        lead, end = start - begin, start + 1
+        while end < len(ids) and ids[end] == ids[start]:
+            end += 1
+        rest = (own[lead + 1 :] + after)[: len(ids) - end]
+        if lead >= len(own) or tuple(ids[begin:start]) != own[:lead] or not rest:
+            return None
+        if tuple(ids[end : end + len(rest)]) != rest or not self._covers(identifier, start, end, keys):
+            return None
+        return Known((*own[:lead], *ids[start:end], *own[lead + 1 :]), lead, end - start, identifier)
+
+    def _medium(self, begin: int, keys: Sequence[MmKeys]) -> tuple[str, int] | None:
+        """Return (identifier, position) of the first medium from `begin` on."""
+        for n in range(begin // self._block_size, len(keys)):
+            for identifier, offset in keys[n]:
+                if (start := n * self._block_size + offset) >= begin:
+                    return identifier, start
+        return None
+
+    def _covers(self, identifier: str, start: int, end: int, keys: Sequence[MmKeys]) -> bool:
+        """Return whether just the blocks with tokens between `start` and `end` name the medium."""
+        size = self._block_size
+        named = [n for n, of in enumerate(keys) if (identifier, start - n * size) in of]
+        return named == [*range(start // size, (end - 1) // size + 1)]
