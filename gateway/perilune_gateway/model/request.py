@@ -95,14 +95,16 @@ class MediaSpan(NamedTuple):
 
 
 class AwaitedMedium(NamedTuple):
-    """The first medium of a prompt that is not known."""
+    """A medium of a prompt that is not known."""
 
     key: bytes
     """A digest of its bytes in the body."""
     own: tuple[int, ...]
     """The template's tokens for it, one of which the engine replaces."""
     after: tuple[int, ...]
-    """Some of the prompt's tokens after these."""
+    """Some of the prompt's tokens after these; all up to the next medium if that is awaited, too."""
+    then: AwaitedMedium | None = None
+    """The next medium, if it is not known either."""
 
 
 class Tokens(Struct, frozen=True, gc=False):

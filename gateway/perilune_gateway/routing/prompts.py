@@ -94,7 +94,7 @@ class Prompts:
         prompt = Prompt(
             tokens.count,
             tokens.source,
-            () if pooling else self._hash_blocks(request, tokens, lora),
+            () if pooling else self._hash_blocks(request, tokens, lora, now),
             request.model,
             request.max_output_tokens,
             request.priority,
@@ -110,7 +110,7 @@ class Prompts:
             self._prompt_seen(tokens.ids, prompt.blocks, lora, request.cache_salt, now)
         return prompt
 
-    def _hash_blocks(self, request: ParsedRequest, tokens: Tokens, lora: str) -> Sequence[int]:
+    def _hash_blocks(self, request: ParsedRequest, tokens: Tokens, lora: str, now: float) -> Sequence[int]:
         """Return our hashes of the prompt's full blocks; of its text if its token ids are not known."""
         root = block_hashes.prefix_root(lora, request.cache_salt)
         if tokens.ids is not None and tokens.source is not TokenSource.ESTIMATE and not tokens.media:
@@ -119,7 +119,7 @@ class Prompts:
             extra = extra_keys(tokens.media, len(tokens.ids) // self._block_size, self._block_size)
             blocks = block_hashes.chain(tokens.ids, self._block_size, root, extra)
             if tokens.awaited is not None:
-                self._state.media.expect(root, blocks, tokens.ids, tokens.awaited)
+                self._state.media.expect(root, blocks, tokens.ids, tokens.awaited, now)
             if tokens.media or self._state.media.learns:
                 return blocks
         model = self._model

@@ -260,7 +260,7 @@ class EngineBlocks:
         except (ValueError, TypeError):
             return self._skip(endpoint, names, Unused.MALFORMED)
         if self._media and extra and group.stride == 1:
-            self._media.stored(parent, ours, event.token_ids, media_keys(event))
+            self._media.stored(parent, ours, event.token_ids, media_keys(event), now)
         whole = ours[group.stride - 1 :: group.stride]
         self._stored(endpoint, Tier.DEVICE, whole, now, group, 0 if above is None else parent)
         self._join(names, now)

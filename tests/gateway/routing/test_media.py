@@ -52,6 +52,11 @@ class Engine:
         self._template = Tokenizer(Model(name="m", tokenizer=str(folder)))
         self._names = count(1)
         self._cached: dict[tuple[object, ...], int] = {}
+        self.blocks_of_a_step = 1000
+        """Blocks that it prefills at once."""
+
+    def forget(self) -> None:
+        self._cached.clear()
 
     def prompt(self, body: bytes, pictures: list[tuple[str, int]]) -> list[tuple[int, str, int]]:
         """Return (token, identifier of its picture, the picture's begin) for each token."""
@@ -82,8 +87,8 @@ class Engine:
         assert ids is not None
         return [*ids]
 
-    def serve(self, body: bytes, pictures: list[tuple[str, int]]) -> tuple[int, BlockStored | None]:
-        """Return how many tokens were cached, and the event of those that are now."""
+    def serve(self, body: bytes, pictures: list[tuple[str, int]]) -> tuple[int, list[BlockStored]]:
+        """Return how many tokens were cached, and the events of those that are now."""
         prompt = self.prompt(body, pictures)
         names, new, parent = [], [], None
         tokens: list[int] = []
@@ -100,9 +105,13 @@ class Engine:
             else:
                 names.append(self._cached[content])
             parent = self._cached[content]
-        above = names[-1] if names else None
-        event = BlockStored(tuple(new), above, tuple(tokens), SIZE, medium="GPU", extra_keys=tuple(extra))
-        return len(names) * SIZE, event if new else None
+        events, above, step = [], names[-1] if names else None, self.blocks_of_a_step
+        for at in range(0, len(new), step):
+            stored, of = tuple(new[at : at + step]), tuple(tokens[at * SIZE : (at + step) * SIZE])
+            keys = tuple(extra[at : at + step])
+            events.append(BlockStored(stored, above, of, SIZE, medium="GPU", extra_keys=keys))
+            above = stored[-1]
+        return len(names) * SIZE, events
 
 
 class Session:
@@ -120,15 +129,22 @@ class Session:
 
     def ask(self, *parts: dict[str, object], pictures: list[tuple[str, int]]) -> tuple[DecisionRecord, int]:
         """Return the decision, and how many tokens the engine had cached."""
-        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": [*parts]}]}).encode()
-        routed = self.rig.router.on_body(head(CHAT), body)
-        assert isinstance(routed, Routed), routed
-        cached, event = self.engine.serve(body, pictures)
-        if event:
+        body, routed = self._route(*parts)
+        cached, events = self.engine.serve(body, pictures)
+        for event in events:
             self.rig.router.on_applied(self.blocks.apply(A, event, self.rig.now))
         self.rig.finish(routed)
         self.rig.now += 120.0
         return self.rig.record(routed), cached
+
+    def refuse(self, *parts: dict[str, object]) -> None:
+        self.rig.finish(self._route(*parts)[1])
+
+    def _route(self, *parts: dict[str, object]) -> tuple[bytes, Routed]:
+        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": [*parts]}]}).encode()
+        routed = self.rig.router.on_body(head(CHAT), body)
+        assert isinstance(routed, Routed), routed
+        return body, routed
 
 
 @pytest.fixture
@@ -161,14 +177,32 @@ def test_another_picture_of_the_same_size_is_another_prompt(session: Session) ->
     assert SIZE <= record.cached_tokens == cached < 70, "what stands before it"
 
 
-def test_a_second_picture_is_learned_after_the_first(session: Session) -> None:
-    cat, dog = ("cat", 40), ("dog", 55)
-    parts = LOOK, picture(1), text("a cat " * 9), picture(2), text("a dog " * 9)
-    for _ in range(2):
-        session.ask(*parts, pictures=[cat, dog])
-        session.ask(*parts[:3], text("!" * 40), picture(2), text("more " * 20), pictures=[cat, dog])
-    record, cached = session.ask(*parts, text("so? " * 20), pictures=[cat, dog])
-    assert (record.token_source, record.cached_tokens) == (TokenSource.LOCAL, cached)
+def test_all_pictures_of_a_prompt_are_learned(session: Session) -> None:
+    cat, dog, owl = ("cat", 40), ("dog", 55), ("owl", 17)
+    parts = LOOK, picture(1), text("a cat " * 99), picture(2), picture(3), text("a dog and an owl " * 9)
+    session.ask(*parts, pictures=[cat, dog, owl])
+    record, cached = session.ask(*parts, text("so? " * 20), pictures=[cat, dog, owl])
+    assert record.token_source is TokenSource.LOCAL
+    assert record.cached_tokens == cached > 17 + 40 + 55
+
+
+def test_a_picture_whose_prefill_takes_several_steps_is_learned(session: Session) -> None:
+    session.engine.blocks_of_a_step = 2
+    session.ask(LOOK, picture(1), text("what is it? " * 9), pictures=[("cat", 90)])
+    record, cached = session.ask(LOOK, picture(1), text("what is it? " * 9), pictures=[("cat", 90)])
+    assert record.token_source is TokenSource.LOCAL
+    assert record.cached_tokens == cached > 90
+
+
+def test_what_the_engine_announces_of_another_prompt_is_no_picture_of_this_one(session: Session) -> None:
+    """The engine has refused the prompt; later it gets another picture after equal words."""
+    words = text("what is it? " * 9)
+    session.ask(LOOK, picture(2), words, pictures=[("dog", 70)])
+    session.refuse(LOOK, picture(1), words)
+    session.engine.forget()
+    session.ask(LOOK, picture(2), words, pictures=[("dog", 70)])
+    record, _ = session.ask(LOOK, picture(1), words, pictures=[("cat", 70)])
+    assert record.token_source is TokenSource.ESTIMATE
 
 
 def test_a_picture_that_the_engine_fetches_stays_unknown(session: Session) -> None:

@@ -268,7 +268,10 @@ def _digest(part: dict[str, Any]) -> bytes:
         content = content.get("url") or content.get("data")
     if not isinstance(content, str) or content.startswith(("http:", "https:", "file:")):
         return b""
-    return xxh3_128_digest(f"{kind}\0{part.get('uuid') or ''}\0{content}".encode(errors="surrogatepass"))
+    if content.startswith("data:"):
+        content = content.partition(",")[2]
+    named = f"{_MEDIA[kind]}\0{part.get('uuid') or ''}\0{content}"
+    return xxh3_128_digest(named.encode(errors="surrogatepass"))
 
 
 def _text(value: Any) -> str:

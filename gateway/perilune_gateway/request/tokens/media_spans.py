@@ -6,12 +6,12 @@
 How many tokens a medium has, only the model's processor tells, and the engine's name for it covers the model,
 the processor's arguments and, of sound and video, decoded samples. So nothing is decoded, nor hashed as the
 engine does it: the first prompt with a medium is exact up to it, and the engine's events of that prompt show
-the rest. The tokens there before the medium, and those after it, must be the prompt's. A medium is known by
-its bytes in the body; one that the engine has to fetch has none, and is never known.
+the rest. The tokens there before the medium, and those after it, must be the prompt's, and the engine's name
+for it must be new. A medium is known by its bytes in the body; one that the engine has to fetch has none, and
+is never known.
 
-Learned are media that become a run of one token in place of one token of the template, as in Qwen's models,
-if one event holds the run and a token after it. Of two media that are awaited at the same place of equal
-prompts, neither is learned.
+Learned are media that become a run of one token in place of one token of the template, as in Qwen's models.
+Of two media that are awaited at the same place of equal prompts, neither is learned.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ import msgspec
 from perilune_gateway.model import AwaitedMedium, MediaSpan
 
 MOST_EXPECTED, MOST_KNOWN = 4_096, 16_384
+AWAITED_AT_ONCE = 16
+"""Media of one prompt that are awaited."""
 AFTER = 32
 """Tokens after a medium that are compared."""
 MOST_PLACES = 16
 """Media that are awaited after one block."""
+EXPECTED_S = 60.0
+"""Seconds for which a medium is awaited: an engine may queue the prompt first."""
 MmKeys = Sequence[tuple[str, int]]
 """Media that lie in one block: (identifier, position relative to the block's first token)."""
 
@@ -53,6 +57,12 @@ class _Expected(NamedTuple):
     awaited: AwaitedMedium
     head: tuple[int, ...]
     """The tokens between the block's begin and the medium."""
+    until: float
+    """When the engine will have told of it, if ever."""
+    ids: tuple[int, ...] = ()
+    """The tokens from the block's begin that were stored already."""
+    keys: tuple[MmKeys, ...] = ()
+    """The media in their blocks."""
 
 
 def extra_keys(spans: Sequence[MediaSpan], blocks: int, block_size: int) -> list[bytes | None]:
@@ -71,6 +81,8 @@ class MediaSpans:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._known: dict[bytes, Known] = {}
+        self._identifiers: set[str] = set()
+        """Those of all known media."""
         self._expected: dict[int, list[_Expected]] = {}
         """Our hash of the block before → what may come after it."""
 
@@ -83,52 +95,86 @@ class MediaSpans:
         """Return what is known of a medium."""
         return self._known.get(key)
 
-    def expect(self, root: int, blocks: Sequence[int], ids: Sequence[int], awaited: AwaitedMedium) -> None:
+    def expect(
+        self, root: int, blocks: Sequence[int], ids: Sequence[int], awaited: AwaitedMedium, now: float
+    ) -> None:
         """Await a medium after a prompt's tokens, whose full blocks have these hashes after `root`."""
-        if awaited.key in self._known:
-            return
-        if len(self._expected) >= MOST_EXPECTED:
-            del self._expected[next(iter(self._expected))]
-        head = tuple(ids[len(blocks) * self._block_size :])
-        of = self._expected.setdefault(blocks[-1] if blocks else root, [])
-        if len(of) < MOST_PLACES and _Expected(awaited, head) not in of:
-            of.append(_Expected(awaited, head))
+        if awaited.key not in self._known:
+            head = tuple(ids[len(blocks) * self._block_size :])
+            expected = _Expected(awaited, head, now + EXPECTED_S)
+            self._await(blocks[-1] if blocks else root, expected, now)
 
     def stored(
-        self, parent: int, ours: Sequence[int], token_ids: Sequence[int], keys: Sequence[MmKeys]
+        self,
+        parent: int,
+        ours: Sequence[int],
+        token_ids: Sequence[int],
+        keys: Sequence[MmKeys],
+        now: float,
     ) -> None:
         """Learn from stored blocks with these hashes after `parent`, and the media that lie in each."""
-        size, above = self._block_size, parent
-        for n, block in enumerate(ours):
-            here = self._expected.get(above, [])
-            found = {}
-            for expected in here:
-                if known := self._seen(expected, n * size, token_ids, keys):
-                    found[expected.awaited.key] = known
-            if len(found) == 1:  # else it is not clear whose they are
-                self._known.update(found)
-                here[:] = [expected for expected in here if expected.awaited.key not in found]
-                if len(self._known) > MOST_KNOWN:
-                    del self._known[next(iter(self._known))]
-            above = block
+        for n, above in enumerate((parent, *ours[:-1]) if self._expected else ()):
+            at = n * self._block_size
+            here = [one for one in self._expected.get(above, ()) if one.until > now]
+            told = [
+                one._replace(ids=(*one.ids, *token_ids[at:]), keys=(*one.keys, *keys[n:])) for one in here
+            ]
+            match [(one, *seen) for one in told if (seen := self._seen(one))]:
+                case [(one, None)]:
+                    self._await(ours[-1], one, now)
+                case [(one, known)]:
+                    self._learn(one.awaited.key, known)
+                    here = [other for other in here if other.awaited is not one.awaited]
+                    if then := one.awaited.then:
+                        begun = (*one.head, *known.ids, *one.awaited.after)
+                        place = min(len(begun), len(one.ids)) // self._block_size
+                        follows = place - len(one.ids) // self._block_size + len(ours) - 1
+                        head = begun[place * self._block_size :]
+                        if follows >= n:  # else a medium shares its first block with the one before
+                            self._await(ours[follows], _Expected(then, head, one.until), now)
+                case _:
+                    continue  # nothing, or it is not clear whose it is
+            self._expected[above] = here
 
-    def _seen(self, expected: _Expected, at: int, ids: Sequence[int], keys: Sequence[MmKeys]) -> Known | None:
-        """Return the medium that is expected in the block at `at`, if it is there."""
-        head, (_, own, after) = expected.head, expected.awaited
-        begin = at + len(head)
-        medium = self._medium(begin, keys) if tuple(ids[at:begin]) == head else None
-        if medium is None or medium[1] >= len(ids):
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _await(self, above: int, expected: _Expected, now: float) -> None:
+        others = [
+            one
+            for one in self._expected.pop(above, ())
+            if one.until > now and one.awaited.key != expected.awaited.key
+        ]
+        if len(self._expected) >= MOST_EXPECTED:
+            del self._expected[next(iter(self._expected))]
+        self._expected[above] = [*others, expected][-MOST_PLACES:]
+
+    def _learn(self, key: bytes, known: Known) -> None:
+        self._known[key] = known
+        self._identifiers.add(known.identifier)
+        if len(self._known) > MOST_KNOWN:
+            oldest = self._known.pop(next(iter(self._known)))
+            self._identifiers.discard(oldest.identifier)
+
+    def _seen(self, expected: _Expected) -> tuple[Known | None] | None:
+        """Return the medium that is expected, or None in its place if it does not end in these blocks; None
+        if something else is there."""
+        (_, own, after, _), head, _, ids, keys = expected
+        begin = len(head)
+        medium = self._medium(begin, keys) if ids[:begin] == head else None
+        if medium is None or medium[1] >= len(ids) or medium[0] in self._identifiers:
             return None
         identifier, start = medium
         lead, end = start - begin, start + 1
+        if lead >= len(own) or ids[begin:start] != own[:lead]:
+            return None
         while end < len(ids) and ids[end] == ids[start]:
             end += 1
         rest = (own[lead + 1 :] + after)[: len(ids) - end]
-        if lead >= len(own) or tuple(ids[begin:start]) != own[:lead] or not rest:
+        if not rest:
+            return (None,)
+        if ids[end : end + len(rest)] != rest or not self._covers(identifier, start, end, keys):
             return None
-        if tuple(ids[end : end + len(rest)]) != rest or not self._covers(identifier, start, end, keys):
-            return None
-        return Known((*own[:lead], *ids[start:end], *own[lead + 1 :]), lead, end - start, identifier)
+        return (Known((*own[:lead], *ids[start:end], *own[lead + 1 :]), lead, end - start, identifier),)
 
     def _medium(self, begin: int, keys: Sequence[MmKeys]) -> tuple[str, int] | None:
         """Return (identifier, position) of the first medium from `begin` on."""

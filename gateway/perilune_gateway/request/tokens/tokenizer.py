@@ -46,7 +46,7 @@ from perilune_gateway.request.tokens.causes import ENGINE_MAY_KNOW, CannotTellEr
 from perilune_gateway.request.tokens.conversation import Form, Medium, TemplateError
 from perilune_gateway.request.tokens.engine import EngineTokenizer
 from perilune_gateway.request.tokens.incremental import IncrementalEncoder
-from perilune_gateway.request.tokens.media_spans import AFTER, MediaSpans
+from perilune_gateway.request.tokens.media_spans import AFTER, AWAITED_AT_ONCE, MediaSpans
 from perilune_gateway.request.tokens.prompts import (
     FEW_BRACKETS,
     MEDIA_TOKENS,
@@ -278,20 +278,37 @@ class Tokenizer:
             at = end + len(place)
             known = self.media.find(medium.key) if medium.key else None
             if known is None:
-                rest = self._guess(text[at:], placed[n:])
-                awaited = None
-                if medium.key:
-                    after = self.local.encode(text[at : at + _AFTER_CHARS].partition(place)[0]).ids[:-1]
-                    own = tuple(self.local.encode(place).ids)
-                    awaited = AwaitedMedium(medium.key, own, tuple(after[:AFTER]))
                 self._note(CannotTellError(Cause.MEDIA, f"{len(placed) - n} parts"))
-                count = len(ids) + rest
+                count = len(ids) + self._guess(text[at:], placed[n:])
+                awaited = self._awaited(text[end:], placed[n:])
                 return Tokens(count, TokenSource.ESTIMATE, ids, media=tuple(spans), awaited=awaited)
             spans.append(known.span(len(ids)))
             ids.extend(known.ids)
         ids.extend(self.local.encode(text[at:]).ids)
         ids.extend(behind)
         return Tokens(len(ids), TokenSource.LOCAL, ids, media=tuple(spans))
+
+    def _awaited(self, text: str, placed: Sequence[tuple[Medium, str]]) -> AwaitedMedium | None:
+        """Return the first of these media, in whose place the text begins, and those after it, up to one that
+        is known or that the engine has to fetch; None if it is such a one."""
+        assert self.local is not None
+        chain, at = list[tuple[bytes, str, str]](), 0
+        for n, (medium, place) in enumerate(placed[:AWAITED_AT_ONCE]):
+            if not medium.key or self.media.find(medium.key):
+                break
+            at += len(place)
+            end = text.find(placed[n + 1][1], at) if n + 1 < len(placed) else len(text)
+            if end < 0:
+                break
+            chain.append((medium.key, place, text[at:end]))
+            at = end
+        awaited = None
+        for key, place, behind in reversed(chain):
+            after = self.local.encode(behind if awaited else behind[:_AFTER_CHARS]).ids
+            if awaited is None:  # the last token may be another one where the text goes on
+                after = after[: min(AFTER, len(after) - 1)]
+            awaited = AwaitedMedium(key, tuple(self.local.encode(place).ids), tuple(after), awaited)
+        return awaited
 
     def _guess(self, text: str, placed: Sequence[tuple[Medium, str]]) -> int:
         return math.ceil(len(text) / self._bytes_per_token) + MEDIA_TOKENS * len(placed)
