@@ -156,30 +156,6 @@ LLAMA = Tiny(
     eos="<|eot_id|>",
     template=_LLAMA_TEMPLATE,
 )
-_SEEING = """\
-{{- bos_token -}}
-{%- for message in messages -%}
-    {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' -}}
-    {%- for part in message.content -%}
-        {%- if part.type == 'image' -%}{{- '<image>' -}}{%- else -%}{{- part.text -}}{%- endif -%}
-    {%- endfor -%}
-    {{- '<|eot_id|>' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}{%- endif -%}
-"""
-PICTURE = "<image>"
-LLAVA = replace(
-    LLAMA,
-    name="llava",
-    architecture="LlavaForConditionalGeneration",
-    model_type="llava",
-    specials=(*LLAMA.specials, PICTURE),
-    template=_SEEING,
-)
-"""Sees pictures, each as PICTURE_TOKENS tokens, as LLaVA does. It has no weights: engines make their own,
-with --load-format=dummy."""
-PATCH, PATCHES = 7, 12
-PICTURE_TOKENS = PATCHES**2
 QWEN_THINKING = replace(QWEN, name="qwen-thinking", template=_THINKING)
 """With a template like Qwen3's: it thinks unless told not to, and forgets the thoughts of earlier turns."""
 TINY = {tiny.name: tiny for tiny in (QWEN, LLAMA)}
@@ -190,18 +166,11 @@ def write(tiny: Tiny, folder: Path, window: int = 0) -> Path:
     all layers see everything."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(tiny)
-    sees = tiny is LLAVA
     tokenizer.save(str(folder / "tokenizer.json"))
     eos = tokenizer.token_to_id(tiny.eos)
     bos = tokenizer.token_to_id(tiny.bos) if tiny.bos else None
     assert eos is not None
-    config = _config(LLAMA if sees else tiny, eos, bos, window)
-    if sees:
-        picture = tokenizer.token_to_id(PICTURE)
-        config = _seeing(config, picture)
-        for name, settings in _PROCESSOR.items():
-            _dump(folder / name, settings)
-    _dump(folder / "config.json", config)
+    _dump(folder / "config.json", _config(tiny, eos, bos, window))
     _dump(folder / "generation_config.json", {"eos_token_id": eos, "bos_token_id": bos, "do_sample": False})
     _dump(
         folder / "tokenizer_config.json",
@@ -214,8 +183,6 @@ def write(tiny: Tiny, folder: Path, window: int = 0) -> Path:
             "chat_template": tiny.template,
         },
     )
-    if sees:
-        return folder
     _save(folder / "model.safetensors", _weights(tiny, tokenizer))
     for i, name in enumerate(ADAPTERS):
         _write_adapter(folder / "adapters" / name, seed=100 + i)
@@ -247,59 +214,6 @@ def _config(tiny: Tiny, eos: int, bos: int | None, window: int) -> Object:
         "bos_token_id": bos,
         "eos_token_id": eos,
         **sliding,
-    }
-
-
-_PROCESSOR: Mapping[str, Object] = {
-    "preprocessor_config.json": {
-        "image_processor_type": "CLIPImageProcessor",
-        "processor_class": "LlavaProcessor",
-        "size": {"shortest_edge": PATCH * PATCHES},
-        "crop_size": {"height": PATCH * PATCHES, "width": PATCH * PATCHES},
-        **dict.fromkeys(
-            ("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb"), True
-        ),
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-        "rescale_factor": 1 / 255,
-        "resample": 3,
-    },
-    "processor_config.json": {
-        "processor_class": "LlavaProcessor",
-        "image_token": PICTURE,
-        "patch_size": PATCH,
-        "num_additional_image_tokens": 1,
-        "vision_feature_select_strategy": "default",
-    },
-}
-"""What makes tokens of pictures."""
-
-
-def _seeing(text: Object, picture: int | None) -> Object:
-    """Return the configuration of a model that sees, around that of one that does not."""
-    return {
-        "architectures": [LLAVA.architecture],
-        "model_type": LLAVA.model_type,
-        "text_config": text,
-        "vision_config": {
-            "model_type": "clip_vision_model",
-            "hidden_size": HIDDEN,
-            "intermediate_size": INNER,
-            "projection_dim": HIDDEN,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": HEADS,
-            "image_size": PATCH * PATCHES,
-            "patch_size": PATCH,
-        },
-        "image_token_index": picture,
-        "image_seq_length": PICTURE_TOKENS,
-        "projector_hidden_act": "gelu",
-        "vision_feature_layer": -2,
-        "vision_feature_select_strategy": "default",
-        "torch_dtype": "float32",
-        "tie_word_embeddings": False,
-        "eos_token_id": text["eos_token_id"],
-        "bos_token_id": text["bos_token_id"],
     }
 
 

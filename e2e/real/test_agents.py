@@ -204,9 +204,9 @@ async def test_codex_goes_on_by_http_where_web_sockets_are_refused(served):
 
 
 async def test_a_stored_response_goes_on_where_it_is(served):
-    """The SDK sends `previous_response_id` and only what is new. The gateway does not know such a prompt, and
-    promises no more than there is."""
-    _, rig = served
+    """The SDK sends `previous_response_id` and only what is new. Of such a prompt the gateway knows what the
+    engine has announced of the session; where the template rewrites answers, of its last prompt."""
+    template, rig = served
     before, promised = "", []
     for n in range(4):
         said = agents.text(Random(n), 60)
@@ -219,8 +219,11 @@ async def test_a_stored_response_goes_on_where_it_is(served):
         before = told["id"]
         page = await rig.page(f"/api/decisions/{decision.rpartition('request=')[2]}")
         promised.append((page["cached_tokens"], told["usage"]["input_tokens_details"]["cached_tokens"]))
-    assert all(predicted <= cached + BLOCK for predicted, cached in promised), promised
     print(promised)
+    assert all(predicted <= cached + BLOCK for predicted, cached in promised), promised
+    assert all(predicted for predicted, _ in promised[1:]), promised
+    if template == "Llama-like":
+        assert all(predicted == cached for predicted, cached in promised), promised
 
 
 async def test_health_shows_in_what_templates_differ(served, tmp_path):
@@ -262,4 +265,5 @@ async def test_health_shows_in_what_templates_differ(served, tmp_path):
     assert any(row["part"] == "tools" for row in rows), rows
     asked = [one for agent in sessions if (one := await turn(rig, agent)).source == "engine"]
     assert asked
-    assert all(one.prompt == one.prompt_predicted for one in asked), asked
+    others = [(o.kind, o.prompt, o.prompt_predicted) for o in asked if o.prompt != o.prompt_predicted]
+    assert others == []

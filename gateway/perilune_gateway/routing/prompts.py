@@ -91,19 +91,21 @@ class Prompts:
         if self._salts:
             salt = self._aliases.cache_salt(tenant, request.cache_salt)
             request = replace(request, cache_salt=salt)
+        chained = bool(request.previous_response_id)
         prompt = Prompt(
             tokens.count,
             tokens.source,
-            () if pooling else self._hash_blocks(request, tokens, lora, now),
+            () if pooling or chained else self._hash_blocks(request, tokens, lora, now),
             request.model,
             request.max_output_tokens,
             request.priority,
             body_bytes,
             bounded(request.prompt_cache_key),
             salt,
-            bool(request.previous_response_id),
+            chained,
             paths.answers_with_id(head.path) and not request.request_id,
             self._unsplit(request),
+            self._tokenizer.rewrites_answers,
         )
         is_text = tokens.source is not TokenSource.ESTIMATE and not tokens.media
         if self._prompt_seen and tokens.ids is not None and is_text and not pooling:

@@ -384,6 +384,8 @@ class Router:
         if session:
             self.moves.handing_over.follow(session)
         holder = self._conversations.holder(identity, session, request.previous_response_id)
+        if prompt.chained and session:
+            prompt = replace(prompt, tokens=session.context_tokens + prompt.tokens)
         return RequestContext(head, now, timer, identity, session, prompt=prompt, holder=holder)
 
     # -- decide ------------------------------------------------------------------------------------

@@ -42,7 +42,8 @@ class SessionTurns:
         session.turns += 1
         session.chained = session.chained or prompt.chained
         if prompt.model:
-            sessions.read(session, prompt.tokens, prompt.body_bytes, prompt.blocks)
+            body_bytes = 0 if prompt.chained else prompt.body_bytes  # a part says nothing of the whole
+            sessions.read(session, prompt.tokens, body_bytes, prompt.blocks)
         else:
             sessions.unread(session, prompt.tokens, prompt.body_bytes)
         if prompt.blocks:

@@ -129,10 +129,12 @@ class PoolState:
         """Return the time by the clock that all replicas share, in microseconds. `now`: by this one's."""
         return self.sharing.stamps.now_us() if self.sharing else int(now * 1e6)
 
-    def held(self, session: Session, now: float) -> Matches:
-        """Return what is held of the session's context. While its host's device has all of it, the others are
-        not looked up."""
+    def held(self, session: Session, now: float, *, prompt: bool = False) -> Matches:
+        """Return what is held of the session's context, or of its last `prompt` alone. While its host's
+        device has all of it, the others are not looked up."""
         endpoint, chain = self.fleet.get(session.host), session.chain
+        if prompt:
+            chain = chain[: session.fork]
         if endpoint and endpoint.events:
             held = self.index.leading(session.host, chain, now)
             if held < len(chain):

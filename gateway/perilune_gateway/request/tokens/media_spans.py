@@ -122,7 +122,7 @@ class MediaSpans:
             match [(one, *seen) for one in told if (seen := self._seen(one))]:
                 case [(one, None)]:
                     self._await(ours[-1], one, now)
-                case [(one, known)]:
+                case [(one, Known() as known)]:
                     self._learn(one.awaited.key, known)
                     here = [other for other in here if other.awaited is not one.awaited]
                     if then := one.awaited.then:
