@@ -36,7 +36,10 @@ DIFFERENT = {
     "Llama-like": {"indent=4": "indent=2"},
 }
 """What the gateway's copy of a template has in place of the engine's words."""
-HEAD = ("agent", "API", "template", "thinking", "turns", "exact by headers", "exact by body", "slowest")
+HEAD = (
+    *("agent", "API", "template", "thinking", "turns"),
+    *("exact by headers", "exact by body", "bodies not read", "slowest"),
+)
 TEMPLATES_HEAD = (
     *("engine's template", "API", "tools", "thinking", "engines equal", "differs in", "equal tokens"),
     *("proof", "tokenized by"),
@@ -155,11 +158,12 @@ async def test_every_turn_of_an_agent_is_predicted_exactly(served, report):
     for (kind, thinks), played in turns.items():
         by_headers = [one for named, one in played if named and not one.failed]
         by_body = [one for named, one in played if not named and not one.failed]
+        unread = sum(one.phase == "headers" for _, one in played)
         slowest = max(one.seconds for _, one in played)
         _rows.append(
             (
                 *(kind.name, str(kind.api), template, str(thinks), str(len(played))),
-                *(exact(by_headers), exact(by_body), f"{slowest:.1f} s"),
+                *(exact(by_headers), exact(by_body), str(unread), f"{slowest:.1f} s"),
             )
         )
     if template == [*TEMPLATES][-1]:
