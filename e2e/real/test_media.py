@@ -1,6 +1,6 @@
 """Conversations with pictures and sound, as vLLM hashes and caches them: the gateway knows what is cached.
 
-vLLM's own reader, hasher and KVCacheManager stand for the engine (enginebed/media_cache.py), since models
+vLLM's own reader, hasher and KVCacheManager stand for the engine (media_cache.py), since models
 that see need torchvision, which the installed vLLM lacks. Tokens of a medium are a run of one token, as with
 LLaVA and Qwen.
 """
@@ -147,7 +147,7 @@ class Session:
 
 @pytest.fixture
 def session(environment, tmp_path):
-    script = Path(models.__file__).with_name("media_cache.py")
+    script = Path(__file__).with_name("media_cache.py")
     with (
         (tmp_path / "vllm.log").open("w") as log,
         subprocess.Popen(
