@@ -21,6 +21,7 @@ from msgspec import structs
 from prometheus_client import generate_latest
 from routing_objects import head
 from token_requests import COMPLETIONS, request
+from waiting import HANG
 
 from perilune_api import extproc_pb2 as pb
 from perilune_api.pool import (
@@ -194,7 +195,7 @@ async def test_it_goes_on_serving_while_it_says_that_it_will_not(gateway, capsys
     whole = main.Gateway([gateway])
     running = asyncio.create_task(whole.run("127.0.0.1:0", "127.0.0.1:0", 1.0, stop, drain_s=600.0))
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG):
             while not (found := re.search(READY, capsys.readouterr().out)):  # noqa: ASYNC110 - printed
                 await asyncio.sleep(0.01)
             async with grpc.aio.insecure_channel(found[1]) as channel, aiohttp.ClientSession() as http:
@@ -371,7 +372,7 @@ async def test_a_pool_that_comes_late_is_taken_in(gateway, tmp_path, capsys) -> 
     whole = main.Gateway([gateway], late=[late], serve=serve)
     running = asyncio.create_task(whole.run("127.0.0.1:0", "127.0.0.1:0", 1.0, stop := asyncio.Event()))
     try:
-        async with asyncio.timeout(30), aiohttp.ClientSession() as http:
+        async with asyncio.timeout(HANG), aiohttp.ClientSession() as http:
             while not (found := re.search(READY, capsys.readouterr().out)):  # noqa: ASYNC110 - printed
                 await asyncio.sleep(0.01)
 

@@ -96,6 +96,11 @@ class Tokens(Struct, frozen=True, gc=False):
     """If a request has several prompts, the number of tokens of the longest one whose tokens are known, since
     an engine serves each for itself; 0 if it has one prompt."""
 
+    def __repr__(self) -> str:
+        """Leave the ids out: there may be hundreds of thousands."""
+        known = "no ids" if self.ids is None else f"{len(self.ids)} ids"
+        return f"Tokens({self.count}, {self.source}, {known}, longest={self.longest})"
+
 
 class Phase(StrEnum):
     """Whether a decision is taken before or after the body has arrived."""

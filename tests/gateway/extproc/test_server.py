@@ -10,7 +10,7 @@ import list_of_one
 import pytest
 from envoy_doubles import ID, PHASE, REFUSE, ROUTE, ScriptedRouter
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from waiting import until
+from waiting import HANG, until
 
 from perilune_api import extproc_pb2 as pb
 from perilune_api.names import EXT_PROC_SERVICE, HEALTH_SERVICES
@@ -278,7 +278,7 @@ async def test_stop_lets_running_streams_end(serving):
         assert (await ask(call, response_headers(200))).WhichOneof("response") == "response_headers"
         await call.done_writing()
         assert await call.code() is grpc.StatusCode.OK
-        await asyncio.wait_for(stopping, 10)
+        await asyncio.wait_for(stopping, HANG)
         assert rig.router.outcomes["t"] == [Outcome.COMPLETED]
 
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from waiting import until
+from waiting import HANG, until
 
 from perilune_api.pool import Hashing, SpecError
 from perilune_gateway.feeds import kv_feed, kv_rank, pool_events, zmq_sockets
@@ -252,12 +252,12 @@ class Publishers:
         return [Endpoint(address=f"e{n}", events=(self.url,)) for n in range(count)]
 
     async def subscribed(self, count: int) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG):
             for _ in range(count):
                 assert await self.heard() == b"\1"
 
     async def heard(self) -> bytes:
-        return await asyncio.wait_for(self._xpub.recv(), 10)
+        return await asyncio.wait_for(self._xpub.recv(), HANG)
 
     async def publish(self, *frames: bytes) -> None:
         await self._xpub.send_multipart(frames)

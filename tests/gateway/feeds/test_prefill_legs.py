@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from router_rig import USUAL, C, Rig, completion, pool
 from routing_objects import head
+from waiting import HANG
 
 from perilune_api.pool import Disaggregation, EndpointSpec, Role, Routing
 from perilune_gateway.feeds.prefill_legs import PrefillLegs
@@ -156,7 +157,7 @@ async def test_a_key_that_engines_demand_stands_in_for_the_clients() -> None:
 async def test_a_prompt_that_is_not_accepted_in_time_is_not_waited_for() -> None:
     async with scene(accept_s=0.05) as on:
         assert await on.give() is None
-        await asyncio.wait_for(on.giver.left.wait(), 10)  # the engine need not go on
+        await asyncio.wait_for(on.giver.left.wait(), HANG)  # the engine need not go on
         assert on.given_up() == {GivenUp.NOT_ACCEPTED: 1}
 
 
@@ -185,7 +186,7 @@ async def test_no_request_waits_longer_for_a_page_than_for_the_prompts_acceptanc
         else:
             on.giver.page = page
         on.giver.accepts.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG):
             assert await on.give() is None
             await on.giver.left.wait()
         on.giver.has_page.set()
@@ -196,7 +197,7 @@ async def test_an_error_of_the_gateway_costs_one_leg() -> None:
     async with scene() as on:
         assert on.routed.remote
         unreadable = on.legs.give(on.routed.ticket, on.routed.remote, HEAD, b"no JSON")
-        assert await asyncio.wait_for(unreadable, 10) is None
+        assert await asyncio.wait_for(unreadable, HANG) is None
         assert all(view.endpoint.ready for view in on.rig.state.fleet.view(on.rig.now))
         on.giver.accepts.set()
         another = on.rig.route(list(range(5_000, 8_200)))
@@ -239,7 +240,7 @@ async def test_the_leg_of_a_request_that_has_ended_is_cancelled() -> None:
         on.giver.accepts.set()
         assert await on.give() is not None
         assert on.given_up(Outcome.CANCELLED) == {GivenUp.LEFT: 1}
-        await asyncio.wait_for(on.giver.left.wait(), 10)
+        await asyncio.wait_for(on.giver.left.wait(), HANG)
 
 
 async def test_the_engine_that_prefills_is_told_of_the_trace_too() -> None:

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from aiohttp import web
+from waiting import HANG
 
 from perilune_gateway.feeds import store_segments
 
@@ -45,7 +46,7 @@ async def followed():
 
 
 async def until(seen, wanted):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG):
         while await seen.get() != wanted:
             pass
 
@@ -69,7 +70,7 @@ async def test_a_master_that_answers_with_errors_or_names_another_host_says_noth
     master, seen = followed
     await until(seen, master.segments)
     master.status = status
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG):
         for _ in range(3):
             await master.answered.wait()
             master.answered.clear()

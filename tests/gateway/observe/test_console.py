@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from routing_objects import fleet, request, session
+from waiting import HANG
 
 from perilune_api.topology import Place
 from perilune_gateway.model import (
@@ -61,7 +62,7 @@ class Browser:
 
     async def event(self, name: str) -> dict[str, Any]:
         """Return the next event of that name."""
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(HANG):
             while True:
                 lines = (await self._content.readuntil(b"\n\n")).decode().splitlines()
                 if lines[0] == f"event: {name}":

@@ -7,6 +7,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 from token_requests import CHAT, CHATML, COMPLETIONS, HI, MESSAGES, RESPONSES, request
+from waiting import HANG
 
 from perilune_api.pool import Model
 from perilune_gateway.model import Tokens, TokenSource
@@ -210,7 +211,7 @@ async def test_an_answer_without_end_is_not_read_to_its_end(by_engine, engine):
     engine.tokenize_instead = tokenize
     assert await by_engine.encode(request(COMPLETIONS, prompt="x" * 40)) == Tokens(10, TokenSource.ESTIMATE)
     assert by_engine.causes == {Cause.ENGINE_ANSWER: 1}
-    await asyncio.wait_for(left.wait(), 10)
+    await asyncio.wait_for(left.wait(), HANG)
 
 
 async def test_an_engine_does_not_choose_whom_the_gateway_asks(by_engine, engine):
@@ -244,7 +245,7 @@ async def test_without_an_engine_to_ask_tokens_are_estimated(address, cause):
 async def test_engines_are_not_asked_more_at_once_than_allowed(by_engine, engine):
     engine.gate.clear()
     asked = [asyncio.create_task(by_engine.encode(request(COMPLETIONS, prompt="hi"))) for _ in range(6)]
-    async with engine.arrived, asyncio.timeout(5):
+    async with engine.arrived, asyncio.timeout(HANG):
         await engine.arrived.wait_for(lambda: engine.waiting == 2)
     engine.gate.set()
     assert {tokens.source for tokens in await asyncio.gather(*asked)} == {TokenSource.ENGINE}
