@@ -393,14 +393,14 @@ class Planner:
 def triggers(migration: Migration, policy: str, *, ahead: bool) -> tuple[MoveTrigger, ...]:
     """Return the situations in which the planner acts. `ahead`: whether KV is copied before a session moves.
 
-    The policy perilune moves a session from a hot host when its request comes, and weighs then what it would
-    have to compute. Where the KV can go ahead, the planner makes such a move cheap before. The policy ear has
-    its own rule.
+    By default it acts on draining hosts only: most queues are gone before a session's next turn, and what
+    copies take from both engines is more than they save (docs/evaluation/README.md). The policy perilune
+    moves a session from a hot host when its request comes, and weighs then what it would have to compute;
+    where the KV can go ahead, the planner may do it before. The policy ear has its own rule.
     """
     asked = migration.triggers
     if asked is None:
-        hot = ahead and policy == PolicyName.PERILUNE
-        return (MoveTrigger.DRAIN, MoveTrigger.HOT_HOST) if hot else (MoveTrigger.DRAIN,)
+        return (MoveTrigger.DRAIN,)
     itself = POLICIES.moves_sessions(policy) and not (ahead and policy == PolicyName.PERILUNE)
     return tuple(t for t in asked if not (itself and t is MoveTrigger.HOT_HOST))
 
