@@ -26,10 +26,10 @@ from testbed.pool import LivePool
 from testbed.shell import ClusterError, run
 from testbed.turns import Habits, Turn, Turns, agents
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 EXAMPLE = CHECKOUT / "examples" / "own-policy.yaml"
-GOOD, BAD = "least_busy", "hasty"
+GOOD, BAD, ENDLESS = "least_busy", "hasty", "endless"
 IMAGE = "perilune.test/least-busy-policy:0.1.0"
 ENGINES, GATEWAYS = 4, 2
 AGENTS, HABITS = 10, Habits(turns=6, pause_s=0.4)
@@ -37,10 +37,12 @@ AGENTS, HABITS = 10, Habits(turns=6, pause_s=0.4)
 CANARY = {"share": 0.5, "tolerance": 0.5}
 """With half of the sessions a verdict needs fewest of them: some two hundred."""
 VERDICT_S = 300
+RESTARTS_S = 600
+"""Each restart by the liveness probe takes over a minute and a half, and three are needed."""
 JUDGED = 60
 """Opinions of each policy that the shadow is waited for."""
 
-BAD_POLICY = '''
+BAD_POLICIES = '''
 
 def choose_hastily(
     request: RequestView, candidates: Sequence[Candidate], parameters: Parameters, rng: Random
@@ -53,6 +55,17 @@ def choose_hastily(
 
 
 hasty = OutsidePolicy(decide=choose_hastily, contract=1)
+
+
+def never_return(
+    request: RequestView, candidates: Sequence[Candidate], parameters: Parameters, rng: Random
+) -> Verdict:
+    """Wait for ever."""
+    while True:
+        sleep(60)
+
+
+endless = OutsidePolicy(decide=never_return, contract=1)
 '''
 
 
@@ -71,12 +84,13 @@ def python(*args: str, cwd: Path, wheel: Path | None = None) -> str:
 
 def write(folder: Path) -> None:
     """Write the package: what `perilune policy new` writes, with another choice among nearly equal endpoints,
-    and with a second policy that its author has not thought through."""
+    and with two more policies that their author has not thought through."""
     perilune("policy", "new", GOOD, "--folder", str(folder), cwd=folder.parent)
     module, project = folder / f"{GOOD}_policy.py", folder / "pyproject.toml"
     text = module.read_text()
     for ours, theirs in (
         ("cheapest(candidates, costs, rng)", "nearly_cheapest(candidates, costs, rng)"),
+        ("from random import Random\n", "from random import Random\nfrom time import sleep\n"),
         (
             "    cheapest,\n    host_of,\n",
             "    held_tokens,\n    host_of,\n    lowest,\n    nearly_cheapest,\n",
@@ -84,10 +98,11 @@ def write(folder: Path) -> None:
     ):
         assert ours in text
         text = text.replace(ours, theirs)
-    module.write_text(text + BAD_POLICY)
+    module.write_text(text + BAD_POLICIES)
     entry = f'{GOOD} = "{GOOD}_policy:policy"\n'
     assert entry in project.read_text()
-    project.write_text(project.read_text().replace(entry, f'{entry}{BAD} = "{GOOD}_policy:hasty"\n'))
+    more = "".join(f'{name} = "{GOOD}_policy:{name}"\n' for name in (BAD, ENDLESS))
+    project.write_text(project.read_text().replace(entry, f"{entry}{more}"))
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +235,23 @@ def test_a_policy_is_tried_in_the_shadow_promoted_as_a_canary_and_a_bad_one_roll
     assert not any(turn.moved for turn in switched if turn.number), "nothing had to move"
 
 
+def test_a_policy_that_never_returns_is_rolled_back_and_fails_no_request(released) -> None:
+    """Envoy sends requests on without a gateway that stands still, and the liveness probe ends it."""
+    pool = released
+    released.patch(
+        routing={"shadow": None, "canary": {"policy": {"name": ENDLESS, "outside": {ENDLESS: {}}}, **CANARY}}
+    )
+    with agents(pool.client, AGENTS, "endless", HABITS) as turns:
+        eventually(lambda: gives_up(pool, "GatewaysRestarted"), RESTARTS_S, every_s=2)
+        eventually(lambda: pool.has_gateways(GATEWAYS), timeout_s=240)
+        turns.goes_on(50)
+        eventually(lambda: in_force(pool, pool.get()["status"]["canary"]["policyInForce"]), timeout_s=60)
+    asked = sum(bool(turn.reason) for turn in turns.done)
+    print(f"{len(turns.done)} requests, of which gateways decided {asked}; {len(turns.failures)} failed")
+    print(pool.message("CanaryPromoted"))
+    assert turns.failures == []
+
+
 # -- the steps -----------------------------------------------------------------------------------------
 
 
@@ -267,6 +299,10 @@ def tried(pool: LivePool, turns: Turns, policy: dict, **routing: object) -> Meas
     eventually(lambda: in_force(pool, status["policyInForce"]))
     turns.goes_on(20)
     return Measured(status["reason"], status["message"], sums.whole(Arm.POOL), sums.whole(Arm.CANARY))
+
+
+def gives_up(pool: LivePool, reason: str) -> None:
+    assert pool.conditions().get("CanaryPromoted") == ("False", reason), pool.message("CanaryPromoted")
 
 
 def is_event(pool: LivePool, reason: str, kind: str) -> None:
