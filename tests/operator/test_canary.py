@@ -112,7 +112,15 @@ def test_a_verdict_stays_whatever_is_reported_afterwards(slower: float) -> None:
 
 def gateways(*restarts: int) -> tuple[PodFacts, ...]:
     return tuple(
-        PodFacts(f"g{i}", "gateway", "", "n", ready=True, terminating=False, restarts=number)
+        PodFacts(
+            name=f"g{i}",
+            component="gateway",
+            role="",
+            node="n",
+            ready=True,
+            terminating=False,
+            restarts=number,
+        )
         for i, number in enumerate(restarts)
     )
 
