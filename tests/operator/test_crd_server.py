@@ -64,6 +64,7 @@ async def test_a_pool_of_selected_engines_needs_no_model(client: Client, namespa
             "sticky: the endpoint that served the session first, always.",
             id="every policy",
         ),
+        pytest.param("spec.routing.policy.outside", "outside <map[string]Object>", id="free form"),
         pytest.param("spec.topology.placement", "pack: engines go into as few domains", id="list"),
         pytest.param("status.conditions", "RFC 3339", id="status"),
     ],

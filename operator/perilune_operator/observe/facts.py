@@ -95,6 +95,8 @@ class PodFacts:
     """Why the pod does not run, in Kubernetes' words; empty when it runs or no reason is known."""
     stuck: bool = False
     """Whether the trouble lasts until a person acts."""
+    restarts: int = 0
+    """Times that its containers were started again."""
 
     @property
     def serves(self) -> bool:

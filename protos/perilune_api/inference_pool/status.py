@@ -54,6 +54,8 @@ class CanaryStatus(Struct, frozen=True, kw_only=True):
     """Reason of condition CanaryPromoted."""
     message: str
     """Message of condition CanaryPromoted."""
+    restarts: int = 0
+    """Restarts of the gateways' containers when the comparison began."""
 
 
 class InferencePoolStatus(Struct, frozen=True):

@@ -196,6 +196,6 @@ def test_what_is_wrong_with_a_call_is_said(tmp_path: Path, options: list[str], s
 
 def test_what_is_wrong_with_a_log_is_said(tmp_path: Path, capsys) -> None:
     assert cli.main(["--log", str(tmp_path / "none.jsonl")]) == 2
-    assert "none.jsonl: No such file or directory - at `--log`" in capsys.readouterr().err
+    assert "none.jsonl: No such file or directory" in capsys.readouterr().err
     assert cli.main(["--log", written(tmp_path, sessions=3)]) == 2
     assert "record for longer - at `--log`" in capsys.readouterr().err

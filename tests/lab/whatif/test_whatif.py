@@ -28,6 +28,7 @@ from perilune_gateway.model import (
 )
 from perilune_gateway.observe.decision_log import Logged, Writer
 from perilune_gateway.policy import POLICIES
+from perilune_lab.terminal import decision_logs
 from perilune_lab.whatif import cli
 from perilune_lab.whatif.arms import Arm, WhatIf
 from perilune_lab.whatif.text import busiest
@@ -182,7 +183,7 @@ class TestCommand:
         assert "2 decisions" in capsys.readouterr().out
 
     def test_progress_of_a_file_and_of_a_pipe(self, log, tmp_path, monkeypatch):
-        monkeypatch.setattr(cli, "PROGRESS_EVERY_S", 0.0)
+        monkeypatch.setattr(decision_logs, "PROGRESS_EVERY_S", 0.0)
         pipe = tmp_path / "pipe"
         os.mkfifo(pipe)
         Thread(target=pipe.write_bytes, args=(log.read_bytes(),)).start()

@@ -4,14 +4,14 @@ Columns are found by name. Unknown columns are ignored; missing columns and null
 incomplete line of a process that was killed is reported as `Cut` and skipped, if it is the last line or a new
 `pool` line follows.
 
-Costs 5 µs for each candidate. The caller opens the file.
+Candidates whose columns are this release's are converted all at once. The caller opens the file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
 
@@ -34,9 +34,28 @@ from perilune_gateway.model import (
     Unpulled,
     Unsplit,
 )
-from perilune_gateway.observe.decision_log.lines import CANDIDATE, SCHEMA
+from perilune_gateway.observe.decision_log.lines import CANDIDATE, COLUMNS, SCHEMA
 
 _T = TypeVar("_T")
+_Cells = tuple[Any, ...]
+_Row = tuple[
+    int, _Cells, Overlap, float | None, float | None, dict[str, Link], int, float | None, float | None
+]
+"""A candidate's row with this release's columns. Only times are ever null."""
+_ROWS = tuple[
+    tuple[  # type: ignore[misc]
+        int,
+        tuple[tuple(kind | None for kind in get_type_hints(Load).values())],
+        Overlap,
+        float | None,
+        float | None,
+        dict[str, Link],
+        int,
+        float | None,
+        float | None,
+    ],
+    ...,
+]
 _SHAPE_ERRORS = (AttributeError, TypeError, ValueError, OverflowError)
 """Errors that a row or a cell of a wrong shape raises."""
 
@@ -185,7 +204,7 @@ class _Reader:
             _convert(line.view, RequestView),
             _read_verdict(line.verdict),
             line.policy,
-            tuple(self._candidate(row, pool.columns) for row in line.candidates),
+            self._candidates(line.candidates, pool.columns),
             line.excluded,
             line.destinations,
             line.cached_tokens,
@@ -196,6 +215,30 @@ class _Reader:
             canary=line.canary,
         )
         return Logged(line.n, record, pool.routing)
+
+    def _candidates(
+        self, rows: Sequence[Sequence[Any]], columns: Mapping[str, Sequence[str]]
+    ) -> tuple[Candidate, ...]:
+        if columns == COLUMNS:
+            try:
+                return tuple(self._usual(row) for row in msgspec.convert(rows, _ROWS))
+            except (msgspec.ValidationError, KeyError):
+                pass  # what is wrong is said below
+        return tuple(self._candidate(row, columns) for row in rows)
+
+    def _usual(self, row: _Row) -> Candidate:
+        """Return the candidate of a row with this release's columns. Raises KeyError for a number that no
+        line defines."""
+        endpoint, load, overlap, prefill_s, since_s, links, engine, decode_s, ttft_ratio = row
+        return Candidate(
+            self._endpoints[endpoint],
+            Load._make(_filled(load, _LOAD)),
+            overlap,
+            *_filled((prefill_s, since_s), _PREFILL),
+            links,
+            self._engines[engine],
+            *_filled((decode_s, ttft_ratio), _DECODE),
+        )
 
     def _candidate(self, row: Sequence[Any], columns: Mapping[str, Sequence[str]]) -> Candidate:
         named = _named(columns.get("candidate", CANDIDATE), row)
@@ -218,6 +261,20 @@ def _named(columns: Sequence[str], row: Sequence[Any]) -> dict[str, Any]:
     if len(columns) != len(row):
         raise SpecError(f"a row has {len(row)} values for the {len(columns)} columns {', '.join(columns)}")
     return {name: value for name, value in zip(columns, row, strict=True) if value is not None}
+
+
+_LOAD = tuple(Load._field_defaults.values())
+_PREFILL, _DECODE = (
+    tuple(Candidate._field_defaults[name] for name in names)
+    for names in (("prefill_s", "seconds_since_move"), ("decode_s", "ttft_ratio"))
+)
+
+
+def _filled(cells: _Cells, defaults: _Cells) -> _Cells:
+    """Return the cells with defaults in the place of nulls."""
+    if None not in cells:
+        return cells
+    return tuple(default if cell is None else cell for cell, default in zip(cells, defaults, strict=True))
 
 
 def _values(columns: Sequence[str], row: Sequence[Any], kind: type[_T]) -> _T:
