@@ -120,6 +120,10 @@ class ServedPool:
         self._trust = {names.ENGINE_SECRET_HEADER: secret} if secret else {}
         self._began_at = clock()
         self.draining = False
+        self._running: list[asyncio.Task[None]] = []
+        """The feeds."""
+        self.outdated = asyncio.Event()
+        """Set when a new document has changed what only a new ServedPool can take."""
         self.source = source
         registry = CollectorRegistry()
         self.metrics = Metrics(registry, clock)
@@ -236,15 +240,14 @@ class ServedPool:
         """The pool's name in paths and labels."""
         return self.router.pool.metadata.name
 
-    async def start(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        """Start all feeds, which end when they are cancelled, and the decision log, which `stop` ends."""
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Start all feeds and the decision log, which `stop` ends."""
         if self.decision_log:
             tasks.create_task(self.decision_log.run())
-        feeds = [tasks.create_task(feed) for feed in self._feeds()]
+        self._running += [tasks.create_task(feed) for feed in self._feeds()]
         self.events.follow(self.state.fleet.endpoints())
         if self.shared:
             await self.shared.warm()
-        return feeds
 
     async def warm(self) -> None:
         """Wait until it is known what the engines cache, WARM_S at most."""
@@ -256,12 +259,15 @@ class ServedPool:
             log.warning("kv events not read in time, serving without them seconds=%g", WARM_S)
 
     def stop(self) -> None:
-        """End the decision log after the entries that wait."""
+        """End the feeds, and the decision log after the entries that wait."""
+        for feed in self._running:
+            feed.cancel()
         if self.decision_log:
             self.decision_log.stop()
 
     async def close(self) -> None:
-        """Close what the feeds and requests used."""
+        """Close what the feeds and requests used, when the feeds have ended."""
+        await asyncio.gather(*self._running, return_exceptions=True)
         await self.events.close()
         await self.tokenizer.close()
         if self.collector:
@@ -348,6 +354,7 @@ class ServedPool:
             ("engine", now.engine, new.engine),
         ):
             if here != there:
+                self.outdated.set()
                 raise SpecError(f"Cannot change while running: restart the gateway - at `$.spec.{field}`")
         self.router.configure(pool)
         if self.decision_log:

@@ -152,7 +152,7 @@ BAD: list[Any] = [
     ),
     pytest.param(
         {"routing": {"policy": {"name": "fastest"}}},
-        "unknown policy; a policy of a package needs its block, which may be empty: outside: {NAME: {}}",
+        'spec.routing.policy.name: Unsupported value: "fastest"',
         id="policy",
     ),
     pytest.param(

@@ -68,17 +68,17 @@ class Pools:
     ) -> None:
         """`on_refused` is told of each refusal that is of no pool. `since`: what /v1/models gives as the time
         at which the models came into being, in Unix seconds. `more`: whether further pools are awaited."""
-        self.routers = tuple(routers)
-        self._only = self.routers[0] if len(self.routers) == 1 and not more else None
-        """The pool of every request, if there is no other one."""
+        self.serve(routers, more=more)
         self.bodies = KnownBodies()
         self._on_refused = on_refused
         self._stopwatch = stopwatch
         self._since = since
 
-    def add(self, router: Router) -> None:
-        """Take in a further pool."""
-        self.routers, self._only = (*self.routers, router), None
+    def serve(self, routers: Sequence[Router], *, more: bool) -> None:
+        """Choose among these pools from now on. Requests that are with another one stay there."""
+        self.routers = tuple(routers)
+        self._only = self.routers[0] if len(self.routers) == 1 and not more else None
+        """The pool of every request, if there is no other one."""
 
     def on_headers(self, head: RequestHead) -> Chosen | Refusal | Answer | NeedBody:
         """Choose by the headers, if they suffice."""
