@@ -1,7 +1,10 @@
 """Today's coding agents and SDKs, each in its own words, with templates like Qwen3's and Llama's: the gateway
 knows of every turn how much of it is cached."""
 
+import asyncio
+import json
 import os
+import shutil
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -10,12 +13,14 @@ from random import Random
 import aiohttp
 import pytest
 import pytest_asyncio
+from msgspec import structs
 
 from enginebed import agents, judged, models
 from enginebed.completions import until
 from enginebed.marks import REQUESTS
 from enginebed.rig import Rig
 from perilune_api.names import DECISION_HEADER
+from perilune_api.pool import parse
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800), pytest.mark.asyncio(loop_scope="session")]
 EXACT = 0.995
@@ -26,8 +31,21 @@ TEMPLATES = {
     "Qwen3-like": (models.QWEN_THINKING, ["--reasoning-parser=qwen3"]),
     "Llama-like": (models.LLAMA, []),
 }
-BEGIN, END = "<!-- agents -->\n", "<!-- end of agents -->"
+DIFFERENT = {
+    "Qwen3-like": {"You may call": "You can call", r"<think>\n\n</think>": r"<think>\n</think>"},
+    "Llama-like": {"indent=4": "indent=2"},
+}
+"""What the gateway's copy of a template has in place of the engine's words."""
+HEAD = (
+    *("agent", "API", "template", "thinking", "turns"),
+    *("exact by headers", "exact by body", "bodies not read", "slowest"),
+)
+TEMPLATES_HEAD = (
+    *("engine's template", "API", "tools", "thinking", "engines equal", "differs in", "equal tokens"),
+    *("proof", "tokenized by"),
+)
 _rows: list[tuple[str, ...]] = []
+_renderings: list[tuple[str, ...]] = []
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session", params=[*TEMPLATES])
@@ -107,21 +125,21 @@ def exact(of):
     return f"{sum(each.above == 0 for each in of)} of {len(of)}" if of else "–"
 
 
-def table(rows):
-    """Return the page's table."""
-    head = ("agent", "API", "template", "thinking", "turns", "exact by headers", "exact by body", "slowest")
+def table(head, rows):
+    """Return a table of the page."""
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def write(rows):
-    """Put the table between the marks of the page that AGENTS names, if there is one."""
+def write(name, written):
+    """Put a table between its marks in the page that AGENTS names, if there is one."""
+    print(f"\n{written}")
     if not os.environ.get("AGENTS"):
         return
     page = Path(os.environ["AGENTS"])
-    text = page.read_text()
-    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    page.write_text(f"{before}{BEGIN}{table(rows)}\n{END}{after}")
+    text, begin, end = page.read_text(), f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    before, after = text.partition(begin)[0], text.partition(end)[2]
+    page.write_text(f"{before}{begin}{written}\n{end}{after}")
 
 
 async def test_every_turn_of_an_agent_is_predicted_exactly(served, report):
@@ -140,16 +158,16 @@ async def test_every_turn_of_an_agent_is_predicted_exactly(served, report):
     for (kind, thinks), played in turns.items():
         by_headers = [one for named, one in played if named and not one.failed]
         by_body = [one for named, one in played if not named and not one.failed]
+        unread = sum(one.phase == "headers" for _, one in played)
         slowest = max(one.seconds for _, one in played)
         _rows.append(
             (
                 *(kind.name, str(kind.api), template, str(thinks), str(len(played))),
-                *(exact(by_headers), exact(by_body), f"{slowest:.1f} s"),
+                *(exact(by_headers), exact(by_body), str(unread), f"{slowest:.1f} s"),
             )
         )
-    print("\n" + table(_rows))
     if template == [*TEMPLATES][-1]:
-        write(_rows)
+        write("agents", table(HEAD, _rows))
     assert not phase.failed, judged.misses(phase)
     assert not phase.far_above(BLOCK), judged.misses(phase)
     assert phase.exact >= EXACT, judged.misses(phase)
@@ -190,9 +208,9 @@ async def test_codex_goes_on_by_http_where_web_sockets_are_refused(served):
 
 
 async def test_a_stored_response_goes_on_where_it_is(served):
-    """The SDK sends `previous_response_id` and only what is new. The gateway does not know such a prompt, and
-    promises no more than there is."""
-    _, rig = served
+    """The SDK sends `previous_response_id` and only what is new. Of such a prompt the gateway knows what the
+    engine has announced of the session; where the template rewrites answers, of its last prompt."""
+    template, rig = served
     before, promised = "", []
     for n in range(4):
         said = agents.text(Random(n), 60)
@@ -205,5 +223,51 @@ async def test_a_stored_response_goes_on_where_it_is(served):
         before = told["id"]
         page = await rig.page(f"/api/decisions/{decision.rpartition('request=')[2]}")
         promised.append((page["cached_tokens"], told["usage"]["input_tokens_details"]["cached_tokens"]))
-    assert all(predicted <= cached + BLOCK for predicted, cached in promised), promised
     print(promised)
+    assert all(predicted <= cached + BLOCK for predicted, cached in promised), promised
+    assert all(predicted for predicted, _ in promised[1:]), promised
+    if template == "Llama-like":
+        assert all(predicted == cached for predicted, cached in promised), promised
+
+
+async def test_health_shows_in_what_templates_differ(served, tmp_path):
+    """A gateway with another copy of the template says so, and lets the engine tokenize such prompts."""
+    template, rig = served
+    document = parse((rig.folder / "pool.yaml").read_bytes())
+    model = document.spec.model
+    folder = shutil.copytree(model.tokenizer, tmp_path / "model")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    for words, others in DIFFERENT[template].items():
+        assert words in config["chat_template"]
+        config["chat_template"] = config["chat_template"].replace(words, others)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    rig.kill_gateway()
+    await asyncio.shield(rig.gateway.ended)
+    spec = structs.replace(document.spec, model=structs.replace(model, tokenizer=str(folder)))
+    await rig.start_gateway(structs.replace(document, spec=spec))
+    sessions = [*agents.sessions("tiny", 2)]
+    for agent in sessions:
+        assert not (await turn(rig, agent)).failed
+
+    async def told():
+        rows = (await rig.page("/api/health"))["renderings"]
+        return {row["api"] for row in rows if row["asks_engine"]} == {"chat", "responses", "messages"}
+
+    await until(told, 60)
+    rows = (await rig.page("/api/health"))["renderings"]
+    for row in rows:
+        part = f"{row['part']}: {row['ours']} here, {row['theirs']} there" if row["part"] else ""
+        _renderings.append(
+            (
+                *(template, row["api"], "yes" if row["tools"] else "no", row["thinking"]),
+                *(str(row["equal"]), part, str(row["at"]) if part else "all", row["proof"]),
+                "an engine" if row["asks_engine"] else "the gateway",
+            )
+        )
+    write("templates", table(TEMPLATES_HEAD, _renderings))
+    assert all(row["asks_engine"] for row in rows if row["different"]), rows
+    assert any(row["part"] == "tools" for row in rows), rows
+    asked = [one for agent in sessions if (one := await turn(rig, agent)).source == "engine"]
+    assert asked
+    others = [(o.kind, o.prompt, o.prompt_predicted) for o in asked if o.prompt != o.prompt_predicted]
+    assert others == []

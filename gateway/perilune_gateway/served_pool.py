@@ -142,6 +142,7 @@ class ServedPool:
             self._least_busy,
             timeout_s=TOKENS_SHARE * spec.routing.limits.decision_seconds,
             headers=self._key,
+            media=self.state.media,
         )
         registry.register(TokenMetrics(self.tokenizer))
         self.proofs = token_proofs.TokenProofs(self.tokenizer, spec.model.name, clock)
@@ -155,6 +156,7 @@ class ServedPool:
                 spec.engine.block_size,
                 {lora.name: lora.path for lora in spec.model.loras},
             ),
+            media=self.state.media,
         )
         self._legs_due = handoff_legs.Due()
         self.shadow = Shadow(pool, version("perilune"), clock, self._rng)

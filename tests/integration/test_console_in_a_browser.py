@@ -48,6 +48,8 @@ from perilune_gateway.observe.findings import Lack
 from perilune_gateway.observe.health import report
 from perilune_gateway.observe.stats import EndpointStats, SessionStats
 from perilune_gateway.policy import POLICIES
+from perilune_gateway.request.paths import Api
+from perilune_gateway.request.tokens.proof import KindParity, Part, Proof, Thinking
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_lab.processes.stack import EngineOptions, Stack
 
@@ -259,6 +261,7 @@ class Many:
     handoffs: list[dict[str, object]] = field(default_factory=list)
     engines: int = 1000
     lacks: tuple[Lack, ...] = ()
+    renderings: tuple[KindParity, ...] = ()
 
     def endpoints(self) -> tuple[EndpointStats, ...]:
         return tuple(
@@ -291,6 +294,7 @@ class Many:
                 version="0.1.0",
                 uptime_s=1.0,
                 lacks=self.lacks,
+                renderings=self.renderings,
             )
 
         return PoolData(
@@ -396,6 +400,38 @@ async def test_what_selected_engines_lack_is_told_with_its_cure(browser: Browser
             await expect(problems).to_contain_text(f"no_events: {', '.join(engines[:4])} and 2 more")
             await expect(problems).to_contain_text("Costs: it is estimated")
             await expect(problems).to_contain_text("Cure: start it with --kv-events-config")
+    finally:
+        await admin.stop()
+
+
+async def test_what_tokens_engines_make_of_each_kind_of_request_is_a_table(browser: Browser) -> None:
+    many = Many(engines=2)
+    facts = {"equal": 1, "untold": 0, "proof": Proof.TOKENIZED}
+    many.renderings = (
+        KindParity(api=Api.CHAT, tools=False, thinking=Thinking.OFF, different=(), **facts),
+        KindParity(
+            api=Api.MESSAGES,
+            tools=True,
+            thinking=Thinking.ON,
+            different=("10.0.0.1:8000",),
+            part=Part.TOOLS,
+            at=23,
+            ours=1366,
+            theirs=522,
+            asks_engine=True,
+            **facts,
+        ),
+    )
+    admin = Admin(AdminData(CollectorRegistry(), {"p": many.data()}))
+    port = await admin.start()
+    try:
+        async with opened(browser, f"http://127.0.0.1:{port}") as console:
+            rows = console.page.locator("#tokens tbody tr")
+            await expect(rows.first).to_have_text("chatnooff1 of 1tokenizedhere")
+            await expect(rows.last).to_have_text(
+                "messagesyeson1 of 2tools, from token 23 ontokenizedan engine"
+            )
+            await expect(console.page.locator("#problems")).to_contain_text("messages with tools")
     finally:
         await admin.stop()
 

@@ -84,6 +84,29 @@ class TokenSource(StrEnum):
     """The request itself contains token ids."""
 
 
+class MediaSpan(NamedTuple):
+    """A picture, sound or video that lies in a prompt."""
+
+    start: int
+    """Position of its first token."""
+    end: int
+    identifier: str
+    """The engine's name for it, which its blocks' hashes cover."""
+
+
+class AwaitedMedium(NamedTuple):
+    """A medium of a prompt that is not known."""
+
+    key: bytes
+    """A digest of its bytes in the body."""
+    own: tuple[int, ...]
+    """The template's tokens for it, one of which the engine replaces."""
+    after: tuple[int, ...]
+    """Some of the prompt's tokens after these; all up to the next medium if that is awaited, too."""
+    then: AwaitedMedium | None = None
+    """The next medium, if it is not known either."""
+
+
 class Tokens(Struct, frozen=True, gc=False):
     """A tokenized prompt."""
 
@@ -91,10 +114,15 @@ class Tokens(Struct, frozen=True, gc=False):
     """Tokens of all prompts together, where a request has several."""
     source: TokenSource
     ids: Sequence[int] | None = None
-    """Token ids of the first prompt; None with TokenSource.ESTIMATE."""
+    """Token ids of the first prompt; of one with media, those before the first medium that is not known. None
+    if they are not known."""
     longest: int = 0
     """If a request has several prompts, the number of tokens of the longest one whose tokens are known, since
     an engine serves each for itself; 0 if it has one prompt."""
+    media: tuple[MediaSpan, ...] = ()
+    """The media that lie in `ids`."""
+    awaited: AwaitedMedium | None = None
+    """What comes after `ids`, if the engine can tell by its KV events what it is."""
 
     def __repr__(self) -> str:
         """Leave the ids out: there may be hundreds of thousands."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf, nan
+from typing import TYPE_CHECKING
 
 from perilune_gateway.model import Endpoint, Load
 from perilune_gateway.model.kv_events import EventStats, IngestStats
@@ -15,7 +16,6 @@ from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.moves.planner import PlannerStats
 from perilune_gateway.observe.canary import CanaryStats
 from perilune_gateway.observe.findings import Lack
-from perilune_gateway.observe.shadow.tally import ShadowStats
 from perilune_gateway.request.tokens.proof import Outcome
 from perilune_gateway.routing.handing_over import HandoffStats
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
@@ -24,6 +24,9 @@ from perilune_gateway.state.calibration import EndpointCalibration
 from perilune_gateway.state.ejection import EjectionStats
 from perilune_gateway.state.in_flight import Cause
 from perilune_gateway.state.prefix_index import EndpointBlocks, IndexStats
+
+if TYPE_CHECKING:
+    from perilune_gateway.observe.shadow.tally import ShadowStats  # it imports this module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,7 @@ class Responses(Body, frozen=True):
     chat_template_kwargs: Raw = Raw()
     reasoning: Effort | None = None
     previous_response_id: str | None = None
+    conversation: Any = None
     request_id: Any = None
     max_output_tokens: int | None = None
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from perilune_gateway.request.bodies import Body
+from perilune_gateway.request.bodies import Body, Responses
 from perilune_gateway.request.paths import Api
 
 
@@ -20,13 +20,15 @@ _CLAUDE_CODE_USER = re.compile(r"user_[0-9a-zA-Z]+_account_[0-9a-f-]*_session_([
 
 def session_of(api: Api, fields: Body) -> str:
     """Return the session that the body names: `session_id`, else `vllm_xargs.session_id`, else
-    `metadata.session_id`, else the session that Claude Code writes into `metadata.user_id`."""
+    `metadata.session_id`, else the session that Claude Code writes into `metadata.user_id`, or the
+    `conversation` of OpenAI's Responses."""
     metadata = objects(fields.metadata)
     return (
         text(fields.session_id)
         or text(objects(fields.vllm_xargs).get("session_id"))
         or text(metadata.get("session_id"))
         or (_claude_code_session(text(metadata.get("user_id"))) if api is Api.MESSAGES else "")
+        or (_conversation(fields.conversation) if isinstance(fields, Responses) else "")
     )
 
 
@@ -34,6 +36,11 @@ def user_of(api: Api, fields: Body) -> str:
     """Return the user that the body names: `user`; Anthropic: `metadata.user_id`."""
     user = name(fields.user)
     return user or (text(objects(fields.metadata).get("user_id")) if api is Api.MESSAGES else "")
+
+
+def _conversation(given: Any) -> str:
+    """Return the id of a conversation, which is given by its id or as an object."""
+    return text(given) or text(objects(given).get("id"))
 
 
 def _claude_code_session(user_id: str) -> str:

@@ -93,12 +93,14 @@ class CandidateBuilder:
     def look_up(self, context: RequestContext) -> Matches:
         """Fill in prefix and candidates from the prompt's blocks. Returns the index's answer. A turn that is
         only estimated, of a session whose earlier ones were not, matches no engine's blocks; then the session
-        tells what is cached, as it does for a turn that is not read."""
+        tells what is cached, as it does for a turn that is not read, and for one that names an earlier
+        response."""
         index, prompt, now = self._state.index, context.prompt, context.now
         matches, session = index.find_matches(prompt.blocks, now), context.session
         unlike = prompt.source is TokenSource.ESTIMATE and not matches.longest
-        if unlike and session and self._state.knows(session, prompt.body_bytes):
-            self._weigh(context, self._state.held(session, now), session.chain)
+        if unlike and session and (prompt.chained or self._state.knows(session, prompt.body_bytes)):
+            held = self._state.held(session, now, prompt=prompt.chained and prompt.rewritten)
+            self._weigh(context, held, session.chain)
             return matches
         hits, _, score = (
             index.statistics(prompt.blocks[matches.longest - 1], now) if matches.longest else (0, 0, 0.0)

@@ -75,11 +75,14 @@ class Prompt(Struct, frozen=True, gc=False):
     cache_salt: str = ""
     """The salt that the gateway derived from the tenant; empty: the body's own counts."""
     chained: bool = False
-    """Whether it names an earlier response, which only one engine's process has."""
+    """Whether it names an earlier response, which only one engine's process has. Then its blocks are those of
+    the session's context, and the body brings what is new."""
     names_response: bool = False
     """Whether the gateway chooses the id of the response, see aliases.py."""
     unsplit: Unsplit | None = None
     """Why no other endpoint can prefill it; None if one can."""
+    rewritten: bool = False
+    """Whether the session's answers may be written in it otherwise than they were generated."""
 
 
 NO_PROMPT = Prompt(0, TokenSource.ESTIMATE)

@@ -11,12 +11,13 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from perilune_api.pool import Pool, Role
-from perilune_gateway.model import RequestHead, Tokens, Unsplit
+from perilune_gateway.model import RequestHead, Tokens, TokenSource, Unsplit
 from perilune_gateway.request import block_hashes, paths
 from perilune_gateway.request.aliases import Aliases
 from perilune_gateway.request.identity import bounded
 from perilune_gateway.request.media import digested, may_have_media
 from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest
+from perilune_gateway.request.tokens.media_spans import extra_keys
 from perilune_gateway.request.tokens.prompts import MEDIA_TOKENS
 from perilune_gateway.routing.context import Prompt
 from perilune_gateway.state.pool_state import PoolState
@@ -27,6 +28,11 @@ PromptSeen = Callable[[Sequence[int], Sequence[int], str, str, float], object]
 
 class TokenizesNow(Protocol):
     """The part of request.tokens.Tokenizer that the router uses."""
+
+    @property
+    def rewrites_answers(self) -> bool:
+        """Whether the chat template may write an answer into the next prompt otherwise than an engine
+        generated it."""
 
     def now(self, request: ParsedRequest) -> Tokens | None:
         """Return the tokens, or None if tokenizing has to wait for a thread or an engine."""
@@ -59,6 +65,11 @@ class Prompts:
         self._salts = spec.routing.cache_salt == "tenant"
         self._splits = any(endpoint.role is Role.PREFILL for endpoint in spec.endpoints)
 
+    def rewrites_answers(self, api: paths.Api | None) -> bool:
+        """Return whether the next prompt of a conversation may have its answers otherwise than an engine
+        generated them. A completion's prompt is what the client writes."""
+        return api in (paths.Api.CHAT, paths.Api.MESSAGES) and self._tokenizer.rewrites_answers
+
     def tokens(self, request: ParsedRequest) -> Tokens | None:
         """Return the prompt's tokens, or None if a thread or an engine has to count them."""
         return self._tokenizer.now(request)
@@ -80,29 +91,39 @@ class Prompts:
         if self._salts:
             salt = self._aliases.cache_salt(tenant, request.cache_salt)
             request = replace(request, cache_salt=salt)
+        chained = bool(request.previous_response_id)
         prompt = Prompt(
             tokens.count,
             tokens.source,
-            () if pooling else self._hash_blocks(request, tokens, lora),
+            () if pooling or chained else self._hash_blocks(request, tokens, lora, now),
             request.model,
             request.max_output_tokens,
             request.priority,
             body_bytes,
             bounded(request.prompt_cache_key),
             salt,
-            bool(request.previous_response_id),
+            chained,
             paths.answers_with_id(head.path) and not request.request_id,
             self._unsplit(request),
+            self._tokenizer.rewrites_answers,
         )
-        if self._prompt_seen and tokens.ids is not None and not pooling:
+        is_text = tokens.source is not TokenSource.ESTIMATE and not tokens.media
+        if self._prompt_seen and tokens.ids is not None and is_text and not pooling:
             self._prompt_seen(tokens.ids, prompt.blocks, lora, request.cache_salt, now)
         return prompt
 
-    def _hash_blocks(self, request: ParsedRequest, tokens: Tokens, lora: str) -> Sequence[int]:
+    def _hash_blocks(self, request: ParsedRequest, tokens: Tokens, lora: str, now: float) -> Sequence[int]:
         """Return our hashes of the prompt's full blocks; of its text if its token ids are not known."""
         root = block_hashes.prefix_root(lora, request.cache_salt)
-        if tokens.ids is not None:
+        if tokens.ids is not None and tokens.source is not TokenSource.ESTIMATE and not tokens.media:
             return self._chains.tokens(tokens.ids, self._block_size, root)
+        if tokens.ids is not None:
+            extra = extra_keys(tokens.media, len(tokens.ids) // self._block_size, self._block_size)
+            blocks = block_hashes.chain(tokens.ids, self._block_size, root, extra)
+            if tokens.awaited is not None:
+                self._state.media.expect(root, blocks, tokens.ids, tokens.awaited, now)
+            if tokens.media or self._state.media.learns:
+                return blocks
         model = self._model
         text = digested(request.prefix_text(), int(MEDIA_TOKENS * model.bytes_per_token))
         text = text[: int(model.longest_context * model.bytes_per_token)]

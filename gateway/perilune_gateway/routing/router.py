@@ -170,10 +170,13 @@ class Router:
                 return self._verdicts.refused(head, self._too_large(), timer)
             if session is None or not session.host or not body_bytes:
                 return NEED_BODY  # a body of unknown length may be too long
-            if paths.api_of(head.path) in (paths.Api.RESPONSES, paths.Api.POOLING):
+            api = paths.api_of(head.path)
+            if api in (paths.Api.RESPONSES, paths.Api.POOLING):
                 return NEED_BODY  # it may name an earlier response, which one endpoint has; or has no session
             if not self.state.knows(session, body_bytes) or self.state.reports.wanted(session.host):
                 return NEED_BODY
+            if self.state.announces(session) and (session.forked or self._prompts.rewrites_answers(api)):
+                return NEED_BODY  # it may go on elsewhere than where the session's context ends
             if self._routing.engine_priority.used or self._routing.cache_salt == "tenant":
                 return NEED_BODY  # priority and salt for the engine are written into every body
             head.name = resets.named_unread(identity.key, body_bytes)
@@ -381,6 +384,8 @@ class Router:
         if session:
             self.moves.handing_over.follow(session)
         holder = self._conversations.holder(identity, session, request.previous_response_id)
+        if prompt.chained and session:
+            prompt = replace(prompt, tokens=session.context_tokens + prompt.tokens)
         return RequestContext(head, now, timer, identity, session, prompt=prompt, holder=holder)
 
     # -- decide ------------------------------------------------------------------------------------

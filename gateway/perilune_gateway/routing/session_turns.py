@@ -42,7 +42,8 @@ class SessionTurns:
         session.turns += 1
         session.chained = session.chained or prompt.chained
         if prompt.model:
-            sessions.read(session, prompt.tokens, prompt.body_bytes, prompt.blocks)
+            body_bytes = 0 if prompt.chained else prompt.body_bytes  # a part says nothing of the whole
+            sessions.read(session, prompt.tokens, body_bytes, prompt.blocks)
         else:
             sessions.unread(session, prompt.tokens, prompt.body_bytes)
         if prompt.blocks:
@@ -74,6 +75,8 @@ class SessionTurns:
         request, session, sessions = fact.request, fact.request.session, self._state.sessions
         if session and session.host == request.target:
             self._count_failures(session, request.status, fact.wrong, answered=fact.answered)
+        if session and fact.answered and not request.blocks and request.cached_tokens is not None:
+            session.forked = session.forked or request.cached_tokens < request.forecast.held_tokens
         if request.final and session and (session.ticket == request.ticket or not session.inferred):
             sessions.free(session.key)
         self._turn_ended(request, fact.now)

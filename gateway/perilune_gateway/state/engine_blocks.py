@@ -42,6 +42,7 @@ from perilune_gateway.model import Tier
 from perilune_gateway.model.applied import Applied
 from perilune_gateway.model.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
 from perilune_gateway.request import block_hashes as blocks
+from perilune_gateway.request.tokens.media_spans import MediaSpans, encode_keys
 from perilune_gateway.state.block_names import Names
 from perilune_gateway.state.facts import EndpointLeft
 from perilune_gateway.state.prefix_index import FULL, Group, PrefixIndex
@@ -61,7 +62,6 @@ _STATES = {"mamba"}
 _64_BITS = (1 << 64) - 1
 _AT_ONCE = 256
 """How many listed names one step takes: 0.3 ms."""
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class Unused(StrEnum):
@@ -107,11 +107,13 @@ class EngineBlocks:
         max_names: int = 2_000_000,
         max_waiting: int = 65_536,
         prompt_names: PromptNames | None = None,
+        media: MediaSpans | None = None,
     ) -> None:
         """`store`: whether the pool shares a KV store. `max_names` should be at least twice the index's
         `max_blocks`, so that the names of cached blocks are kept. Without `prompt_names`, prompts tell
-        nothing."""
+        nothing. `media` learns what lies in blocks."""
         self._index = index
+        self._media = media
         self._block_size = block_size
         self._store = store
         self._names = Names(max_names)
@@ -257,6 +259,8 @@ class EngineBlocks:
             ours = self._learn(parent, names, event.token_ids, group.stride, extra)
         except (ValueError, TypeError):
             return self._skip(endpoint, names, Unused.MALFORMED)
+        if self._media and extra and group.stride == 1:
+            self._media.stored(parent, ours, event.token_ids, media_keys(event), now)
         whole = ours[group.stride - 1 :: group.stride]
         self._stored(endpoint, Tier.DEVICE, whole, now, group, 0 if above is None else parent)
         self._join(names, now)
@@ -442,6 +446,15 @@ def mm_of(event: BlockStored) -> list[tuple[Any, ...]]:
     return _split(event)[1]
 
 
+def media_keys(event: BlockStored) -> list[list[tuple[str, int]]]:
+    """Return the media that lie in each block, without keys of another form."""
+    return [[(key[0], key[1]) for key in keys if _is_medium(key)] for keys in mm_of(event)]
+
+
+def _is_medium(key: Any) -> bool:
+    return isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str) and isinstance(key[1], int)
+
+
 def _split(event: BlockStored) -> tuple[str, list[tuple[Any, ...]]]:
     """Return (cache salt, the multimodal keys of each block).
 
@@ -476,7 +489,7 @@ def _extra(event: BlockStored) -> tuple[str, list[bytes | None] | None]:
     if not event.extra_keys or not any(event.extra_keys):
         return event.cache_salt or "", None
     salt, rest = _split(event)
-    extra = [_encode(keys) if keys else None for keys in rest]
+    extra = [encode_keys(keys) if keys else None for keys in rest]
     extra.extend([None] * (len(event.block_hashes) - len(extra)))
     return salt, extra
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from perilune_api.pool import Pool
 from perilune_gateway.model import EngineModel
+from perilune_gateway.request.tokens.media_spans import MediaSpans
 from perilune_gateway.state.block_tokens import BlockTokens
 from perilune_gateway.state.calibration import Calibration
 from perilune_gateway.state.computed_again import ComputedAgain
@@ -58,6 +59,7 @@ class PoolState:
     offers: Offers
     resets: Resets
     reports: FullReports
+    media: MediaSpans
     sharing: Sharing | None
     """With other replicas of the gateway. None if nothing is shared."""
     block_size: int
@@ -110,6 +112,7 @@ class PoolState:
             offers=Offers(sharing.replica if sharing else ""),
             resets=Resets(),
             reports=FullReports(),
+            media=MediaSpans(spec.engine.block_size),
             sharing=sharing,
             block_size=spec.engine.block_size,
         )
@@ -126,10 +129,12 @@ class PoolState:
         """Return the time by the clock that all replicas share, in microseconds. `now`: by this one's."""
         return self.sharing.stamps.now_us() if self.sharing else int(now * 1e6)
 
-    def held(self, session: Session, now: float) -> Matches:
-        """Return what is held of the session's context. While its host's device has all of it, the others are
-        not looked up."""
+    def held(self, session: Session, now: float, *, prompt: bool = False) -> Matches:
+        """Return what is held of the session's context, or of its last `prompt` alone. While its host's
+        device has all of it, the others are not looked up."""
         endpoint, chain = self.fleet.get(session.host), session.chain
+        if prompt:
+            chain = chain[: session.fork]
         if endpoint and endpoint.events:
             held = self.index.leading(session.host, chain, now)
             if held < len(chain):
@@ -139,13 +144,17 @@ class PoolState:
         here = {session.host: held} if held else {}
         return Matches(len(chain), here, here, here, longest=held)
 
+    def announces(self, session: Session) -> bool:
+        """Return whether the session's host announces what it caches."""
+        endpoint = self.fleet.get(session.host)
+        return endpoint is not None and bool(endpoint.events)
+
     def knows(self, session: Session, body_bytes: int) -> bool:
         """Return whether the headers of a turn with a body of this length suffice to tell what its host
         caches. They do not if the chain is not known although the host announces blocks, or if another
         replica knows more of it, nor if the body is shorter than the last one: then it was rewritten, and may
         differ from it anywhere, nor after a turn that asked for a model that the host does not serve."""
-        endpoint = self.fleet.get(session.host)
-        chained = session.chain or not (endpoint and endpoint.events)
+        chained = session.chain or not self.announces(session)
         follows = bool(chained) and session.follows and not session.unserved
         return follows and body_bytes >= session.body_bytes
 

@@ -38,6 +38,8 @@ class Session(Struct, gc=False):
     """Block hashes of its context, from the start to the tail; empty: unknown."""
     fork: int = 0
     """Number of blocks of the chain up to the fork; 0: unknown."""
+    forked: bool = False
+    """Whether its latest turn of which that is known did not go on where its context ended."""
     unblocked_tokens: int = 0
     """Number of tokens that its host caches, if they have no block hashes."""
     unconfirmed: bool = False
@@ -81,6 +83,10 @@ class Session(Struct, gc=False):
         """Whether the chain contains all that other replicas know of it."""
         at = self.shared_blocks
         return not at or (len(self.chain) >= at and self.chain[at - 1] == self.shared_tail)
+
+    def goes_on(self, blocks: Sequence[int]) -> bool:
+        """Return whether a prompt with these full blocks contains the whole context."""
+        return len(blocks) >= len(self.chain) and blocks[len(self.chain) - 1] == self.tail
 
     @property
     def tail(self) -> int:

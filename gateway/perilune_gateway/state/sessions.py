@@ -264,6 +264,7 @@ class Sessions:
     def routed(self, session: Session, blocks: Sequence[int], unblocked_tokens: int = 0) -> None:
         """Record that the session's prompt, which has these full blocks, was sent to its host. Without block
         hashes, that its host will cache this many tokens."""
+        session.forked = bool(blocks and session.chain) and not session.goes_on(blocks)
         session.unblocked_tokens = unblocked_tokens
         session.unconfirmed = False
         session.shared_blocks = 0

@@ -171,5 +171,7 @@ class SimulatedGateway:
 class _NoTokenizer:
     """A tokenizer that must not be called, since the token ids are known."""
 
+    rewrites_answers = False
+
     def now(self, request: ParsedRequest) -> Tokens | None:
         raise AssertionError("the token ids are known")

@@ -309,5 +309,7 @@ class Rig:
 class _NoTokenizer:
     """A tokenizer that must not be called, since the rig has the token ids."""
 
+    rewrites_answers = False
+
     def now(self, request: ParsedRequest) -> Tokens | None:
         raise AssertionError("the rig has the token ids")

@@ -200,6 +200,13 @@ def test_an_anthropic_body_is_read():
     assert (request.user, request.max_output_tokens, request.api) == ("u1", 7, Api.MESSAGES)
 
 
+@pytest.mark.parametrize("conversation", ["conv_1", {"id": "conv_1"}])
+def test_a_conversation_of_the_responses_api_is_a_session(conversation):
+    assert accepted(RESPONSES, input="Hi", conversation=conversation).session_id == "conv_1"
+    assert accepted(RESPONSES, input="Hi", conversation=[conversation]).session_id == ""
+    assert accepted(RESPONSES, input="Hi", conversation="c", session_id="s").session_id == "s"
+
+
 @pytest.mark.parametrize(
     ("body", "field", "value"),
     [

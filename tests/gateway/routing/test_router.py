@@ -72,6 +72,8 @@ def test_the_decision_header_where_asked(rig: Rig) -> None:
 
 def test_tokens_that_must_be_waited_for() -> None:
     class Slow:
+        rewrites_answers = False
+
         def now(self, request: ParsedRequest) -> None:
             return None
 

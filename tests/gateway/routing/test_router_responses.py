@@ -3,11 +3,20 @@
 import json
 
 import pytest
-from router_rig import A, B, C, Rig, pool
+from router_rig import USUAL, A, B, C, Rig, pool
 from routing_objects import chosen, head
 
 from perilune_api.pool import EndpointSpec, Routing
-from perilune_gateway.model import NEED_BODY, Refusal, RefuseReason, RequestHead, Routed
+from perilune_gateway.model import (
+    NEED_BODY,
+    Refusal,
+    RefuseReason,
+    RequestHead,
+    Routed,
+    Tokens,
+    TokenSource,
+)
+from perilune_gateway.request.parsed import ParsedRequest
 
 RESPONSES = "/v1/responses"
 ENDPOINTS = (A, B, C)
@@ -160,3 +169,38 @@ def test_a_compressed_body_hides_nothing_of_whose_response_a_path_names(rig: Rig
     found = rig.router.on_headers(head(f"{RESPONSES}/{told[:-1]}/cancel", content_encoding="gzip"))
     assert isinstance(found, Refusal)
     assert found.status == 404
+
+
+class Knows:
+    """A tokenizer that knows what is not stored in an engine: 100 tokens."""
+
+    def __init__(self, *, rewrites_answers: bool) -> None:
+        self.rewrites_answers = rewrites_answers
+
+    def now(self, request: ParsedRequest) -> Tokens:
+        if request.previous_response_id:
+            return Tokens(20, TokenSource.ESTIMATE)
+        return Tokens(100, TokenSource.LOCAL, range(100))
+
+
+@pytest.mark.parametrize(
+    ("rewrites", "tokens"),
+    [
+        pytest.param(False, 144, id="prompt and answer"),
+        pytest.param(True, 96, id="the prompt, where the template rewrites answers"),
+    ],
+)
+def test_what_is_cached_of_a_stored_conversation_is_known(*, rewrites: bool, tokens: int) -> None:
+    rig = Rig(pool(endpoints=[A, B], engine=USUAL), tokenizer=Knows(rewrites_answers=rewrites))
+    first = ask(rig)
+    host = first.destinations[0]
+    rig.stored(host, range(96))
+    for block in range(96, 144, 16):
+        rig.stored(host, range(block + 16), after=block // 16)
+    rig.finish(first)
+    second = ask(rig, previous_response_id=first.fields.request_id)
+    assert rig.record(second).cached_tokens == tokens
+    rig.stored(host, range(176), after=9)
+    rig.finish(second)
+    third = ask(rig, previous_response_id=second.fields.request_id)
+    assert rig.record(third).cached_tokens == 176

@@ -1,12 +1,13 @@
 """Whose host a request goes to: sessions that are named, inferred, moved, ended, a child of another."""
 
 import json
+from collections.abc import Sequence
 
 import pytest
 from router_rig import USUAL, A, B, C, Rig, pool
 from routing_objects import chosen, head
 
-from perilune_api.pool import Routing, SessionKeys
+from perilune_api.pool import EndpointSpec, Routing, SessionKeys
 from perilune_gateway.model import NEED_BODY, NeedBody, Phase, Reason, Routed, Tier, Tokens, TokenSource
 from perilune_gateway.model.applied import Applied
 from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest
@@ -120,8 +121,70 @@ def test_a_session_that_has_ended_is_bound_no_more_by_what_is_in_flight(rig: Rig
     assert not rig.router.state.sessions.bound
 
 
+class Forgetful:
+    """A tokenizer whose chat template leaves thoughts out of later prompts."""
+
+    rewrites_answers = True
+
+    def now(self, request: ParsedRequest) -> Tokens:
+        return Tokens(20, TokenSource.LOCAL, range(20))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/completions"])
+def test_where_the_template_rewrites_answers_conversations_are_read(path: str) -> None:
+    rig = Rig(pool(endpoints=[A]), tokenizer=Forgetful())
+    h = head(path, x_session_id="s", content_length="300")
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi"}
+    routed = rig.router.on_body(h, json.dumps(body).encode())
+    assert isinstance(routed, Routed)
+    rig.finish(routed)
+    assert isinstance(rig.router.on_headers(h), Routed if path == "/v1/completions" else NeedBody)
+
+
+def test_no_engine_that_announces_nothing_is_worth_a_body() -> None:
+    rig = Rig(pool(endpoints=[EndpointSpec(address=A)]), tokenizer=Forgetful())
+    h = head("/v1/chat/completions", x_session_id="s", content_length="90")
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    assert isinstance(rig.router.on_body(h, json.dumps(body).encode()), Routed)
+    assert isinstance(rig.router.on_headers(h), Routed)
+
+
+def turn_of(rig: Rig, ids: Sequence[int], less: int = 0) -> Phase:
+    """Play a turn of a session, whose body has eight bytes for each token; return what decided it. `less`:
+    tokens that the engine lacks of what was predicted."""
+    h = head("/v1/completions", x_session_id="s", content_length=str(8 * len(ids)))
+    routed = rig.route(ids, h)
+    rig.stored(A, [*ids, *range(900, 908)])
+    rig.router.on_response(routed.ticket, 200, A, streamed=True)
+    rig.router.on_usage(routed.ticket, rig.record(routed).cached_tokens - less)
+    rig.finish(routed)
+    return rig.record(routed).phase
+
+
+def test_a_session_is_read_until_it_goes_on_where_its_context_ends() -> None:
+    """Its client leaves out a part of each answer, or has two conversations in one session."""
+    rig = Rig(pool(endpoints=[A]))
+    untold = head("/v1/completions", x_session_id="s")  # its length is not told, so it is read
+    assert turn_of(rig, range(20)) is Phase.BODY
+    rig.finish(rig.route(range(40), untold))
+    rig.stored(A, [*range(40), *range(900, 908)])
+    assert turn_of(rig, range(60)) is Phase.BODY
+    assert turn_of(rig, [*range(60), *range(900, 908), *range(60, 80)]) is Phase.BODY
+    assert turn_of(rig, [*range(60), *range(900, 908), *range(60, 99)]) is Phase.HEADERS
+
+
+def test_a_session_is_read_after_the_engine_had_less_of_it_than_was_promised() -> None:
+    rig = Rig(pool(endpoints=[A]))
+    assert turn_of(rig, range(20)) is Phase.BODY
+    assert turn_of(rig, range(40)) is Phase.HEADERS
+    assert turn_of(rig, range(60), less=8) is Phase.HEADERS
+    assert turn_of(rig, range(80)) is Phase.BODY
+
+
 class Exact:
     """Knows the tokens of conversations without tools of a kind that only the engine renders."""
+
+    rewrites_answers = False
 
     def now(self, request: ParsedRequest) -> Tokens:
         assert isinstance(request.prompt, ChatPrompt)

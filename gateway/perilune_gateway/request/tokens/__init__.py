@@ -7,7 +7,8 @@
 
 `conversation` converts the messages of every API to one form, `chat_template` renders them with the model's
 template, `incremental` encodes only the new part of that text (`cuts` finds where a text may be split), and
-`encoder` runs the tokenizer.json itself. `prompts` has facts about a request that all sources need,
+`encoder` runs the tokenizer.json itself. `media_spans` knows what pictures become in an engine, and `proof`
+shows whether an engine makes the same tokens. `prompts` has facts about a request that all sources need,
 `causes` the reasons why a source has no tokens, and `metrics` exports counters of all of them.
 """
 

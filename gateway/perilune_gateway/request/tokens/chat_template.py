@@ -33,7 +33,9 @@ from perilune_gateway.request.tokens.conversation import (
     EFFORTS,
     Conversation,
     Form,
+    Message,
     TemplateError,
+    rewrites_answers,
     unthinking,
 )
 
@@ -72,21 +74,53 @@ class ChatTemplate:
             keeps_parts = _loops_over_content(environment.parse(source))
         except jinja2.TemplateError as error:
             raise TemplateError(f"{type(error).__name__}: {error}") from None
+        self._keeps_parts = keeps_parts
         self.form = Form(
             keeps_parts=keeps_parts,
             system_first=_refuses_late_system(source),
             knows_developer="'developer'" in source or '"developer"' in source,
             unthinking=unthinking({effort: self._greeting(effort) for effort in ("none", *EFFORTS)}),
+            rewrites_answers=rewrites_answers(self._tried),
         )
-        """What the template expects of conversations."""
+        """What the template expects of conversations, and what it does to them."""
+        self.placeholders = self._placeholders() if keeps_parts else {}
+        """Kind of medium → the text that the template writes for it; without those that it has no words
+        for."""
+
+    def _placeholders(self) -> Mapping[str, str]:
+        found = {}
+        plain = self._shown([])
+        for kind in ("image", "audio", "video"):
+            once, twice = self._shown([{"type": kind}]), self._shown([{"type": kind}] * 2)
+            if plain is None or once is None or twice is None or once == plain:
+                continue
+            differ = (i for i, pair in enumerate(zip(plain, once, strict=False)) if pair[0] != pair[1])
+            begin = next(differ, len(plain))
+            own = once[begin : begin + len(once) - len(plain)]
+            if own and twice == once[:begin] + own + once[begin:]:  # it is not numbered
+                found[kind] = own
+        return found
+
+    def _shown(self, parts: list[dict[str, str]]) -> str | None:
+        """Return a user's message with these parts as the template renders it; None if it refuses."""
+        content = [*parts, {"type": "text", "text": "."}]
+        try:
+            return self.render(Conversation(messages=[{"role": "user", "content": content}]))
+        except TemplateError:
+            return None
 
     def _greeting(self, effort: str) -> str | None:
         """Return a greeting as the template renders it with this effort; None if it refuses."""
         told = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        return self._tried([{"role": "user", "content": "Hi"}], True, told)
+
+    def _tried(self, messages: list[Message], begins: bool, told: Mapping[str, Any]) -> str | None:
+        """Return the messages, whose contents are texts, as the template renders them; None if it refuses.
+        `begins`: whether an answer begins after them. `told`: the template's arguments."""
+        if self._keeps_parts:
+            messages = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
         try:
-            return self.render(
-                Conversation(messages=[{"role": "user", "content": "Hi"}], template_kwargs=told)
-            )
+            return self.render(Conversation(messages=messages, template_kwargs=told), begins)
         except TemplateError:
             return None
 

@@ -21,11 +21,12 @@ decoding the JSON.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+from xxhash import xxh3_128_digest
 
 from perilune_gateway.request.parsed import BILLING_MARK, ChatPrompt
 from perilune_gateway.request.paths import Api
@@ -35,6 +36,15 @@ Message = dict[str, Any]
 _TEXT_PARTS = frozenset(("text", "input_text", "output_text", "refusal", "thinking"))
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict", "defer_loading")
 """What a template sees of a function, in this order; the last two only where they are set."""
+_MEDIA = {
+    "image_url": "image",
+    "input_image": "image",
+    "image": "image",
+    "audio_url": "audio",
+    "input_audio": "audio",
+    "video_url": "video",
+}
+"""Part → what the template gets in its place."""
 _CUSTOM_INPUT = "input"
 """The argument of the function that stands for a custom tool."""
 _CUSTOM_PARAMETERS = {
@@ -69,6 +79,8 @@ class Form:
     """It has words for the role `developer`."""
     unthinking: str = "none"
     """The effort that stands for Anthropic's disabled thinking."""
+    rewrites_answers: bool = False
+    """It may write an answer into the next prompt otherwise than an engine generated it."""
 
 
 ANY_FORM = Form()
@@ -84,6 +96,39 @@ def unthinking(greetings: Mapping[str, object]) -> str:
     return "low" if silent is None or silent in [greetings[effort] for effort in EFFORTS] else "none"
 
 
+def rewrites_answers(render: Callable[[list[Message], bool, Mapping[str, Any]], str | None]) -> bool:
+    """Return whether a template may write an answer into the next prompt otherwise than an engine generated
+    it. It does if it has words for thoughts, since later prompts, or clients, leave them out; if it removes
+    thoughts from a text; or if it ends a prompt with words that the next prompt does not have.
+
+    `render` takes messages, whether an answer begins after them, and the template's arguments; it returns
+    None if the template refuses them.
+    """
+    asks, answers = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}
+    thinks = answers | {"reasoning": "Why", "reasoning_content": "Why"}
+    writes_thoughts = answers | {"content": "<think>\nWhy\n</think>\n\nYes"}
+    plain, thoughtful = render([asks, answers], False, {}), render([asks, thinks], False, {})
+    if None not in (plain, thoughtful) and plain != thoughtful:
+        return True
+    plain = render([asks, answers, asks], False, {})
+    if plain is not None and plain == render([asks, writes_thoughts, asks], False, {}):
+        return True
+    for thinking in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+        begun, later = render([asks], True, thinking), render([asks, answers, asks], True, thinking)
+        if begun is not None and later is not None and not later.startswith(begun):
+            return True
+    return False
+
+
+class Medium(NamedTuple):
+    """A picture, sound or video."""
+
+    kind: str
+    """As the template calls it."""
+    key: bytes
+    """A digest of its bytes in the body; empty if the engine has to fetch it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """The arguments of a chat template."""
@@ -96,6 +141,8 @@ class Conversation:
     """Number of parts that are not text."""
     media_bytes: int = 0
     """Size of those parts in the body."""
+    placed: tuple[Medium, ...] = ()
+    """Those parts, where they stay in the messages, since the template has words for them."""
 
 
 def read(api: Api, prompt: ChatPrompt, form: Form = ANY_FORM) -> Conversation:
@@ -130,6 +177,7 @@ class _Reader:
         self._form = form
         self._media = 0
         self._media_bytes = 0
+        self._placed: list[Medium] = []
 
     def read(self, api: Api, prompt: ChatPrompt) -> Conversation:
         content = msgspec.json.decode(prompt.messages)
@@ -156,6 +204,7 @@ class _Reader:
             template_kwargs=_kwargs(api, prompt, self._form),
             media=self._media,
             media_bytes=self._media_bytes,
+            placed=tuple(self._placed),
         )
 
     def _message(self, message: Message) -> Message:
@@ -205,7 +254,24 @@ class _Reader:
             return None if text is None else {"type": "text", "text": _text(text)}
         self._media += 1
         self._media_bytes += len(msgspec.json.encode(part))
-        return None
+        if not self._form.keeps_parts or kind not in _MEDIA:
+            return None
+        self._placed.append(Medium(_MEDIA[kind], _digest(part)))
+        return {"type": _MEDIA[kind]}
+
+
+def _digest(part: dict[str, Any]) -> bytes:
+    """Return a digest of a medium's bytes, with the name that the client gave it; empty without bytes."""
+    kind = part["type"]
+    content = part.get("source" if kind == "image" else kind, part.get("image_url"))
+    if isinstance(content, dict):
+        content = content.get("url") or content.get("data")
+    if not isinstance(content, str) or content.startswith(("http:", "https:", "file:")):
+        return b""
+    if content.startswith("data:"):
+        content = content.partition(",")[2]
+    named = f"{_MEDIA[kind]}\0{part.get('uuid') or ''}\0{content}"
+    return xxh3_128_digest(named.encode(errors="surrogatepass"))
 
 
 def _text(value: Any) -> str:

@@ -34,6 +34,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 _ANSWER = msgspec.json.Decoder(_Answer)
 _JSON = {"content-type": "application/json"}
+_OLD_NAME = "reasoning_content"
 TEMPLATE_TOKENS = 16_384
 """Tokens that a model's own template may add to a conversation."""
 _TOKEN_BYTES = 16
@@ -111,7 +112,9 @@ def question(request: ParsedRequest, bytes_per_token: float, form: Form = ANY_FO
             if conversation.documents is not None:
                 kwargs["documents"] = conversation.documents
             asked: dict[str, Any] = {
-                "messages": chat.messages if request.api is Api.CHAT else as_sent(conversation.messages),
+                "messages": _chat_messages(chat)
+                if request.api is Api.CHAT
+                else as_sent(conversation.messages),
                 "tools": (chat.tools or None) if request.api is Api.CHAT else conversation.tools,
                 "chat_template": chat.own_template or None,
                 "chat_template_kwargs": kwargs or None,
@@ -127,6 +130,19 @@ def question(request: ParsedRequest, bytes_per_token: float, form: Form = ANY_FO
             raise CannotTellError(Cause.NO_TEXT)
     given = {key: value for key, value in asked.items() if value is not None}
     return msgspec.json.encode(given | {"model": request.model}), rest_bytes
+
+
+def _chat_messages(chat: ChatPrompt) -> Any:
+    """Return the messages with thoughts as `reasoning`: vLLM's /tokenize, unlike its chat completions, does
+    not know them as `reasoning_content`."""
+    if _OLD_NAME.encode() not in bytes(chat.messages):
+        return chat.messages
+    messages = msgspec.json.decode(chat.messages)
+    for message in messages:
+        thoughts = message.pop(_OLD_NAME, None)
+        if thoughts is not None and message.get("reasoning") is None:
+            message["reasoning"] = thoughts
+    return messages
 
 
 def _most_tokens(request: ParsedRequest) -> int:

@@ -4,6 +4,7 @@ context, whether it contains pictures, and its conversation.
 
 import math
 import string
+from collections.abc import Collection
 
 from msgspec import Raw
 
@@ -74,17 +75,25 @@ def too_much(request: ParsedRequest, context_tokens: int) -> CannotTellError | N
 
 
 def text_conversation(
-    request: ParsedRequest, chat: ChatPrompt, bytes_per_token: float, form: Form = ANY_FORM
+    request: ParsedRequest,
+    chat: ChatPrompt,
+    bytes_per_token: float,
+    form: Form = ANY_FORM,
+    placed: Collection[str] = (),
 ) -> Conversation:
-    """Return the conversation, if it is complete and only text. Raises CannotTellError when a part is stored
-    in the engine, has a wrong form, or is not text; in the last case with an estimate."""
+    """Return the conversation, if it is complete and only text, or has only media of the kinds `placed`.
+    Raises CannotTellError when a part is stored in the engine, has a wrong form, or is another medium; in the
+    last case with an estimate."""
     if request.previous_response_id:
         raise CannotTellError(Cause.STORED_CONVERSATION)
     try:
         conversation = read(request.api, chat, form)
     except ConversationError as error:
         raise CannotTellError(Cause.CONVERSATION, error) from None
-    if conversation.media:
+    if conversation.media and (
+        conversation.media > len(conversation.placed)
+        or not all(medium.kind in placed for medium in conversation.placed)
+    ):
         text_tokens = math.ceil((size_bytes(request) - conversation.media_bytes) / bytes_per_token)
         guess = max(text_tokens, 1) + conversation.media * MEDIA_TOKENS
         raise CannotTellError(Cause.MEDIA, f"{conversation.media} parts", guess)

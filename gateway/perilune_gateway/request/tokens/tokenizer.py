@@ -11,8 +11,9 @@
 When a source fails, the next one is used; each cause is counted, and logged once. A conversation that the
 template refuses (undefined roles, its own `raise_exception`) is estimated, not refused: the engine has the
 same template and answers 400 itself, and a wrong copy of the template in the gateway must not fail a request.
-Prompts that are not all text (pictures, a conversation stored in the engine) are estimated, and so are
-prompts that no context can hold (`too_much`), and those for which nothing is generated (embeddings and such).
+Prompts that are not all text (pictures that are not known yet, a conversation stored in the engine) are
+estimated, and so are prompts that no context can hold (`too_much`), and those for which nothing is generated
+(embeddings and such).
 
 A conversation is decoded, normalised and rendered whole at every turn, which takes about 2.5 ns a byte (0.3
 ms for 130 KB). A template may render earlier messages differently when a new one comes (it drops their
@@ -29,6 +30,7 @@ import logging
 import math
 import secrets
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,16 +38,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perilune_api.pool import Model, SpecError
-from perilune_gateway.model import Tokens, TokenSource
+from perilune_gateway.model import AwaitedMedium, MediaSpan, Tokens, TokenSource
 from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest, TextPrompt, TokenPrompt
 from perilune_gateway.request.paths import Api
 from perilune_gateway.request.tokens import encoder
 from perilune_gateway.request.tokens.causes import ENGINE_MAY_KNOW, CannotTellError, Cause
-from perilune_gateway.request.tokens.conversation import Form, TemplateError
+from perilune_gateway.request.tokens.conversation import Form, Medium, TemplateError
 from perilune_gateway.request.tokens.engine import EngineTokenizer
 from perilune_gateway.request.tokens.incremental import IncrementalEncoder
+from perilune_gateway.request.tokens.media_spans import AFTER, AWAITED_AT_ONCE, MediaSpans
 from perilune_gateway.request.tokens.prompts import (
     FEW_BRACKETS,
+    MEDIA_TOKENS,
     brackets,
     has_base64,
     has_tools,
@@ -69,6 +73,8 @@ _RENDER_US_PER_CHAR = 0.0025
 """Time for decoding, normalising and rendering a conversation."""
 _WEIGHT = 0.1
 """Weight of a new measurement in the moving mean."""
+_AFTER_CHARS = 512
+"""Characters after a medium whose tokens are compared with the engine's."""
 _FIRST_NOTED, _NOTED_ONE_IN = 64, 16
 """Requests whose kind is noted: so many at first, then one in so many."""
 _CALIBRATION_CHARS = 1000
@@ -93,7 +99,9 @@ class Tokenizer:
         threads: int = 2,
         headers: Mapping[str, str] | None = None,
         stopwatch: Callable[[], float] = time.perf_counter,
+        media: MediaSpans | None = None,
     ) -> None:
+        """`media`: what is known of media; without it, prompts are exact up to their first one."""
         self.counts: Counter[TokenSource] = Counter()
         self.causes: Counter[Cause] = Counter()
         self._bytes_per_token = model.bytes_per_token
@@ -119,11 +127,21 @@ class Tokenizer:
         """The kinds that an engine tokenizes although there is a local tokenizer, because their tokens
         differ."""
         self._noted = 0
+        self.media = media or MediaSpans(block_size=1)
 
     @property
     def has_tokens(self) -> bool:
         """Whether it makes tokens, itself or by engines, and not only estimates."""
         return self.local is not None or self._asks_engine
+
+    @property
+    def rewrites_answers(self) -> bool:
+        """Whether the local template may write an answer into the next prompt otherwise than an engine
+        generated it. Then only its body tells where a conversation goes on."""
+        templates = self._templates
+        return templates is not None and any(
+            template.form.rewrites_answers for template in (templates.default, templates.with_tools)
+        )
 
     @property
     def engine_form(self) -> Form:
@@ -216,9 +234,11 @@ class Tokenizer:
     def _encode(self, request: ParsedRequest) -> Tokens:
         """Return the tokens by the local tokenizer, in any thread. Raises CannotTellError."""
         assert self.local is not None
+        placed: Sequence[tuple[Medium, str]] = ()
         match request.prompt:
             case ChatPrompt() as chat:
-                texts = [self._render(request, chat)]
+                text, placed = self._render(request, chat)
+                texts = [text]
                 special = chat.add_special_tokens
             case TextPrompt(texts=given, add_special_tokens=special) if given:
                 texts = list(given)
@@ -226,8 +246,10 @@ class Tokenizer:
                 raise CannotTellError(Cause.NO_TEXT)
         started = self._stopwatch()
         try:
+            if placed:
+                return self._with_media(texts[0], placed, special)
             encoded = [self.local.encode(text, special) for text in texts]
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, SystemExit, CannotTellError):
             raise
         except (
             BaseException
@@ -239,17 +261,73 @@ class Tokenizer:
             self.us_per_char += _WEIGHT * (us_per_char - self.us_per_char)
         return _together(TokenSource.LOCAL, [one.ids for one in encoded])
 
-    def _render(self, request: ParsedRequest, chat: ChatPrompt) -> str:
+    def _with_media(self, text: str, placed: Sequence[tuple[Medium, str]], special: bool) -> Tokens:
+        """Return the tokens of a text in which media have these places, as far as they are known. Raises
+        CannotTellError if a place is not there, and what the encoder raises."""
+        assert self.local is not None
+        around = self.local.encoder.around
+        if special and around is None:
+            raise CannotTellError(Cause.MEDIA, "special tokens", self._guess(text, placed))
+        before, behind = around if special and around else (array("I"), array("I"))
+        ids, spans, at = array("I", before), list[MediaSpan](), 0
+        for n, (medium, place) in enumerate(placed):
+            end = text.find(place, at)
+            if end < 0:
+                raise CannotTellError(Cause.MEDIA, "no place in the template", self._guess(text, placed))
+            ids.extend(self.local.encode(text[at:end]).ids)
+            at = end + len(place)
+            known = self.media.find(medium.key) if medium.key else None
+            if known is None:
+                self._note(CannotTellError(Cause.MEDIA, f"{len(placed) - n} parts"))
+                count = len(ids) + self._guess(text[at:], placed[n:])
+                awaited = self._awaited(text[end:], placed[n:])
+                return Tokens(count, TokenSource.ESTIMATE, ids, media=tuple(spans), awaited=awaited)
+            spans.append(known.span(len(ids)))
+            ids.extend(known.ids)
+        ids.extend(self.local.encode(text[at:]).ids)
+        ids.extend(behind)
+        return Tokens(len(ids), TokenSource.LOCAL, ids, media=tuple(spans))
+
+    def _awaited(self, text: str, placed: Sequence[tuple[Medium, str]]) -> AwaitedMedium | None:
+        """Return the first of these media, in whose place the text begins, and those after it, up to one that
+        is known or that the engine has to fetch; None if it is such a one."""
+        assert self.local is not None
+        chain, at = list[tuple[bytes, str, str]](), 0
+        for n, (medium, place) in enumerate(placed[:AWAITED_AT_ONCE]):
+            if not medium.key or self.media.find(medium.key):
+                break
+            at += len(place)
+            end = text.find(placed[n + 1][1], at) if n + 1 < len(placed) else len(text)
+            if end < 0:
+                break
+            chain.append((medium.key, place, text[at:end]))
+            at = end
+        awaited = None
+        for key, place, behind in reversed(chain):
+            after = self.local.encode(behind if awaited else behind[:_AFTER_CHARS]).ids
+            if awaited is None:  # the last token may be another one where the text goes on
+                after = after[: min(AFTER, len(after) - 1)]
+            awaited = AwaitedMedium(key, tuple(self.local.encode(place).ids), tuple(after), awaited)
+        return awaited
+
+    def _guess(self, text: str, placed: Sequence[tuple[Medium, str]]) -> int:
+        return math.ceil(len(text) / self._bytes_per_token) + MEDIA_TOKENS * len(placed)
+
+    def _render(self, request: ParsedRequest, chat: ChatPrompt) -> tuple[str, Sequence[tuple[Medium, str]]]:
+        """Return the prompt's text, and its media with the texts that stand for them."""
         if chat.own_template:
             raise CannotTellError(Cause.OWN_TEMPLATE)
         if self._templates is None:
             raise CannotTellError(Cause.NO_TEMPLATE)
         template = self._templates.choose(tools=has_tools(request.api, chat))
-        conversation = text_conversation(request, chat, self._bytes_per_token, template.form)
+        conversation = text_conversation(
+            request, chat, self._bytes_per_token, template.form, template.placeholders
+        )
         try:
-            return template.render(conversation, chat.add_generation_prompt, chat.continue_final_message)
+            text = template.render(conversation, chat.add_generation_prompt, chat.continue_final_message)
         except TemplateError as error:
             raise CannotTellError(Cause.TEMPLATE, error) from None
+        return text, [(medium, template.placeholders[medium.kind]) for medium in conversation.placed]
 
     # -- estimate and bookkeeping ----------------------------------------------------------------
 

@@ -293,6 +293,43 @@ def test_what_a_template_expects_of_conversations(source, form):
     assert {name: getattr(told, name) for name in form} == form
 
 
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THOUGHTS = "{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+PARTS = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "rewrites"),
+    [
+        pytest.param(CHATML, False, id="as it was said"),
+        pytest.param(CHATML.replace("{{ m.content }}", PARTS), False, id="as it was said, in parts"),
+        pytest.param(CHATML.replace("\n{{", f"\n{THOUGHTS}{{{{"), True, id="thoughts of the last turn"),
+        pytest.param(
+            CHATML.replace("\n{{", "\n<think>{{ m.reasoning or '' }}</think>{{"), True, id="all thoughts"
+        ),
+        pytest.param(
+            CHATML + "{% if add_generation_prompt and enable_thinking is false %}<think></think>{% endif %}",
+            True,
+            id="empty thoughts, if asked for none",
+        ),
+        pytest.param(
+            CHATML + "{% if add_generation_prompt %}<think>\n{% endif %}", True, id="thinks at once"
+        ),
+        pytest.param(
+            CHATML.replace("m.content", "m.content.split('</think>')[-1] | trim"),
+            True,
+            id="removes thoughts from texts",
+        ),
+        pytest.param("{{ raise_exception('no') }}", False, id="refuses everything"),
+    ],
+)
+def test_which_templates_rewrite_answers(source, rewrites):
+    assert ChatTemplate(source).form.rewrites_answers is rewrites
+
+
 def test_of_two_templates_the_stricter_one_decides_where_system_messages_are(tmp_path):
     entries = [
         {"name": "default", "template": "{{ messages[0].role }}"},

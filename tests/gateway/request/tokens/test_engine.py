@@ -93,6 +93,29 @@ async def test_a_long_question_is_asked_like_a_short_one(by_engine, engine):
         ),
         pytest.param(
             CHAT,
+            {
+                "messages": [
+                    *HI,
+                    {"role": "assistant", "content": None, "reasoning_content": "old"},
+                    {"role": "assistant", "reasoning_content": "old", "reasoning": "new"},
+                    {"role": "assistant", "reasoning_content": None},
+                ]
+            },
+            {
+                "messages": [
+                    *HI,
+                    {"role": "assistant", "content": None, "reasoning": "old"},
+                    {"role": "assistant", "reasoning": "new"},
+                    {"role": "assistant"},
+                ],
+                "add_generation_prompt": True,
+                "continue_final_message": False,
+                "add_special_tokens": False,
+            },
+            id="chat with thoughts by their older name",
+        ),
+        pytest.param(
+            CHAT,
             {"messages": HI, "tools": [{"function": {"name": "f"}}], "chat_template": "t"},
             {
                 "messages": HI,

@@ -249,7 +249,7 @@ async function page(path) {
   return value;
 }
 async function health() {
-  const { status, problems, lacks } = await page("api/health");
+  const { status, problems, lacks, renderings = [] } = await page("api/health");
   $("health").textContent = status;
   $("health").className = `pill ${status === "ok" ? "good" : status === "degraded" ? "warn" : "bad"}`;
   const told = (what, facts) => make("li", {}, make("b", { textContent: what }), ...Object.entries(facts).map(([name, words]) => make("div", { textContent: `${name}: ${words}` })));
@@ -257,6 +257,10 @@ async function health() {
     ...problems.map((p) => told(`${p.endpoint ? `${p.endpoint}: ` : ""}${p.message}`, { Effect: p.effect, Cause: p.cause, Cure: p.cure })),
     ...lacks.map((l) => told(`${l.finding}: ${l.endpoints.slice(0, 4).join(", ")}${l.endpoints.length > 4 ? ` and ${count(l.endpoints.length - 4)} more` : ""}`, { Costs: l.costs, Cure: l.cure })),
   ];
+  const differs = (r) => (r.part ? `${r.part.replaceAll("_", " ")}, from token ${count(r.at)} on` : "");
+  const kind = (r) => [r.api, r.tools ? "yes" : "no", r.thinking, `${count(r.equal)} of ${count(r.equal + r.different.length)}${r.untold ? `, ${count(r.untold)} untold` : ""}`, differs(r), r.proof, r.asks_engine ? "an engine" : "here"];
+  $("tokens-box").hidden = !renderings.length;
+  $("tokens").replaceChildren(...(renderings.length ? [table(["API", "tools", "thinking", "engines equal", "differs", "proof", "tokenized by"], renderings.map(kind))] : []));
   $("problems").replaceChildren(...(found.length ? found : [make("li", { className: "good", textContent: "Everything is as it should be." })]));
 }
 async function moves() {

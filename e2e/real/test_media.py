@@ -1,0 +1,205 @@
+"""Conversations with pictures and sound, as vLLM hashes and caches them: the gateway knows what is cached.
+
+vLLM's own reader, hasher and KVCacheManager stand for the engine (media_cache.py), since models
+that see need torchvision, which the installed vLLM lacks. Tokens of a medium are a run of one token, as with
+LLaVA and Qwen.
+"""
+
+import asyncio
+import json
+import struct
+import subprocess
+import zlib
+from base64 import b64decode, b64encode
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+from router_rig import A, Rig, pool
+from routing_objects import head
+
+from enginebed import models
+from enginebed.conversations import text
+from perilune_api.pool import Engine, Model
+from perilune_gateway.feeds.kv_events import decode
+from perilune_gateway.model import Routed
+from perilune_gateway.request.openai import parse
+from perilune_gateway.request.tokens import Tokenizer
+from perilune_gateway.routing.router import Encode
+from perilune_gateway.state.engine_blocks import EngineBlocks
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+CHAT, BLOCK = "/v1/chat/completions", 32
+PLACES = {"image": "<image>", "audio": "<audio>"}
+TEMPLATE = """\
+{%- for message in messages -%}
+    {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' -}}
+    {%- for part in message.content -%}
+        {%- if part.type == 'text' -%}{{- part.text -}}{%- else -%}{{- '<' + part.type + '>' -}}{%- endif -%}
+    {%- endfor -%}
+    {{- '<|eot_id|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}{%- endif -%}
+"""
+MODEL = replace(
+    models.QWEN,
+    specials=(*models.LLAMA.specials, *PLACES.values()),
+    eos=models.LLAMA.eos,
+    template=TEMPLATE,
+)
+
+
+def words(rng, count):
+    return {"type": "text", "text": text(rng, count)}
+
+
+def picture(seed, size=24, mode=2):
+    """Return a part with a PNG of noise. `mode`: 0 is grey, 2 coloured, 6 with transparency."""
+    samples = {0: 1, 2: 3, 6: 4}[mode]
+    rows = b"".join(b"\0" + Random(seed).randbytes(samples * size) for _ in range(size))
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", size, size, 8, mode, 0, 0, 0)
+    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows))
+    data = b64encode(png + chunk(b"IEND", b"")).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+def sound(seed):
+    data = b64encode(Random(seed).randbytes(3200)).decode()
+    return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+
+
+def medium(part):
+    """Return (kind, data, tokens) of a picture or sound; None for words."""
+    match part:
+        case {"type": "image_url", "image_url": {"url": url}}:
+            kind, data = "image", url.partition(",")[2]
+        case {"type": "input_audio", "input_audio": {"data": data}}:
+            kind = "audio"
+        case _:
+            return None
+    return kind, data, 40 + zlib.crc32(data.encode()) % 300
+
+
+class Session:
+    """A gateway, and vLLM's cache of one engine."""
+
+    def __init__(self, folder: Path, vllm: subprocess.Popen[str]) -> None:
+        model = Model(name="m", tokenizer=str(models.write(MODEL, folder)), context_tokens=8192)
+        self._tokenizer = Tokenizer(model)
+        self._rig = Rig(
+            pool(model=model, engine=Engine(block_size=BLOCK), endpoints=[A]), tokenizer=self._tokenizer
+        )
+        state = self._rig.state
+        self._tokenizer.media = state.media
+        self._blocks = EngineBlocks(state.index, BLOCK, store=False, media=state.media)
+        self._vllm = vllm
+
+    def ask(self, messages):
+        """Return (source, tokens, cached tokens) as predicted, and (tokens, cached tokens) of vLLM."""
+        body = json.dumps({"model": "m", "messages": messages}).encode()
+        verdict = self._rig.router.on_body(head(CHAT), body)
+        if isinstance(verdict, Encode):
+            tokens = asyncio.run(self._tokenizer.encode(verdict.request))
+            verdict = self._rig.router.on_tokens(verdict, tokens)
+        assert isinstance(verdict, Routed), verdict
+        ids, told = self._engine(messages)
+        for event in decode(b64decode(told["events"])).events:
+            self._rig.router.on_applied(self._blocks.apply(A, event, self._rig.now))
+        self._rig.finish(verdict)
+        record = self._rig.record(verdict)
+        return (str(record.token_source), record.prompt_tokens, record.cached_tokens), (
+            len(ids),
+            told["cached"],
+        )
+
+    def _engine(self, messages):
+        """Return the prompt's tokens as a processor makes them, and what vLLM's cache tells of it."""
+        media = [found for message in messages for part in message["content"] if (found := medium(part))]
+        written = [
+            message
+            | {
+                "content": [
+                    {"type": "text", "text": PLACES[found[0]]} if (found := medium(part)) else part
+                    for part in message["content"]
+                ]
+            }
+            for message in messages
+        ]
+        request = parse(CHAT, json.dumps({"model": "m", "messages": written}).encode())
+        places = {self._tokenizer.local.encode(place).ids[0] for place in PLACES.values()}
+        ids, spans = [], []
+        for token in self._tokenizer.local_ids(request):
+            if token in places:
+                kind, data, tokens = media[len(spans)]
+                spans.append({"kind": kind, "data": data, "start": len(ids), "length": tokens})
+                ids += [token] * tokens
+            else:
+                ids.append(token)
+        self._vllm.stdin.write(json.dumps({"ids": ids, "media": spans}) + "\n")
+        self._vllm.stdin.flush()
+        return ids, json.loads(self._vllm.stdout.readline())
+
+
+@pytest.fixture
+def session(environment, tmp_path):
+    script = Path(__file__).with_name("media_cache.py")
+    with (
+        (tmp_path / "vllm.log").open("w") as log,
+        subprocess.Popen(
+            [environment.program("python"), str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        ) as vllm,
+    ):
+        yield Session(tmp_path / "model", vllm)
+        vllm.stdin.close()
+
+
+def test_conversations_with_pictures_and_sound_are_predicted_exactly(session):
+    """Every second turn brings a medium. What stands before it is known, and all of it one turn later."""
+    told = []
+    for number in range(8):
+        rng = Random(number)
+        messages = [{"role": "system", "content": [words(Random(1), 40)]}]
+        for turn in range(8):
+            parts = [words(rng, 30)]
+            if turn % 2 == 0:
+                new = sound(100 * number + turn) if turn == 2 else picture(100 * number + turn)
+                parts.insert(rng.randrange(2), new)
+            messages.append({"role": "user", "content": parts})
+            predicted, counted = session.ask(messages)
+            told.append((predicted, counted))
+            assert predicted[2] == counted[1], told
+            assert turn % 2 == 0 or predicted == ("local", *counted), told
+            messages.append({"role": "assistant", "content": [words(rng, 10)]})
+    print(f"{len(told)} of {len(told)} turns exact, up to {max(cached for _, (_, cached) in told)} tokens")
+
+
+def test_all_media_of_a_message_are_learned_at_once(session):
+    parts = [picture(1), words(Random(5), 20), sound(2), picture(3), picture(4, mode=0), picture(5, mode=6)]
+    messages = [{"role": "user", "content": parts}]
+    session.ask(messages)
+    messages += [{"role": "assistant", "content": [words(Random(6), 4)]}]
+    messages += [{"role": "user", "content": [words(Random(7), 40)]}]
+    predicted, counted = session.ask(messages)
+    assert predicted == ("local", *counted)
+    assert counted[1] > 5 * 40
+
+
+def test_another_medium_after_equal_words_is_another_prompt(session):
+    for seed in (1, 2, 1, 2):
+        parts = [words(Random(8), 60), picture(seed), words(Random(9), 60)]
+        predicted, counted = session.ask([{"role": "user", "content": parts}])
+        assert predicted[2] == counted[1]
+    assert predicted == ("local", *counted)
+    parts = [words(Random(8), 60), picture(3), words(Random(9), 60)]
+    predicted, counted = session.ask([{"role": "user", "content": parts}])
+    assert predicted[0] == "estimate"
+    assert predicted[2] == counted[1] > 0

@@ -1,0 +1,191 @@
+"""Learns from KV events what pictures, sound and video become in an engine, so that later prompts are exact.
+
+    prompt ─▶ tokens before its first unknown medium ─ expect ─▶ what is to come there
+    KV event with multimodal keys ─ stored ─▶ a medium's tokens, its identifier and where it lies ─▶ find
+
+How many tokens a medium has, only the model's processor tells, and the engine's name for it covers the model,
+the processor's arguments and, of sound and video, decoded samples. So nothing is decoded, nor hashed as the
+engine does it: the first prompt with a medium is exact up to it, and the engine's events of that prompt show
+the rest. The tokens there before the medium, and those after it, must be the prompt's, and the engine's name
+for it must be new. A medium is known by its bytes in the body; one that the engine has to fetch has none, and
+is never known.
+
+Learned are media that become a run of one token in place of one token of the template, as in Qwen's models.
+Of two media that are awaited at the same place of equal prompts, neither is learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from perilune_gateway.model import AwaitedMedium, MediaSpan
+
+MOST_EXPECTED, MOST_KNOWN = 4_096, 16_384
+AWAITED_AT_ONCE = 16
+"""Media of one prompt that are awaited."""
+AFTER = 32
+"""Tokens after a medium that are compared."""
+MOST_PLACES = 16
+"""Media that are awaited after one block."""
+EXPECTED_S = 60.0
+"""Seconds for which a medium is awaited: an engine may queue the prompt first."""
+MmKeys = Sequence[tuple[str, int]]
+"""Media that lie in one block: (identifier, position relative to the block's first token)."""
+
+encode_keys = msgspec.msgpack.Encoder().encode
+"""Return the bytes of a block's keys that its hash covers."""
+
+
+class Known(NamedTuple):
+    """A medium with the template's tokens around it."""
+
+    ids: Sequence[int]
+    at: int
+    """Position of the medium's first token in `ids`."""
+    length: int
+    identifier: str
+
+    def span(self, start: int) -> MediaSpan:
+        """Return where the medium lies if `ids` begin at `start`."""
+        return MediaSpan(start + self.at, start + self.at + self.length, self.identifier)
+
+
+class _Expected(NamedTuple):
+    awaited: AwaitedMedium
+    head: tuple[int, ...]
+    """The tokens between the block's begin and the medium."""
+    until: float
+    """When the engine will have told of it, if ever."""
+    ids: tuple[int, ...] = ()
+    """The tokens from the block's begin that were stored already."""
+    keys: tuple[MmKeys, ...] = ()
+    """The media in their blocks."""
+
+
+def extra_keys(spans: Sequence[MediaSpan], blocks: int, block_size: int) -> list[bytes | None]:
+    """Return for each block the bytes that its hash covers in addition to its tokens; None for a block
+    without a medium."""
+    keys: list[list[tuple[str, int]]] = [[] for _ in range(blocks)]
+    for span in spans:
+        for block in range(span.start // block_size, min(blocks, -(-span.end // block_size))):
+            keys[block].append((span.identifier, span.start - block * block_size))
+    return [encode_keys(own) if own else None for own in keys]
+
+
+class MediaSpans:
+    """The media of one pool."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._known: dict[bytes, Known] = {}
+        self._identifiers: set[str] = set()
+        """Those of all known media."""
+        self._expected: dict[int, list[_Expected]] = {}
+        """Our hash of the block before → what may come after it."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether some medium is known, so that others will be."""
+        return bool(self._known)
+
+    def find(self, key: bytes) -> Known | None:
+        """Return what is known of a medium."""
+        return self._known.get(key)
+
+    def expect(
+        self, root: int, blocks: Sequence[int], ids: Sequence[int], awaited: AwaitedMedium, now: float
+    ) -> None:
+        """Await a medium after a prompt's tokens, whose full blocks have these hashes after `root`."""
+        if awaited.key not in self._known:
+            head = tuple(ids[len(blocks) * self._block_size :])
+            expected = _Expected(awaited, head, now + EXPECTED_S)
+            self._await(blocks[-1] if blocks else root, expected, now)
+
+    def stored(
+        self,
+        parent: int,
+        ours: Sequence[int],
+        token_ids: Sequence[int],
+        keys: Sequence[MmKeys],
+        now: float,
+    ) -> None:
+        """Learn from stored blocks with these hashes after `parent`, and the media that lie in each."""
+        for n, above in enumerate((parent, *ours[:-1]) if self._expected else ()):
+            at = n * self._block_size
+            here = [one for one in self._expected.get(above, ()) if one.until > now]
+            told = [
+                one._replace(ids=(*one.ids, *token_ids[at:]), keys=(*one.keys, *keys[n:])) for one in here
+            ]
+            match [(one, *seen) for one in told if (seen := self._seen(one))]:
+                case [(one, None)]:
+                    self._await(ours[-1], one, now)
+                case [(one, Known() as known)]:
+                    self._learn(one.awaited.key, known)
+                    here = [other for other in here if other.awaited is not one.awaited]
+                    if then := one.awaited.then:
+                        begun = (*one.head, *known.ids, *one.awaited.after)
+                        place = min(len(begun), len(one.ids)) // self._block_size
+                        follows = place - len(one.ids) // self._block_size + len(ours) - 1
+                        head = begun[place * self._block_size :]
+                        if follows >= n:  # else a medium shares its first block with the one before
+                            self._await(ours[follows], _Expected(then, head, one.until), now)
+                case _:
+                    continue  # nothing, or it is not clear whose it is
+            self._expected[above] = here
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _await(self, above: int, expected: _Expected, now: float) -> None:
+        others = [
+            one
+            for one in self._expected.pop(above, ())
+            if one.until > now and one.awaited.key != expected.awaited.key
+        ]
+        if len(self._expected) >= MOST_EXPECTED:
+            del self._expected[next(iter(self._expected))]
+        self._expected[above] = [*others, expected][-MOST_PLACES:]
+
+    def _learn(self, key: bytes, known: Known) -> None:
+        self._known[key] = known
+        self._identifiers.add(known.identifier)
+        if len(self._known) > MOST_KNOWN:
+            oldest = self._known.pop(next(iter(self._known)))
+            self._identifiers.discard(oldest.identifier)
+
+    def _seen(self, expected: _Expected) -> tuple[Known | None] | None:
+        """Return the medium that is expected, or None in its place if it does not end in these blocks; None
+        if something else is there."""
+        (_, own, after, _), head, _, ids, keys = expected
+        begin = len(head)
+        medium = self._medium(begin, keys) if ids[:begin] == head else None
+        if medium is None or medium[1] >= len(ids) or medium[0] in self._identifiers:
+            return None
+        identifier, start = medium
+        lead, end = start - begin, start + 1
+        if lead >= len(own) or ids[begin:start] != own[:lead]:
+            return None
+        while end < len(ids) and ids[end] == ids[start]:
+            end += 1
+        rest = (own[lead + 1 :] + after)[: len(ids) - end]
+        if not rest:
+            return (None,)
+        if ids[end : end + len(rest)] != rest or not self._covers(identifier, start, end, keys):
+            return None
+        return (Known((*own[:lead], *ids[start:end], *own[lead + 1 :]), lead, end - start, identifier),)
+
+    def _medium(self, begin: int, keys: Sequence[MmKeys]) -> tuple[str, int] | None:
+        """Return (identifier, position) of the first medium from `begin` on."""
+        for n in range(begin // self._block_size, len(keys)):
+            for identifier, offset in keys[n]:
+                if (start := n * self._block_size + offset) >= begin:
+                    return identifier, start
+        return None
+
+    def _covers(self, identifier: str, start: int, end: int, keys: Sequence[MmKeys]) -> bool:
+        """Return whether just the blocks with tokens between `start` and `end` name the medium."""
+        size = self._block_size
+        named = [n for n, of in enumerate(keys) if (identifier, start - n * size) in of]
+        return named == [*range(start // size, (end - 1) // size + 1)]

@@ -1,0 +1,212 @@
+"""Pictures and sound: what an engine's events tell of them makes later prompts exact."""
+
+import json
+from base64 import b64encode
+from itertools import count
+from pathlib import Path
+from random import Random
+
+import pytest
+from rendering_engine import folder_with
+from router_rig import USUAL, A, Rig, pool
+from routing_objects import head
+
+from perilune_api.pool import Model
+from perilune_gateway.model import DecisionRecord, Routed, TokenSource
+from perilune_gateway.model.kv_events import BlockStored
+from perilune_gateway.request.openai import parse
+from perilune_gateway.request.parsed import ParsedRequest
+from perilune_gateway.request.tokens import Tokenizer
+from perilune_gateway.state.engine_blocks import EngineBlocks
+
+SIZE, CHAT = 16, "/v1/chat/completions"
+TEMPLATE = """\
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' }}
+    {%- if m.content is string %}{{- m.content }}{%- else %}
+    {%- for part in m.content %}
+        {%- if part.type == 'image' %}{{- '<|im_start|><|endoftext|><|im_end|>' }}
+        {%- elif part.type == 'text' %}{{- part.text }}{%- endif %}
+    {%- endfor %}{%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+PAD, RUN = 0, 9000
+"""The template's token for a picture, and the one that the engine puts there many times."""
+
+
+def picture(seed: int) -> dict[str, object]:
+    data = b64encode(Random(seed).randbytes(3000)).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+def text(words: str) -> dict[str, object]:
+    return {"type": "text", "text": words}
+
+
+class Engine:
+    """An engine that reads pictures, and announces what it caches."""
+
+    def __init__(self, folder: Path) -> None:
+        self._template = Tokenizer(Model(name="m", tokenizer=str(folder)))
+        self._names = count(1)
+        self._cached: dict[tuple[object, ...], int] = {}
+        self.blocks_of_a_step = 1000
+        """Blocks that it prefills at once."""
+
+    def forget(self) -> None:
+        self._cached.clear()
+
+    def prompt(self, body: bytes, pictures: list[tuple[str, int]]) -> list[tuple[int, str, int]]:
+        """Return (token, identifier of its picture, the picture's begin) for each token."""
+        bare = json.loads(body)
+        request = parse(CHAT, json.dumps(bare).encode())
+        assert isinstance(request, ParsedRequest)
+        ids, at = [], 0
+        for token in self._placed(bare):
+            if token == PAD:
+                identifier, length = pictures[at]
+                at += 1
+                begin = len(ids)
+                ids += [(RUN, identifier, begin)] * length
+            else:
+                ids.append((token, "", 0))
+        return ids
+
+    def _placed(self, body: dict[str, object]) -> list[int]:
+        """Return the template's tokens, by a conversation that writes its pictures as text."""
+        for message in body["messages"]:
+            if not isinstance(message["content"], str):
+                message["content"] = "".join(
+                    part.get("text", "<|im_start|><|endoftext|><|im_end|>") for part in message["content"]
+                )
+        request = parse(CHAT, json.dumps(body).encode())
+        assert isinstance(request, ParsedRequest)
+        ids = self._template.local_ids(request)
+        assert ids is not None
+        return [*ids]
+
+    def serve(self, body: bytes, pictures: list[tuple[str, int]]) -> tuple[int, list[BlockStored]]:
+        """Return how many tokens were cached, and the events of those that are now."""
+        prompt = self.prompt(body, pictures)
+        names, new, parent = [], [], None
+        tokens: list[int] = []
+        extra: list[object] = []
+        for at in range(0, len(prompt) // SIZE * SIZE, SIZE):
+            block = prompt[at : at + SIZE]
+            keys = dict.fromkeys((name, begin - at) for _, name, begin in block if name)
+            content = (parent, tuple(token for token, _, _ in block), tuple(keys))
+            if content not in self._cached:
+                self._cached[content] = next(self._names)
+                new.append(self._cached[content])
+                tokens += content[1]
+                extra.append([["mm", *key] for key in keys] or None)
+            else:
+                names.append(self._cached[content])
+            parent = self._cached[content]
+        events, above, step = [], names[-1] if names else None, self.blocks_of_a_step
+        for at in range(0, len(new), step):
+            stored, of = tuple(new[at : at + step]), tuple(tokens[at * SIZE : (at + step) * SIZE])
+            keys = tuple(extra[at : at + step])
+            events.append(BlockStored(stored, above, of, SIZE, medium="GPU", extra_keys=keys))
+            above = stored[-1]
+        return len(names) * SIZE, events
+
+
+class Session:
+    """A gateway and its engine."""
+
+    def __init__(self, folder: Path) -> None:
+        model = Model(name="m", tokenizer=str(folder), context_tokens=32_000)
+        document = pool(model=model, engine=USUAL, endpoints=[A])
+        self.engine = Engine(folder)
+        tokenizer = Tokenizer(model, stopwatch=lambda: 0.0)
+        self.rig = Rig(document, tokenizer=tokenizer)
+        state = self.rig.state
+        tokenizer.media = state.media
+        self.blocks = EngineBlocks(state.index, SIZE, store=False, media=state.media)
+
+    def ask(self, *parts: dict[str, object], pictures: list[tuple[str, int]]) -> tuple[DecisionRecord, int]:
+        """Return the decision, and how many tokens the engine had cached."""
+        body, routed = self._route(*parts)
+        cached, events = self.engine.serve(body, pictures)
+        for event in events:
+            self.rig.router.on_applied(self.blocks.apply(A, event, self.rig.now))
+        self.rig.finish(routed)
+        self.rig.now += 120.0
+        return self.rig.record(routed), cached
+
+    def refuse(self, *parts: dict[str, object]) -> None:
+        self.rig.finish(self._route(*parts)[1])
+
+    def _route(self, *parts: dict[str, object]) -> tuple[bytes, Routed]:
+        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": [*parts]}]}).encode()
+        routed = self.rig.router.on_body(head(CHAT), body)
+        assert isinstance(routed, Routed), routed
+        return body, routed
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Session:
+    return Session(folder_with(tmp_path, TEMPLATE))
+
+
+LOOK = text("look at this " * 3)
+
+
+def test_a_picture_is_exact_once_the_engine_has_announced_it(session: Session) -> None:
+    cat = ("cat", 70)
+    session.ask(LOOK, picture(1), text("what is it? " * 9), pictures=[cat])
+    record, cached = session.ask(LOOK, picture(1), text("what is it? " * 9 + "and where?"), pictures=[cat])
+    assert record.token_source is TokenSource.LOCAL
+    assert record.cached_tokens == cached > 70
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": [LOOK, picture(1)]}]}).encode()
+    record, _ = session.ask(LOOK, picture(1), pictures=[cat])
+    assert record.prompt_tokens == len(session.engine.prompt(body, [cat]))
+
+
+def test_another_picture_of_the_same_size_is_another_prompt(session: Session) -> None:
+    session.ask(LOOK, picture(1), text("what is it? " * 9), pictures=[("cat", 70)])
+    session.ask(LOOK, picture(2), text("what is it? " * 9), pictures=[("dog", 70)])
+    for number, name in ((1, "cat"), (2, "dog")):
+        record, cached = session.ask(LOOK, picture(number), text("what is it? " * 9), pictures=[(name, 70)])
+        assert record.cached_tokens == cached > 70
+    record, cached = session.ask(LOOK, picture(3), text("what is it? " * 9), pictures=[("owl", 70)])
+    assert record.token_source is TokenSource.ESTIMATE
+    assert SIZE <= record.cached_tokens == cached < 70, "what stands before it"
+
+
+def test_all_pictures_of_a_prompt_are_learned(session: Session) -> None:
+    cat, dog, owl = ("cat", 40), ("dog", 55), ("owl", 17)
+    parts = LOOK, picture(1), text("a cat " * 99), picture(2), picture(3), text("a dog and an owl " * 9)
+    session.ask(*parts, pictures=[cat, dog, owl])
+    record, cached = session.ask(*parts, text("so? " * 20), pictures=[cat, dog, owl])
+    assert record.token_source is TokenSource.LOCAL
+    assert record.cached_tokens == cached > 17 + 40 + 55
+
+
+def test_a_picture_whose_prefill_takes_several_steps_is_learned(session: Session) -> None:
+    session.engine.blocks_of_a_step = 2
+    session.ask(LOOK, picture(1), text("what is it? " * 9), pictures=[("cat", 90)])
+    record, cached = session.ask(LOOK, picture(1), text("what is it? " * 9), pictures=[("cat", 90)])
+    assert record.token_source is TokenSource.LOCAL
+    assert record.cached_tokens == cached > 90
+
+
+def test_what_the_engine_announces_of_another_prompt_is_no_picture_of_this_one(session: Session) -> None:
+    """The engine has refused the prompt; later it gets another picture after equal words."""
+    words = text("what is it? " * 9)
+    session.ask(LOOK, picture(2), words, pictures=[("dog", 70)])
+    session.refuse(LOOK, picture(1), words)
+    session.engine.forget()
+    session.ask(LOOK, picture(2), words, pictures=[("dog", 70)])
+    record, _ = session.ask(LOOK, picture(1), words, pictures=[("cat", 70)])
+    assert record.token_source is TokenSource.ESTIMATE
+
+
+def test_a_picture_that_the_engine_fetches_stays_unknown(session: Session) -> None:
+    there = {"type": "image_url", "image_url": {"url": "https://example.com/cat.png"}}
+    for _ in range(3):
+        record, _ = session.ask(LOOK, there, text("what is it? " * 9), pictures=[("cat", 70)])
+        assert record.token_source is TokenSource.ESTIMATE
