@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import GenericAlias
 from typing import Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
@@ -42,20 +43,11 @@ _Row = tuple[
     int, _Cells, Overlap, float | None, float | None, dict[str, Link], int, float | None, float | None
 ]
 """A candidate's row with this release's columns. Only times are ever null."""
-_ROWS = tuple[
-    tuple[  # type: ignore[misc]
-        int,
-        tuple[tuple(kind | None for kind in get_type_hints(Load).values())],
-        Overlap,
-        float | None,
-        float | None,
-        dict[str, Link],
-        int,
-        float | None,
-        float | None,
-    ],
-    ...,
-]
+_TIME = float | None
+_LOAD_CELLS: Any = GenericAlias(tuple, tuple(kind | None for kind in get_type_hints(Load).values()))
+_CELLS = (int, _LOAD_CELLS, Overlap, _TIME, _TIME, dict[str, Link], int, _TIME, _TIME)
+_ROWS: Any = GenericAlias(tuple, (GenericAlias(tuple, _CELLS), ...))
+"""The type of all rows of a decision, for msgspec."""
 _SHAPE_ERRORS = (AttributeError, TypeError, ValueError, OverflowError)
 """Errors that a row or a cell of a wrong shape raises."""
 
@@ -230,14 +222,17 @@ class _Reader:
         """Return the candidate of a row with this release's columns. Raises KeyError for a number that no
         line defines."""
         endpoint, load, overlap, prefill_s, since_s, links, engine, decode_s, ttft_ratio = row
+        numbers = _filled((prefill_s, since_s, decode_s, ttft_ratio), _NUMBERS)
         return Candidate(
             self._endpoints[endpoint],
             Load._make(_filled(load, _LOAD)),
             overlap,
-            *_filled((prefill_s, since_s), _PREFILL),
+            numbers[0],
+            numbers[1],
             links,
             self._engines[engine],
-            *_filled((decode_s, ttft_ratio), _DECODE),
+            numbers[2],
+            numbers[3],
         )
 
     def _candidate(self, row: Sequence[Any], columns: Mapping[str, Sequence[str]]) -> Candidate:
@@ -264,9 +259,8 @@ def _named(columns: Sequence[str], row: Sequence[Any]) -> dict[str, Any]:
 
 
 _LOAD = tuple(Load._field_defaults.values())
-_PREFILL, _DECODE = (
-    tuple(Candidate._field_defaults[name] for name in names)
-    for names in (("prefill_s", "seconds_since_move"), ("decode_s", "ttft_ratio"))
+_NUMBERS = tuple(
+    Candidate._field_defaults[name] for name in ("prefill_s", "seconds_since_move", "decode_s", "ttft_ratio")
 )
 
 
