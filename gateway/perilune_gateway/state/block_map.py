@@ -67,12 +67,14 @@ class _Run(Struct, eq=False, gc=False):
 
     def common(self, start: int, blocks: array[int], at: int) -> int:
         """Return how many blocks from position `start` on are those of `blocks` from `at` on, at least 1."""
-        row, most = self.row.blocks, min(self.end - start, len(blocks) - at)
-        if row[start : start + most] == blocks[at : at + most]:
-            return most
-        return bisect_left(
-            range(most), True, 1, key=lambda n: row[start : start + n + 1] != blocks[at : at + n + 1]
-        )
+        most = min(self.end - start, len(blocks) - at)
+        return _common(self.row.blocks[start : start + most], blocks[at : at + most])
+
+    def common_backwards(self, last: int, blocks: array[int], at: int) -> int:
+        """Return how many blocks from position `last` backwards are those of `blocks` from `at` on, at
+        least 1."""
+        most = min(last + 1 - self.start, len(blocks) - at)
+        return _common(self.row.blocks[last + 1 - most : last + 1][::-1], blocks[at : at + most])
 
 
 class BlockMap:
@@ -148,18 +150,16 @@ class BlockMap:
 
     def take(self, blocks: Iterable[int], bit: int) -> int:
         """Clear a bit of these blocks. Return how many had it. Fastest if the end of a prompt comes first."""
-        gone, at, taken = list(blocks), 0, 0
+        gone, at, taken = array("Q", blocks), 0, 0
         while at < len(gone):
             run = self._run(gone[at])
-            if run is None or not run.value & bit:
-                at += 1
-                continue
-            row, start, end = run.row.blocks, run.find(gone[at]), at + 1
-            while end < len(gone) and start > run.start and row[start - 1] == gone[end]:
-                start, end = start - 1, end + 1
-            self._change(run, start, start + end - at, run.value ^ bit)
-            taken += end - at
-            at = end
+            length = 1
+            if run is not None and run.value & bit:
+                start = run.find(gone[at])
+                length = run.common_backwards(start, gone, at)
+                self._change(run, start - length + 1, start + 1, run.value ^ bit)
+                taken += length
+            at += length
         return taken
 
     def retire(self, bits: int) -> None:
@@ -214,7 +214,8 @@ class BlockMap:
 
     def _runs(self, row: _Row) -> list[_Run]:
         """Return the runs of a row, the last one first."""
-        runs, at = [], len(row.blocks)
+        runs: list[_Run] = []
+        at = len(row.blocks)
         while at:
             run = self._run(row.blocks[at - 1])
             if run is not None and run.row is row and run.start < at <= run.end:
@@ -276,9 +277,12 @@ class BlockMap:
         row, shards, low, notes = run.row, self._shards, self._low, self._notes
         if run.start < start and end < run.end:
             _, run = self._cut(run, start)
-        for block in row.blocks[start:end]:
+        dropped = row.blocks[start:end]
+        for block in dropped:
             del shards[block & low][block]
-            notes.pop(block, None)
+        if not notes.keys().isdisjoint(dropped):
+            for block in dropped:
+                notes.pop(block, None)
         self._count -= end - start
         row.known -= end - start
         if start == run.start:
@@ -334,3 +338,10 @@ class BlockMap:
 
 def _as_array(blocks: Sequence[int]) -> array[int]:
     return blocks if isinstance(blocks, array) else array("Q", blocks)
+
+
+def _common(one: array[int], other: array[int]) -> int:
+    """Return how many leading blocks of two rows of the same length are equal."""
+    if one == other:
+        return len(one)
+    return bisect_left(range(len(one)), True, key=lambda n: one[: n + 1] != other[: n + 1])
