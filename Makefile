@@ -118,7 +118,7 @@ fuzz: $(STAMP) ## every reader of bytes that others write, fuzzed for MINUTES ea
 	test -e .venv-fuzz || $(PYTHON) -m venv .venv-fuzz
 	.venv-fuzz/bin/python -m pip install --quiet --disable-pip-version-check atheris==3.0.0
 	echo "$$PWD"/.venv/lib/python3*/site-packages > $$(echo .venv-fuzz/lib/python3*/site-packages)/ours.pth
-	PYTHONPATH=gateway:protos:tests/support:tests/fuzz .venv-fuzz/bin/python tests/fuzz/fuzz.py --minutes $(or $(MINUTES),10) $(ARGS)
+	PYTHONPATH=gateway:operator:protos:tests/support:tests/fuzz .venv-fuzz/bin/python tests/fuzz/fuzz.py --minutes $(or $(MINUTES),10) $(ARGS)
 
 soak: $(STAMP) ## streams while engines are killed, one is bad and the gateway is restarted (MINUTES=30 STREAMS=500)
 	MINUTES=$(or $(MINUTES),30) STREAMS=$(or $(STREAMS),500) \

@@ -184,6 +184,7 @@ def test_a_gateway_s_sums_are_read_as_they_are_reported() -> None:
         pytest.param("<html>", id="another page"),
         pytest.param('{"p": {"trial": "t", "arms": {"pool": [], "canary": []}}}', id="another shape"),
         pytest.param('{"p": {"trial": "t", "arms": {}}}', id="no arms"),
+        pytest.param('{"p": ' + "[" * 5_000 + "]" * 5_000 + "}", id="nested deeply"),
         pytest.param(Missing.REFUSED, id="an older gateway"),
     ],
 )

@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_gateway.model import ProtocolError
 from perilune_gateway.model.kv_events import (
     AllBlocksCleared,
@@ -115,19 +116,19 @@ def decode(payload: bytes) -> Batch:
         try:
             raw: _Maps | _Payload = _maps.decode(payload)  # in half the time, where all is known
             events.extend(raw.events)  # type: ignore[arg-type]
-        except (msgspec.ValidationError, UnicodeDecodeError):
+        except UNREADABLE:  # of one event, or of the whole
             raw = _payload.decode(payload)
             for one in raw.events:
                 try:
                     event = _event(one)
-                except (msgspec.ValidationError, UnicodeDecodeError, RecursionError):
+                except UNREADABLE:
                     malformed += 1
                     if not _stores(one):
                         events.append(AllBlocksCleared())
                 else:
                     unknown += event is None
                     events += [event] if event else []
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"not a batch of KV events: {error}") from None
     if not isfinite(raw.ts):  # no message could be recognised as published later
         raise ProtocolError(f"not a batch of KV events: published at {raw.ts}")
@@ -164,12 +165,12 @@ def _stores(raw: msgspec.Raw) -> bool:
     BlockStored."""
     try:
         return _name(raw) == "BlockStored"
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return False
 
 
 def _name(raw: msgspec.Raw) -> object:
-    """Return the name of an event's type, if it has one. Raises what msgspec does."""
+    """Return the name of an event's type, if it has one. Raises one of UNREADABLE."""
     return _map_type.decode(raw).type if _is_map(raw) else next(iter(_array_type.decode(raw)), None)
 
 

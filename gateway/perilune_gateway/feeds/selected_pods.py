@@ -28,6 +28,7 @@ import msgspec
 
 from perilune_api import names
 from perilune_api.findings import EVENTS_PORT, REPLAY_PORT
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_api.pool import (
     EndpointSpec,
     HashAlgorithm,
@@ -130,7 +131,7 @@ def _config(words: str) -> Object | None:
             end = text.find("}")
             try:
                 return _json.decode(text[: end + 1])
-            except msgspec.DecodeError:
+            except UNREADABLE:
                 continue
         return None
     pairs = dict(_DOTTED.findall(words))

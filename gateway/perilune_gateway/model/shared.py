@@ -24,6 +24,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_gateway.model.moves import MoveReason
 from perilune_gateway.model.request import SessionKey
 
@@ -297,17 +298,14 @@ def encode(batch: Batch) -> bytes:
 
 
 def decode(message: bytes) -> Batch:
-    """Return the batch of a message. Raises msgspec.DecodeError if it is not one."""
+    """Return the batch of a message. Raises one of UNREADABLE if it is not one."""
     known: list[Change] = []
     damage: list[str] = []
-    try:
-        envelope = _envelopes.decode(message)
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise msgspec.DecodeError(str(error)) from None
+    envelope = _envelopes.decode(message)
     for raw in envelope.changes:
         try:
             known.append(_changes.decode(raw))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             if kind := _kind(raw):  # else a newer version's
                 damage.append(f"{kind}: {error}")
     return Batch(envelope.replica, known, envelope.number, len(envelope.changes) - len(known), tuple(damage))
@@ -317,7 +315,7 @@ def _kind(raw: msgspec.Raw) -> str:
     """Return the type of a change that could not be read; empty if this version does not know it."""
     try:
         read = msgspec.msgpack.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+    except UNREADABLE:
         return "unreadable"
     tag = read[0] if isinstance(read, list) and read else None
     if not isinstance(tag, str):

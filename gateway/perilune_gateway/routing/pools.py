@@ -29,6 +29,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_gateway.model import (
     NEED_BODY,
     Answer,
@@ -118,7 +119,10 @@ class Pools:
         serving = [router for router in self.routers if request.model in router.models]
         if not serving:
             return self.refused(head, self._unknown(request.model))
-        router = serving[0] if len(serving) == 1 else _of_session(serving, head, request)
+        try:
+            router = serving[0] if len(serving) == 1 else _of_session(serving, head, request)
+        except UNREADABLE as error:
+            return self.refused(head, openai.unreadable(error))
         head.identity = None  # pools may find tenant and session in different headers
         return Chosen(router, router.on_request(head, request, len(body), timer))
 
@@ -165,7 +169,7 @@ def _of_one_model(router: Router) -> bool:
 
 def _of_session(serving: Sequence[Router], head: RequestHead, request: ParsedRequest) -> Router:
     """Return the pool that has the session, of those that serve the model; else the one that the weights
-    choose."""
+    choose. Raises one of UNREADABLE for messages that cannot be read."""
     for router in serving:
         identity = router.identity(head, request)
         if router.is_bound(identity) or router.stores(identity, request.previous_response_id):

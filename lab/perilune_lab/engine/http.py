@@ -25,6 +25,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from perilune_api import names
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_lab.engine.answers import error_body, error_event, form_for
 from perilune_lab.engine.faults import Faults
 from perilune_lab.engine.hashing import BASE, Namespace
@@ -418,7 +419,7 @@ class _Detokenize(msgspec.Struct):
 def _decode(body: bytes, kind: type[_T]) -> _T:
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise BadRequestError(str(error)) from None
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_lab.engine import strict
 from perilune_lab.engine.request import Leg, leg_of
 from perilune_lab.engine.words import Text
@@ -157,7 +158,7 @@ def parse(api: Api, body: bytes, text: Text, manners: Manners = Manners()) -> In
         fields = _DECODERS[api].decode(body)
     except msgspec.ValidationError as error:
         raise BadRequestError(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BadRequestError(f"There was an error parsing the body: {error}") from None
     conversation: Sequence[Mapping[str, Any]] = ()
     try:

@@ -13,9 +13,10 @@ import pytest
 from aiohttp import web
 from router_rig import USUAL, C, Rig, completion, pool
 from routing_objects import head
-from waiting import HANG
+from waiting import HANG, until
 
 from perilune_api.pool import Disaggregation, EndpointSpec, Role, Routing
+from perilune_gateway.feeds import pages
 from perilune_gateway.feeds.prefill_legs import PrefillLegs
 from perilune_gateway.model import Outcome, Refusal, RefuseReason, RequestHead, Routed
 from perilune_gateway.model.handoff import Attachment, GivenUp
@@ -45,6 +46,7 @@ class Giver:
     has_page: asyncio.Event = field(default_factory=asyncio.Event)
     """Until then the page does not answer."""
     breaks_off: bool = False
+    answer: bytes = b"data: [DONE]"
 
     async def query(self, _: web.Request) -> web.Response:
         await self.has_page.wait()
@@ -60,7 +62,7 @@ class Giver:
             answer = web.StreamResponse(status=self.status)
             await answer.prepare(request)
             await self.computed.wait()
-            await answer.write_eof(b"data: [DONE]")
+            await answer.write_eof(self.answer)
         except asyncio.CancelledError:
             self.left.set()
             raise
@@ -213,6 +215,18 @@ async def test_a_refused_prompt_goes_to_the_target_at_once() -> None:
         on.giver.computed.set()
         assert await on.give() is None
         assert on.given_up() == {GivenUp.REFUSED: 1}
+
+
+async def test_an_answer_without_end_is_read_no_further_than_its_limit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with scene() as on:
+        on.giver.accepts.set()
+        on.giver.answer = b"x" * (pages.LEG_BYTES + 1)
+        assert await on.give() is not None
+        on.giver.computed.set()
+        await until(lambda: "prefill for another endpoint failed" in caplog.text)
+        assert on.given_up() == {GivenUp.UNREACHABLE: 1}
 
 
 async def test_a_prompt_at_which_a_prefill_endpoint_breaks_off_may_break_engines() -> None:

@@ -51,6 +51,12 @@ def test_a_block_is_there_if_every_rank_has_it(lines, expected):
     assert names(*lines, is_ours={1}.__contains__) == expected
 
 
+@pytest.mark.parametrize("count", ["nan", "inf", "many"])
+def test_a_count_that_is_no_number_is_refused(count):
+    with pytest.raises(ValueError, match=count):
+        store_keys.counts(f"master_key_count {count}\n".encode())
+
+
 class Master:
     """Answers as `mooncake_master` 0.3.13 does."""
 

@@ -156,6 +156,31 @@ def test_a_body_that_cannot_be_read_is_refused_once(front: Front) -> None:
     assert [refusal.reason for refusal in front.refused] == [RefuseReason.BAD_JSON]
 
 
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        pytest.param(b'[{"role":"\xff"}]', "not valid UTF-8", id="no UTF-8"),
+        pytest.param(b'[{"role":7},{"role":"\xff"}]', "not valid UTF-8", id="after another message"),
+    ],
+)
+def test_nor_is_one_that_cannot_be_read_where_weights_choose(front: Front, messages: bytes, why: str) -> None:
+    asked = head("/v1/chat/completions")
+    refusal = front.pools.on_body(asked, b'{"model":"chat","messages":%b}' % messages)
+    assert isinstance(refusal, Refusal)
+    assert (refusal.reason, refusal.status) == (RefuseReason.BAD_JSON, 400)
+    assert why in refusal.message
+    assert front.refused == [refusal]
+
+
+def test_a_conversation_is_chosen_for_at_any_depth_that_can_be_read(front: Front) -> None:
+    for depth in range(900, 1_000):
+        content = b"[" * depth + b"]" * depth
+        body = b'{"model":"chat","messages":[{"role":"system","content":%b}]}' % content
+        chosen = front.pools.on_body(head("/v1/chat/completions"), body)
+        if isinstance(chosen, Refusal):
+            assert (chosen.reason, chosen.status) == (RefuseReason.BAD_JSON, 400)
+
+
 def test_the_list_names_models_aliases_and_adapters(front: Front) -> None:
     answer = front.pools.on_headers(RequestHead("GET", "/v1/models?x=1", {}, has_body=False))
     assert isinstance(answer, Answer)

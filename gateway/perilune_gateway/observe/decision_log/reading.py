@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
 
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_api.pool import Routing, SpecError
 from perilune_api.topology import Link
 from perilune_gateway.model import (
@@ -128,7 +129,7 @@ def read(lines: Iterable[bytes], name: str) -> Iterator[Logged | Ended | Cut]:
     for number, line in enumerate(lines, 1):
         try:
             values = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             if cut:
                 raise SpecError(f"{name}: line {cut} is not JSON: {error}") from None
             cut = number
