@@ -49,7 +49,6 @@ from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.recorder import Recorder
 from perilune_gateway.observe.shadow import Shadow
 from perilune_gateway.observe.snapshot import Snapshots
-from perilune_gateway.observe.spans import Spans
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.request.tokens import Tokenizer
 from perilune_gateway.request.tokens.metrics import TokenMetrics
@@ -165,7 +164,7 @@ class ServedPool:
                     self.metrics,
                     decisions,
                     self.decision_log,
-                    Spans(self.collector.send) if self.collector else None,
+                    self.collector.send if self.collector else None,
                 ),
                 self.shadow,
             ),

@@ -109,7 +109,7 @@ class Pulling:
                 prefill_s=state.calibration.speed(source, now).engine.prefill_s(block, content.tokens),
                 context_tokens=content.tokens,
             ),
-            limits_ticket=self._limits.began(move),
+            limits_ticket=self._limits.began(move, now),
         )
         self._transfers.under_way += 1
 

@@ -54,6 +54,7 @@ from perilune_gateway.routing import admission
 from perilune_gateway.routing.candidates import wanted_by
 from perilune_gateway.routing.context import Prompt, RequestContext, StepTimer, TimeAndDice
 from perilune_gateway.routing.conversations import Conversations
+from perilune_gateway.routing.decide import run_policy
 from perilune_gateway.routing.deciding import Deciding
 from perilune_gateway.routing.new_sessions import NewSessions, Queued
 from perilune_gateway.routing.objectives import wrong_slo
@@ -400,9 +401,10 @@ class Router:
             context.place = self.trial.place(context.identity, context.seed)
             context.by_canary = self.trial.by_canary(context.place)
         policy = wanted or self._deciding.policy(context)
-        view, verdict, policy = self._deciding.choose(
-            context, policy, self._verdicts.request_id(head), self._verdicts.ordinal
-        )
+        request_id, ordinal = self._verdicts.request_id(head), self._verdicts.ordinal
+        choice = self._deciding.choose(context, policy, request_id, ordinal, self.policies.run)
+        self._deciding.settle(choice, context.now)
+        view, verdict, policy = choice.view, choice.verdict, choice.policy
         if isinstance(verdict, NeedBody):
             return verdict
         context.timer.lap(Step.POLICY)
@@ -414,7 +416,7 @@ class Router:
         self, head: RequestHead, prompt: Prompt | None, seed: int
     ) -> tuple[RequestContext, RequestView, Verdict]:
         """Return what would be decided now for a turn of a known session: from its headers alone, or from its
-        prompt. Record nothing. Raise KeyError for a session that is not bound."""
+        prompt. Change nothing. Raise KeyError for a session that is not bound."""
         now = self._clock()
         identity = self._conversations.identity(head)
         session = self._conversations.find(identity, now)
@@ -430,8 +432,8 @@ class Router:
         context.by_canary = self.trial.by_canary(self.trial.place(identity, seed))
         request_id, ordinal = self._verdicts.request_id(head), self._verdicts.ordinal
         policy = self._deciding.policy(context)
-        view, verdict, _ = self._deciding.choose(context, policy, request_id, ordinal)
-        return context, view, verdict
+        choice = self._deciding.choose(context, policy, request_id, ordinal, run_policy)
+        return context, choice.view, choice.verdict
 
     # -- without a policy --------------------------------------------------------------------------
 

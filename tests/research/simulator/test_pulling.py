@@ -211,7 +211,7 @@ class Live(Handing):
         self.queue(A if end is Leg.GIVE else B, seconds)
 
     def sends(self, move: Move) -> None:
-        self.router.moves.planner.transfer_began(move)
+        self.router.moves.planner.transfer_began(move, 0.0)
 
 
 class Simulated:
@@ -249,7 +249,7 @@ class Simulated:
         self.run.beliefs.prefill_starts(0 if end is Leg.GIVE else 1, 9_999, seconds)
 
     def sends(self, move: Move) -> None:
-        self.run.gateway.moves.planner.transfer_began(move)
+        self.run.gateway.moves.planner.transfer_began(move, 0.0)
 
 
 @pytest.mark.parametrize("kind", [Live, Simulated])
