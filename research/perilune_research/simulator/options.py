@@ -85,7 +85,7 @@ class Options:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Parses the command line. Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
+    """Parse the command line. Raise SystemExit(2) for a wrong call, SpecError for a wrong value."""
     args = _parser().parse_args(argv)
     if args.endpoints > _MOST_ENDPOINTS:
         raise SpecError(f"{args.endpoints:,} endpoints: at most {_MOST_ENDPOINTS:,} - at `--endpoints`")

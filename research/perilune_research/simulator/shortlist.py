@@ -54,7 +54,7 @@ class Ranking:
         self._key: dict[int, Key] = {}
 
     def place(self, number: int, key: Key) -> None:
-        """Sets the key of an endpoint, and so its place in the order."""
+        """Set the key of an endpoint, and so its place in the order."""
         entry = (*key, number)
         before = self._key.get(number)
         if before != entry:
@@ -69,11 +69,11 @@ class Ranking:
             del self._order[bisect_left(self._order, before)]
 
     def first_of(self, some: Collection[int], count: int) -> Iterable[int]:
-        """Returns the first `count` of the given endpoints in this ranking's order."""
+        """Return the first `count` of the given endpoints in this ranking's order."""
         return islice((int(entry[-1]) for entry in self._order if entry[-1] in some), count) if some else ()
 
     def first(self, count: int, behind: Key = ()) -> Iterable[int]:
-        """Returns the first `count` endpoints whose key is not less than `behind`."""
+        """Return the first `count` endpoints whose key is not less than `behind`."""
         at = bisect_left(self._order, behind)
         return [int(entry[-1]) for entry in self._order[at : at + count]]
 
@@ -117,7 +117,7 @@ class Shortlist:
     def of(
         self, overlaps: Mapping[int, int], others: Iterable[int], common: Collection[int], now: float
     ) -> list[int]:
-        """Returns the endpoints to look at, in ascending order of their numbers. They include all holders in
+        """Return the endpoints to look at, in ascending order of their numbers. They include all holders in
         `overlaps`, which has each one's cached tokens, and all `others`, but only some of `common`, the
         holders of a prefix that too many endpoints hold."""
         self._catch_up(now)
