@@ -120,7 +120,9 @@ class Rig:
         chain = blocks.chain(list(ids), self.block_size, 0)
         parent = chain[after - 1] if after else 0
         self.state.index.stored(address, tier, chain[after:], self.now)
-        self.router.on_applied(Applied(address, tier, parent, tuple(chain[after:])))
+        self.router.on_applied(
+            Applied(endpoint=address, tier=tier, parent=parent, stored=tuple(chain[after:]))
+        )
 
     def queue(self, address: str, seconds: float, tokens: int = 9_999) -> None:
         """Queue so much prefill of somebody else's at the endpoint."""

@@ -72,7 +72,7 @@ class Moves:
         return sum(address in (move.source, move.target) for move, _ in self._running.values())
 
     def budget(self, now: float, migration: Migration, endpoints: int = 0) -> Budget:
-        """Return what may still be moved now. `endpoints`: their number; 0: seconds do not count."""
+        """Return what may still be moved now. `endpoints`: their number. With 0, seconds do not count."""
         others = self._elsewhere
         recent = len(self.begun(now)) + (others.begun(now) if others else 0)
         in_flight = dict(others.in_flight(now)) if others else {}

@@ -77,9 +77,11 @@ class PoolGatherer:
         waits = len(asked) < len(views)
         return [
             Candidate(
-                replace(view.endpoint, ready=False) if waits and view.endpoint.superseded else view.endpoint,
-                view.load,
-                Overlap(),
+                endpoint=replace(view.endpoint, ready=False)
+                if waits and view.endpoint.superseded
+                else view.endpoint,
+                load=view.load,
+                overlap=Overlap(),
                 links=self._links(view, near, now),
                 engine=state.calibration.speed(view.endpoint.address, now).engine,
             )

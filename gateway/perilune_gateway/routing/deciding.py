@@ -158,20 +158,20 @@ class Deciding:
         prompt, session = context.prompt, context.session
         level, slo_ttft_s, slo_tpot_s = objectives(context.head.headers, self._routing.limits)
         return RequestView(
-            request_id,
-            ordinal,
-            prompt.tokens,
-            Phase.BODY if prompt.model else Phase.HEADERS,
-            self._session(session, context.now) if session else self._new_session(context),
-            prompt.model or self._model,
-            prompt.output_tokens,
-            prompt.source,
-            prompt.priority,
-            level,
-            slo_ttft_s,
-            slo_tpot_s,
-            context.prefix,
-            self._state.block_size,
+            request_id=request_id,
+            ordinal=ordinal,
+            prompt_tokens=prompt.tokens,
+            phase=Phase.BODY if prompt.model else Phase.HEADERS,
+            session=self._session(session, context.now) if session else self._new_session(context),
+            model=prompt.model or self._model,
+            output_tokens=prompt.output_tokens,
+            token_source=prompt.source,
+            priority=prompt.priority,
+            level=level,
+            slo_ttft_s=slo_ttft_s,
+            slo_tpot_s=slo_tpot_s,
+            prefix=context.prefix,
+            block_size=self._state.block_size,
             unsplit=self.candidates.unsplit(context),
             unpulled=context.unpulled,
         )
@@ -185,4 +185,4 @@ class Deciding:
         if not identity.session_id:
             return None
         near = self._state.sessions.near_host(identity, context.prompt.cache_key, context.now)
-        return SessionView(identity.session_id, parent_host=near)
+        return SessionView(session_id=identity.session_id, parent_host=near)

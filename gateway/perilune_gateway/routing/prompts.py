@@ -81,18 +81,18 @@ class Prompts:
             salt = self._aliases.cache_salt(tenant, request.cache_salt)
             request = replace(request, cache_salt=salt)
         prompt = Prompt(
-            tokens.count,
-            tokens.source,
-            () if pooling else self._hash_blocks(request, tokens, lora),
-            request.model,
-            request.max_output_tokens,
-            request.priority,
-            body_bytes,
-            bounded(request.prompt_cache_key),
-            salt,
-            bool(request.previous_response_id),
-            paths.answers_with_id(head.path) and not request.request_id,
-            self._unsplit(request),
+            tokens=tokens.count,
+            source=tokens.source,
+            blocks=() if pooling else self._hash_blocks(request, tokens, lora),
+            model=request.model,
+            output_tokens=request.max_output_tokens,
+            priority=request.priority,
+            body_bytes=body_bytes,
+            cache_key=bounded(request.prompt_cache_key),
+            cache_salt=salt,
+            chained=bool(request.previous_response_id),
+            names_response=paths.answers_with_id(head.path) and not request.request_id,
+            unsplit=self._unsplit(request),
         )
         if self._prompt_seen and tokens.ids is not None and not pooling:
             self._prompt_seen(tokens.ids, prompt.blocks, lora, request.cache_salt, now)

@@ -182,7 +182,7 @@ class Router:
                 return self._verdicts.refused(head, admission.resets(left_s), timer)
             if self.state.resets.watching(now):
                 return NEED_BODY  # the body may be one at which engines break off
-        context = RequestContext(head, now, timer, identity, session)
+        context = RequestContext(head=head, now=now, timer=timer, identity=identity, session=session)
         if response_id:
             context.holder = self._conversations.holder(identity, session, response_id)
             if not context.holder:
@@ -204,14 +204,16 @@ class Router:
         if len(body) > self._routing.limits.max_body_bytes:
             return self._verdicts.refused(head, self._too_large(), timer)
         if not paths.is_model_path(head.path):  # it was compressed
-            return self.beside(head)
+            return self.to_any_endpoint(head)
         head.name = resets.named(body)
         return self.on_request(head, self.bodies.parse(head.path, body), len(body), timer)
 
-    def beside(self, head: RequestHead) -> Routed | Refusal:
+    def to_any_endpoint(self, head: RequestHead) -> Routed | Refusal:
         """Route a request for another page than the model's to any endpoint, whatever its body says."""
         identity = self._conversations.identity(head)
-        context = RequestContext(head, self._now(), StepTimer(self._stopwatch), identity, None)
+        context = RequestContext(
+            head=head, now=self._now(), timer=StepTimer(self._stopwatch), identity=identity, session=None
+        )
         self._candidates.find_eligible(context)
         return self._pass_through(context) if context.eligible else self._no_endpoint(context)
 
@@ -382,7 +384,9 @@ class Router:
         if session:
             self.moves.handing_over.follow(session)
         holder = self._conversations.holder(identity, session, request.previous_response_id)
-        return RequestContext(head, now, timer, identity, session, prompt=prompt, holder=holder)
+        return RequestContext(
+            head=head, now=now, timer=timer, identity=identity, session=session, prompt=prompt, holder=holder
+        )
 
     # -- decide ------------------------------------------------------------------------------------
 
@@ -422,7 +426,14 @@ class Router:
         session = self._conversations.find(identity, now)
         if session is None or not session.host:
             raise KeyError(identity.session_id)
-        context = RequestContext(head, now, StepTimer(self._stopwatch), identity, session, seed=seed)
+        context = RequestContext(
+            head=head,
+            now=now,
+            timer=StepTimer(self._stopwatch),
+            identity=identity,
+            session=session,
+            seed=seed,
+        )
         self._candidates.find_eligible(context)
         if prompt is None:
             self._candidates.estimate_from_session(context, session, head.content_length)
@@ -462,7 +473,7 @@ class Router:
     def _too_large(self) -> Refusal:
         return too_large(self._routing.limits.max_body_bytes)
 
-    # -- beside requests ---------------------------------------------------------------------------
+    # -- apart from requests ------------------------------------------------------------------------
 
     def due(self) -> list[tuple[int, Refusal | None]]:
         """Return the tickets of the Queued requests that `on_begun` takes now; called several times per

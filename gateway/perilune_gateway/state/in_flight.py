@@ -29,7 +29,7 @@ class Cause(StrEnum):
     """No first token, or too late."""
 
 
-class Sums(Struct, gc=False):
+class Sums(Struct, gc=False, kw_only=True):
     """The load at one endpoint, as sums over its requests."""
 
     in_flight: int = 0

@@ -137,7 +137,7 @@ class PoolState:
         else:
             held = max(session.unblocked_tokens // self.block_size, len(chain))
         here = {session.host: held} if held else {}
-        return Matches(len(chain), here, here, here, longest=held)
+        return Matches(blocks=len(chain), device=here, host=here, reach=here, longest=held)
 
     def knows(self, session: Session, body_bytes: int) -> bool:
         """Return whether the headers of a turn with a body of this length suffice to tell what its host

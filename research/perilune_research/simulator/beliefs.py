@@ -30,7 +30,7 @@ _POOL_S = 5.0
 """Seconds between two updates of all endpoints' speeds."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class KnownSession:
     """A session as the gateway remembers it. Times are in seconds of the simulation."""
 
@@ -124,18 +124,18 @@ class Beliefs:
         context = self.context_tokens[e]
         free = min(int(pool * (1.0 - usage)), pool - context)
         load = self._loads[e] = Load(
-            self.pending_tokens[e],
-            max(0.0, self.pending_s[e]),
-            self.in_flight[e],
-            running,
-            waiting,
-            usage,
-            max(0, free),
-            self.bound[e],
-            now - self._metrics_s,
-            self.prefilling[e],
-            context,
-            pool,
+            pending_prefill_tokens=self.pending_tokens[e],
+            pending_prefill_s=max(0.0, self.pending_s[e]),
+            in_flight=self.in_flight[e],
+            running=running,
+            waiting=waiting,
+            kv_usage=usage,
+            kv_free_tokens=max(0, free),
+            sessions=self.bound[e],
+            metrics_age_s=now - self._metrics_s,
+            prefilling=self.prefilling[e],
+            active_kv_tokens=context,
+            kv_pool_tokens=pool,
         )
         return load
 

@@ -30,7 +30,7 @@ from perilune_research.simulator.setting import Setting
 from perilune_research.simulator.simulation import SimulatedOutcome, simulate
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """Policies, traffic and fleet of a comparison."""
 
@@ -79,7 +79,17 @@ def piece(comparison: Comparison, work: tuple[float, int]) -> list[Played]:
         outcome = comparison.play(policy, workload, seed)
         run = measure.run(outcome, workload, comparison.routing.policy.ear.cooldown_seconds)
         peak = getrusage(RUSAGE_SELF).ru_maxrss * 1024
-        played.append(Played(rate, seed, run, outcome.simulated_s, outcome.wall_s, outcome.seen, peak))
+        played.append(
+            Played(
+                rate=rate,
+                seed=seed,
+                run=run,
+                simulated_s=outcome.simulated_s,
+                wall_s=outcome.wall_s,
+                seen=outcome.seen,
+                peak_bytes=peak,
+            )
+        )
     return played
 
 

@@ -135,9 +135,9 @@ class Moving:
         nothing: dict[str, Link] = {}
         return [
             Candidate(
-                endpoint,
-                b.load(e, now),
-                Overlap(),
+                endpoint=endpoint,
+                load=b.load(e, now),
+                overlap=Overlap(),
                 links=b.links(e, locations, now) if locations else nothing,
                 engine=b.models[e],
             )

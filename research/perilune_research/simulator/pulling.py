@@ -58,7 +58,7 @@ def fetch_of(decision: Decision, target: Candidate, prompt_tokens: int, *, from_
     )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class _Pull:
     """The pull of one request."""
 
@@ -112,7 +112,15 @@ class SimulatedPulling:
         source, block = beliefs.number[fetch.move.source], sim.fleet.hardware.block_tokens
         give_s = beliefs.models[source].prefill_s(block, fetch.tokens)
         ticket = self._limits.began(fetch.move, now)
-        pull = _Pull(request, fetch, source, request.endpoint, ticket, give_s, now)
+        pull = _Pull(
+            request=request,
+            fetch=fetch,
+            source=source,
+            target=request.endpoint,
+            ticket=ticket,
+            give_s=give_s,
+            began_s=now,
+        )
         beliefs.start(source, fetch.tokens)
         beliefs.prefill_starts(source, block, give_s)
         sim.at(now + self._max_s, partial(self._late, pull))

@@ -78,7 +78,7 @@ class _Hotness:
     hits: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Seen:
     """Statistics of the decisions."""
 
@@ -135,7 +135,7 @@ class SimulatedGateway:
         self.policy = policy
         self.beliefs = beliefs
         self.index = index
-        self.sessions = [KnownSession(name, number=i) for i, name in enumerate(names)]
+        self.sessions = [KnownSession(name=name, number=i) for i, name in enumerate(names)]
         self.seen = Seen()
         self._store = store
         self._faults = faults
@@ -205,11 +205,11 @@ class SimulatedGateway:
             ordinal=request.number,
             prompt_tokens=tokens,
             session=SessionView(
-                session.name,
-                b.endpoints[session.host].address if session.host >= 0 else "",
-                now - session.moved_s,
-                session.context_tokens,
-                session.turns,
+                session_id=session.name,
+                host=b.endpoints[session.host].address if session.host >= 0 else "",
+                seconds_since_move=now - session.moved_s,
+                context_tokens=session.context_tokens,
+                turns=session.turns,
             ),
             slo_ttft_s=self.setting.routing.limits.ttft_slo_seconds,
             slo_tpot_s=self.setting.routing.limits.tpot_slo_seconds,
@@ -373,7 +373,7 @@ class SimulatedGateway:
         hits = hotness.hits if hotness else 0
         score = hits / sqrt(max(1.0, now - hotness.born_s)) if hotness else 0.0
         return Prefix(
-            tuple(
+            locations=tuple(
                 Location(
                     at := endpoints[e].address,
                     overlaps[e],
@@ -382,9 +382,9 @@ class SimulatedGateway:
                 )
                 for e in best
             ),
-            hits,
-            score,
-            self.setting.deployment.pulls,
+            hits=hits,
+            frequency_score=score,
+            pullable=self.setting.deployment.pulls,
         )
 
     def _stored(self, request: SimulatedRequest) -> int:
@@ -433,15 +433,15 @@ class SimulatedGateway:
                 overlap = Overlap(held, there, max(there, stored))
             candidates.append(
                 Candidate(
-                    endpoint,
-                    b.load(e, now),
-                    overlap,
-                    model.prefill_s(tokens - held, held),
-                    now - b.moved_s[e],
-                    b.links(e, locations, now) if locations else {},
-                    model,
-                    know.decode_s(endpoint.address),
-                    b.ttft_ratio[e],
+                    endpoint=endpoint,
+                    load=b.load(e, now),
+                    overlap=overlap,
+                    prefill_s=model.prefill_s(tokens - held, held),
+                    seconds_since_move=now - b.moved_s[e],
+                    links=b.links(e, locations, now) if locations else {},
+                    engine=model,
+                    decode_s=know.decode_s(endpoint.address),
+                    ttft_ratio=b.ttft_ratio[e],
                 )
             )
         return candidates

@@ -37,7 +37,9 @@ from perilune_research.simulator.beliefs import Beliefs
 LEAST_LOADED = 16
 CHEAPEST = 4
 _SESSIONS = range(2)
-_PROMPTS = tuple(RequestView("", 0, tokens) for tokens in (1_000, 8_000, 40_000))
+_PROMPTS = tuple(
+    RequestView(request_id="", ordinal=0, prompt_tokens=tokens) for tokens in (1_000, 8_000, 40_000)
+)
 _MIDDLE = 1
 """Index of the middle length in `_PROMPTS`."""
 _COLD = Overlap()
@@ -153,7 +155,9 @@ class Shortlist:
             key = (load.pending_prefill_tokens, load.in_flight, load.sessions)
             self._load.place(e, key)
             near_load.place(e, key)
-            candidate = Candidate(endpoint, load, _COLD, engine=b.models[e] if seen else b.uncorrected)
+            candidate = Candidate(
+                endpoint=endpoint, load=load, overlap=_COLD, engine=b.models[e] if seen else b.uncorrected
+            )
             found = [seconds(candidate, prompt, self._params) for prompt in _PROMPTS]
             totals = [cost.total_s for cost in found]
             for costs, cost_s in zip(self._costs, (found[_MIDDLE].ttft_s, *totals), strict=True):

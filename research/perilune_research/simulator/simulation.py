@@ -54,7 +54,7 @@ from perilune_research.simulator.store import SimulatedStore
 _QUEUE_SAMPLE_S = 1.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class SimulatedOutcome:
     """Result of a simulation: every request with its times, and the statistics of the run."""
 
@@ -250,18 +250,18 @@ class Simulation:
         ends = [s.finished_s for s in self.done if not (s.failed or s.rejected)]
         starts = [s.submitted_s for s in self.done]
         return SimulatedOutcome(
-            self.setting.policy,
-            self.done,
-            [e.address for e in self.beliefs.endpoints],
-            self.fabric.bytes,
-            self.fabric.seconds,
-            self.variances,
-            [gap for engine in self.engines for gap in zip(engine.gap_s, engine.gaps, strict=True)],
-            self.gateway.seen,
-            self.handing_over.outcomes,
-            self.handing_over.given_up,
-            sum(s.preemptions for s in self.done),
-            max(ends) - min(starts) if ends else 0.0,
+            policy=self.setting.policy,
+            requests=self.done,
+            addresses=[e.address for e in self.beliefs.endpoints],
+            moved_bytes=self.fabric.bytes,
+            transfer_s=self.fabric.seconds,
+            queue_variance=self.variances,
+            gaps=[gap for engine in self.engines for gap in zip(engine.gap_s, engine.gaps, strict=True)],
+            seen=self.gateway.seen,
+            handoffs=self.handing_over.outcomes,
+            given_up=self.handing_over.given_up,
+            preemptions=sum(s.preemptions for s in self.done),
+            simulated_s=max(ends) - min(starts) if ends else 0.0,
         )
 
     def _sample(self, now: float) -> None:

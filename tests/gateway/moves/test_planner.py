@@ -8,6 +8,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from property_examples import examples
 from routing_objects import PLAIN, candidate, link, prefix, request, session
 
@@ -43,7 +44,9 @@ class World:
     asked: list[tuple[str, int]] = field(default_factory=list)
 
     def endpoints(self, now: float, near: Sequence[str] = ()) -> list[Candidate]:
-        return [c._replace(links={a: c.links[a] for a in near if a in c.links}) for c in self.candidates]
+        return [
+            structs.replace(c, links={a: c.links[a] for a in near if a in c.links}) for c in self.candidates
+        ]
 
     def link(self, source: str, target: str, now: float) -> Link | None:
         return next((c.links.get(source) for c in self.candidates if c.address == target), None)

@@ -24,10 +24,10 @@ from perilune_gateway.observe.spans import Span, span_of
 TRACE = Trace(1, 2, 3, SAMPLED, 99.5)
 DECISION = Decision("b", Reason.MOVED, moved_from="a", prefill="c")
 RECORD = DecisionRecord(
-    replace(request(tokens=100, of=session("a", id="secret-session")), model="m"),
-    DECISION,
-    "ear",
-    (candidate("a"), candidate("b")),
+    view=replace(request(tokens=100, of=session("a", id="secret-session")), model="m"),
+    verdict=DECISION,
+    policy="ear",
+    candidates=(candidate("a"), candidate("b")),
     cached_tokens=64,
     timings_us=dict.fromkeys(Step, 10.0),
     time=100.0,
@@ -35,7 +35,15 @@ RECORD = DecisionRecord(
     queued_s=0.25,
     trace=TRACE,
 )
-ENDING = Ending(Outcome.COMPLETED, 2.0, "b", 200, 80, 0.1, 0.05)
+ENDING = Ending(
+    outcome=Outcome.COMPLETED,
+    duration_s=2.0,
+    served="b",
+    status=200,
+    cached_tokens=80,
+    answered_s=0.1,
+    prefilled_s=0.05,
+)
 REFUSAL = Refusal(RefuseReason.NO_ENDPOINT, "no endpoint for secret-session")
 
 
@@ -75,8 +83,8 @@ def test_a_refusal_ends_its_span_and_only_a_5xx_is_an_error(reason: RefuseReason
 
 
 def test_an_engine_that_fails_is_an_error() -> None:
-    assert span_of(RECORD, Ending(Outcome.FAILED, 2.0, "b", 503)).failed
-    assert not span_of(RECORD, Ending(Outcome.CANCELLED, 2.0)).failed
+    assert span_of(RECORD, Ending(outcome=Outcome.FAILED, duration_s=2.0, served="b", status=503)).failed
+    assert not span_of(RECORD, Ending(outcome=Outcome.CANCELLED, duration_s=2.0)).failed
 
 
 def test_every_attribute_is_documented() -> None:

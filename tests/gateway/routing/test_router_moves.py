@@ -113,7 +113,9 @@ def test_weighing_a_turn_lets_no_offer_lapse() -> None:
     rig.drain(host)
     rig.router.plan_moves()
     offers = rig.router.moves.planner.offers
-    prompt = Prompt(480, TokenSource.LOCAL, chain(text(1, 480), rig.block_size, 0), "m")
+    prompt = Prompt(
+        tokens=480, source=TokenSource.LOCAL, blocks=chain(text(1, 480), rig.block_size, 0), model="m"
+    )
     _, _, verdict = rig.router.weigh(head("/v1/completions", x_session_id="s"), prompt, 1)
     assert isinstance(verdict, Decision)
     assert verdict.moved_from == host, "the offer does not fit a session that the policy moves"

@@ -455,7 +455,7 @@ def test_what_a_failed_write_would_have_told_is_told_again():
     first.finish(kept)
     first.route(range(24), turn("kept"))
     first.state.facts.tell(facts.Judged(B, "", True))
-    first.state.facts.tell(facts.Measured(Measured(Measure.DECODE, A, 2.0)))
+    first.state.facts.tell(facts.Measured(Measured(of=Measure.DECODE, endpoint=A, observed_s=2.0)))
     lost = first.shared.take()
     first.shared.failed(lost)
     again = first.shared.take()
@@ -516,7 +516,7 @@ def test_an_ejection_ends_with_its_endpoint():
 
 
 def test_changes_of_a_newer_version_are_left_out_and_counted():
-    known = Loaded(5, A, 1)
+    known = Loaded(at_us=5, endpoint=A, in_flight=1)
     newer = ["loaded", 5, A, 1, 0, 0, 0.0, 0, "a field of tomorrow"]
     message = msgspec.msgpack.encode(["a", 3, [newer, ["a kind of tomorrow", 1], known]])
     assert decode(message) == Batch("a", [known, known], 3, 1)

@@ -51,19 +51,19 @@ def opinion(record: DecisionRecord, policy: str, routing: Routing) -> Opinion:
     or KeyError for an answer that is none."""
     verdict = decide(record.view, record.candidates, policy, routing, Random(record.seed))
     if isinstance(verdict, NeedBody):
-        return Opinion(policy, Agreement.NEEDS_BODY)
+        return Opinion(policy=policy, agreement=Agreement.NEEDS_BODY)
     recorded, reason = record.verdict, str(verdict.reason.value)
     if not isinstance(verdict, Decision):
         same = not isinstance(recorded, Decision)
-        return Opinion(policy, Agreement.SAME if same else Agreement.REFUSED, reason)
+        return Opinion(policy=policy, agreement=Agreement.SAME if same else Agreement.REFUSED, reason=reason)
     there = expected(target_of(verdict, record.candidates), record.view, verdict)
     if not isinstance(recorded, Decision) or record.chosen is None:
-        return Opinion(policy, Agreement.OTHER, reason)
+        return Opinion(policy=policy, agreement=Agreement.OTHER, reason=reason)
     here = expected(record.chosen, record.view, recorded)
     return Opinion(
-        policy,
-        Agreement.SAME if verdict.target == recorded.target else Agreement.OTHER,
-        reason,
+        policy=policy,
+        agreement=Agreement.SAME if verdict.target == recorded.target else Agreement.OTHER,
+        reason=reason,
         regret_s=there.ttft_s - here.ttft_s,
         prompt_tokens=record.prompt_tokens,
         cached_tokens=there.cached_tokens,
@@ -89,7 +89,7 @@ class Judge:
                 self._failures[policy] += 1
                 over = self._failures[policy] >= FAILURES
                 words = f"{type(error).__name__}: {error}"[:200]
-                yield Opinion(policy, Agreement.FAILED, problem=words, over=over)
+                yield Opinion(policy=policy, agreement=Agreement.FAILED, problem=words, over=over)
             else:
                 self._failures[policy] = 0
                 yield made
