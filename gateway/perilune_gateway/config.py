@@ -35,7 +35,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     source.add_argument(
         "--kubernetes",
         type=_object_name,
-        action=_First,
         metavar="NAMESPACE/NAME",
         help="the pool of that name, watched through the Kubernetes API, and the other pools that its"
         " gateway.serves names",
@@ -269,14 +268,6 @@ def _whole(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
-
-
-class _First(argparse.Action):
-    """Keep the first value: operators before this release name the pools of `gateway.serves` too."""
-
-    def __call__(self, _: object, read: argparse.Namespace, value: object, option: str | None = None) -> None:
-        if getattr(read, self.dest) is None:
-            setattr(read, self.dest, value)
 
 
 def _object_name(text: str) -> tuple[str, str]:

@@ -49,7 +49,6 @@ from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.recorder import Recorder
 from perilune_gateway.observe.shadow import Shadow
 from perilune_gateway.observe.snapshot import Snapshots
-from perilune_gateway.observe.spans import Spans
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.request.tokens import Tokenizer
 from perilune_gateway.request.tokens.metrics import TokenMetrics
@@ -107,13 +106,12 @@ class ServedPool:
         traces: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`secret`: of the pool; empty: one of this process alone stands in. `previous_secret`: the one
-        before, if ids of its responses are still to be read. `authorization`: the header that
-        engines demand, in place of the clients' own; empty: theirs pass. Every decision is written to
+        """`secret`: of the pool. If it is empty, this process draws one of its own. `previous_secret`: the
+        one before, if ids of its responses are still to be read. `authorization`: the header that engines
+        demand, in place of the clients' own. If it is empty, theirs pass. Every decision is written to
         `log_file`, if given. `state_server`: what the pool's gateways share their state through; `state_key`:
         the key of the hashes that name sessions there; `state_cluster`: a name of the cluster, if the server
-        has pools of several. `traces`: URL of the collector of spans, if there is
-        one."""
+        has pools of several. `traces`: URL of the collector of spans, if there is one."""
         spec = pool.spec
         self._clock, self._rng = clock, Random(seed)
         self._key = {names.AUTHORIZATION_HEADER: authorization} if authorization else {}
@@ -171,7 +169,7 @@ class ServedPool:
                     self.metrics,
                     decisions,
                     self.decision_log,
-                    Spans(self.collector.send) if self.collector else None,
+                    self.collector.send if self.collector else None,
                 ),
                 self.shadow,
             ),

@@ -224,7 +224,9 @@ def asked_twice(data: bytes) -> list[tuple[RequestHead, bytes]]:
     lines = [line.partition(b":") for line in written.split(b"\n")]
     headers = {n.decode("latin-1").lower(): v.strip().decode("utf-8", "replace") for n, _, v in lines}
     path = headers.get(":path", "/v1/completions")
-    return [(RequestHead("POST", path, headers, has_body=bool(body)), body) for _ in range(2)]
+    return [
+        (RequestHead(method="POST", path=path, headers=headers, has_body=bool(body)), body) for _ in range(2)
+    ]
 
 
 def documents(data: bytes) -> None:
@@ -416,14 +418,61 @@ SEEDS: Mapping[str, tuple[bytes, ...]] = {
         framed(
             encode(
                 Batch(
-                    "there", (Bound(5, b"n" * 16, A, 2, 90, 300, 3.0, 2, 7, 1, 7, 20, "inferred-1", b"t"),), 1
+                    "there",
+                    (
+                        Bound(
+                            at_us=5,
+                            session=b"n" * 16,
+                            host=A,
+                            turns=2,
+                            context_tokens=90,
+                            body_bytes=300,
+                            bytes_per_token=3.0,
+                            blocks=2,
+                            tail=7,
+                            prompt_blocks=1,
+                            prompt_tail=7,
+                            prompt_tokens=20,
+                            inferred="inferred-1",
+                            tenant=b"t",
+                        ),
+                    ),
+                    1,
                 )
             ),
-            encode(Batch("there", (Loaded(6, A, 1, 1, 10, 0.5, 10), Ejected(7, A, "failures")), 2)),
+            encode(
+                Batch(
+                    "there",
+                    (
+                        Loaded(
+                            at_us=6,
+                            endpoint=A,
+                            in_flight=1,
+                            prefilling=1,
+                            pending_tokens=10,
+                            pending_s=0.5,
+                            context_tokens=10,
+                        ),
+                        Ejected(7, A, "failures"),
+                    ),
+                    2,
+                )
+            ),
             encode(Batch("there", (Claimed(A, bytes(16), 3.0), Alive(), Alive(True)), 3)),
         ),
         framed(
-            encode(Batch("there", (Counted(9, 7_000.0, 2), Measured(Measure.DECODE, A, 1.0, 0.0, "", 3)), 1)),
+            encode(
+                Batch(
+                    "there",
+                    (
+                        Counted(9, 7_000.0, 2),
+                        Measured(
+                            of=Measure.DECODE, endpoint=A, observed_s=1.0, predicted_s=0.0, source="", at_us=3
+                        ),
+                    ),
+                    1,
+                )
+            ),
             encode(
                 Batch(
                     "there",
@@ -431,29 +480,51 @@ SEEDS: Mapping[str, tuple[bytes, ...]] = {
                         InLine(
                             11,
                             (
-                                PlaceInLine(b"p" * 16, b"t" * 16, 900, 8, 9, 1),
-                                PlaceInLine(b"q" * 16, b"t" * 16, 90, 8, 9, 2, 3.0),
+                                PlaceInLine(
+                                    session=b"p" * 16,
+                                    tenant=b"t" * 16,
+                                    tokens=900,
+                                    arrived_us=8,
+                                    rank_us=9,
+                                    number=1,
+                                ),
+                                PlaceInLine(
+                                    session=b"q" * 16,
+                                    tenant=b"t" * 16,
+                                    tokens=90,
+                                    arrived_us=8,
+                                    rank_us=9,
+                                    number=2,
+                                    back_s=3.0,
+                                ),
                             ),
                             (TenantInLine(b"t" * 16, 500.0, 2.0),),
                             50.0,
                         ),
                         Offered(
-                            12,
-                            b"n" * 16,
-                            MoveReason.DRAIN,
-                            A,
-                            B,
-                            OfferStage.COPYING,
-                            9.0,
-                            1.0,
-                            99,
-                            20,
-                            7,
-                            0.1,
-                            0.2,
-                            3.0,
+                            at_us=12,
+                            subject=b"n" * 16,
+                            reason=MoveReason.DRAIN,
+                            source=A,
+                            target=B,
+                            stage=OfferStage.COPYING,
+                            seconds=9.0,
+                            begun_s=1.0,
+                            transfer_bytes=99,
+                            tokens=20,
+                            tail=7,
+                            cost_s=0.1,
+                            benefit_s=0.2,
+                            turns=3.0,
                         ),
-                        Measured(Measure.TRANSFER, A, 2.0, 1.0, B, 13),
+                        Measured(
+                            of=Measure.TRANSFER,
+                            endpoint=A,
+                            observed_s=2.0,
+                            predicted_s=1.0,
+                            source=B,
+                            at_us=13,
+                        ),
                     ),
                     2,
                 )

@@ -45,8 +45,6 @@ def test_the_pool_comes_from_one_place(capsys) -> None:
         with pytest.raises(SystemExit, match="2"):
             arguments(words)
     assert arguments(["--kubernetes", "ns/p"]).kubernetes == ("ns", "p")
-    of_older_operators = ["--kubernetes", "ns/p", "--kubernetes", "ns/q"]
-    assert arguments(of_older_operators).kubernetes == ("ns", "p")
 
 
 def test_addresses_of_every_kind() -> None:

@@ -89,11 +89,13 @@ async def gateway(tmp_path, clock):
 def is_known(gateway: ServedPool, session: str) -> bool:
     """Return whether a turn of the session is decided by its headers."""
     headers = {"x-session-id": session, "content-length": "100"}
-    return isinstance(gateway.router.on_headers(RequestHead("POST", COMPLETIONS, headers)), Routed)
+    return isinstance(
+        gateway.router.on_headers(RequestHead(method="POST", path=COMPLETIONS, headers=headers)), Routed
+    )
 
 
 def first_turn(gateway: ServedPool, session: str) -> None:
-    head = RequestHead("POST", COMPLETIONS, {"x-session-id": session})
+    head = RequestHead(method="POST", path=COMPLETIONS, headers={"x-session-id": session})
     assert isinstance(gateway.router.on_body(head, b'{"model": "m", "prompt": [1, 2]}'), Routed)
 
 
@@ -421,7 +423,7 @@ class Front:
 
     def asked(self, model: str) -> object:
         """Return what a new request for this model gets."""
-        asked = RequestHead("POST", COMPLETIONS, {})
+        asked = RequestHead(method="POST", path=COMPLETIONS, headers={})
         body = json.dumps({"model": model, "prompt": [1, 2]}).encode()
         return self.gateway.service.entrance.on_body(asked, body)
 

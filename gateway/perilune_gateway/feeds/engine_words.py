@@ -96,7 +96,7 @@ _CONNECTORS = {b"vllm:nixl_": "NIXL", b"vllm:mooncake_": "Mooncake"}
 
 
 def read_config(page: bytes) -> EngineFacts:
-    """Read what /metrics tells of the engine's settings; nothing else is filled in."""
+    """Read what /metrics says about the engine's settings; nothing else is filled in."""
     metrics = engine_metrics.parse(page)
     found = _CONFIG.search(page)
     labels = dict(_LABEL.findall(found[1])) if found else {}

@@ -43,7 +43,7 @@ END = b"\xff" * 8
 """The sequence number of a replay's last answer."""
 
 
-class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored"):
+class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored", kw_only=True):
     block_hashes: tuple[BlockHash, ...]
     parent_block_hash: BlockHash | None
     token_ids: tuple[int, ...]
@@ -57,7 +57,7 @@ class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored"):
     kv_cache_spec_sliding_window: int | None = None
 
 
-class _StoredPairs(msgspec.Struct, tag_field="type", tag="BlockStored"):
+class _StoredPairs(msgspec.Struct, tag_field="type", tag="BlockStored", kw_only=True):
     """SGLang's blocks of pairs of tokens."""
 
     block_hashes: tuple[BlockHash, ...]
@@ -204,13 +204,13 @@ def _event(raw: msgspec.Raw) -> Event | None:
 def _from_pairs(stored: _StoredPairs) -> Event:
     """Return the event with the first token of each pair: that of the pair's own position."""
     return BlockStored(
-        stored.block_hashes,
-        stored.parent_block_hash,
-        tuple(first for first, _ in stored.token_ids),
-        stored.block_size,
-        stored.lora_id,
-        stored.medium,
-        stored.lora_name,
+        block_hashes=stored.block_hashes,
+        parent_block_hash=stored.parent_block_hash,
+        token_ids=tuple(first for first, _ in stored.token_ids),
+        block_size=stored.block_size,
+        lora_id=stored.lora_id,
+        medium=stored.medium,
+        lora_name=stored.lora_name,
         session_id=stored.session_id,
         cache_salt=stored.cache_salt,
     )
@@ -219,17 +219,17 @@ def _from_pairs(stored: _StoredPairs) -> Event:
 def _from_array(old: _StoredArray | _RemovedArray | _ClearedArray) -> Event:
     if isinstance(old, _StoredArray):
         return BlockStored(
-            old.block_hashes,
-            old.parent_block_hash,
-            old.token_ids,
-            old.block_size,
-            old.lora_id,
-            old.medium,
-            old.lora_name,
-            old.extra_keys,
-            old.group_idx,
-            old.kv_cache_spec_kind,
-            old.kv_cache_spec_sliding_window,
+            block_hashes=old.block_hashes,
+            parent_block_hash=old.parent_block_hash,
+            token_ids=old.token_ids,
+            block_size=old.block_size,
+            lora_id=old.lora_id,
+            medium=old.medium,
+            lora_name=old.lora_name,
+            extra_keys=old.extra_keys,
+            group_idx=old.group_idx,
+            kv_cache_spec_kind=old.kv_cache_spec_kind,
+            kv_cache_spec_sliding_window=old.kv_cache_spec_sliding_window,
         )
     if isinstance(old, _RemovedArray):
         return BlockRemoved(old.block_hashes, old.medium, old.group_idx)

@@ -160,7 +160,7 @@ class SharedState:
         self._warned = False
         """Whether an unreadable batch was logged."""
         self._alone_since = clock()
-        self._stats = SharedStats(server.url.rpartition("@")[2])
+        self._stats = SharedStats(server=server.url.rpartition("@")[2])
 
     def stats(self, now: float) -> SharedStats:
         """Return the shared state at one moment."""

@@ -60,7 +60,7 @@ class Stamp(NamedTuple):
 NEVER = Stamp(0, "")
 
 
-class Bound(Struct, frozen=True, gc=False, array_like=True, tag="bound"):
+class Bound(Struct, frozen=True, gc=False, array_like=True, tag="bound", kw_only=True):
     """A session's latest turn: where it went and what is known of the session's context."""
 
     at_us: Count
@@ -104,7 +104,7 @@ class BoundElsewhere(Struct, frozen=True, gc=False):
     """When its host changed; -inf: not since this replica knows it."""
 
 
-class Loaded(Struct, frozen=True, gc=False, array_like=True, tag="loaded"):
+class Loaded(Struct, frozen=True, gc=False, array_like=True, tag="loaded", kw_only=True):
     """The load of the sender's own requests in flight at one endpoint."""
 
     at_us: Count
@@ -134,7 +134,7 @@ class Counted(Struct, frozen=True, gc=False, array_like=True, tag="counted"):
     """Number of new sessions that wait there; `InLine` tells which."""
 
 
-class PlaceInLine(Struct, frozen=True, gc=False, array_like=True):
+class PlaceInLine(Struct, frozen=True, gc=False, array_like=True, kw_only=True):
     """A new session that waits at the sender, or was refused there and is to come back."""
 
     session: Name
@@ -180,9 +180,9 @@ class OfferStage(StrEnum):
     """It was carried out, given up or withdrawn."""
 
 
-class Offered(Struct, frozen=True, gc=False, array_like=True, tag="offered"):
-    """A planned move of a session, or a planned copy of a prefix, as the replica that offered it or carried
-    it out tells of it."""
+class Offered(Struct, frozen=True, gc=False, array_like=True, tag="offered", kw_only=True):
+    """A planned move of a session, or a planned copy of a prefix, as the replica describes it that offered
+    it or carried it out."""
 
     at_us: Count
     subject: Name
@@ -222,7 +222,7 @@ class Measure(StrEnum):
     """From a request's first to its last token; nothing was predicted."""
 
 
-class Measured(Struct, frozen=True, gc=False, array_like=True, tag="measured"):
+class Measured(Struct, frozen=True, gc=False, array_like=True, tag="measured", kw_only=True):
     """A measurement, from which every replica corrects its predictions."""
 
     of: Measure
@@ -379,7 +379,7 @@ class Names:
         return digest.digest()
 
 
-class SharedStats(Struct, frozen=True, gc=False):
+class SharedStats(Struct, frozen=True, gc=False, kw_only=True):
     """The shared state at one moment."""
 
     server: str

@@ -36,7 +36,7 @@ class TokenPrompt(Struct, frozen=True, gc=False):
     ids: tuple[list[int], ...]
 
 
-class ChatPrompt(Struct, frozen=True, gc=False):
+class ChatPrompt(Struct, frozen=True, gc=False, kw_only=True):
     """A conversation that a chat template turns into text. Every Raw is JSON as the body has it, or empty."""
 
     messages: Raw
@@ -57,7 +57,7 @@ class ChatPrompt(Struct, frozen=True, gc=False):
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
-class ParsedRequest(Struct, frozen=True, gc=False):
+class ParsedRequest(Struct, frozen=True, gc=False, kw_only=True):
     """The fields of a request that routing needs. Absent strings are empty, absent numbers 0."""
 
     api: Api

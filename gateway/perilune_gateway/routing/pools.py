@@ -145,7 +145,11 @@ class Pools:
         if not model and len(self._names()) > 1:
             return self.refused(head, admission.no_model(self._names(), "This gateway"))
         router = next((r for r in self.routers if not model or model in r.models), None)
-        return Chosen(router, router.beside(head)) if router else self.refused(head, self._unknown(model))
+        return (
+            Chosen(router, router.to_any_endpoint(head))
+            if router
+            else self.refused(head, self._unknown(model))
+        )
 
     def _unknown(self, model: str) -> Refusal:
         return admission.unknown_model(model, self._names(), "This gateway")

@@ -61,7 +61,7 @@ class EndpointCalibration:
     prefill: RatioStats = RatioStats()
     ttft: RatioStats = RatioStats()
     decode_s: float = 0.0
-    """Mean seconds that a request decodes; 0: unknown."""
+    """Mean seconds that a request decodes. 0 if it is unknown."""
     sends: RatioStats = RatioStats()
     """Transfers that other endpoints pulled from it."""
     store: RatioStats = RatioStats()
@@ -141,7 +141,7 @@ class Speed(NamedTuple):
     engine: EngineModel
     """The pool's engine model, scaled by the endpoint's ratios."""
     decode_s: float
-    """Mean seconds that a request decodes; 0: unknown."""
+    """Mean seconds that a request decodes. 0 if it is unknown."""
     ttft_ratio: float
     """Observed / predicted seconds to the first token."""
 
@@ -180,23 +180,39 @@ class Calibration:
 
     def prefill(self, address: str, observed_s: float, predicted_s: float, now: float) -> None:
         """Record a prefill that ran alone on the endpoint."""
-        self._record(Measured(Measure.PREFILL, address, observed_s, predicted_s), now)
+        self._record(
+            Measured(of=Measure.PREFILL, endpoint=address, observed_s=observed_s, predicted_s=predicted_s),
+            now,
+        )
 
     def ttft(self, address: str, observed_s: float, predicted_s: float, now: float) -> None:
         """Record the time from a decision to the end of its prefill, including the queue."""
-        self._record(Measured(Measure.TTFT, address, observed_s, predicted_s), now)
+        self._record(
+            Measured(of=Measure.TTFT, endpoint=address, observed_s=observed_s, predicted_s=predicted_s), now
+        )
 
     def decoded(self, address: str, seconds: float) -> None:
         """Record the seconds from a request's first to its last token."""
-        self._record(Measured(Measure.DECODE, address, seconds), 0.0)
+        self._record(Measured(of=Measure.DECODE, endpoint=address, observed_s=seconds), 0.0)
 
     def transfer(self, source: str, target: str, observed_s: float, predicted_s: float, now: float) -> None:
         """Record a KV transfer that `target` pulled from `source`."""
-        self._record(Measured(Measure.TRANSFER, target, observed_s, predicted_s, source), now)
+        self._record(
+            Measured(
+                of=Measure.TRANSFER,
+                endpoint=target,
+                observed_s=observed_s,
+                predicted_s=predicted_s,
+                source=source,
+            ),
+            now,
+        )
 
     def store(self, address: str, observed_s: float, predicted_s: float, now: float) -> None:
         """Record that the endpoint loaded KV from the shared store."""
-        self._record(Measured(Measure.STORE, address, observed_s, predicted_s), now)
+        self._record(
+            Measured(of=Measure.STORE, endpoint=address, observed_s=observed_s, predicted_s=predicted_s), now
+        )
 
     def _record(self, seen: Measured, now: float) -> None:
         self.learn(seen, now)

@@ -86,7 +86,7 @@ class IndexStats:
     """Blocks that the best holder held / blocks of the prompts, 0 to 1."""
 
 
-class Matches(Struct, frozen=True, gc=False):
+class Matches(Struct, frozen=True, gc=False, kw_only=True):
     """The leading blocks of one prompt that are held. Endpoints that hold none are absent from the
     mappings."""
 
@@ -116,7 +116,7 @@ class Group(NamedTuple):
 
     number: int = 0
     window: int = 0
-    """How many of its last blocks a cached prefix needs; 0: all."""
+    """How many of its last blocks a cached prefix needs. 0 if it needs all."""
     stride: int = 1
     """Its block size in blocks of the index. A cached prefix ends where a block of every group ends."""
 
@@ -450,7 +450,15 @@ class PrefixIndex:
                 if held or store:
                     reach[holder.address] = max(held, store)
         longest = max(store, max(reach.values(), default=0))
-        return Matches(blocks, device, host, reach, offloaded, store, longest)
+        return Matches(
+            blocks=blocks,
+            device=device,
+            host=host,
+            reach=reach,
+            offloaded=offloaded,
+            store=store,
+            longest=longest,
+        )
 
     def leading(self, endpoint: str, blocks: Sequence[int], now: float) -> int:
         """Return how many of these blocks, which begin a prompt, are on the endpoint's device. Engines evict

@@ -91,7 +91,7 @@ class TracingSpec(Struct, frozen=True):
     decides."""
 
 
-class GatewaySpec(Struct, frozen=True):
+class GatewaySpec(Struct, frozen=True, kw_only=True):
     """The pool's gateway, which chooses the endpoint of each request, and how Envoy reaches it."""
 
     mode: GatewayMode = GatewayMode.AUTO

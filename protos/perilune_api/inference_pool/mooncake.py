@@ -42,7 +42,7 @@ class Allocation(StrEnum):
     FREE_RATIO_FIRST = "free_ratio_first"
 
 
-class Master(Struct, frozen=True):
+class Master(Struct, frozen=True, kw_only=True):
     """The process mooncake_master, which keeps track of the blocks in the store."""
 
     image: Image = ""
@@ -74,7 +74,7 @@ class Master(Struct, frozen=True):
     """Merged over the master's pod template like engine.podTemplate; the container is called master."""
 
 
-class Mooncake(Struct, frozen=True):
+class Mooncake(Struct, frozen=True, kw_only=True):
     """KV offloading, KV transfer between engines, and the shared KV store."""
 
     transfer: Transfer = Transfer.NONE

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from property_examples import examples
 from routing_objects import PLAIN, candidate, link, prefix, request, session
 
@@ -44,7 +45,9 @@ class World:
     asked: list[tuple[str, int]] = field(default_factory=list)
 
     def endpoints(self, now: float, near: Sequence[str] = ()) -> list[Candidate]:
-        return [c._replace(links={a: c.links[a] for a in near if a in c.links}) for c in self.candidates]
+        return [
+            structs.replace(c, links={a: c.links[a] for a in near if a in c.links}) for c in self.candidates
+        ]
 
     def link(self, source: str, target: str, now: float) -> Link | None:
         return next((c.links.get(source) for c in self.candidates if c.address == target), None)
@@ -86,6 +89,17 @@ def of(host: str = "a", tokens: int = 1200, held: int = 1000, **kwargs):
 STAYS = Decision("a", Reason.HOST)
 
 
+def carry_out(p: Planner, offer: Move, decision: Decision, asked, candidates, now: float) -> Decision:
+    """Return the decision with the offer carried out, or as it was if the offer lapses."""
+    before = p.offers, p.stats(now)
+    moved = p.redirected(offer, decision, asked, candidates, now)
+    assert (p.offers, p.stats(now)) == before, "asking changes nothing"
+    if isinstance(moved, Decision):
+        return moved
+    p.lapsed(offer, moved, now)
+    return decision
+
+
 def test_an_offer_is_carried_out_by_the_sessions_next_request() -> None:
     """Where no KV goes ahead, and under a policy that leaves hot hosts to the planner even so."""
     world = hot()
@@ -96,7 +110,7 @@ def test_an_offer_is_carried_out_by_the_sessions_next_request() -> None:
     assert (offer.subject, offer.source, offer.target) == ("s", "a", "b")
     assert p.offer("s", None) == offer
     assert p.offer("t", None) is None
-    moved = p.apply(offer, STAYS, of(), world.candidates, 0.5)
+    moved = carry_out(p, offer, STAYS, of(), world.candidates, 0.5)
     assert (moved.target, moved.reason, moved.moved_from) == ("b", Reason.PLANNED, "a")
     assert (moved.replicate_from, moved.cached_tokens) == ("a", 1000)
     assert moved.estimated_ttft_s == pytest.approx(0.2 + 0.2)
@@ -166,7 +180,7 @@ def test_a_second_release_is_an_error() -> None:
 def test_an_offer_lapses_with_a_reason(candidates, decision, asked, lapse) -> None:
     p = planner(hot())
     p.plan(0.0)
-    assert p.apply(p.offers[0], decision, asked, candidates, 1.0) == decision
+    assert carry_out(p, p.offers[0], decision, asked, candidates, 1.0) == decision
     assert p.offers == ()
     assert (p.ended[-1].state, p.ended[-1].lapse) == (State.LAPSED, lapse)
     assert p.stats(1.0).lapses == {lapse: 1}
@@ -176,7 +190,7 @@ def test_a_policy_without_affinity_is_overruled() -> None:
     world = hot()
     p = planner(world, policy="least_loaded")
     p.plan(0.0)
-    moved = p.apply(p.offers[0], Decision("c", Reason.LEAST_LOADED), of(), world.candidates, 0.0)
+    moved = carry_out(p, p.offers[0], Decision("c", Reason.LEAST_LOADED), of(), world.candidates, 0.0)
     assert (moved.target, moved.moved_from) == ("b", "a")
 
 
@@ -328,7 +342,7 @@ class TestReplication:
         assert p.offer(None, "y") is None
         assert p.offer(None, "x") == offer
         new = request(tokens=1000, of=session(), prefix=prefix(a=800))
-        moved = p.apply(offer, Decision("a", Reason.COLD), new, world.candidates, 1.5)
+        moved = carry_out(p, offer, Decision("a", Reason.COLD), new, world.candidates, 1.5)
         assert (moved.target, moved.reason, moved.moved_from) == ("c", Reason.REPLICA, "")
         assert (moved.replicate_from, moved.cached_tokens) == ("a", 800)
 
@@ -339,7 +353,7 @@ class TestReplication:
         p.plan(0.0)
         new = request(tokens=1000, of=session(), prefix=prefix(a=800))
         decision = Decision("a", Reason.COLD)
-        assert p.apply(p.offers[0], decision, new, [one("a"), one("c", 1.5)], 0.0) == decision
+        assert carry_out(p, p.offers[0], decision, new, [one("a"), one("c", 1.5)], 0.0) == decision
         assert p.ended[-1].lapse is Lapse.BUSY
 
     def test_only_hot_prefixes(self) -> None:
@@ -396,7 +410,7 @@ def test_whatever_happens_the_budget_holds(steps, moves: int, link_bytes: int) -
                 continue
             tokens = dice.randint(500, 4000)
             view = request(tokens=tokens, of=session(host), prefix=prefix(**{offer.source: tokens - 1}))
-            moved = p.apply(offer, Decision(host or "a", Reason.HOST), view, world.candidates, now)
+            moved = carry_out(p, offer, Decision(host or "a", Reason.HOST), view, world.candidates, now)
             if moved.move is None:
                 continue
             assert moved.target not in {c.address for c in world.candidates if c.draining}

@@ -65,7 +65,9 @@ def front() -> Front:
 class TestAListOfOne:
     def test_gets_every_request(self) -> None:
         front = Front([Rig(named("one", A, Model(name="m", tokenize="estimate")))])
-        listed = front.pools.on_headers(RequestHead("GET", "/v1/models", {}, has_body=False))
+        listed = front.pools.on_headers(
+            RequestHead(method="GET", path="/v1/models", headers={}, has_body=False)
+        )
         assert isinstance(listed, Chosen)
         assert isinstance(listed.verdict, Routed)
         pool, verdict, read = front.ask("other")
@@ -83,7 +85,7 @@ class TestAListOfOne:
     def test_is_one_of_several_while_others_are_awaited(self) -> None:
         rig = Rig(named("one", A, Model(name="m", tokenize="estimate")))
         pools = Pools([rig.router], lambda refusal: None, stopwatch=lambda: 0.0, more=True)
-        listed = pools.on_headers(RequestHead("GET", "/v1/models", {}, has_body=False))
+        listed = pools.on_headers(RequestHead(method="GET", path="/v1/models", headers={}, has_body=False))
         assert isinstance(listed, Answer)
 
 
@@ -182,7 +184,9 @@ def test_a_conversation_is_chosen_for_at_any_depth_that_can_be_read(front: Front
 
 
 def test_the_list_names_models_aliases_and_adapters(front: Front) -> None:
-    answer = front.pools.on_headers(RequestHead("GET", "/v1/models?x=1", {}, has_body=False))
+    answer = front.pools.on_headers(
+        RequestHead(method="GET", path="/v1/models?x=1", headers={}, has_body=False)
+    )
     assert isinstance(answer, Answer)
     data = json.loads(answer.body)["data"]
     assert [entry["id"] for entry in data] == ["m", "chat", "tuned", "n"]
@@ -195,7 +199,7 @@ def test_the_list_names_models_aliases_and_adapters(front: Front) -> None:
 
 
 def test_other_requests_without_a_body_go_to_some_pool(front: Front) -> None:
-    chosen = front.pools.on_headers(RequestHead("GET", "/version", {}, has_body=False))
+    chosen = front.pools.on_headers(RequestHead(method="GET", path="/version", headers={}, has_body=False))
     assert isinstance(chosen, Chosen)
     assert isinstance(chosen.verdict, Routed)
 

@@ -91,7 +91,9 @@ def test_weighing_keeps_nothing(rig: Rig, by: str) -> None:
     rig.stored(routed.destinations[0], range(40))
     rig.finish(routed)
     h = head("/v1/completions", x_session_id="s", content_length="400")
-    prompt = Prompt(48, TokenSource.LOCAL, blocks.chain(range(48), rig.block_size, 0), "m")
+    prompt = Prompt(
+        tokens=48, source=TokenSource.LOCAL, blocks=blocks.chain(range(48), rig.block_size, 0), model="m"
+    )
     session = rig.router.state.sessions.matching("s")[0]
     before = (repr(session), rig.pending(), len(rig.decisions))
     _, view, verdict = rig.router.weigh(h, None if by == "headers" else prompt, 1)

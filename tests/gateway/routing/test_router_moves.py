@@ -9,11 +9,23 @@ from router_rig import USUAL, A, B, C, Rig, completion, pool
 from routing_objects import chosen, head
 
 from perilune_api.pool import EndpointSpec, Migration, MoveTrigger, Pool, Routing
-from perilune_gateway.model import H20_30B, DecisionRecord, MoveReason, Outcome, Phase, Reason, Routed
+from perilune_gateway.model import (
+    H20_30B,
+    Decision,
+    DecisionRecord,
+    MoveReason,
+    Outcome,
+    Phase,
+    Reason,
+    Routed,
+    TokenSource,
+)
 from perilune_gateway.moves.planner import Lapse, State
 from perilune_gateway.observe import moves as move_rows
 from perilune_gateway.observe.explain import to_json
 from perilune_gateway.observe.stats import Snapshot
+from perilune_gateway.request.block_hashes import chain
+from perilune_gateway.routing.context import Prompt
 
 DEFAULT = Routing().policy.name
 LONG = 32_000
@@ -93,6 +105,22 @@ def test_the_default_policy_moves_the_sessions_of_a_draining_endpoint_itself() -
     record = rig.turn("s", text(1, 480))
     assert (record.reason, record.moved_from) == (Reason.MOVED, host)
     assert rig.states() == [State.LAPSED]
+
+
+def test_weighing_a_turn_lets_no_offer_lapse() -> None:
+    rig = Moving(DEFAULT, MoveTrigger.DRAIN)
+    host = rig.turn("s", text(1, 320)).target
+    rig.drain(host)
+    rig.router.plan_moves()
+    offers = rig.router.moves.planner.offers
+    prompt = Prompt(
+        tokens=480, source=TokenSource.LOCAL, blocks=chain(text(1, 480), rig.block_size, 0), model="m"
+    )
+    _, _, verdict = rig.router.weigh(head("/v1/completions", x_session_id="s"), prompt, 1)
+    assert isinstance(verdict, Decision)
+    assert verdict.moved_from == host, "the offer does not fit a session that the policy moves"
+    assert rig.router.moves.planner.offers == offers
+    assert rig.states() == []
 
 
 @pytest.mark.parametrize(("policy", "stays"), [("sticky", True), (DEFAULT, False)])

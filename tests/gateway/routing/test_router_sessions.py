@@ -210,7 +210,7 @@ def test_a_turn_that_is_only_estimated_keeps_its_host_and_what_that_caches() -> 
     host = first.destinations[0]
     (session,) = rig.state.sessions.matching("s")
     rig.state.index.stored(host, Tier.DEVICE, session.chain, rig.now)
-    rig.router.on_applied(Applied(host, Tier.DEVICE, 0, tuple(session.chain)))
+    rig.router.on_applied(Applied(endpoint=host, tier=Tier.DEVICE, parent=0, stored=tuple(session.chain)))
     rig.finish(first)
     rig.now += 60.0
     rig.queue(host, 0.3)

@@ -39,7 +39,10 @@ ROUTING = Routing()
 def record(*candidates: Candidate, target: str = "a", **changes: object) -> DecisionRecord:
     """Of a session bound to a, which stays there."""
     base = DecisionRecord(
-        request(of=session("a")), Decision(target, Reason.HOST), "ear", candidates or tuple(fleet(a=0, b=9))
+        view=request(of=session("a")),
+        verdict=Decision(target, Reason.HOST),
+        policy="ear",
+        candidates=candidates or tuple(fleet(a=0, b=9)),
     )
     return replace(base, **changes)
 
@@ -130,7 +133,7 @@ def log(tmp_path: Path) -> Path:
     path.write_bytes(
         writer.pool(Pool(Metadata("p"), Spec(Model(name="m"), routing=ROUTING)), 0.0)
         + writer.decision(0, ear)
-        + writer.end(0, Ending(Outcome.COMPLETED, 1.0))
+        + writer.end(0, Ending(outcome=Outcome.COMPLETED, duration_s=1.0))
         + writer.decision(1, replace(ear, time=1060.0))
     )
     return path

@@ -4,15 +4,14 @@ Columns are found by name. Unknown columns are ignored; missing columns and null
 incomplete line of a process that was killed is reported as `Cut` and skipped, if it is the last line or a new
 `pool` line follows.
 
-Candidates whose columns are this release's are converted all at once. The caller opens the file.
+Costs 5 µs for each candidate. The caller opens the file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import GenericAlias
-from typing import Any, Literal, NamedTuple, TypeVar, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -36,19 +35,9 @@ from perilune_gateway.model import (
     Unpulled,
     Unsplit,
 )
-from perilune_gateway.observe.decision_log.lines import CANDIDATE, COLUMNS, SCHEMA
+from perilune_gateway.observe.decision_log.lines import CANDIDATE, SCHEMA
 
 _T = TypeVar("_T")
-_Cells = tuple[Any, ...]
-_Row = tuple[
-    int, _Cells, Overlap, float | None, float | None, dict[str, Link], int, float | None, float | None
-]
-"""A candidate's row with this release's columns. Only times are ever null."""
-_TIME = float | None
-_LOAD_CELLS: Any = GenericAlias(tuple, tuple(kind | None for kind in get_type_hints(Load).values()))
-_CELLS = (int, _LOAD_CELLS, Overlap, _TIME, _TIME, dict[str, Link], int, _TIME, _TIME)
-_ROWS: Any = GenericAlias(tuple, (GenericAlias(tuple, _CELLS), ...))
-"""The type of all rows of a decision, for msgspec."""
 _SHAPE_ERRORS = (AttributeError, TypeError, ValueError, OverflowError)
 """Errors that a row or a cell of a wrong shape raises."""
 
@@ -92,7 +81,7 @@ class _PoolLine(msgspec.Struct):
     columns: dict[str, tuple[str, ...]]
 
 
-class _VerdictLine(msgspec.Struct):
+class _VerdictLine(msgspec.Struct, kw_only=True):
     target: str
     reason: Reason
     costs: dict[str, float] = {}
@@ -106,7 +95,7 @@ class _VerdictLine(msgspec.Struct):
     estimated_tpot_s: float = 0.0
 
 
-class _DecisionLine(msgspec.Struct):
+class _DecisionLine(msgspec.Struct, kw_only=True):
     n: int
     time: float
     tenant: str
@@ -194,47 +183,20 @@ class _Reader:
 
     def _decision(self, line: _DecisionLine, pool: _PoolLine) -> Logged:
         record = DecisionRecord(
-            _convert(line.view, RequestView),
-            _read_verdict(line.verdict),
-            line.policy,
-            self._candidates(line.candidates, pool.columns),
-            line.excluded,
-            line.destinations,
-            line.cached_tokens,
-            line.timings_us,
-            line.time,
-            line.tenant,
+            view=_convert(line.view, RequestView),
+            verdict=_read_verdict(line.verdict),
+            policy=line.policy,
+            candidates=tuple(self._candidate(row, pool.columns) for row in line.candidates),
+            excluded=line.excluded,
+            destinations=line.destinations,
+            cached_tokens=line.cached_tokens,
+            timings_us=line.timings_us,
+            time=line.time,
+            tenant=line.tenant,
             seed=line.seed,
             canary=line.canary,
         )
         return Logged(line.n, record, pool.routing)
-
-    def _candidates(
-        self, rows: Sequence[Sequence[Any]], columns: Mapping[str, Sequence[str]]
-    ) -> tuple[Candidate, ...]:
-        if columns == COLUMNS:
-            try:
-                return tuple(self._usual(row) for row in msgspec.convert(rows, _ROWS))
-            except (msgspec.ValidationError, KeyError):
-                pass  # what is wrong is said below
-        return tuple(self._candidate(row, columns) for row in rows)
-
-    def _usual(self, row: _Row) -> Candidate:
-        """Return the candidate of a row with this release's columns. Raises KeyError for a number that no
-        line defines."""
-        endpoint, load, overlap, prefill_s, since_s, links, engine, decode_s, ttft_ratio = row
-        numbers = _filled((prefill_s, since_s, decode_s, ttft_ratio), _NUMBERS)
-        return Candidate(
-            self._endpoints[endpoint],
-            Load._make(_filled(load, _LOAD)),
-            overlap,
-            numbers[0],
-            numbers[1],
-            links,
-            self._engines[engine],
-            numbers[2],
-            numbers[3],
-        )
 
     def _candidate(self, row: Sequence[Any], columns: Mapping[str, Sequence[str]]) -> Candidate:
         named = _named(columns.get("candidate", CANDIDATE), row)
@@ -249,7 +211,7 @@ class _Reader:
             for address, link in named.pop("links", {}).items()
         }
         plain = {name: float(value) for name, value in named.items() if name in CANDIDATE}
-        return Candidate(endpoint, load, overlap, links=links, engine=engine, **plain)
+        return Candidate(endpoint=endpoint, load=load, overlap=overlap, links=links, engine=engine, **plain)
 
 
 def _named(columns: Sequence[str], row: Sequence[Any]) -> dict[str, Any]:
@@ -257,19 +219,6 @@ def _named(columns: Sequence[str], row: Sequence[Any]) -> dict[str, Any]:
     if len(columns) != len(row):
         raise SpecError(f"a row has {len(row)} values for the {len(columns)} columns {', '.join(columns)}")
     return {name: value for name, value in zip(columns, row, strict=True) if value is not None}
-
-
-_LOAD = tuple(Load._field_defaults.values())
-_NUMBERS = tuple(
-    Candidate._field_defaults[name] for name in ("prefill_s", "seconds_since_move", "decode_s", "ttft_ratio")
-)
-
-
-def _filled(cells: _Cells, defaults: _Cells) -> _Cells:
-    """Return the cells with defaults in the place of nulls."""
-    if None not in cells:
-        return cells
-    return tuple(default if cell is None else cell for cell, default in zip(cells, defaults, strict=True))
 
 
 def _values(columns: Sequence[str], row: Sequence[Any], kind: type[_T]) -> _T:
@@ -301,8 +250,8 @@ def _read_verdict(values: dict[str, Any]) -> Decision | Refusal:
         line.target,
         line.reason,
         tuple(Cost(address, total, {}) for address, total in line.costs.items()),
-        line.moved_from,
-        line.prefill,
+        moved_from=line.moved_from,
+        prefill=line.prefill,
         unsplit=line.unsplit,
         unpulled=line.unpulled,
         replicate_from=line.replicate_from,

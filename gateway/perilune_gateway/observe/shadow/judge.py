@@ -68,14 +68,15 @@ def opinion(record: DecisionRecord, here: Expected | None, policy: str, routing:
     recorded, reason = record.verdict, str(verdict.reason.value)
     if not isinstance(verdict, Decision):
         same = not isinstance(recorded, Decision)
-        return Opinion(policy, Agreement.SAME if same else Agreement.REFUSED, reason, estimated=estimated)
+        agreement = Agreement.SAME if same else Agreement.REFUSED
+        return Opinion(policy=policy, agreement=agreement, reason=reason, estimated=estimated)
     if not isinstance(recorded, Decision) or here is None:
-        return Opinion(policy, Agreement.OTHER, reason, estimated=estimated)
+        return Opinion(policy=policy, agreement=Agreement.OTHER, reason=reason, estimated=estimated)
     there = expected(target_of(verdict, record.candidates), view, verdict)
     return Opinion(
-        policy,
-        Agreement.SAME if verdict.target == recorded.target else Agreement.OTHER,
-        reason,
+        policy=policy,
+        agreement=Agreement.SAME if verdict.target == recorded.target else Agreement.OTHER,
+        reason=reason,
         regret_s=there.ttft_s - here.ttft_s,
         prompt_tokens=record.prompt_tokens,
         cached_tokens=there.cached_tokens,
@@ -103,7 +104,7 @@ class Judge:
                 self._failures[policy] += 1
                 over = self._failures[policy] >= FAILURES
                 words = f"{type(error).__name__}: {error}"[:200]
-                yield Opinion(policy, Agreement.FAILED, problem=words, over=over)
+                yield Opinion(policy=policy, agreement=Agreement.FAILED, problem=words, over=over)
             else:
                 self._failures[policy] = 0
                 yield made

@@ -27,7 +27,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Seconds of CPU that its start took."""
 
 
-class Opinion(msgspec.Struct, frozen=True, tag="opinion"):
+class Opinion(msgspec.Struct, frozen=True, tag="opinion", kw_only=True):
     """What one policy makes of one decision."""
 
     policy: str

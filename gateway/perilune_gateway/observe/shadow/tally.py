@@ -45,7 +45,7 @@ class Judged(Struct):
         return self.agreement.total()
 
 
-class PolicyTally(Struct):
+class PolicyTally(Struct, kw_only=True):
     """The opinions of one policy since the gateway's start."""
 
     by_reason: dict[str, Judged]

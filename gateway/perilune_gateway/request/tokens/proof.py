@@ -291,7 +291,7 @@ _COUNTED, _GENERATED = msgspec.json.Decoder(_Counted), msgspec.json.Decoder(_Gen
 async def ask(
     post: Post, wanted: Sequence[Kind], model: str, form: Form = ANY_FORM, *, generate: bool = False
 ) -> dict[Kind, Told]:
-    """Return what one engine tells of these kinds, the plainest of which come first. `form`: how the gateway
+    """Return what one engine shows for these kinds, the plainest of which come first. `form`: how the gateway
     converts conversations for /tokenize. `generate`: whether a Responses request for one token may be
     sent."""
     told: dict[Kind, Told] = {}
