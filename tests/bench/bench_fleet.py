@@ -150,7 +150,7 @@ class Fleet:
         asked = Encode(
             head, ParsedRequest(api=Api.COMPLETIONS, model="m", prompt=TokenPrompt(())), 4 * len(prompt)
         )
-        routed = router.on_tokens(asked, Tokens(len(prompt), TokenSource.LOCAL, prompt))
+        routed = router.on_tokens(asked, Tokens(count=len(prompt), source=TokenSource.LOCAL, ids=prompt))
         assert isinstance(routed, Routed)
         router.on_response(routed.ticket, 200, routed.destinations[0], True)
         router.finished(routed.ticket, Outcome.COMPLETED)

@@ -77,7 +77,9 @@ class Rig:
         prompt.extend(self.tokens(TURN_TOKENS))
         head = RequestHead(method="POST", path="/v1/completions", headers={"x-session-id": name})
         request = ParsedRequest(api=Api.COMPLETIONS, model="m", prompt=TokenPrompt(()))
-        return Encode(head, request, 4 * len(prompt)), Tokens(len(prompt), TokenSource.LOCAL, prompt)
+        return Encode(head, request, 4 * len(prompt)), Tokens(
+            count=len(prompt), source=TokenSource.LOCAL, ids=prompt
+        )
 
     def end(self, name: str, routed: Routed) -> None:
         """Announce the whole prompt as the engine does, in the pieces of its steps, and end the answer."""

@@ -17,7 +17,7 @@ REFUSAL = Refusal(RefuseReason.OVERLOADED, "later", 2.0)
 BUFFERED, DUPLEX = BodyMode.BUFFERED, BodyMode.FULL_DUPLEX_STREAMED
 LIMIT_BYTES = 1000
 WHOLE = Body(Kind.REQUEST_BODY, b"abc")
-TOKENS_3 = Tokens(3, TokenSource.LOCAL)
+TOKENS_3 = Tokens(count=3, source=TokenSource.LOCAL)
 
 
 def encode_of(body_bytes: int = 3) -> Encode:

@@ -107,7 +107,7 @@ class AwaitedMedium(NamedTuple):
     """The next medium, if it is not known either."""
 
 
-class Tokens(Struct, frozen=True, gc=False):
+class Tokens(Struct, frozen=True, gc=False, kw_only=True):
     """A tokenized prompt."""
 
     count: int

@@ -262,7 +262,7 @@ class Simulation:
         if isinstance(verdict, NeedBody):
             self.outcome.read += 1
             ids = self.texts.prompt(task)
-            tokens = Tokens(len(ids), TokenSource.LOCAL, ids)
+            tokens = Tokens(count=len(ids), source=TokenSource.LOCAL, ids=ids)
             verdict = router.on_tokens(Encode(head, _REQUEST, size), tokens)
         self._follow(turn, gateway, verdict)
 

@@ -194,7 +194,7 @@ class Rig:
         verdict: Routed | Refusal | NeedBody | Queued = self.router.on_headers(head)
         if isinstance(verdict, NeedBody):
             parsed = ParsedRequest(api=Api.CHAT, model=MODEL, prompt=TokenPrompt((tokens,)))
-            ids = Tokens(len(tokens), TokenSource.LOCAL, tokens)
+            ids = Tokens(count=len(tokens), source=TokenSource.LOCAL, ids=tokens)
             verdict = self.router.on_tokens(Encode(head, parsed, request.body_bytes), ids)
         assert not isinstance(verdict, NeedBody | Queued), "a new session begins at once by default"
         if isinstance(verdict, Refusal):

@@ -144,7 +144,7 @@ async def test_cancelled_call_gives_the_ticket_back(serving):
 
 @over_one_transport
 async def test_tokens_are_waited_for(serving):
-    tokens = Tokens(5, TokenSource.ENGINE)
+    tokens = Tokens(count=5, source=TokenSource.ENGINE)
     async with serving(tokens) as rig:
         call = rig.call()
         await ask(call, request_headers("tokens"))
@@ -159,7 +159,7 @@ async def test_tokens_that_come_too_late_are_estimated(serving, caplog):
         call = rig.call()
         await ask(call, request_headers("tokens"))
         await ask(call, request_body(bytes(100)))
-        assert rig.router.tokens["t"] == Tokens(50, TokenSource.ESTIMATE)
+        assert rig.router.tokens["t"] == Tokens(count=50, source=TokenSource.ESTIMATE)
         assert rig.service.late_tokens == 1
         call.cancel()
     assert "late_tokens body_bytes=100" in caplog.text

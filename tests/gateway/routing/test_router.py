@@ -80,7 +80,9 @@ def test_tokens_that_must_be_waited_for() -> None:
     rig = Rig(pool(), tokenizer=Slow())
     encode = rig.router.on_body(head("/v1/completions"), completion(range(20)))
     assert isinstance(encode, Encode)
-    routed = rig.router.on_tokens(encode, Tokens(20, TokenSource.ENGINE, list(range(20))), waited_s=0.5)
+    routed = rig.router.on_tokens(
+        encode, Tokens(count=20, source=TokenSource.ENGINE, ids=list(range(20))), waited_s=0.5
+    )
     assert isinstance(routed, Routed)
     assert rig.record(routed).timings_us["tokenize"] == 500_000
 

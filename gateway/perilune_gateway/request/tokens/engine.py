@@ -100,7 +100,9 @@ class EngineTokenizer:
         if len(ids) > most:
             raise CannotTellError(Cause.ENGINE_ANSWER, f"{endpoint} {len(ids)} tokens of at most {most}")
         rest = math.ceil(rest_bytes / self._bytes_per_token)
-        return Tokens(len(ids) + rest, TokenSource.ENGINE, ids, longest=len(ids) if rest else 0)
+        return Tokens(
+            count=len(ids) + rest, source=TokenSource.ENGINE, ids=ids, longest=len(ids) if rest else 0
+        )
 
 
 def question(request: ParsedRequest, bytes_per_token: float, form: Form = ANY_FORM) -> tuple[bytes, int]:
