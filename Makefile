@@ -107,7 +107,7 @@ e2e-real-long: $(STAMP) ## the same with 600 requests in its longest phases, int
 
 e2e-long: $(STAMP) ## a real cluster: eight engines rolled, drained and deleted under load; a minute without Valkey; one gateway or four; the inference extension's conformance suite (root)
 	ENGINES=8 ABSENT_S=60 COMPARE=1 CONFORMANCE=1 $(BIN)/python -m pytest e2e/test_leaving.py e2e/test_gateways.py \
-	  e2e/test_one_gateway_or_four.py e2e/test_conformance.py \
+	  e2e/test_one_gateway_or_four.py e2e/test_conformance.py e2e/test_conformance_of_plain_envoy_gateway.py \
 	  -m cluster -s $(ARGS)
 
 e2e-cluster: $(STAMP) ## scenarios on a cluster of their own: Envoy Gateway, our gateway, engines (root)
@@ -118,7 +118,7 @@ fuzz: $(STAMP) ## every reader of bytes that others write, fuzzed for MINUTES ea
 	test -e .venv-fuzz || $(PYTHON) -m venv .venv-fuzz
 	.venv-fuzz/bin/python -m pip install --quiet --disable-pip-version-check atheris==3.0.0
 	echo "$$PWD"/.venv/lib/python3*/site-packages > $$(echo .venv-fuzz/lib/python3*/site-packages)/ours.pth
-	PYTHONPATH=gateway:protos:tests/support:tests/fuzz .venv-fuzz/bin/python tests/fuzz/fuzz.py --minutes $(or $(MINUTES),10) $(ARGS)
+	PYTHONPATH=gateway:operator:protos:tests/support:tests/fuzz .venv-fuzz/bin/python tests/fuzz/fuzz.py --minutes $(or $(MINUTES),10) $(ARGS)
 
 soak: $(STAMP) ## streams while engines are killed, one is bad and the gateway is restarted (MINUTES=30 STREAMS=500)
 	MINUTES=$(or $(MINUTES),30) STREAMS=$(or $(STREAMS),500) \

@@ -49,6 +49,7 @@ _ARCHIVES = pytest.StashKey[list[Path] | ClusterError]()
 MANIFESTS = Path(__file__).parent / "manifests"
 
 
+PLAIN_CONFORMANCE = "test_conformance_of_plain_envoy_gateway.py"
 ALONE = ("test_demo.py", "test_crosscheck.py")
 """They assert on times."""
 BESIDE_OTHERS_S = 900
@@ -128,6 +129,7 @@ def impossible() -> str:
 def _build(files: set[str]) -> list[Path] | ClusterError:
     """Also what is only fetched: from inside the cluster's network, nothing outside can be reached. `files`:
     those with scenarios that run."""
+    long = "CONFORMANCE" in os.environ
     try:
         programs.module(*programs.INFERENCE_EXTENSION)
         if "test_network_policies.py" in files:
@@ -140,8 +142,9 @@ def _build(files: set[str]) -> list[Path] | ClusterError:
             perilune_image.store_archive,
             perilune_image.state_archive,
             *((_last_release,) if "test_upgrade.py" in files and releases.is_here(releases.LAST) else ()),
-            *((epp.archive,) if "test_extension_server.py" in files else ()),
-            *((ai_gateway.archive, conformance.archive) if "CONFORMANCE" in os.environ else ()),
+            *((epp.archive,) if {"test_extension_server.py", PLAIN_CONFORMANCE} & files else ()),
+            *((ai_gateway.archive,) if long and "test_conformance.py" in files else ()),
+            *((conformance.archive,) if long and {"test_conformance.py", PLAIN_CONFORMANCE} & files else ()),
         )
     except ClusterError as error:
         return error

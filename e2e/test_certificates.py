@@ -3,8 +3,8 @@
 A client verifies the Gateway's listener, whose certificate is the Gateway's owner's. Envoy verifies our
 gateway, whose certificate the operator asks for (`gateway.tls.issuer`). With `clientCertificates` our gateway
 also verifies who asks it; Envoy Gateway 1.9.1 never hands its Envoys their certificate for that (its
-translator forgets the Secret of an external processor), so a client of the test's asks instead. Engines are
-asked in plain text.
+translator forgets the Secret of an external processor), so a client of the test's asks instead. Then another
+CA takes the place of the one that has signed all. Engines are asked in plain text.
 """
 
 import socket
@@ -16,11 +16,12 @@ from perilune_api import names
 from testbed import cert_manager, envoy_gateway
 from testbed.http import eventually, under_load
 from testbed.pool import LivePool
+from testbed.shell import succeeds
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 NAME, NAMESPACE, HOST = "sealed", "default", "sealed.test"
-ROOT, CA = "sealed-root", "sealed-ca"
+ROOT, CA, NEXT_CA, TRUSTED = "sealed-root", "sealed-ca", "sealed-next-ca", "sealed-trusted"
 LISTENER, CLIENT = "sealed-listener", "sealed-client"
 GATEWAY = names.gateway_name(NAME)
 GATEWAY_SECRET = f"{GATEWAY}-tls"
@@ -34,6 +35,8 @@ def certificates():
         cert_manager.issuer(ROOT, NAMESPACE, selfSigned={}),
         cert_manager.certificate(CA, NAMESPACE, ROOT, isCA=True, commonName=CA),
         cert_manager.issuer(CA, NAMESPACE, ca={"secretName": CA}),
+        cert_manager.certificate(NEXT_CA, NAMESPACE, ROOT, isCA=True, commonName=NEXT_CA),
+        cert_manager.issuer(NEXT_CA, NAMESPACE, ca={"secretName": NEXT_CA}),
         cert_manager.certificate(LISTENER, NAMESPACE, CA, dnsNames=[HOST]),
         cert_manager.certificate(CLIENT, NAMESPACE, CA, commonName="client", usages=["client auth"]),
     )
@@ -75,7 +78,7 @@ def sealed(cluster, kube, edge, operator):
     """Yield a pool behind that Gateway. Its failOpen is off: an answer is a decision."""
     with cert_manager.running(cluster):
         kube.apply(*certificates())
-        for name in (CA, LISTENER, CLIENT):
+        for name in (CA, NEXT_CA, LISTENER, CLIENT):
             kube.wait("condition=Ready", f"certificate/{name}", "-n", NAMESPACE, timeout_s=90)
         kube.apply(*gateway(kube))
         kube.wait("condition=Programmed", f"gateway/{NAME}", "-n", NAMESPACE, timeout_s=120)
@@ -100,9 +103,10 @@ def sealed(cluster, kube, edge, operator):
             pool.delete()
             for kind in ("gateway", "envoyproxy"):
                 kube.ctl("delete", f"{kind}/{NAME}", "-n", NAMESPACE, "--ignore-not-found")
-            kube.ctl("delete", "certificate", CA, LISTENER, CLIENT, "-n", NAMESPACE, "--ignore-not-found")
-            kube.ctl("delete", "issuer", ROOT, CA, "-n", NAMESPACE, "--ignore-not-found")
-            secrets = (CA, LISTENER, CLIENT, GATEWAY_SECRET)
+            issued = (CA, NEXT_CA, LISTENER, CLIENT)
+            kube.ctl("delete", "certificate", *issued, "-n", NAMESPACE, "--ignore-not-found")
+            kube.ctl("delete", "issuer", ROOT, CA, NEXT_CA, "-n", NAMESPACE, "--ignore-not-found")
+            secrets = (*issued, GATEWAY_SECRET, TRUSTED)
             kube.ctl("delete", "secret", *secrets, "-n", NAMESPACE, "--ignore-not-found")
 
 
@@ -139,11 +143,7 @@ def client_files(kube, folder):
 def of_gateway(pool, folder):
     """Return the certificate of our gateway, as it is shown to a client that has one itself."""
     (pod,) = pool.pods("gateway")
-    files = client_files(pool.kube, folder)
-    trust = ssl.create_default_context(cafile=folder / "ca.crt")
-    trust.check_hostname = False
-    trust.load_cert_chain(*files)
-    return presented(pod["status"]["podIP"], 9002, trust)
+    return presented(pod["status"]["podIP"], 9002, client(folder, pool.kube))
 
 
 def answers_a_preface(pod, trust):
@@ -201,6 +201,51 @@ def test_nothing_drops_while_all_certificates_are_renewed(sealed, kube, tmp_path
     assert short.failures + long.failures == []
     (after,) = sealed.pods("gateway")
     assert after["metadata"]["uid"] == pod["metadata"]["uid"], "the gateway was not restarted"
+
+
+def trust(kube, *authorities):
+    """Write the Secret with the certificates of these CAs."""
+    files = "".join(cert_manager.issued(kube, name, NAMESPACE)["tls.crt"] for name in authorities)
+    meta = {"name": TRUSTED, "namespace": NAMESPACE}
+    kube.apply({"apiVersion": "v1", "kind": "Secret", "metadata": meta, "stringData": {"ca.crt": files}})
+    return files
+
+
+def signed_by(kube, folder, name, secret):
+    """Return whether this CA has signed the certificate in a Secret."""
+    (folder / "signer.crt").write_text(cert_manager.issued(kube, name, NAMESPACE)["tls.crt"])
+    (folder / "signed.crt").write_text(cert_manager.issued(kube, secret, NAMESPACE)["tls.crt"])
+    return succeeds(["openssl", "verify", "-CAfile", folder / "signer.crt", folder / "signed.crt"])
+
+
+def test_nothing_drops_while_another_ca_takes_the_place_of_the_old_one(sealed, kube, tmp_path):
+    """As docs/security.md says: both are trusted, the new one signs, the old one is trusted no more. Envoys
+    that start afterwards know nothing of the old one."""
+    (pod,) = sealed.pods("gateway")
+    with under_load(sealed.client, sessions=4) as load:
+        load.goes_on()
+        sealed.client.trust = ssl.create_default_context(cadata=trust(kube, CA, NEXT_CA))
+        sealed.patch(gateway={"tls": {"caSecret": TRUSTED}})
+        load.goes_on()
+        sealed.patch(gateway={"tls": {"issuer": NEXT_CA}})
+        kube.apply(cert_manager.certificate(LISTENER, NAMESPACE, NEXT_CA, dnsNames=[HOST]))
+        for secret in (GATEWAY_SECRET, LISTENER):
+            eventually(lambda: assert_equal(signed_by(kube, tmp_path, NEXT_CA, secret), True), 60)  # noqa: B023
+        new = {
+            name: cert_manager.der(cert_manager.issued(kube, name, NAMESPACE)["tls.crt"])
+            for name in (GATEWAY_SECRET, LISTENER)
+        }
+        eventually(lambda: assert_equal(of_listener(sealed), new[LISTENER]), REFRESH_S)
+        eventually(lambda: assert_equal(of_gateway(sealed, tmp_path), new[GATEWAY_SECRET]), REFRESH_S)
+        load.goes_on()
+        sealed.client.trust = ssl.create_default_context(cadata=trust(kube, NEXT_CA))
+        load.goes_on(20)
+    assert load.failures == []
+    (after,) = sealed.pods("gateway")
+    assert after["metadata"]["uid"] == pod["metadata"]["uid"], "the gateway was not restarted"
+    kube.ctl("delete", "pod", *of_our_gateway())
+    eventually(sealed.answers, timeout_s=90)
+    trust(kube, CA, NEXT_CA)  # the other tests' client has a certificate of the old one
 
 
 def test_our_gateway_asks_for_a_certificate_and_takes_a_renewed_one(sealed, kube, tmp_path):

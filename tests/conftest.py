@@ -62,9 +62,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from looking at thousands of collected tests again and again."""
+    """Keep the garbage collector from looking at thousands of collected tests again and again, and let it
+    look seldom: a seventh of all CPU time of the unit tests was its."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -19,7 +19,7 @@ from msgspec import structs
 
 from enginebed.completions import SAME, ask, cached, furthest, until
 from enginebed.marks import TAKES_MINUTES
-from perilune_api.pool import Disaggregation, Migration, Role, dump
+from perilune_api.pool import Disaggregation, Migration, MoveTrigger, Role, dump
 
 pytestmark = [
     pytest.mark.real,
@@ -299,7 +299,9 @@ async def test_a_rolling_restart_of_all_engines(served):
 async def test_a_hot_engine(served):
     """Long new prompts queue at one engine; the planner takes sessions away from it."""
     spec = served.document.spec
-    migration = Migration(hot_pending_seconds=0.1, cooldown_seconds=0.0)  # tiny models are fast
+    migration = Migration(  # tiny models are fast
+        triggers=(MoveTrigger.DRAIN, MoveTrigger.HOT_HOST), hot_pending_seconds=0.1, cooldown_seconds=0.0
+    )
     hot = structs.replace(
         served.document,
         spec=structs.replace(spec, routing=structs.replace(spec.routing, migration=migration)),

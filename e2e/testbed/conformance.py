@@ -1,14 +1,18 @@
-"""The inference extension's own conformance suite, with our gateways as its endpoint pickers.
+"""The inference extension's own conformance suite, with our gateways or the extension's own as its endpoint
+pickers.
 
-Steps: the suite's base manifests, read from its Go module → the same objects, but each picker is our gateway,
-asked over TLS, and the model servers' image is one that was made here of the same echo server → each pool's
-document, once its pods have addresses → the suite as a program (`../conformance`), which applies no base
-manifests of its own.
+Steps: the suite's base manifests, read from its Go module → the same objects, but each picker is our gateway
+or the extension's picker 1.5 (`epp`), asked over TLS, and the model servers' image is one that was made here
+of the same echo server → for our gateways each pool's document, once its pods have addresses → the suite as a
+program (`../conformance`), which applies no base manifests of its own.
 """
 
+import json
 import re
 import subprocess
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +20,11 @@ import yaml
 
 from perilune_api.names import POOL_DOCUMENT
 from perilune_api.pool import EndpointSpec, Metadata, Model, Pool, Routing, Spec, dump
-from testbed import images, perilune_image, programs
+from testbed import epp, images, perilune_image, programs
 from testbed.kube import Kube
 from testbed.paths import GO_MODULES
 from testbed.pki import server_secret
+from testbed.shell import ClusterError
 
 CLASS = "conformance"
 NAMESPACES = ("inference-conformance-infra", "inference-conformance-app-backend")
@@ -28,6 +33,19 @@ ECHO = "perilune.test/echo-basic:1"
 _BASE = GO_MODULES / "@".join(programs.CONFORMANCE_SUITE) / "resources" / "base.yaml"
 _TLS = "picker-tls"
 _FOLDER = "/etc/perilune"
+_CHOOSES = """
+apiVersion: inference.networking.x-k8s.io/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- {type: header-based-testing-filter}
+- {type: random-picker}
+- {type: single-profile-handler}
+schedulingProfiles:
+- name: default
+  plugins: [{pluginRef: header-based-testing-filter}, {pluginRef: random-picker}]
+"""
+"""The extension's picker obeys the header that names endpoints, as the suite's tests want it."""
+_THEIRS = "inferencepools.inference.networking.k8s.io"
 _RESULT = re.compile(r"^    --- (PASS|FAIL|SKIP): Conformance/(\w+) ", re.MULTILINE)
 
 Object = dict[str, Any]
@@ -40,8 +58,9 @@ def archive() -> Path:
     return images.archive(ECHO, programs.path("echo-basic"), "echo-basic")
 
 
-def prepare(kube: Kube, folder: Path) -> None:
-    """Wait until all that the suite expects runs. `folder`: where certificates may be written."""
+def prepare(kube: Kube, folder: Path, *, their_pickers: bool = False) -> None:
+    """Wait until all that the suite expects runs. `folder`: where certificates may be written.
+    `their_pickers`: the extension's own instead of our gateways."""
     text = _BASE.read_text().replace("{GATEWAY_CLASS_NAME}", CLASS)
     objects: list[Object] = [document for document in yaml.safe_load_all(text) if document]
     pools = {o["metadata"]["name"]: o for o in objects if o["kind"] == "InferencePool"}
@@ -52,6 +71,12 @@ def prepare(kube: Kube, folder: Path) -> None:
         container |= {"image": ECHO, "imagePullPolicy": "Never"}
     kube.apply(_gateway_class(), *others, _pod())
     _ready(kube, servers)
+    if their_pickers:
+        for picker in pickers.values():
+            _be_theirs(picker["spec"]["template"]["spec"])
+        kube.apply(*_their_rights(), *pickers.values())
+        _ready(kube, pickers.values())
+        return
     documents = [_document(kube, pools[name]) for name in pickers]
     for name, picker in pickers.items():
         picker["spec"]["template"]["spec"] = _gateway(name)
@@ -74,6 +99,95 @@ def run(kube: Kube, skipped: Iterable[str], timeout_s: float) -> Mapping[str, st
     )
     print(ended.stdout)
     return {name: result for result, name in _RESULT.findall(ended.stdout)}
+
+
+@contextmanager
+def parents_told(kube: Kube) -> Iterator[None]:
+    """While inside, each InferencePool's status names the Gateways of the routes that lead to it, as a
+    Gateway's implementation should write it. Plain Envoy Gateway does not, nor does our extension server; the
+    suite's tests wait for it before they send requests."""
+    over = threading.Event()
+
+    def tell() -> None:
+        told: dict[tuple[str, str], list[Object]] = {}
+        while not over.wait(1.0):
+            try:
+                routes = kube.get("httproute", "-A")
+                for pool in kube.get(_THEIRS, "-A"):
+                    key = pool["metadata"]["namespace"], pool["metadata"]["name"]
+                    if told.get(key) != (parents := _parents(pool, routes)):
+                        where = (_THEIRS, key[1], "-n", key[0], "--subresource=status", "--type=merge")
+                        kube.ctl("patch", *where, "-p", json.dumps({"status": {"parents": parents}}))
+                        told[key] = parents
+            except ClusterError as error:  # what was listed is gone
+                print(error)
+
+    teller = threading.Thread(target=tell)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
+
+
+def _parents(pool: Object, routes: Iterable[Object]) -> list[Object]:
+    """Return the status of a pool: that each of its Gateways has accepted it."""
+    name, namespace = pool["metadata"]["name"], pool["metadata"]["namespace"]
+    of = {
+        (parent.get("namespace", route["metadata"]["namespace"]), parent["name"])
+        for route in routes
+        for rule in route["spec"].get("rules") or ()
+        for backend in rule.get("backendRefs") or ()
+        for parent in route["spec"].get("parentRefs") or ()
+        if backend.get("kind") == "InferencePool"
+        and backend["name"] == name
+        and backend.get("namespace", route["metadata"]["namespace"]) == namespace
+    }
+    since = {
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+        "observedGeneration": pool["metadata"]["generation"],
+    }
+    accepted = {"type": "Accepted", "status": "True", "reason": "Accepted", "message": "", **since}
+    group = "gateway.networking.k8s.io"
+    return [
+        {
+            "parentRef": {"group": group, "kind": "Gateway", "namespace": at, "name": gateway},
+            "controllerName": "perilune.test/conformance",
+            "conditions": [accepted],
+        }
+        for at, gateway in sorted(of)
+    ]
+
+
+def _be_theirs(pod: Object) -> None:
+    """Make the pod of the suite's picker one of the picker that we have built."""
+    pod["terminationGracePeriodSeconds"] = 10
+    (container,) = pod["containers"]
+    container |= {"image": epp.IMAGE, "imagePullPolicy": "Never"}
+    container["args"] += ["--metrics-endpoint-auth=false", "--config-text", _CHOOSES]
+
+
+def _their_rights() -> list[Object]:
+    """Return what the picker that we have built reads in addition to the suite's."""
+    meta = {"name": "their-picker", "namespace": NAMESPACES[1]}
+    group = "rbac.authorization.k8s.io"
+    rule = {
+        "apiGroups": ["inference.networking.x-k8s.io"],
+        "resources": ["inferenceobjectives", "inferencemodelrewrites"],
+        "verbs": ["get", "list", "watch"],
+    }
+    subject = {"kind": "ServiceAccount", "name": "default", "namespace": NAMESPACES[1]}
+    return [
+        {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": meta, "rules": [rule]},
+        {
+            "apiVersion": f"{group}/v1",
+            "kind": "RoleBinding",
+            "metadata": meta,
+            "roleRef": {"apiGroup": group, "kind": "Role", "name": meta["name"]},
+            "subjects": [subject],
+        },
+    ]
 
 
 def _picks_for(made: Object) -> str:

@@ -33,6 +33,8 @@ class Turn:
     seconds: float
     """Time from sending the prompt to the whole answer, which is one token."""
     engine: str
+    reason: str
+    """Why the gateway chose it; empty if Envoy did not ask it."""
     before: str
     """The engine of the session's turn before."""
     sent: int
@@ -69,17 +71,27 @@ class Turns:
         eventually(enough, timeout_s)
 
 
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """How agents work."""
+
+    turns: int = TURNS
+    """Turns until another session begins."""
+    pause_s: float = PAUSE_S
+    """Mean seconds between an answer and the session's next turn."""
+
+
 @contextmanager
-def agents(client: Client, count: int, name: str) -> Iterator[Turns]:
+def agents(client: Client, count: int, name: str, habits: Habits = Habits()) -> Iterator[Turns]:
     """While inside, so many agents work on one session after the other. Sessions and prompts differ from
     those of other names."""
     turns, stop = Turns(), threading.Event()
 
     def agent(number: int) -> None:
         rng, session = Random(f"{name} {number}"), 0
-        stop.wait(rng.uniform(0, PAUSE_S))
+        stop.wait(rng.uniform(0, habits.pause_s))
         while not stop.is_set():
-            _play(client, f"{name}-{number}-{session}", rng, turns, stop)
+            _play(client, f"{name}-{number}-{session}", rng, turns, stop, habits)
             session += 1
 
     threads = [threading.Thread(target=agent, args=(number,)) for number in range(count)]
@@ -93,11 +105,13 @@ def agents(client: Client, count: int, name: str) -> Iterator[Turns]:
             thread.join()
 
 
-def _play(client: Client, name: str, rng: Random, turns: Turns, stop: threading.Event) -> None:
+def _play(
+    client: Client, name: str, rng: Random, turns: Turns, stop: threading.Event, habits: Habits
+) -> None:
     """Play one session to its end."""
     ids = [rng.randrange(5, 300) for _ in range(FIRST_TOKENS)]
     sent, engine = 0, ""
-    for number in range(TURNS):
+    for number in range(habits.turns):
         began = time.monotonic()
         try:
             # the client's document has room for a list of token ids in the place of a text
@@ -109,10 +123,12 @@ def _play(client: Client, name: str, rng: Random, turns: Turns, stop: threading.
             turns.failures.append(f"{name} turn {number} {answer.status} {answer.body[:200]!r}")
             return
         cached = (answer.json["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        turns.done.append(Turn(name, number, began, answer.seconds, answer.served, engine, sent, cached))
+        turns.done.append(
+            Turn(name, number, began, answer.seconds, answer.served, answer.reason, engine, sent, cached)
+        )
         sent, engine = len(ids) // BLOCK * BLOCK, answer.served
         ids = [*ids, *(rng.randrange(5, 300) for _ in range(MORE_TOKENS))]
-        if stop.wait(rng.uniform(0.5, 1.5) * PAUSE_S):
+        if stop.wait(rng.uniform(0.5, 1.5) * habits.pause_s):
             return
 
 

@@ -35,9 +35,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     source.add_argument(
         "--kubernetes",
         type=_object_name,
-        action="append",
         metavar="NAMESPACE/NAME",
-        help="the pool of that name, watched through the Kubernetes API; several times: as for --pool",
+        help="the pool of that name, watched through the Kubernetes API, and the other pools that its"
+        " gateway.serves names",
     )
     source.add_argument(
         "--inference-pool",

@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -55,12 +56,24 @@ PREVIOUS_SECRET = "PERILUNE_ENGINE_SECRET_PREVIOUS"
 """Environment variable with the secret before it, whose ids of responses are still read."""
 ENGINE_API_KEY = "PERILUNE_ENGINE_API_KEY"
 """Environment variable with the key that engines demand (vLLM's --api-key)."""
-OTHERS_S, AGAIN_S = 20.0, 5.0
-"""Seconds for which a gateway in Kubernetes does not start without the other pools that it serves, and until
-it looks again at one that is invalid."""
+OTHERS_S, AGAIN_S, LEAVE_S = 20.0, 5.0, 0.1
+"""Seconds for which a gateway in Kubernetes does not start without the other pools that it serves, until it
+looks again at one that is invalid, and between looks at whether the requests of one that left have ended."""
+ABSENT = "there is no such pool"
 STATE_PASSWORD = "PERILUNE_STATE_PASSWORD"
 STATE_KEY = "PERILUNE_STATE_KEY"
 """Environment variables about the server of shared state: its password, and the key of sessions' names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """The pools that a gateway in Kubernetes serves in addition to its own."""
+
+    named_by: KubernetesPool
+    """Its own pool, whose ConfigMap names the others."""
+    watch: Callable[[str], KubernetesPool]
+    """Returns where the pool of this name comes from."""
+    serve: Callable[[Pool, PoolSource], ServedPool]
 
 
 class Gateway:
@@ -76,28 +89,33 @@ class Gateway:
         conformance: bool = False,
         authorization: str = "",
         trace: Callable[[str], Trace | None] | None = None,
-        late: Sequence[KubernetesPool] = (),
-        serve: Callable[[Pool, PoolSource], ServedPool] | None = None,
+        others: Others | None = None,
     ) -> None:
         """Without `tls`, ext_proc is served in plain text. `pages_to_anyone`: whether admin pages with
         session ids answer clients on other machines. `conformance`, `authorization` and `trace` are for
-        extproc's `Service`. `late`: further pools, which are taken in once they are there; `serve` makes such
-        a pool. Raises SpecError for names of several pools that cannot tell their pages apart."""
+        extproc's `Service`. `others`: which pools come and go while the gateway runs; None: none does. Raises
+        SpecError for names of several pools that cannot tell their pages apart."""
         self.pools = tuple(pools)
-        self._make = serve
-        self._late = tuple(late)
-        self._waiting = {source.name: "there is no such pool" for source in late}
+        """Those that get requests, the gateway's own first."""
+        self._open = set(pools)
+        """Those that are not closed."""
+        self._stopped = False
+        self._others = others
+        self._waiting: dict[str, str] = {}
         """Pools that are awaited, and why they are not served yet."""
+        if others:
+            names_there = {pool.name for pool in pools}
+            self._waiting.update((n, ABSENT) for n in others.named_by.serves if n not in names_there)
         self._pages = {pool.name: pool.pages for pool in pools}
-        if several := len(pools) + len(late) > 1:
+        if len(pools) > 1:
             _check_names([pool.name for pool in pools])
         self.registry = CollectorRegistry()
         self._entrance = Pools(
             [pool.router for pool in pools],
-            _counting(self.registry) if several else lambda refusal: None,
+            _counting(self.registry) if len(pools) > 1 or others else lambda refusal: None,
             stopwatch=time.perf_counter,
             since=int(time.time()),
-            more=bool(late),
+            more=bool(self._waiting),
         )
         self.service = Service(
             self._entrance,
@@ -112,32 +130,6 @@ class Gateway:
         pages = AdminData(self.registry, self._pages, lambda: self._waiting)
         self.admin = Admin(pages, to_anyone=pages_to_anyone)
 
-    async def _take_in(
-        self, source: KubernetesPool, tasks: asyncio.TaskGroup, feeds: list[asyncio.Task[None]]
-    ) -> None:
-        """Wait for a pool that was not there at the start, and serve it, too."""
-        assert self._make is not None
-        while True:
-            try:
-                document = await source.first()
-                pool = self._make(document, source)
-                _check_names([*self._pages, pool.name])
-                break
-            except SpecError as error:
-                if self._waiting[source.name] != str(error):
-                    log.error("pool not served pool=%s/%s error=%s", source.namespace, source.name, error)
-                self._waiting[source.name] = str(error)
-                await asyncio.sleep(AGAIN_S)
-        feeds.extend(await pool.start(tasks))
-        await pool.warm()
-        self.pools = (*self.pools, pool)
-        self.service.add(pool.waiting)
-        self._pages[pool.name] = pool.pages
-        self._entrance.add(pool.router)
-        del self._waiting[source.name]
-        await self.admin.restart()
-        log.info("pool taken in pool=%s/%s", source.namespace, source.name)
-
     async def run(
         self, listen: str, admin: str, grace_s: float, stop: asyncio.Event, drain_s: float = 0.0
     ) -> None:
@@ -148,7 +140,8 @@ class Gateway:
         try:
             admin_port = await self.admin.start(host, int(port))
             async with asyncio.TaskGroup() as tasks:
-                feeds = [feed for pool in self.pools for feed in await pool.start(tasks)]
+                for pool in self.pools:
+                    await pool.start(tasks)
                 await asyncio.gather(*(pool.warm() for pool in self.pools))
                 try:
                     ext_proc_port = await self.server.start(listen)
@@ -157,18 +150,94 @@ class Gateway:
                 else:
                     ext_proc = f"{listen.rpartition(':')[0]}:{ext_proc_port}"
                     at = f"ext_proc={ext_proc} admin={host}:{admin_port}"
-                    feeds += [tasks.create_task(self._take_in(late, tasks, feeds)) for late in self._late]
+                    coming_and_going = tasks.create_task(self._serve_others(tasks))
                     await self._serve(at, grace_s, stop, drain_s)
-                for feed in feeds:
-                    feed.cancel()
-                for pool in self.pools:
+                    self._stopped = True
+                    coming_and_going.cancel()
+                for pool in self._open:
                     pool.stop()
         finally:
             await self.admin.stop()
-            for pool in self.pools:
+            for pool in self._open:
                 await pool.close()
         if refused:
             raise refused
+
+    async def _serve_others(self, tasks: asyncio.TaskGroup) -> None:
+        """Serve the pools that the gateway's own one names, and no other, until cancelled."""
+        if self._others is None:
+            return
+        named_by, serving = self._others.named_by, dict[str, asyncio.Task[None]]()
+        async with asyncio.TaskGroup() as each:
+            while True:
+                named_by.serves_others.clear()
+                for name in named_by.serves:
+                    if name not in serving:
+                        serving[name] = each.create_task(self._serve_other(name, tasks))
+                for name in [name for name in serving if name not in named_by.serves]:
+                    serving.pop(name).cancel()
+                    self._waiting.pop(name, None)
+                    self._now([pool for pool in self.pools if pool.name != name])
+                    log.info("pool left out pool=%s/%s", named_by.namespace, name)
+                await named_by.serves_others.wait()
+
+    async def _serve_other(self, name: str, tasks: asyncio.TaskGroup) -> None:
+        """Serve a pool as soon as it is there, until cancelled. Another model or engine makes it a new one,
+        which takes the place of the old one when it is ready to."""
+        mine = [pool for pool in self.pools[1:] if pool.name == name]
+        try:
+            while True:
+                if mine:
+                    await mine[0].outdated.wait()
+                pool = await self._found(name)
+                mine.append(pool)
+                self._open.add(pool)
+                await pool.start(tasks)
+                await pool.warm()
+                self.service.add(pool.waiting)
+                self._waiting.pop(name, None)
+                self._now([*(other for other in self.pools if other.name != name), pool])
+                log.info("pool taken in pool=%s/%s", pool.router.pool.metadata.namespace, name)
+                while len(mine) > 1:
+                    await self._leave(mine.pop(0))
+        finally:
+            for pool in mine:
+                await self._leave(pool)
+
+    async def _found(self, name: str) -> ServedPool:
+        """Wait for a pool that can be served."""
+        assert self._others is not None
+        source = self._others.watch(name)
+        if name not in self._pages:
+            self._waiting[name] = ABSENT
+            self._now(self.pools)
+        while True:
+            try:
+                return self._others.serve(await source.first(), source)
+            except SpecError as error:
+                if self._waiting.get(name) != str(error):
+                    log.error("pool not served pool=%s/%s error=%s", source.namespace, name, error)
+                self._waiting[name] = str(error)
+                await asyncio.sleep(AGAIN_S)
+
+    def _now(self, pools: Sequence[ServedPool]) -> None:
+        """Give requests to these pools from now on, and serve their pages."""
+        self.pools = tuple(pools)
+        self._pages.clear()
+        self._pages.update((pool.name, pool.pages) for pool in pools)
+        self._entrance.serve([pool.router for pool in pools], more=bool(self._waiting))
+        self.admin.pools_changed()
+
+    async def _leave(self, pool: ServedPool) -> None:
+        """Let the requests end that a pool still has, and close it."""
+        pool.waiting.begin_all()
+        while pool.state.requests and not self._stopped:  # noqa: ASYNC110 - rare
+            await asyncio.sleep(LEAVE_S)
+        if not self._stopped:
+            self._open.discard(pool)
+            self.service.remove(pool.waiting)
+            pool.stop()
+            await pool.close()
 
     async def _serve(self, at: str, grace_s: float, stop: asyncio.Event, drain_s: float) -> None:
         """Serve until `stop` is set, then drain."""
@@ -221,19 +290,20 @@ async def serve(args: argparse.Namespace) -> None:
     try:
         key = authorization(os.environ.get(ENGINE_API_KEY, ""))
         headers = {names.AUTHORIZATION_HEADER: key} if key else {}
-        named = args.kubernetes or [args.inference_pool]
-        origin = inference_pool(*args.inference_pool) if args.inference_pool else None
-        watched = [
-            KubernetesPool(client, namespace, name, headers=headers, origin=origin)
-            for namespace, name in named
-        ]
-        present, stopped = asyncio.create_task(pools_present(watched)), asyncio.create_task(stop.wait())
+        namespace, own = args.kubernetes or args.inference_pool
+        origin = inference_pool(namespace, own) if args.inference_pool else None
+
+        def watch(name: str) -> KubernetesPool:
+            of = origin if name == own else None
+            return KubernetesPool(client, namespace, name, headers=headers, origin=of)
+
+        source = watch(own)
+        present = asyncio.create_task(pools_present(source, watch))
+        stopped = asyncio.create_task(stop.wait())
         await asyncio.wait((present, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if present.done():
-            found = present.result()
-            there = [source for _, source in found]
-            await _serve(args, found, stop, [source for source in watched if source not in there])
+            await _serve(args, present.result(), stop, source, watch)
         else:
             present.cancel()
     finally:
@@ -250,26 +320,29 @@ def _load(path: Path) -> Pool:
 
 
 async def pools_present(
-    sources: Sequence[KubernetesPool], wait_s: float = OTHERS_S
+    source: KubernetesPool, watch: Callable[[str], KubernetesPool], wait_s: float = OTHERS_S
 ) -> list[tuple[Pool, PoolSource]]:
-    """Return the first pool, as soon as it is there, and those of the others that are valid and there
-    `wait_s` later. Raises SpecError that names the first pool."""
-    first, *others = [asyncio.create_task(source.first()) for source in sources]
+    """Return the gateway's own pool, as soon as it is there, and those of the others that it names that are
+    valid and there `wait_s` later. `watch`: as in Others. Raises SpecError that names the gateway's own
+    pool."""
     try:
-        found: list[tuple[Pool, PoolSource]] = [(await first, sources[0])]
-        if others:
-            await asyncio.wait(others, timeout=wait_s)
+        found: list[tuple[Pool, PoolSource]] = [(await source.first(), source)]
     except SpecError as error:
-        raise SpecError(f"{sources[0].namespace}/{sources[0].name}: {error}") from None
+        raise SpecError(f"{source.namespace}/{source.name}: {error}") from None
+    others = [watch(name) for name in source.serves]
+    if not others:
+        return found
+    looking = [asyncio.create_task(other.first()) for other in others]
+    try:
+        _, late = await asyncio.wait(looking, timeout=wait_s)
     finally:
-        late = [task for task in others if not task.done()]
-        for task in (first, *late):
+        for task in looking:
             task.cancel()
-    for task, source in zip(others, sources[1:], strict=True):
-        if why := "there is no such pool" if task in late else str(task.exception() or ""):
-            log.error("pool not served yet pool=%s/%s error=%s", source.namespace, source.name, why)
+    for task, other in zip(looking, others, strict=True):
+        if why := ABSENT if task in late else str(task.exception() or ""):
+            log.error("pool not served yet pool=%s/%s error=%s", other.namespace, other.name, why)
         else:
-            found.append((task.result(), source))
+            found.append((task.result(), other))
     return found
 
 
@@ -277,9 +350,12 @@ async def _serve(
     args: argparse.Namespace,
     pools: Sequence[tuple[Pool, PoolSource]],
     stop: asyncio.Event,
-    late: Sequence[KubernetesPool] = (),
+    named_by: KubernetesPool | None = None,
+    watch: Callable[[str], KubernetesPool] | None = None,
 ) -> None:
-    several = len(pools) + len(late) > 1
+    """Serve these pools, and those that the first one names while the gateway runs (`Others`)."""
+    own = pools[0][1] if len(pools) == 1 and not (named_by and named_by.serves) else None
+    """The pool that has no other beside it, at least at the start."""
     for found in POLICIES.found.values():  # now, because importing a package takes its time
         state = found.problem or "can be used"
         log.info("policy of a package policy=%s origin=%s state=%s", found.name, found.origin, state)
@@ -294,7 +370,7 @@ async def _serve(
             secret=os.environ.get(ENGINE_SECRET, ""),
             previous_secret=os.environ.get(PREVIOUS_SECRET, ""),
             authorization=key,
-            log_file=_log_file(args, pool.metadata.name if several else ""),
+            log_file=_log_file(args, "" if source is own else pool.metadata.name),
             state_server=Server(
                 args.state_server, os.environ.get(STATE_PASSWORD, ""), str(args.state_ca or "")
             )
@@ -313,8 +389,7 @@ async def _serve(
         conformance=args.conformance,
         authorization=key,
         trace=_tracer(args.traces_share, Random()) if args.traces else None,
-        late=late,
-        serve=served,
+        others=Others(named_by, watch, served) if named_by and watch else None,
     )
     # What exists now stays, and grows with the square of the endpoints (links). Left to the garbage
     # collector, it makes a full collection stop the event loop for 0.15 s at 1,000 endpoints.

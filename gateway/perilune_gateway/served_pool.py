@@ -49,7 +49,6 @@ from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.recorder import Recorder
 from perilune_gateway.observe.shadow import Shadow
 from perilune_gateway.observe.snapshot import Snapshots
-from perilune_gateway.observe.spans import Spans
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.request.tokens import Tokenizer
 from perilune_gateway.request.tokens.metrics import TokenMetrics
@@ -107,19 +106,22 @@ class ServedPool:
         traces: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`secret`: of the pool; empty: one of this process alone stands in. `previous_secret`: the one
-        before, if ids of its responses are still to be read. `authorization`: the header that
-        engines demand, in place of the clients' own; empty: theirs pass. Every decision is written to
+        """`secret`: of the pool. If it is empty, this process draws one of its own. `previous_secret`: the
+        one before, if ids of its responses are still to be read. `authorization`: the header that engines
+        demand, in place of the clients' own. If it is empty, theirs pass. Every decision is written to
         `log_file`, if given. `state_server`: what the pool's gateways share their state through; `state_key`:
         the key of the hashes that name sessions there; `state_cluster`: a name of the cluster, if the server
-        has pools of several. `traces`: URL of the collector of spans, if there is
-        one."""
+        has pools of several. `traces`: URL of the collector of spans, if there is one."""
         spec = pool.spec
         self._clock, self._rng = clock, Random(seed)
         self._key = {names.AUTHORIZATION_HEADER: authorization} if authorization else {}
         self._trust = {names.ENGINE_SECRET_HEADER: secret} if secret else {}
         self._began_at = clock()
         self.draining = False
+        self._running: list[asyncio.Task[None]] = []
+        """The feeds."""
+        self.outdated = asyncio.Event()
+        """Set when a new document has changed what only a new ServedPool can take."""
         self.source = source
         registry = CollectorRegistry()
         self.metrics = Metrics(registry, clock)
@@ -167,7 +169,7 @@ class ServedPool:
                     self.metrics,
                     decisions,
                     self.decision_log,
-                    Spans(self.collector.send) if self.collector else None,
+                    self.collector.send if self.collector else None,
                 ),
                 self.shadow,
             ),
@@ -238,15 +240,14 @@ class ServedPool:
         """The pool's name in paths and labels."""
         return self.router.pool.metadata.name
 
-    async def start(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        """Start all feeds, which end when they are cancelled, and the decision log, which `stop` ends."""
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Start all feeds and the decision log, which `stop` ends."""
         if self.decision_log:
             tasks.create_task(self.decision_log.run())
-        feeds = [tasks.create_task(feed) for feed in self._feeds()]
+        self._running += [tasks.create_task(feed) for feed in self._feeds()]
         self.events.follow(self.state.fleet.endpoints())
         if self.shared:
             await self.shared.warm()
-        return feeds
 
     async def warm(self) -> None:
         """Wait until it is known what the engines cache, WARM_S at most."""
@@ -258,12 +259,15 @@ class ServedPool:
             log.warning("kv events not read in time, serving without them seconds=%g", WARM_S)
 
     def stop(self) -> None:
-        """End the decision log after the entries that wait."""
+        """End the feeds, and the decision log after the entries that wait."""
+        for feed in self._running:
+            feed.cancel()
         if self.decision_log:
             self.decision_log.stop()
 
     async def close(self) -> None:
-        """Close what the feeds and requests used."""
+        """Close what the feeds and requests used, when the feeds have ended."""
+        await asyncio.gather(*self._running, return_exceptions=True)
         await self.events.close()
         await self.tokenizer.close()
         if self.collector:
@@ -350,6 +354,7 @@ class ServedPool:
             ("engine", now.engine, new.engine),
         ):
             if here != there:
+                self.outdated.set()
                 raise SpecError(f"Cannot change while running: restart the gateway - at `$.spec.{field}`")
         self.router.configure(pool)
         if self.decision_log:

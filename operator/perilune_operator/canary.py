@@ -7,7 +7,7 @@ While it runs, the pool document has the canary as the spec says. Once it is pro
 policy as the pool's, and once it is rolled back, the pool's policy alone; in both cases no canary. The spec
 stays as it is, so a tool that applies it again and again finds nothing to change. The verdict is remembered
 in the status, by the name of the comparison: another policy, other parameters or another share begin a new
-one. Pure.
+one. A canary under which gateways die again and again is rolled back, too: its sums die with them. Pure.
 """
 
 from collections.abc import Mapping
@@ -26,6 +26,8 @@ WORDS: Mapping[Measure, str] = {
     Measure.TPOT: "output tokens come",
     Measure.FAILURES: "requests fail",
 }
+MOST_RESTARTS = 3
+"""Restarts of gateways with which a canary is rolled back. One may have any cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +47,19 @@ def trying(routing: Routing, observed: Observed) -> Trying | None:
     if canary is None:
         return None
     trial = trial_of(routing)
-    before = _stored(observed)
+    before, restarts = _stored(observed), _restarts(observed)
+    if before is not None and before.trial != trial:
+        before = None
+    at_first = min(before.restarts, restarts) if before else restarts
     state: State
-    if before is not None and before.trial == trial and before.state is not State.RUNNING:
+    if before is not None and before.state is not State.RUNNING:
         state, reason, message = before.state, Reason(before.reason), before.message
+    elif restarts - at_first >= MOST_RESTARTS:
+        state, reason = State.ROLLED_BACK, Reason.GATEWAYS_RESTARTED
+        message = (
+            f"{canary.policy.name} decides no more. Under it gateways were restarted"
+            f" {restarts - at_first} times: a policy that never returns is ended so."
+        )
     else:
         sums = added(observed.gateway.canaries if observed.gateway else (), trial)
         verdict = judge(sums, canary)
@@ -67,8 +78,13 @@ def trying(routing: Routing, observed: Observed) -> Trying | None:
         trial=trial,
         reason=reason,
         message=message,
+        restarts=at_first,
     )
     return Trying(in_force, status, reason, message)
+
+
+def _restarts(observed: Observed) -> int:
+    return sum(pod.restarts for pod in observed.pods if pod.component == "gateway")
 
 
 def _stored(observed: Observed) -> CanaryStatus | None:

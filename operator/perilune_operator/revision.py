@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from perilune_api import names, versions
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_api.inference_pool.checks import convert
 from perilune_api.inference_pool.spec import InferencePoolSpec
 from perilune_api.pool import SpecError
@@ -156,5 +157,5 @@ def _encoded(value: Any) -> str:
 def _decoded(text: str, of: Any) -> Any:
     try:
         return msgspec.json.decode(text, type=of)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None

@@ -103,6 +103,9 @@ class Reason(StrEnum):
     """Output tokens certainly take longer under the canary: it is rolled back."""
     MORE_FAILURES = "MoreFailures"
     """More requests certainly fail under the canary: it is rolled back."""
+    GATEWAYS_RESTARTED = "GatewaysRestarted"
+    """Gateways were restarted several times under the canary, as by a policy that never returns: it is rolled
+    back."""
     ROLLING_OUT = "RollingOut"
     WAITING_FOR_TURN = "WaitingForTurn"
     """Pods are to follow a new version of the operator, and other pools go first."""

@@ -7,7 +7,7 @@ server (kubernetes.io/docs/reference/using-api/cel), which is why lists and text
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from perilune_api import names
 from perilune_api.conditions import Condition
@@ -61,14 +61,6 @@ RULES: Mapping[type, Sequence[Rule]] = {
             "(has(oldSelf.model.name) ? oldSelf.model.name : '')",
             "the model's name cannot change: sessions, caches and dashboards hang on it; make another pool",
             ".model.name",
-        ),
-    ),
-    PolicyChoice: (
-        Rule(
-            f"self.name in {[str(name) for name in PolicyName]} || "
-            "(has(self.outside) && self.name in self.outside)",
-            "unknown policy; a policy of a package needs its block, which may be empty: outside: {NAME: {}}",
-            ".name",
         ),
     ),
     Cache: (
@@ -176,6 +168,16 @@ RULES: Mapping[type, Sequence[Rule]] = {
     ),
 }
 """Struct → the rules that its place in the schema has."""
+
+SHAPES: Mapping[type, Sequence[Mapping[str, Any]]] = {
+    PolicyChoice: (
+        {"properties": {"name": {"enum": [str(name) for name in PolicyName]}}},
+        {"required": ["outside"]},
+    ),
+}
+"""Struct → shapes, of which it must have one. Unlike a rule, a shape leaves stored values alone that a former
+version allowed with another type: the API server cannot evaluate a rule about those, and refuses every change
+of the object. `policy` was a text in 0.1.0."""
 
 NAME_RULE = Rule(
     "self.metadata.name.matches('^[a-z]([-a-z0-9]{0,43}[a-z0-9])?$')",

@@ -1,9 +1,9 @@
 """`crds/inferencepools.perilune.dev.yaml` from the structs of `perilune_api.inference_pool`.
 
 Steps: walk the struct types (msgspec.inspect) → a structural OpenAPI v3 schema: no references, types, ranges,
-enums, defaults; texts from docstrings and the strings under attributes; the CEL rules of `crd.RULES` where
-their struct stands → wrapped with status schema, subresources and printer columns. Deterministic: the same
-structs give the same bytes.
+enums, defaults; texts from docstrings and the strings under attributes; the shapes of `crd.SHAPES` and the
+CEL rules of `crd.RULES` where their struct stands → wrapped with status schema, subresources and printer
+columns. Deterministic: the same structs give the same bytes.
 
 A group that stands directly in `spec` has a default, so that what people ask about (replicas, engine,
 gateway) shows in `kubectl get -o yaml`; deeper groups stay out of stored objects until one of their
@@ -142,6 +142,8 @@ def _struct(of: type[msgspec.Struct], *, top: bool) -> Schema:
         properties[field.encode_name] = made
     if properties:
         schema["properties"] = properties
+    if shapes := crd.SHAPES.get(of):
+        schema["anyOf"] = [dict(shape) for shape in shapes]
     if rules := crd.RULES.get(of):
         schema["x-kubernetes-validations"] = [_rule(rule) for rule in rules]
     return schema

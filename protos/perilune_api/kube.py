@@ -30,6 +30,8 @@ from urllib.parse import urlencode
 import aiohttp
 import msgspec
 
+from perilune_api.foreign_bytes import UNREADABLE
+
 if TYPE_CHECKING:
     from kubernetes.aio.client.configuration import Configuration
 
@@ -212,7 +214,7 @@ def _decoded(text: bytes) -> Object:
 def _refused(status: int, text: bytes) -> ApiError:
     try:
         answer = _decoded(text)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return ApiError(status, "Unknown", text[:200].decode(errors="replace"))
     causes = (answer.get("details") or {}).get("causes") or ()
     fields = tuple((cause.get("field", ""), cause.get("message", "")) for cause in causes)

@@ -168,6 +168,8 @@ LONGEST_LABEL = 63
 """The longest value of a label, and the longest name of a Service or pod (DNS), in characters."""
 POOL_DOCUMENT = "pool.yaml"
 """Key of the ConfigMap that holds the pool document."""
+SERVED_POOLS = "served-pools"
+"""Key of that ConfigMap with the names of the other pools that the gateway serves, one a line."""
 
 
 MASTER_PORT = 9003

@@ -186,7 +186,7 @@ def _type(field: Schema) -> str:
     """Return the type in words: `integer, 1 to 64`, `list of string`, `one of a, b`."""
     if "enum" in field:
         return "one of " + ", ".join(f"`{value}`" for value in field["enum"])
-    if "anyOf" in field:
+    if field.get("x-kubernetes-int-or-string"):
         return "integer or string"
     kind = str(field.get("type", "any"))
     if kind == "array":

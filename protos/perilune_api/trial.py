@@ -52,7 +52,7 @@ class Arm(StrEnum):
     CANARY = "canary"
 
 
-class Tally(msgspec.Struct, array_like=True, gc=False):
+class Tally(msgspec.Struct, array_like=True, gc=False, kw_only=True):
     """Sums over the ended requests of one bucket."""
 
     sessions: int = 0
@@ -127,7 +127,7 @@ def added(each: Iterable[Sums], trial: str) -> Sums:
 
 def _added(tallies: Iterable[Tally]) -> Tally:
     columns = zip(*(msgspec.structs.astuple(tally) for tally in tallies), strict=True)
-    return Tally(*map(sum, columns))
+    return Tally(**dict(zip(Tally.__struct_fields__, map(sum, columns), strict=True)))
 
 
 def trial_of(routing: Routing) -> str:
@@ -165,25 +165,25 @@ class _How(NamedTuple):
 
 HOW: Mapping[Measure, _How] = {
     Measure.TTFT: _How(
-        lambda t: t.ttft_log,
-        lambda t: t.first_tokens,
-        0.1,
-        lambda canary: log(1 + canary.tolerance),
-        Reason.SLOWER_FIRST_TOKENS,
+        part=lambda t: t.ttft_log,
+        whole=lambda t: t.first_tokens,
+        usual=0.1,
+        tolerance=lambda canary: log(1 + canary.tolerance),
+        worse=Reason.SLOWER_FIRST_TOKENS,
     ),
     Measure.TPOT: _How(
-        lambda t: t.tpot_log,
-        lambda t: t.streams,
-        0.1,
-        lambda canary: log(1 + canary.tolerance),
-        Reason.SLOWER_OUTPUT,
+        part=lambda t: t.tpot_log,
+        whole=lambda t: t.streams,
+        usual=0.1,
+        tolerance=lambda canary: log(1 + canary.tolerance),
+        worse=Reason.SLOWER_OUTPUT,
     ),
     Measure.FAILURES: _How(
-        lambda t: t.failed,
-        lambda t: t.requests,
-        0.02,
-        lambda canary: canary.tolerance / 10,
-        Reason.MORE_FAILURES,
+        part=lambda t: t.failed,
+        whole=lambda t: t.requests,
+        usual=0.02,
+        tolerance=lambda canary: canary.tolerance / 10,
+        worse=Reason.MORE_FAILURES,
         unseen=1.0,
     ),
 }

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from aiohttp import web
 from kubernetes.aio.client.configuration import Configuration
+from waiting import HANG
 
 from perilune_api import kube
 from perilune_api.kube import ApiError, Client
@@ -176,7 +177,7 @@ async def test_following_goes_on_after_each_way_that_a_watch_can_end(
             done.set()
 
     following = asyncio.create_task(kube.follow(client, "/items", take, retry_s=(0.0, 0.0)))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG):
         await done.wait()
     following.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -215,7 +216,7 @@ async def test_a_large_collection_is_listed_in_pages_without_what_no_copy_needs(
             done.set()
 
     following = asyncio.create_task(kube.follow(client, "/items", take, kept=kube.slim))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG):
         await done.wait()
     following.cancel()
     assert server.pages == [(kube.PAGE, ""), (kube.PAGE, "more")]

@@ -4,6 +4,7 @@ from math import exp, log
 from random import Random
 
 import pytest
+from property_examples import examples
 
 from perilune_api.conditions import Reason
 from perilune_api.policies import PolicyChoice
@@ -56,15 +57,15 @@ class Traffic:
         return State.RUNNING
 
 
-@pytest.mark.parametrize("share", [0.5, 0.1])
+@pytest.mark.parametrize("share", [pytest.param(0.5, marks=pytest.mark.heavy), 0.1])
 def test_a_canary_that_is_as_good_is_rarely_rolled_back_however_often_one_looks(share: float):
-    verdicts = [Traffic(seed, share).verdict(looks=50, between=40) for seed in range(100)]
+    verdicts = [Traffic(seed, share).verdict(looks=50, between=40) for seed in range(examples(120))]
     assert verdicts.count(State.ROLLED_BACK) <= ALPHA * len(verdicts)
 
 
 def test_bounds_hold_at_all_times():
     """Each of the bounds of one measure is wrong, ever, less often than it may be."""
-    alpha, runs, wrong = 0.1, 60, 0
+    alpha, runs, wrong = 0.1, examples(60), 0
     for seed in range(runs):
         traffic = Traffic(seed)
         found = (difference(traffic.sessions(25), Measure.TTFT, alpha) for _ in range(60))

@@ -71,7 +71,9 @@ def turns_by_headers(rig: Rig, count: int) -> list[float]:
         name = rig.dice.choice(rig.names)
         rig.now += 0.05
         size = str(4 * len(rig.prompts[name]))
-        head = RequestHead("POST", "/v1/completions", {"x-session-id": name, "content-length": size})
+        head = RequestHead(
+            method="POST", path="/v1/completions", headers={"x-session-id": name, "content-length": size}
+        )
         started = thread_time()
         routed = rig.router.on_headers(head)
         took.append((thread_time() - started) * 1e3)

@@ -146,9 +146,11 @@ class Fleet:
     def decide(self, number: int) -> None:
         router, name = self.gateway.router, number % len(self.prompts)
         prompt = self.prompts[name]
-        head = RequestHead("POST", "/v1/completions", {"x-session-id": f"session-{name}"})
-        asked = Encode(head, ParsedRequest(Api.COMPLETIONS, "m", TokenPrompt(())), 4 * len(prompt))
-        routed = router.on_tokens(asked, Tokens(len(prompt), TokenSource.LOCAL, prompt))
+        head = RequestHead(method="POST", path="/v1/completions", headers={"x-session-id": f"session-{name}"})
+        asked = Encode(
+            head, ParsedRequest(api=Api.COMPLETIONS, model="m", prompt=TokenPrompt(())), 4 * len(prompt)
+        )
+        routed = router.on_tokens(asked, Tokens(count=len(prompt), source=TokenSource.LOCAL, ids=prompt))
         assert isinstance(routed, Routed)
         router.on_response(routed.ticket, 200, routed.destinations[0], True)
         router.finished(routed.ticket, Outcome.COMPLETED)

@@ -101,7 +101,9 @@ def decisions(size: int) -> list[float]:
         nonlocal now
         now += 0.05
         body = next(new)
-        head = RequestHead("POST", "/v1/chat/completions", {"content-length": str(len(body))})
+        head = RequestHead(
+            method="POST", path="/v1/chat/completions", headers={"content-length": str(len(body))}
+        )
         started = thread_time()
         router.on_headers(head)
         routed = router.on_body(head, body)

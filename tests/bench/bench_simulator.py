@@ -64,7 +64,9 @@ def test_decisions_at_1000_endpoints() -> None:
     """Time per decision with a shortlist, and how often it chooses as a look at all would: the same endpoint,
     or one among which the look at all drew it."""
     load = replace(OfferedLoad(), window_s=20.0, warmup_s=0.0)
-    comparison = Comparison(("lmetric_plus_one", "ear", "perilune"), load, SimulatedFleet(1000))
+    comparison = Comparison(
+        policies=("lmetric_plus_one", "ear", "perilune"), load=load, fleet=SimulatedFleet(endpoints=1000)
+    )
     played = piece(comparison, (200.0, 1))
     print()
     for line in large_fleet.lines(played):

@@ -75,9 +75,11 @@ class Rig:
         if len(prompt) > PROMPT_TOKENS + 10 * TURN_TOKENS:
             del prompt[PROMPT_TOKENS - 10 * TURN_TOKENS :]
         prompt.extend(self.tokens(TURN_TOKENS))
-        head = RequestHead("POST", "/v1/completions", {"x-session-id": name})
-        request = ParsedRequest(Api.COMPLETIONS, "m", TokenPrompt(()))
-        return Encode(head, request, 4 * len(prompt)), Tokens(len(prompt), TokenSource.LOCAL, prompt)
+        head = RequestHead(method="POST", path="/v1/completions", headers={"x-session-id": name})
+        request = ParsedRequest(api=Api.COMPLETIONS, model="m", prompt=TokenPrompt(()))
+        return Encode(head, request, 4 * len(prompt)), Tokens(
+            count=len(prompt), source=TokenSource.LOCAL, ids=prompt
+        )
 
     def end(self, name: str, routed: Routed) -> None:
         """Announce the whole prompt as the engine does, in the pieces of its steps, and end the answer."""
@@ -86,7 +88,7 @@ class Rig:
         for at in range(0, len(chain), 512):
             row, parent = chain[at : at + 512], chain[at - 1] if at else 0
             self.index.stored(target, Tier.DEVICE, row, self.now)
-            self.router.on_applied(Applied(target, parent=parent, stored=tuple(row)))
+            self.router.on_applied(Applied(endpoint=target, parent=parent, stored=tuple(row)))
         self.router.on_response(routed.ticket, 200, target, True)
         self.router.finished(routed.ticket, Outcome.COMPLETED)
 

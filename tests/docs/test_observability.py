@@ -102,7 +102,11 @@ async def gateway(folder):
     made.on_pool(pool)
     decision = Decision(ADDRESS, Reason.HOST)
     record = DecisionRecord(
-        request(tokens=100, of=session(ADDRESS)), decision, "ear", (candidate(ADDRESS),), cached_tokens=0
+        view=request(tokens=100, of=session(ADDRESS)),
+        verdict=decision,
+        policy="ear",
+        candidates=(candidate(ADDRESS),),
+        cached_tokens=0,
     )
     made.metrics.decided(structs.replace(record, timings_us={"total": 1.0}))
     made.metrics.ended(ADDRESS, Outcome.COMPLETED)

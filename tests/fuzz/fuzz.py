@@ -20,7 +20,7 @@ from typing import NoReturn
 if "search" in sys.argv:
     import atheris
 
-    with atheris.instrument_imports(include=["perilune_gateway", "perilune_api"]):
+    with atheris.instrument_imports(include=["perilune_gateway", "perilune_api", "perilune_operator"]):
         import readers  # noqa: F401
 from readers import SEEDS, TARGETS
 

@@ -5,19 +5,23 @@ coverage (`make fuzz`), `test_readers.py` tries a few thousand mutations (`make 
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from math import isfinite
 
 import list_of_one
 import msgspec
 from envoy_doubles import PHASE, ROUTE, ScriptedRouter
+from msgspec import structs
 from msgspec.structs import replace
 from router_rig import A, B, Rig, pool
 from routing_objects import head
 
 from perilune_api import extproc_pb2 as pb
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_api.pool import (
     Hashing,
     Limits,
+    Metadata,
     Model,
     Routing,
     SessionAdmission,
@@ -27,6 +31,7 @@ from perilune_api.pool import (
     parse_known,
 )
 from perilune_api.pool import parse as parse_document
+from perilune_api.trial import Sums
 from perilune_gateway.extproc import envelope, wire
 from perilune_gateway.extproc.h2.connection import Connection
 from perilune_gateway.extproc.h2.frames import (
@@ -39,9 +44,9 @@ from perilune_gateway.extproc.h2.frames import (
     settings,
 )
 from perilune_gateway.extproc.h2.hpack import Decoder
-from perilune_gateway.feeds import bootstrap_pages, engine_metrics, kv_events
+from perilune_gateway.feeds import bootstrap_pages, engine_metrics, kv_events, store_segments
 from perilune_gateway.feeds.pool_events import EventSink
-from perilune_gateway.model import MoveReason, NeedBody, ProtocolError, Refusal, RequestHead, Routed
+from perilune_gateway.model import MoveReason, NeedBody, Outcome, ProtocolError, Refusal, RequestHead, Routed
 from perilune_gateway.model.shared import (
     Alive,
     Batch,
@@ -64,16 +69,21 @@ from perilune_gateway.model.shared import (
 from perilune_gateway.observe import decision_log
 from perilune_gateway.request.known_bodies import KnownBodies
 from perilune_gateway.request.openai import parse
-from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest
+from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest, opening
 from perilune_gateway.request.paths import PATHS
 from perilune_gateway.request.tokens import Tokenizer
+from perilune_gateway.request.tokens.causes import CannotTellError
+from perilune_gateway.request.tokens.engine import question
+from perilune_gateway.request.tokens.proof import kind_of
 from perilune_gateway.routing.new_sessions import Queued
+from perilune_gateway.routing.pools import Chosen, Pools
 from perilune_gateway.state.block_tokens import BlockTokens
 from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.parity import ParityCheck
 from perilune_gateway.state.prefix_index import PrefixIndex
 from perilune_gateway.state.replicas import Replicas
 from perilune_gateway.state.sharing import Sharing
+from perilune_operator.observe.gateway_pages import canary_sums
 
 
 class Deaf:
@@ -92,6 +102,7 @@ class Deaf:
 TOKENIZER = Tokenizer(Model(name="m", tokenize="estimate"))
 APIS = list(PATHS)
 ROUTING = Routing(allow_policy_header=True, session=SessionKeys(cookie="c", body_user=True))
+WEIGHED = structs.replace(ROUTING, weight=3)
 
 
 def bodies(data: bytes) -> None:
@@ -100,6 +111,11 @@ def bodies(data: bytes) -> None:
     if isinstance(request, ParsedRequest):
         request.prefix_text()
         TOKENIZER.now(request)
+        kind_of(request)
+        with suppress(*UNREADABLE):
+            opening(request)
+        with suppress(CannotTellError):
+            question(request, 4.0)
 
 
 def grown(data: bytes) -> None:
@@ -178,18 +194,39 @@ def metrics(data: bytes) -> None:
 
 def requests(data: bytes) -> None:
     """Play a request through the router to its end: lines of `name: value`, an empty line, then the body."""
-    written, _, body = data.partition(b"\n\n")
-    lines = [line.partition(b":") for line in written.split(b"\n")]
-    headers = {n.decode("latin-1").lower(): v.strip().decode("utf-8", "replace") for n, _, v in lines}
     rig = Rig(pool(routing=ROUTING))
-    path = headers.get(":path", "/v1/completions")
-    for asked in (RequestHead("POST", path, headers, has_body=bool(body)) for _ in range(2)):
+    for asked, body in asked_twice(data):
         said = rig.router.on_headers(asked)
         if isinstance(said, NeedBody):
             said = rig.router.on_body(asked, body)
         if isinstance(said, Routed):
             rig.finish(said)
     assert not any(view.load.in_flight for view in rig.state.fleet.view(rig.now))
+
+
+def pools(data: bytes) -> None:
+    """Play a request as `requests` does, to two pools that serve the same model by their weights."""
+    rigs = [Rig(structs.replace(pool(routing=WEIGHED), metadata=Metadata(name))) for name in "pq"]
+    front = Pools([rig.router for rig in rigs], lambda refusal: None, stopwatch=lambda: 0.0)
+    for asked, body in asked_twice(data):
+        said = front.on_headers(asked)
+        if isinstance(said, NeedBody):
+            said = front.on_body(asked, body)
+        if isinstance(said, Chosen) and isinstance(said.verdict, Routed):
+            said.router.finished(said.verdict.ticket, Outcome.COMPLETED)
+    for rig in rigs:
+        assert not any(view.load.in_flight for view in rig.state.fleet.view(rig.now))
+
+
+def asked_twice(data: bytes) -> list[tuple[RequestHead, bytes]]:
+    """Return two equal requests: lines of `name: value`, an empty line, then the body."""
+    written, _, body = data.partition(b"\n\n")
+    lines = [line.partition(b":") for line in written.split(b"\n")]
+    headers = {n.decode("latin-1").lower(): v.strip().decode("utf-8", "replace") for n, _, v in lines}
+    path = headers.get(":path", "/v1/completions")
+    return [
+        (RequestHead(method="POST", path=path, headers=headers, has_body=bool(body)), body) for _ in range(2)
+    ]
 
 
 def documents(data: bytes) -> None:
@@ -211,7 +248,7 @@ def shared(data: bytes) -> None:
     for message in parts(data):
         try:
             batch = decode(message)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             continue
         replicas.apply(batch)
         replicas.reconcile([batch])
@@ -238,10 +275,17 @@ def shared(data: bytes) -> None:
 
 
 def bootstrap(data: bytes) -> None:
-    try:
+    with suppress(ValueError, *UNREADABLE):
         bootstrap_pages.parse(data)
-    except (ValueError, msgspec.DecodeError):
-        pass
+
+
+def segments(data: bytes) -> None:
+    with suppress(*UNREADABLE):
+        store_segments.parse(data)
+
+
+def canary(data: bytes) -> None:
+    canary_sums(data.decode(errors="replace"), "p")
 
 
 def parts(data: bytes) -> list[bytes]:
@@ -271,6 +315,7 @@ TARGETS: Mapping[str, Callable[[bytes], None]] = {
     for f in (
         bodies,
         requests,
+        pools,
         grown,
         documents,
         messages,
@@ -280,6 +325,8 @@ TARGETS: Mapping[str, Callable[[bytes], None]] = {
         events,
         metrics,
         bootstrap,
+        segments,
+        canary,
         shared,
         log,
     )
@@ -304,7 +351,16 @@ STORED = {
     "token_ids": list(range(8)), "block_size": 4, "lora_id": None, "medium": "GPU", "extra_keys": [["a"]],
 }  # fmt: skip
 OPENING = frame(Type.HEADERS, END_HEADERS, 1, b"\x83" + literal(b":path", b"/p"))
-SAID = b'{"role":"user","content":[{"type":"text","text":"hi \\ud83d"}]}'
+SAID = b'{"role":"user","content":[{"type":"text","text":"hi \\ud83d\\ude00"}]}'
+REQUESTS = (
+    b":path: /v1/completions\nx-session-id: s\nauthorization: Bearer k\ncookie: c=1\n"
+    b'x-perilune-policy: sticky\n\n{"model":"m","prompt":[1,2,3,4,5,6,7,8,9],"max_tokens":3}',
+    b":path: /v1/chat/completions?x=%73\nx-claude-code-agent-id: a\nx-claude-code-session-id: b\n"
+    b'x-perilune-objective: x\n\n{"model":"m","messages":[' + SAID + b'],"user":"u"}',
+    b":path: /v1/responses\nx-session-final: true\nx-request-id: 7\n\n"
+    b'{"model":"m","input":"hi","previous_response_id":"resp_1","prompt_cache_key":"k"}',
+    b':path: /v1/chat/completions\n\n{"model":"m","messages":[{"role":"system"},' + SAID + b"]}",
+)
 SEEDS: Mapping[str, tuple[bytes, ...]] = {
     "bodies": (
         b'\x00{"model":"m","messages":[' + SAID + b'],"tools":[{"function":{"name":"f"}}],"max_tokens":5}',
@@ -346,14 +402,8 @@ SEEDS: Mapping[str, tuple[bytes, ...]] = {
         b'vllm:num_requests_running{engine="0",model_name="a\\"b"} 3.0\nvllm:kv_cache_usage_perc{} NaN\n'
         b'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n',
     ),
-    "requests": (
-        b":path: /v1/completions\nx-session-id: s\nauthorization: Bearer k\ncookie: c=1\n"
-        b'x-perilune-policy: sticky\n\n{"model":"m","prompt":[1,2,3,4,5,6,7,8,9],"max_tokens":3}',
-        b":path: /v1/chat/completions?x=%73\nx-claude-code-agent-id: a\nx-claude-code-session-id: b\n"
-        b'x-perilune-objective: x\n\n{"model":"m","messages":[' + SAID + b'],"user":"u"}',
-        b":path: /v1/responses\nx-session-final: true\nx-request-id: 7\n\n"
-        b'{"model":"m","input":"hi","previous_response_id":"resp_1","prompt_cache_key":"k"}',
-    ),
+    "requests": REQUESTS,
+    "pools": REQUESTS,
     "documents": (
         dump(pool(routing=ROUTING)),
         b"apiVersion: perilune.io/v1alpha1\nkind: InferencePool\nmetadata: {name: p}\nspec:\n"
@@ -361,19 +411,68 @@ SEEDS: Mapping[str, tuple[bytes, ...]] = {
         b"  topology: {nodes: {a: &a {rack: r}, b: *a}}\n"
         b"  endpoints:\n  - {address: '10.0.0.1:1', node: a, events: ['tcp://10.0.0.1:2']}\n",
     ),
+    "segments": (b'{"segments":[{"segment_name":"10.0.0.1:1","allocator_used_bytes":5}]}',),
+    "canary": (msgspec.json.encode({"p": Sums.begin("t"), "q": Sums.begin("u")}),),
     "bootstrap": (b'{"0":{"engine_id":"e","worker_addr":{"0":{"0":"tcp://10.0.0.1:1"}}}}',),
     "shared": (
         framed(
             encode(
                 Batch(
-                    "there", (Bound(5, b"n" * 16, A, 2, 90, 300, 3.0, 2, 7, 1, 7, 20, "inferred-1", b"t"),), 1
+                    "there",
+                    (
+                        Bound(
+                            at_us=5,
+                            session=b"n" * 16,
+                            host=A,
+                            turns=2,
+                            context_tokens=90,
+                            body_bytes=300,
+                            bytes_per_token=3.0,
+                            blocks=2,
+                            tail=7,
+                            prompt_blocks=1,
+                            prompt_tail=7,
+                            prompt_tokens=20,
+                            inferred="inferred-1",
+                            tenant=b"t",
+                        ),
+                    ),
+                    1,
                 )
             ),
-            encode(Batch("there", (Loaded(6, A, 1, 1, 10, 0.5, 10), Ejected(7, A, "failures")), 2)),
+            encode(
+                Batch(
+                    "there",
+                    (
+                        Loaded(
+                            at_us=6,
+                            endpoint=A,
+                            in_flight=1,
+                            prefilling=1,
+                            pending_tokens=10,
+                            pending_s=0.5,
+                            context_tokens=10,
+                        ),
+                        Ejected(7, A, "failures"),
+                    ),
+                    2,
+                )
+            ),
             encode(Batch("there", (Claimed(A, bytes(16), 3.0), Alive(), Alive(True)), 3)),
         ),
         framed(
-            encode(Batch("there", (Counted(9, 7_000.0, 2), Measured(Measure.DECODE, A, 1.0, 0.0, "", 3)), 1)),
+            encode(
+                Batch(
+                    "there",
+                    (
+                        Counted(9, 7_000.0, 2),
+                        Measured(
+                            of=Measure.DECODE, endpoint=A, observed_s=1.0, predicted_s=0.0, source="", at_us=3
+                        ),
+                    ),
+                    1,
+                )
+            ),
             encode(
                 Batch(
                     "there",
@@ -381,29 +480,51 @@ SEEDS: Mapping[str, tuple[bytes, ...]] = {
                         InLine(
                             11,
                             (
-                                PlaceInLine(b"p" * 16, b"t" * 16, 900, 8, 9, 1),
-                                PlaceInLine(b"q" * 16, b"t" * 16, 90, 8, 9, 2, 3.0),
+                                PlaceInLine(
+                                    session=b"p" * 16,
+                                    tenant=b"t" * 16,
+                                    tokens=900,
+                                    arrived_us=8,
+                                    rank_us=9,
+                                    number=1,
+                                ),
+                                PlaceInLine(
+                                    session=b"q" * 16,
+                                    tenant=b"t" * 16,
+                                    tokens=90,
+                                    arrived_us=8,
+                                    rank_us=9,
+                                    number=2,
+                                    back_s=3.0,
+                                ),
                             ),
                             (TenantInLine(b"t" * 16, 500.0, 2.0),),
                             50.0,
                         ),
                         Offered(
-                            12,
-                            b"n" * 16,
-                            MoveReason.DRAIN,
-                            A,
-                            B,
-                            OfferStage.COPYING,
-                            9.0,
-                            1.0,
-                            99,
-                            20,
-                            7,
-                            0.1,
-                            0.2,
-                            3.0,
+                            at_us=12,
+                            subject=b"n" * 16,
+                            reason=MoveReason.DRAIN,
+                            source=A,
+                            target=B,
+                            stage=OfferStage.COPYING,
+                            seconds=9.0,
+                            begun_s=1.0,
+                            transfer_bytes=99,
+                            tokens=20,
+                            tail=7,
+                            cost_s=0.1,
+                            benefit_s=0.2,
+                            turns=3.0,
                         ),
-                        Measured(Measure.TRANSFER, A, 2.0, 1.0, B, 13),
+                        Measured(
+                            of=Measure.TRANSFER,
+                            endpoint=A,
+                            observed_s=2.0,
+                            predicted_s=1.0,
+                            source=B,
+                            at_us=13,
+                        ),
                     ),
                     2,
                 )

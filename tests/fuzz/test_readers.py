@@ -4,7 +4,10 @@ from random import Random
 
 import pytest
 from property_examples import examples
-from readers import SEEDS, TARGETS
+from readers import APIS, SEEDS, TARGETS
+
+from perilune_gateway.request.openai import parse
+from perilune_gateway.request.parsed import ParsedRequest
 
 MUTATIONS = examples(300)
 
@@ -28,6 +31,11 @@ def mutated(data: bytes, dice: Random) -> bytes:
             case 4:
                 out = out[at:to] + out[:at] + out[to:]
     return bytes(out)
+
+
+@pytest.mark.parametrize("data", SEEDS["bodies"])
+def test_bodies_to_begin_with_are_read_well(data: bytes) -> None:
+    assert isinstance(parse(APIS[data[0]], data[1:]), ParsedRequest)
 
 
 @pytest.mark.hypothesis  # `make test-heavy` tries all

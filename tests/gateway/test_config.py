@@ -44,11 +44,7 @@ def test_the_pool_comes_from_one_place(capsys) -> None:
     for words in ([], ["--pool", "x", "--kubernetes", "ns/p"]):
         with pytest.raises(SystemExit, match="2"):
             arguments(words)
-    assert arguments(["--kubernetes", "ns/p"]).kubernetes == [("ns", "p")]
-    assert arguments(["--kubernetes", "ns/p", "--kubernetes", "ns/q"]).kubernetes == [
-        ("ns", "p"),
-        ("ns", "q"),
-    ]
+    assert arguments(["--kubernetes", "ns/p"]).kubernetes == ("ns", "p")
 
 
 def test_addresses_of_every_kind() -> None:

@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.request import urlopen
 
 import aiohttp
@@ -21,6 +23,7 @@ from msgspec import structs
 from prometheus_client import generate_latest
 from routing_objects import head
 from token_requests import COMPLETIONS, request
+from waiting import HANG
 
 from perilune_api import extproc_pb2 as pb
 from perilune_api.pool import (
@@ -37,7 +40,15 @@ from perilune_api.pool import (
 )
 from perilune_gateway import main
 from perilune_gateway.feeds.pool_file import PoolFile
-from perilune_gateway.model import EngineMetrics, RequestHead, Routed, Tier, TokenSource
+from perilune_gateway.model import (
+    EngineMetrics,
+    Outcome,
+    Refusal,
+    RequestHead,
+    Routed,
+    Tier,
+    TokenSource,
+)
 from perilune_gateway.served_pool import ServedPool
 from perilune_gateway.state.facts import Unreached
 
@@ -78,11 +89,13 @@ async def gateway(tmp_path, clock):
 def is_known(gateway: ServedPool, session: str) -> bool:
     """Return whether a turn of the session is decided by its headers."""
     headers = {"x-session-id": session, "content-length": "100"}
-    return isinstance(gateway.router.on_headers(RequestHead("POST", COMPLETIONS, headers)), Routed)
+    return isinstance(
+        gateway.router.on_headers(RequestHead(method="POST", path=COMPLETIONS, headers=headers)), Routed
+    )
 
 
 def first_turn(gateway: ServedPool, session: str) -> None:
-    head = RequestHead("POST", COMPLETIONS, {"x-session-id": session})
+    head = RequestHead(method="POST", path=COMPLETIONS, headers={"x-session-id": session})
     assert isinstance(gateway.router.on_body(head, b'{"model": "m", "prompt": [1, 2]}'), Routed)
 
 
@@ -194,7 +207,7 @@ async def test_it_goes_on_serving_while_it_says_that_it_will_not(gateway, capsys
     whole = main.Gateway([gateway])
     running = asyncio.create_task(whole.run("127.0.0.1:0", "127.0.0.1:0", 1.0, stop, drain_s=600.0))
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG):
             while not (found := re.search(READY, capsys.readouterr().out)):  # noqa: ASYNC110 - printed
                 await asyncio.sleep(0.01)
             async with grpc.aio.insecure_channel(found[1]) as channel, aiohttp.ClientSession() as http:
@@ -317,6 +330,8 @@ class Announced:
     name: str
     document: Pool | SpecError | None
     namespace: str = "ns"
+    serves: list[str] = field(default_factory=list)
+    serves_others: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def first(self) -> Pool:
         if self.document is None:
@@ -326,19 +341,25 @@ class Announced:
         assert self.document is not None
         return self.document
 
+    def name_others(self, *others: str) -> None:
+        self.serves = list(others)
+        self.serves_others.set()
+
 
 async def test_a_pool_that_is_missing_or_invalid_does_not_hold_up_the_others(caplog) -> None:
+    own = Announced("p", pool(A), serves=["absent", "broken", "q"])
     broken = Announced("broken", SpecError("Expected `int` - at `$.spec.x`"))
-    sources = [Announced("p", pool(A)), Announced("absent", None), broken, Announced("q", pool(model="n"))]
-    found = await main.pools_present(sources, wait_s=0.05)
-    assert [source for _, source in found] == [sources[0], sources[3]]
+    others = {o.name: o for o in (Announced("absent", None), broken, Announced("q", pool(model="n")))}
+    found = await main.pools_present(own, others.__getitem__, wait_s=0.05)
+    assert [source for _, source in found] == [own, others["q"]]
     assert "pool=ns/absent error=there is no such pool" in caplog.text
     assert "pool=ns/broken error=Expected `int`" in caplog.text
 
 
-async def test_a_gateway_without_its_first_pool_does_not_start() -> None:
+async def test_a_gateway_without_its_own_pool_does_not_start() -> None:
+    own = Announced("p", SpecError("Expected `int`"), serves=["q"])
     with pytest.raises(SpecError, match=r"^ns/p: Expected"):
-        await main.pools_present([Announced("p", SpecError("Expected `int`")), Announced("q", pool(A))])
+        await main.pools_present(own, lambda name: Announced(name, pool(A)))
 
 
 async def test_pools_of_one_gateway_need_names_of_their_own(gateway) -> None:
@@ -360,42 +381,123 @@ def test_a_key_of_engines_that_no_header_carries_is_refused_with_its_cause(key: 
         main.authorization(key)
 
 
-async def test_a_pool_that_comes_late_is_taken_in(gateway, tmp_path, capsys) -> None:
-    """Health names it until then, and why it is not served; the other pool does not wait."""
-    late = Announced("q", SpecError("Expected `int`"))
-    document = structs.replace(pool(model="n"), metadata=Metadata("q"))
+class Front:
+    """A running gateway whose own pool is `p`, and the pools of the Kubernetes API."""
 
-    def serve(pool: Pool, source) -> ServedPool:
-        return ServedPool(pool, PoolFile(tmp_path / "q.yaml", pool))
+    def __init__(self, own: ServedPool, folder: Path) -> None:
+        self.own_pool = own
+        self.own = Announced("p", own.router.pool)
+        self.announced: dict[str, Announced] = {}
+        self.made: list[ServedPool] = []
 
-    whole = main.Gateway([gateway], late=[late], serve=serve)
-    running = asyncio.create_task(whole.run("127.0.0.1:0", "127.0.0.1:0", 1.0, stop := asyncio.Event()))
+        def watch(name: str) -> Announced:
+            return self.announced.setdefault(name, Announced(name, None))
+
+        def serve(pool: Pool, source) -> ServedPool:
+            self.made.append(ServedPool(pool, PoolFile(folder / f"{pool.metadata.name}.yaml", pool)))
+            return self.made[-1]
+
+        self.gateway = main.Gateway([own], others=main.Others(self.own, watch, serve))
+        self.admin = ""
+
+    async def health(self) -> dict:
+        async with self.http.get(f"http://{self.admin}/api/health") as reply:
+            return await reply.json()
+
+    async def told(self, wanted: Callable[[dict], bool]) -> dict:
+        while not wanted(found := await self.health()):  # noqa: ASYNC110 - by HTTP
+            await asyncio.sleep(0.01)
+        return found
+
+    async def serves(self, *pools: str) -> None:
+        """Wait until exactly these pools are served."""
+
+        def served(found: dict) -> list[str]:
+            return [one["pool"] for one in found.get("pools", [found] if "pool" in found else [])]
+
+        await self.told(lambda found: served(found) == [f"default/{name}" for name in pools])
+
+    def models(self) -> list[str]:
+        answer = self.gateway.service.entrance.on_headers(head("/v1/models", method="GET", has_body=False))
+        return [model["id"] for model in json.loads(answer.body)["data"]]
+
+    def asked(self, model: str) -> object:
+        """Return what a new request for this model gets."""
+        asked = RequestHead(method="POST", path=COMPLETIONS, headers={})
+        body = json.dumps({"model": model, "prompt": [1, 2]}).encode()
+        return self.gateway.service.entrance.on_body(asked, body)
+
+
+@pytest.fixture
+async def front(gateway, tmp_path, capsys) -> AsyncIterator[Front]:
+    gateway.on_pool(pool(A))
+    made = Front(gateway, tmp_path)
+    stop = asyncio.Event()
+    running = asyncio.create_task(made.gateway.run("127.0.0.1:0", "127.0.0.1:0", 1.0, stop))
     try:
-        async with asyncio.timeout(30), aiohttp.ClientSession() as http:
+        async with asyncio.timeout(HANG), aiohttp.ClientSession() as made.http:
             while not (found := re.search(READY, capsys.readouterr().out)):  # noqa: ASYNC110 - printed
                 await asyncio.sleep(0.01)
-
-            async def health() -> dict:
-                async with http.get(f"http://{found[2]}/api/health") as reply:
-                    return await reply.json()
-
-            while (await health())["waiting"] != {"q": "Expected `int`"}:  # noqa: ASYNC110 - by HTTP
-                await asyncio.sleep(0.01)
-            assert len((await health())["pools"]) == 1
-            late.document = document
-            its_own = None
-            while its_own is None:
-                try:
-                    if len((await health())["pools"]) == 2:
-                        async with http.get(f"http://{found[2]}/pools/q/api/health") as reply:
-                            its_own = await reply.json()
-                except aiohttp.ClientError:  # the pages are made anew
-                    pass
-                await asyncio.sleep(0.01)
-            assert its_own["pool"] == "default/q"
-            assert (await health())["waiting"] == {}
-        stop.set()
-        await running
+            made.admin = found[2]
+            yield made
+            stop.set()
+            await running
     finally:
         running.cancel()
-        await whole.server.stop(0)
+        await made.gateway.server.stop(0)
+
+
+def other(*addresses: str, name: str = "q", model: str = "n") -> Pool:
+    return structs.replace(pool(*addresses, model=model), metadata=Metadata(name))
+
+
+async def test_a_pool_that_comes_late_is_taken_in(front) -> None:
+    """Health names it until then, and why it is not served; the gateway's own pool does not wait."""
+    late = front.announced["q"] = Announced("q", SpecError("Expected `int`"))
+    front.own.name_others("q")
+    waiting = await front.told(lambda found: found.get("waiting") == {"q": "Expected `int`"})
+    assert len(waiting["pools"]) == 1
+    late.document = other(B)
+    await front.serves("p", "q")
+    assert (await front.health())["waiting"] == {}
+    async with front.http.get(f"http://{front.admin}/pools/q/api/health") as reply:
+        assert (await reply.json())["pool"] == "default/q"
+    assert front.models() == ["m", "n"]
+
+
+async def test_a_pool_that_is_named_no_more_leaves_and_its_requests_end(front) -> None:
+    """The gateway's own pool keeps its sessions, and its pages are those of the only pool again."""
+    first_turn(front.own_pool, "stays")
+    front.announced["q"] = Announced("q", other(B))
+    front.own.name_others("q")
+    await front.serves("p", "q")
+    runs = front.asked("n")
+    front.own.name_others()
+    await front.serves("p")
+    assert is_known(front.own_pool, "stays")
+    assert isinstance(front.asked("n").verdict, Refusal)
+    assert front.gateway.service.of(runs.router)
+    runs.router.finished(runs.verdict.ticket, Outcome.COMPLETED)
+    front.own.name_others("q")
+    await front.serves("p", "q")
+    assert isinstance(front.asked("n").verdict, Routed)
+
+
+async def test_a_pool_that_is_awaited_and_then_named_no_more_is_forgotten(front) -> None:
+    front.own.name_others("q")
+    await front.told(lambda found: found.get("waiting") == {"q": main.ABSENT})
+    front.own.name_others()
+    await front.serves("p")
+    assert front.made == []
+
+
+async def test_another_model_of_a_served_pool_is_taken_in_in_place_of_the_old_one(front) -> None:
+    front.announced["q"] = Announced("q", other(B))
+    front.own.name_others("q")
+    await front.serves("p", "q")
+    front.announced["q"].document = other(B, model="another")
+    with pytest.raises(SpecError, match="Cannot change while running"):
+        front.made[0].on_pool(front.announced["q"].document)
+    while front.models() != ["m", "another"]:  # noqa: ASYNC110 - by the gateway's own tasks
+        await asyncio.sleep(0.01)
+    assert len(front.made) == 2

@@ -120,7 +120,7 @@ async def test_tokens_that_come_too_late_are_estimated_from_bytes(rig, mode):
     async with rig.http.post(f"{envoy.url}/v1/x", data=body, headers=headers) as reply:
         received = await reply.json()
     assert (received["name"], says(received)) == ("c", sent(body))
-    assert rig.router.tokens[test_id] == Tokens(32_500, TokenSource.ESTIMATE)
+    assert rig.router.tokens[test_id] == Tokens(count=32_500, source=TokenSource.ESTIMATE)
     assert rig.service.late_tokens == late + 1
 
 

@@ -280,7 +280,10 @@ class Many:
             verdict = Decision("a", Reason.HOST)
             self.decisions.add(
                 DecisionRecord(
-                    request(ordinal=n, of=session("a", id=f"s{n}")), verdict, "ear", tuple(fleet(a=5))
+                    view=request(ordinal=n, of=session("a", id=f"s{n}")),
+                    verdict=verdict,
+                    policy="ear",
+                    candidates=tuple(fleet(a=5)),
                 )
             )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from routing_objects import chosen
+from waiting import HANG
 
 from perilune_api import pool as spec
 from perilune_api.policies import EarParams, PeriluneParams
@@ -50,7 +51,7 @@ async def recorded(folder: Path, policy: str, *, kill: bool = False) -> Path:
         results = await run_load(sessions, plan, Vocabulary().words_for)
         assert sum(result.succeeded for result in results) > 5
         if kill:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(HANG):
                 while log.stat().st_size < 10_000:  # noqa: ASYNC110 - another process writes it
                     await asyncio.sleep(0.02)
             os.kill(stack.children["gateway"].pid, signal.SIGKILL)

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 from stack_user import StackUser
-from waiting import until_true
+from waiting import HANG, until_true
 
 from perilune_api import pool as spec
 from perilune_api.names import DECISION_HEADER
@@ -171,7 +171,7 @@ async def test_a_request_that_is_sent_again_elsewhere_waits_for_no_spent_transfe
 
         await until_true(is_prefilling)
         user.stack.children["engine-1"].signal(signal.SIGKILL)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG):
             await asyncio.gather(*running)
         assert user.failed == []
         assert {host for turns in user.hosts.values() for host in turns} == {user.stack.endpoints[2]}

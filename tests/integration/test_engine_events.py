@@ -8,6 +8,7 @@ import time
 
 import aiohttp
 import pytest
+from waiting import HANG
 
 from perilune_api.pool import HashAlgorithm, Hashing
 from perilune_gateway.feeds import kv_feed, zmq_sockets
@@ -45,7 +46,7 @@ class Sink:
         self.resets.append(cause)
 
     async def announced(self, block: int) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG):
             while not self.index.announced(ENGINE, block):
                 self._changed.clear()
                 await self._changed.wait()

@@ -58,9 +58,11 @@ async def late(call: Call) -> None:
     """Answer right, but three message timeouts late."""
     await asyncio.sleep(3 * TIMEOUT_S)
     if not call.duplex:
-        await call.write(Pick(Kind.REQUEST_HEADERS, (call.route,), Override(BodyMode.NONE)))
+        await call.write(
+            Pick(to=Kind.REQUEST_HEADERS, destinations=(call.route,), override=Override(BodyMode.NONE))
+        )
         return await call.until_end()
-    await call.write(Pick(Kind.REQUEST_HEADERS, (call.route,)))
+    await call.write(Pick(to=Kind.REQUEST_HEADERS, destinations=(call.route,)))
     while message := await call.read():
         kind = Kind(message.WhichOneof("request"))
         if kind in (Kind.REQUEST_BODY, Kind.RESPONSE_BODY):
@@ -77,14 +79,14 @@ async def at_the_end(call: Call) -> None:
         parts += 1
         if message.request_body.end_of_stream:
             break
-    await call.write(Pick(Kind.REQUEST_HEADERS, (call.route,)))
+    await call.write(Pick(to=Kind.REQUEST_HEADERS, destinations=(call.route,)))
     await call.write(*(Continue(Kind.REQUEST_BODY) for _ in range(parts)))
     await call.until_end()
 
 
 async def pick(call: Call) -> None:
     """Answer the headers with the pick, all else with nothing."""
-    await call.write(Pick(Kind.REQUEST_HEADERS, (call.route,)))
+    await call.write(Pick(to=Kind.REQUEST_HEADERS, destinations=(call.route,)))
     if (message := await call.read()) and message.HasField("request_body"):
         await call.write(Continue(Kind.REQUEST_BODY))
     await call.until_end()

@@ -10,7 +10,7 @@ import aiohttp
 import envoy_doubles as doubles
 import list_of_one
 import pytest
-from waiting import until
+from waiting import HANG, until
 
 from perilune_gateway.extproc import Transport, new_server
 from perilune_gateway.extproc.h2 import limits
@@ -160,7 +160,7 @@ async def test_gateway_killed_under_load_and_back_after_300_ms(rig, mode, grpc_r
 async def until_ready(rig, envoy, gateways: int) -> None:
     """Wait until Envoy holds so many for ready."""
     url = f"{envoy.admin_url}/stats?filter=cluster.processors.membership_healthy"
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(HANG):
         while True:
             async with rig.http.get(url) as reply:
                 if int((await reply.text()).split(":")[1]) == gateways:

@@ -14,7 +14,6 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from msgspec import structs
-from routing_objects import chosen
 from stack_user import StackUser
 from waiting import until_true
 
@@ -251,7 +250,6 @@ async def test_a_giver_restarted_in_place_gives_again() -> None:
 async def test_idle_sessions_of_a_hot_host_leave_it_with_their_kv() -> None:
     routing = structs.replace(
         ROUTING,
-        policy=chosen("sticky"),  # the default one leaves hot hosts itself
         migration=structs.replace(
             ROUTING.migration, triggers=(spec.MoveTrigger.HOT_HOST,), hot_pending_seconds=0.3
         ),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from pod_stack import Stack, address, begin, pod_stack
+from waiting import HANG
 
 from perilune_api import names
 from perilune_operator.observe import readers
@@ -31,7 +32,7 @@ async def test_a_deleted_engines_sessions_leave_with_their_kv_before_it_ends(tmp
         with stack.talking(sessions):
             await stack.delete(0)
             turns = {s.name: len(s.ids) for s in sessions}
-            async with asyncio.timeout(60):  # turns after its end
+            async with asyncio.timeout(HANG):  # turns after its end
                 while any(len(s.ids) == turns[s.name] for s in sessions):  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
         assert stack.failed == []
@@ -71,7 +72,7 @@ async def test_a_rolling_update_takes_each_session_along_once(tmp_path: Path) ->
 
 async def until_released(stack: Stack) -> int:
     """Mark pods as the operator says until an old engine may leave; return its number."""
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(HANG):
         while True:
             made = await plan(stack)
             for mark in made.marks:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 import pytest
+from waiting import HANG
 
 from perilune_api import pool as spec
 from perilune_lab.processes.stack import EngineOptions, Stack
@@ -31,7 +32,7 @@ class Queue:
         """Add a request, and wait until the engine has it."""
         prompt = " ".join(f"{name}and{i}" for i in range(words))
         self.tasks.append(asyncio.create_task(self._ask(name, prompt, tenant)))
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(HANG):
             while await self._hanging() < len(self.tasks):  # noqa: ASYNC110 - the page has no event
                 await asyncio.sleep(0.02)
 

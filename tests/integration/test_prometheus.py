@@ -18,6 +18,7 @@ from msgspec import structs
 from ports import free_port
 from prometheus_client import CollectorRegistry, start_http_server
 from routing_objects import chosen
+from waiting import HANG
 
 from perilune_api import pool as spec
 from perilune_lab.processes.stack import EngineOptions, Stack
@@ -70,7 +71,7 @@ class Prometheus:
 
     async def series(self, expression: str) -> list[Any]:
         """Wait until the expression has some series; the asking paces itself."""
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(HANG):
             while not (found := (await self.ask("query", query=expression))["result"]):  # noqa: ASYNC110
                 await asyncio.sleep(0.2)
         series: list[Any] = found
@@ -126,7 +127,7 @@ async def drain_host(stack: Stack, http: aiohttp.ClientSession) -> None:
     endpoints = tuple(structs.replace(e, draining=e.address == host) for e in pool.spec.endpoints)
     changed = structs.replace(pool, spec=structs.replace(pool.spec, endpoints=endpoints))
     stack.pool_file.write_bytes(spec.dump(changed))
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(HANG):
         while True:
             async with http.get(stack.admin_url + "/api/moves") as answer:
                 if (await answer.json())["offers"]:
@@ -149,7 +150,7 @@ async def prometheus(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
         )
         try:
             prometheus = Prometheus(f"http://127.0.0.1:{port}", http)
-            async with asyncio.timeout(30.0):
+            async with asyncio.timeout(HANG):
                 while not await _answers(http, f"{prometheus.url}/-/ready"):  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
             await talk(stack, http, 3)
@@ -197,7 +198,7 @@ async def test_an_alert_is_about_series_that_there_are(prometheus: Prometheus, a
 
 
 async def test_prometheus_evaluates_every_alert_without_an_error(prometheus: Prometheus) -> None:
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(HANG):
         while True:
             (group,) = (await prometheus.ask("rules"))["groups"]
             health = {rule["name"]: rule["health"] for rule in group["rules"]}

@@ -11,7 +11,7 @@ from dataclasses import replace
 import aiohttp
 from prefix_user import BLOCK, LONG, User
 from routing_objects import chosen
-from waiting import until_true
+from waiting import HANG, until_true
 
 from perilune_api import pool as spec
 from perilune_lab.processes.stack import EngineOptions, Stack
@@ -67,7 +67,7 @@ async def test_givers_that_are_killed_cost_recomputations_and_no_request() -> No
 
         await until_true(has_fetched)
         user.stack.children["engine-0"].signal(signal.SIGKILL)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG):
             await asyncio.gather(*running)
         assert user.failed == []
         assert (await user.moves())["pulls"]["open"] == 0

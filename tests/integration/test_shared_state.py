@@ -441,7 +441,20 @@ async def test_a_gateway_is_ready_within_ten_seconds_of_its_first_connection_and
             pipe = client.pipeline(transaction=False)
             for n in range(many):
                 name = kept.session(SessionKey("", f"s-{n}"))
-                bound = Bound(now_us, name, endpoint, 3, 8_000, 32_000, 4.0, 500, n, 500, n, 8_000)
+                bound = Bound(
+                    at_us=now_us,
+                    session=name,
+                    host=endpoint,
+                    turns=3,
+                    context_tokens=8_000,
+                    body_bytes=32_000,
+                    bytes_per_token=4.0,
+                    blocks=500,
+                    tail=n,
+                    prompt_blocks=500,
+                    prompt_tail=n,
+                    prompt_tokens=8_000,
+                )
                 pipe.set(b"perilune:1:{default/local}:session:" + name, encode(Batch("script", (bound,))))
             await pipe.execute()
 

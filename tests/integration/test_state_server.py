@@ -141,7 +141,7 @@ async def test_a_stored_turn_is_replaced_by_later_ones_only(tmp_path: Path) -> N
     now_us = 1_700_001_000_000_000
 
     def kept(at_us: int, replica: str = "x", host: str = "h") -> bytes:
-        return encode(Batch(replica, (Bound(at_us, b"n" * 16, host, tail=2**64 - 1),)))
+        return encode(Batch(replica, (Bound(at_us=at_us, session=b"n" * 16, host=host, tail=2**64 - 1),)))
 
     async with server(tmp_path) as port, Redis(port=port) as client:
         replica = HandingReplica("a")

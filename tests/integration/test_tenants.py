@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from running_envoy import Envoy
+from waiting import HANG
 
 from perilune_api import pool as spec
 from perilune_lab.processes.envoy import Mode, config
@@ -37,7 +38,7 @@ class Pool:
 
     async def decision(self) -> dict[str, Any]:
         """Return the latest decision, with its ending."""
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(HANG):
             while True:
                 async with self.http.get(self.stack.admin_url + "/api/decisions?n=1") as answer:
                     (newest,) = (await answer.json())["decisions"]
@@ -48,7 +49,7 @@ class Pool:
 
     async def knows(self, blocks: int) -> None:
         """Wait until the gateway has heard of so many blocks."""
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(HANG):
             while True:
                 async with self.http.get(self.stack.admin_url + "/api/nodes/stats") as answer:
                     nodes = (await answer.json())["nodes"]

@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from running_envoy import Envoy
-from waiting import until
+from waiting import HANG, until
 
 from perilune_api.pool import EndpointSpec, Limits, Metadata, Model, Pool, Routing, Spec, dump
 from perilune_lab.processes import child
@@ -165,7 +165,7 @@ async def scene(folder: Path, mode: Mode, *arguments: str) -> AsyncIterator[Scen
         )
         try:
             assert gateway.stdout is not None
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(HANG):
                 found = re.search(READY, (await gateway.stdout.readline()).decode())
                 assert found
                 admin = f"http://{found[2]}"
@@ -175,7 +175,7 @@ async def scene(folder: Path, mode: Mode, *arguments: str) -> AsyncIterator[Scen
                 yield Scene(envoy.url, admin, engine, http)
         finally:
             gateway.terminate()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(HANG):
                 assert await gateway.wait() == 0
 
 
@@ -254,7 +254,7 @@ async def test_a_collector_that_refuses_keeps_no_request_waiting(tmp_path) -> No
         arguments = ("--traces", f"http://{address}", "--traces-share", "1")
         async with scene(tmp_path, Mode.BUFFERED, *arguments) as found:
             await found.ask()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(HANG):
                 while await found.counted("failed") < 1:  # noqa: ASYNC110 - by HTTP
                     await asyncio.sleep(0.05)
             await found.ask()

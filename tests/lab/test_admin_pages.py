@@ -15,7 +15,12 @@ from perilune_lab.report import Scheduling
 
 def decided(timings_us: dict[str, float]) -> DecisionRecord:
     decision = Decision("10.0.0.1:8000", Reason.COLD)
-    return DecisionRecord(RequestView("r", 0, 10), decision, "ear", timings_us=timings_us)
+    return DecisionRecord(
+        view=RequestView(request_id="r", ordinal=0, prompt_tokens=10),
+        verdict=decision,
+        policy="ear",
+        timings_us=timings_us,
+    )
 
 
 def test_phases_are_means_of_those_that_happened():

@@ -24,15 +24,15 @@ from perilune_lab.explain import main
 
 def decided(ordinal: int, of: str = "s", tokens: int = 1_000) -> DecisionRecord:
     candidates = tuple(
-        row._replace(endpoint=replace(row.endpoint, place=Place("n1"))) for row in fleet(a=40, b=10)
+        structs.replace(row, endpoint=replace(row.endpoint, place=Place("n1"))) for row in fleet(a=40, b=10)
     )
     view = request(ordinal=ordinal, tokens=tokens, of=session("a", id=of))
     verdict = POLICIES["ear"](view, candidates, PolicyParams(), None)  # the host: draws nothing
     return DecisionRecord(
-        view,
-        verdict,
-        "ear",
-        candidates,
+        view=view,
+        verdict=verdict,
+        policy="ear",
+        candidates=candidates,
         excluded={"[::1]:8000": "draining"},
         destinations=("a", "b"),
         cached_tokens=768,
@@ -48,7 +48,10 @@ async def gateway(*records: DecisionRecord):
     for record in records:
         number = decisions.add(record)
         if record.request_id == "r1":
-            decisions.finish(number, Ending(Outcome.COMPLETED, 1.5, "a", 200, cached_tokens=752))
+            decisions.finish(
+                number,
+                Ending(outcome=Outcome.COMPLETED, duration_s=1.5, served="a", status=200, cached_tokens=752),
+            )
     data = PoolData(
         registry=CollectorRegistry(),
         decisions=decisions,
@@ -115,7 +118,9 @@ async def test_a_refusal_is_explained(capsys):
 
 
 async def test_a_refusal_before_any_policy(capsys):
-    refused = DecisionRecord(request(ordinal=4, tokens=0), Refusal(RefuseReason.BAD_JSON, "truncated"), "")
+    refused = DecisionRecord(
+        view=request(ordinal=4, tokens=0), verdict=Refusal(RefuseReason.BAD_JSON, "truncated"), policy=""
+    )
     async with gateway(refused) as url:
         assert await explain("r4", "--gateway", url) == 0
         out = capsys.readouterr().out
@@ -126,7 +131,9 @@ async def test_a_refusal_before_any_policy(capsys):
 
 
 async def test_a_pass_through_has_no_candidates(capsys):
-    passed = DecisionRecord(request(ordinal=3, tokens=0), Decision("a", Reason.PASS_THROUGH), "")
+    passed = DecisionRecord(
+        view=request(ordinal=3, tokens=0), verdict=Decision("a", Reason.PASS_THROUGH), policy=""
+    )
     async with gateway(passed) as url:
         assert await explain("r3", "--gateway", url) == 0
     assert "any ready endpoint may take it" in capsys.readouterr().out

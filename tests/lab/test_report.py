@@ -175,7 +175,9 @@ def test_migrations_come_from_the_gateways_reasons(
 
 def test_migrations_are_counted_with_their_rates():
     found = run(result("a", 0), result("a", 1, at=27.0, reason="moved"))
-    assert found.migrations == Migrations(1, 2.0, 0.5, accuracy=UNSET, thrash_rate=0.0)
+    assert found.migrations == Migrations(
+        total=1, per_minute=2.0, per_request=0.5, accuracy=UNSET, thrash_rate=0.0
+    )
     assert run(result(reason="")).migrations is UNSET
 
 

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from routing_objects import chosen
 from run_processes import processes
+from waiting import HANG
 
 from perilune_api import pool as spec
 from perilune_lab.processes import envoy
@@ -279,12 +280,12 @@ async def test_children_die_with_a_killed_parent(run, parts, tmp_path):
     parent = await asyncio.create_subprocess_exec(
         sys.executable, "-c", PARENT, str(tmp_path / "part.py"), stdout=asyncio.subprocess.PIPE
     )
-    line = await asyncio.wait_for(parent.stdout.readline(), 30)
+    line = await asyncio.wait_for(parent.stdout.readline(), HANG)
     _, *addresses = line.decode().split()
     assert len(processes(run)) == 5
     parent.kill()
     await parent.wait()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG):
         while processes(run):  # noqa: ASYNC110 - the kernel sets no event
             await asyncio.sleep(0.01)
     assert not any(map(listening, addresses))

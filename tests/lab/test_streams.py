@@ -90,6 +90,18 @@ def test_garbage_is_an_error_and_not_an_exception():
     assert answer.error.startswith("an event is not what OpenAI's API says: Expected `array`")
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        pytest.param(b'{"choices":[{"text":"\xff"}]}', id="no UTF-8"),
+        pytest.param(b'{"a":' + b"[" * 5_000 + b"]" * 5_000 + b"}", id="nested deeply"),
+    ],
+)
+def test_an_event_that_cannot_be_read_is_an_error(event: bytes):
+    answer = streams.read([(0.0, b"data: " + event + b"\n\n")])
+    assert answer.error.startswith("an event is not what OpenAI's API says")
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_are_read_without_an_exception(data: bytes):
     streams.read([(0.0, b"data: " + data + b"\n\n")])

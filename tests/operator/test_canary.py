@@ -14,7 +14,7 @@ from perilune_api.inference_pool.status import StatusCondition
 from perilune_api.pool import Pool, parse
 from perilune_api.trial import Arm, State, Sums, trial_of
 from perilune_operator import status
-from perilune_operator.observe.facts import GatewayStats, Missing, Observed
+from perilune_operator.observe.facts import GatewayStats, Missing, Observed, PodFacts
 from perilune_operator.observe.gateway_pages import canary_sums
 from perilune_operator.plan import Plan
 
@@ -37,9 +37,12 @@ def told(slower: float, requests: int = 400, routing: Object = ROUTING, fails: b
     return sums
 
 
-def planned(*sums: Sums, routing: Object = ROUTING, before: Object | None = None) -> Plan:
+def planned(
+    *sums: Sums, routing: Object = ROUTING, before: Object | None = None, pods: tuple[PodFacts, ...] = ()
+) -> Plan:
     gateway = GatewayStats(sessions=0, hit_ratio=None, canaries=sums)
-    return made(spec(routing), Observed(uid="u", generation=1, status=before or {}, gateway=gateway))
+    observed = Observed(uid="u", generation=1, status=before or {}, gateway=gateway, pods=pods)
+    return made(spec(routing), observed)
 
 
 def document(plan: Plan) -> Pool:
@@ -107,6 +110,36 @@ def test_a_verdict_stays_whatever_is_reported_afterwards(slower: float) -> None:
     assert not status.changed(stored(first), later.status)
 
 
+def gateways(*restarts: int) -> tuple[PodFacts, ...]:
+    return tuple(
+        PodFacts(
+            name=f"g{i}",
+            component="gateway",
+            role="",
+            node="n",
+            ready=True,
+            terminating=False,
+            restarts=number,
+        )
+        for i, number in enumerate(restarts)
+    )
+
+
+def test_one_under_which_gateways_die_is_rolled_back() -> None:
+    """Restarts before it began do not count, and fewer pods than then do not count as fewer restarts."""
+    first = planned(pods=gateways(5, 1))
+    assert first.status.canary is not None
+    again = planned(pods=gateways(5, 3), before=stored(first))
+    assert condition(again).status == "Unknown"
+    over = planned(pods=gateways(6, 3), before=stored(again))
+    assert (condition(over).status, condition(over).reason) == ("False", "GatewaysRestarted")
+    assert document(over).spec.routing.canary is None
+    assert condition(planned(before=stored(over))).reason == "GatewaysRestarted"
+    rolled_out = planned(pods=gateways(0, 0), before=stored(first))
+    assert condition(planned(pods=gateways(2, 0), before=stored(rolled_out))).status == "Unknown"
+    assert condition(planned(pods=gateways(2, 1), before=stored(rolled_out))).status == "False"
+
+
 def test_another_share_is_another_comparison() -> None:
     first = planned(told(slower=3.0))
     changed = {"canary": {**ROUTING["canary"], "share": 0.5}}
@@ -151,6 +184,7 @@ def test_a_gateway_s_sums_are_read_as_they_are_reported() -> None:
         pytest.param("<html>", id="another page"),
         pytest.param('{"p": {"trial": "t", "arms": {"pool": [], "canary": []}}}', id="another shape"),
         pytest.param('{"p": {"trial": "t", "arms": {}}}', id="no arms"),
+        pytest.param('{"p": ' + "[" * 5_000 + "]" * 5_000 + "}", id="nested deeply"),
         pytest.param(Missing.REFUSED, id="an older gateway"),
     ],
 )

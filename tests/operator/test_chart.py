@@ -200,6 +200,21 @@ def test_the_operator_is_scraped_where_prometheus_operator_is(
     assert wanted.items() <= pods.items()
 
 
+def test_an_uninstalled_chart_leaves_nothing_that_waits_for_it(
+    template: Callable[..., dict[str, Any]],
+) -> None:
+    """No finalizer, no webhook that the API server asks, no hook of Helm's; nor may the operator set any."""
+    crd = fast_yaml.load((CHART / "crds/inferencepools.perilune.dev.yaml").read_text())
+    assert crd["spec"].get("conversion", {}).get("strategy", "None") == "None"
+    charted = template("extensionServer.enabled=true", apis="monitoring.coreos.com/v1").values()
+    for obj in (crd, *charted):
+        assert "finalizers" not in obj["metadata"]
+        assert not [name for name in obj["metadata"].get("annotations") or () if name.startswith("helm.sh")]
+        assert not obj["kind"].endswith(("WebhookConfiguration", "APIService"))
+    for rule in [*RULES, *CLUSTER_RULES]:
+        assert not any(resource.endswith("/finalizers") for resource in rule["resources"])
+
+
 def test_the_operators_own_user_can_be_left_to_the_platform(template: Callable[..., dict[str, Any]]) -> None:
     for value, user, told in (("false", 65532, False), ("true", None, True)):
         made = template(f"platformUser={value}")["Deployment/perilune-operator"]["spec"]["template"]["spec"]

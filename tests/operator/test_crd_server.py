@@ -64,6 +64,7 @@ async def test_a_pool_of_selected_engines_needs_no_model(client: Client, namespa
             "sticky: the endpoint that served the session first, always.",
             id="every policy",
         ),
+        pytest.param("spec.routing.policy.outside", "outside <map[string]Object>", id="free form"),
         pytest.param("spec.topology.placement", "pack: engines go into as few domains", id="list"),
         pytest.param("status.conditions", "RFC 3339", id="status"),
     ],
@@ -151,7 +152,7 @@ BAD: list[Any] = [
     ),
     pytest.param(
         {"routing": {"policy": {"name": "fastest"}}},
-        "unknown policy; a policy of a package needs its block, which may be empty: outside: {NAME: {}}",
+        'spec.routing.policy.name: Unsupported value: "fastest"',
         id="policy",
     ),
     pytest.param(

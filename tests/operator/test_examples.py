@@ -93,5 +93,8 @@ def test_a_policy_of_ones_own_is_on_the_path_of_the_gateways_python() -> None:
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     wheel = Path(variables["PYTHONPATH"])
     assert wheel.suffix == ".whl"
-    assert volumes[mounts[str(wheel.parent)]]["configMap"] == {"name": "least-busy-policy"}
+    assert volumes[mounts[str(wheel.parent)]]["emptyDir"] == {}
+    (copies,) = pod["initContainers"]
+    assert copies["command"] == ["cp", f"/{wheel.name}", f"{wheel.parent}/"]
+    assert [mount["mountPath"] for mount in copies["volumeMounts"]] == [str(wheel.parent)]
     assert {"POD_NAME"} <= variables.keys()

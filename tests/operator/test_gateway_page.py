@@ -45,7 +45,11 @@ def page(
     if prompts:
         decided = Decision("a", Reason.HOST)
         view = request(tokens=1_000, of=session("a"))
-        metrics.decided(DecisionRecord(view, decided, "ear", (candidate("a"),), cached_tokens=800))
+        metrics.decided(
+            DecisionRecord(
+                view=view, verdict=decided, policy="ear", candidates=(candidate("a"),), cached_tokens=800
+            )
+        )
         metrics.ended("a", Outcome.COMPLETED)
     return generate_latest(metrics.registry).decode()
 
@@ -53,7 +57,7 @@ def page(
 def sharing(*, routed: int, others: int) -> str:
     """Return the page of a gateway that shares its state with another one."""
     metrics = Metrics(CollectorRegistry(), lambda: 0.0)
-    shared = SharedStats("redis://state", connected=True, peers=1, sessions=others)
+    shared = SharedStats(server="redis://state", connected=True, peers=1, sessions=others)
     metrics.mirror(lambda: Snapshot(endpoints=(), sessions_bound=routed, shared=shared))
     return generate_latest(metrics.registry).decode()
 
@@ -175,10 +179,10 @@ def test_a_metric_to_scale_by_does_not_grow_with_the_gateways(gateways: int, *, 
     for _ in range(gateways):
         known_s = 12.0 if shared else 12.0 / gateways
         stats = EndpointStats(endpoint=Endpoint(address="a"), load=Load(pending_prefill_s=known_s))
-        state = SharedStats("redis://state", connected=True, peers=gateways - 1) if shared else None
+        state = SharedStats(server="redis://state", connected=True, peers=gateways - 1) if shared else None
         metrics = Metrics(CollectorRegistry(), lambda: 0.0)
         metrics.mirror(lambda stats=stats, state=state: Snapshot(endpoints=(stats,), shared=state))
-        total += metrics.registry.get_sample_value(Scaling(1, 2).metric) or 0.0
+        total += metrics.registry.get_sample_value(Scaling(min_replicas=1, max_replicas=2).metric) or 0.0
     assert total == pytest.approx(12.0)
 
 

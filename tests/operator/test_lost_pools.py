@@ -1,4 +1,4 @@
-"""A pool whose deletion no watch has reported: each round asks the API server for its pool first."""
+"""The reconciler's tasks of one pool: one whose deletion no watch has reported, and readings that fail."""
 
 import asyncio
 import time
@@ -7,10 +7,12 @@ from math import inf
 from typing import Any
 
 import pytest
+import virtual_time
 from prometheus_client import CollectorRegistry
 from waiting import until
 
 from perilune_operator.metrics import Metrics
+from perilune_operator.observe.gateway_pages import FIRST_READ_S, GatewayPages
 from perilune_operator.reconcile import Reconciler
 from perilune_operator.render.objects import Defaults
 
@@ -73,6 +75,29 @@ async def test_a_pool_that_exists_is_carried_out() -> None:
     finally:
         watches.cancel()
         await reconciler.close()
+
+
+def test_the_gateways_are_read_again_after_a_reading_that_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    readings = 0
+
+    async def read(*_: object, **__: object) -> None:
+        nonlocal readings
+        readings += 1
+        raise RecursionError("a page like no other")
+
+    monkeypatch.setattr(GatewayPages, "read", read)
+
+    async def scenario() -> None:
+        reconciler = made(Server(pool("first")), CollectorRegistry())
+        reconciler.pool_seen(pool("first"))
+        await asyncio.sleep(4 * FIRST_READ_S)
+        await reconciler.close()
+
+    virtual_time.run(scenario)
+    assert readings >= 4
+    assert caplog.text.count("reading gateways failed by a defect pool=ns/p") == readings
 
 
 def made(server: Any, registry: CollectorRegistry) -> Reconciler:

@@ -139,7 +139,7 @@ def test_the_gateway_takes_the_arguments_that_are_rendered_for_it() -> None:
     )
     args = pod["containers"][0]["args"]
     read = arguments(args)
-    assert (read.kubernetes, read.listen, read.admin) == ([("ns", "p")], "0.0.0.0:9002", "0.0.0.0:9003")
+    assert (read.kubernetes, read.listen, read.admin) == (("ns", "p"), "0.0.0.0:9002", "0.0.0.0:9003")
     assert (read.transport, str(read.decision_log)) == ("grpc", "/data/d")
     assert (read.traces, read.traces_share) == ("http://[fd00::1]:4318", 0.25)
     others = {"--transport", "--decision-log", "--traces", "--traces-share"}

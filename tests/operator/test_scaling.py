@@ -312,9 +312,10 @@ def test_a_pool_follows_its_load_up_and_down_while_endpoints_take_time_to_start(
     assert len(pool.changes) <= (6 if most == 6 else 8)
 
 
+@pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize(("most", "rate"), [(6, 2.5), (6, 3.2), (16, 6.0), (16, 9.0)])
-def test_a_constant_load_changes_nothing_once_it_is_served(most: int, rate: float) -> None:
-    pool = SimulatedPool(structs.replace(QUEUE, max_replicas=most, up_seconds=30, down_seconds=300), 1)
+def test_a_constant_load_changes_nothing_once_it_is_served(most: int, rate: float, seed: int) -> None:
+    pool = SimulatedPool(structs.replace(QUEUE, max_replicas=most, up_seconds=30, down_seconds=300), seed)
     pool.run(10, rate)
     changes = list(pool.changes)
     pool.run(50, rate)

@@ -13,7 +13,8 @@ from api_server import ROOT, ApiServer, new_namespace, program, until
 from operator_process import Operator
 from pool_objects import becomes, condition, config_maps, deployments, merge, pool, pools
 
-from perilune_api.kube import Client
+from perilune_api.inference_pool.checks import convert
+from perilune_api.kube import APPLY, ApiError, Client
 from perilune_api.pool import parse
 
 Object = dict[str, Any]
@@ -120,6 +121,55 @@ async def other_crd(own_server: ApiServer) -> AsyncIterator[Client]:
     made = Client(own_server.access)
     yield made
     await made.close()
+
+
+def crd_of_0_1_0() -> Object:
+    """Ours, with the policy as the text that it was, which its default writes into every pool."""
+    crd: Object = fast_yaml.load((ROOT / "crds/inferencepools.perilune.dev.yaml").read_text())
+    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
+    routing = schema["spec"]["properties"]["routing"]
+    routing["properties"]["policy"] = {"type": "string", "default": "ear"}
+    routing["default"]["policy"] = "ear"
+    return crd
+
+
+async def replace_crd(client: Client, crd: Object, *, takes: Object) -> None:
+    """Give the API server this CRD, and wait until it takes a pool with this policy."""
+    kept = await client.request("GET", CRD)
+    await client.request("PUT", CRD, {**copy.deepcopy(crd), "metadata": kept["metadata"]})
+
+    async def made() -> Object:
+        body, dry = pool("probe", routing={"policy": takes}), {"dryRun": "All"}
+        return await client.request("POST", pools("default"), body, params=dry)
+
+    await until(made, lambda found: found["spec"]["routing"]["policy"] == takes)
+
+
+async def test_a_pool_that_0_1_0_stored_can_be_changed(other_crd: Client) -> None:
+    """Its policy is a text, which today's CRD takes only where it is already."""
+    client, ours = other_crd, fast_yaml.load((ROOT / "crds/inferencepools.perilune.dev.yaml").read_text())
+    await replace_crd(client, crd_of_0_1_0(), takes="sticky")
+    namespace = await new_namespace(client)
+    await client.request("POST", pools(namespace), pool())
+    await replace_crd(client, ours, takes={"name": "sticky"})
+    where = pools(namespace, "/p")
+    await merge(client, where, {"metadata": {"finalizers": ["example.com/kept"]}})
+    await merge(client, where, {"metadata": {"finalizers": None}, "spec": {"engine": {"startupSeconds": 9}}})
+    await merge(client, f"{where}/status", {"status": {"ready": "0/1"}})
+    await merge(client, f"{where}/scale", {"spec": {"replicas": 3}})
+    found = await client.request("GET", where)
+    assert (found["spec"]["replicas"], found["spec"]["routing"]["policy"]) == (3, "ear")
+    assert convert(found["spec"]).routing.policy.name == "ear"
+    whole = {"apiVersion": found["apiVersion"], "kind": found["kind"], "metadata": {"name": "p"}}
+    applied, by = {**whole, "spec": {"replicas": 2}}, {"fieldManager": "someone", "force": "true"}
+    with pytest.raises(ApiError, match="expected map"):  # as docs/operations.md says
+        await client.request("PATCH", where, applied, content_type=APPLY, params=by)
+    with pytest.raises(ApiError, match="policy"):
+        await merge(client, where, {"spec": {"routing": {"policy": "sticky"}}})
+    with pytest.raises(ApiError, match="Unsupported value"):
+        await merge(client, where, {"spec": {"routing": {"policy": {"name": "fastest"}}}})
+    await merge(client, where, {"spec": {"routing": {"policy": {"name": "sticky"}}}})
+    await client.request("PATCH", where, applied, content_type=APPLY, params=by)
 
 
 @pytest.mark.heavy

@@ -125,7 +125,10 @@ class ScriptedRouter:
         destinations = tuple(head.headers.get(ROUTE, "").split(","))
         priority = int(head.headers[PRIORITY]) if PRIORITY in head.headers else None
         return Routed(
-            *(ticket, destinations, f"request-{ticket}", f"{destinations[0]}; scripted"),
+            ticket=ticket,
+            destinations=destinations,
+            request_id=f"request-{ticket}",
+            decision_header=f"{destinations[0]}; scripted",
             fields=EngineFields(priority),
         )
 

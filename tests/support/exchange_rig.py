@@ -12,12 +12,12 @@ from perilune_gateway.routing.new_sessions import Queued
 from perilune_gateway.routing.router import Encode
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
-ROUTED = Routed(7, (A, B), "request-7")
+ROUTED = Routed(ticket=7, destinations=(A, B), request_id="request-7")
 REFUSAL = Refusal(RefuseReason.OVERLOADED, "later", 2.0)
 BUFFERED, DUPLEX = BodyMode.BUFFERED, BodyMode.FULL_DUPLEX_STREAMED
 LIMIT_BYTES = 1000
 WHOLE = Body(Kind.REQUEST_BODY, b"abc")
-TOKENS_3 = Tokens(3, TokenSource.LOCAL)
+TOKENS_3 = Tokens(count=3, source=TokenSource.LOCAL)
 
 
 def encode_of(body_bytes: int = 3) -> Encode:
@@ -30,7 +30,7 @@ def queued(ticket: int = 5) -> Queued:
 
 def head(has_body: bool = True, **headers: str) -> RequestHead:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return RequestHead("POST", "/v1/x", named, has_body=has_body)
+    return RequestHead(method="POST", path="/v1/x", headers=named, has_body=has_body)
 
 
 def request(mode: BodyMode = BUFFERED, response: BodyMode = BodyMode.NONE, **fields) -> RequestHeaders:
@@ -111,7 +111,7 @@ def converse(router: FakeRouter, *events, **options) -> tuple[list, Exchange]:
 
 ON_HEADERS = {"on_headers_": ROUTED}
 WAITS = {"on_body_": encode_of()}
-OK = ResponseHeaders(200, "application/json", A)
+OK = ResponseHeaders(status=200, content_type="application/json", served=A)
 
 
 def part(text: bytes, end: bool = False) -> Body:

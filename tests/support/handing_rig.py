@@ -57,7 +57,12 @@ class Handing(Rig):
         it had the first `after` tokens before."""
         whole = list(ids[: len(ids) // block * block])
         chain, known = block_hashes.chain(whole, block, 0), after // block
-        event = BlockStored(chain[known:], chain[known - 1] if known else None, whole[after:], block)
+        event = BlockStored(
+            block_hashes=chain[known:],
+            parent_block_hash=chain[known - 1] if known else None,
+            token_ids=whole[after:],
+            block_size=block,
+        )
         self.sink.batch(address, 0, Batch(0.0, [event]), 0.0)
 
     def send(self, session: str, ids: Sequence[int], **body: object) -> Routed:

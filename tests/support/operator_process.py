@@ -15,6 +15,7 @@ import aiohttp
 import forked
 from forked import Forked
 from ports import free_port
+from waiting import HANG
 
 LEASE_S = 3
 MODULE = "perilune_operator.main"
@@ -60,7 +61,7 @@ class Operator:
     def stop(self, number: int = signal.SIGTERM) -> int:
         if self.process.poll() is None:
             self.process.send_signal(number)
-        return self.process.wait(20)
+        return self.process.wait(HANG)
 
     async def text(self) -> str:
         """Its metrics."""

@@ -17,6 +17,7 @@ import aiohttp
 import yaml
 from aiohttp import web
 from running_envoy import Envoy
+from waiting import HANG
 
 from perilune_api import names
 from perilune_api.pool import Engine, Metadata, Model, Pool, Spec, dump
@@ -181,7 +182,7 @@ class Stack:
 
     async def hands_over(self, number: int) -> None:
         """Wait until so many engines can."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG):
             while len((await self.page("/api/moves"))["connectors"]) < number:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 

@@ -14,7 +14,9 @@ def in_flight(ticket: int = 1, target: str = "a", *, at: float = 0.0, **fields: 
 
 
 def decided(request: InFlight) -> Decided:
-    view = RequestView("r", request.ticket, request.prompt_tokens, Phase.BODY)
+    view = RequestView(
+        request_id="r", ordinal=request.ticket, prompt_tokens=request.prompt_tokens, phase=Phase.BODY
+    )
     return Decided(request, view, Decision(request.target, Reason.LOWEST_COST), (), request.started_at)
 
 
@@ -24,4 +26,11 @@ def answered(request: InFlight, status: int = 200, at: float = 0.0) -> Answered:
 
 
 def ended(request: InFlight, at: float = 9.0, *, well: bool = True, wrong: Cause | None = None) -> Ended:
-    return Ended(request, at, Ending(Outcome.COMPLETED, at), well, True, wrong)
+    return Ended(
+        request=request,
+        now=at,
+        ending=Ending(outcome=Outcome.COMPLETED, duration_s=at),
+        answered=well,
+        is_there=True,
+        wrong=wrong,
+    )

@@ -7,7 +7,7 @@ rig.finish(routed)
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -20,7 +20,7 @@ from perilune_gateway.model.applied import Applied
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.recorder import Recorder
-from perilune_gateway.observe.spans import Spans
+from perilune_gateway.observe.spans import Span
 from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.request.tokens import Tokenizer
 from perilune_gateway.routing.new_router import new_router
@@ -65,7 +65,7 @@ class Rig:
         parity: ParityCheck | None = None,
         conformance: bool = False,
         seed: int = 0,
-        spans: Spans | None = None,
+        send_span: Callable[[Span], None] | None = None,
         sharing: Sharing | None = None,
         listeners: Sequence[object] = (),
         trial: Trial | None = None,
@@ -83,7 +83,7 @@ class Rig:
             document,
             self.state,
             tokenizer or Tokenizer(spec.model),
-            (Recorder(self.metrics, self.decisions, spans=spans), *listeners),
+            (Recorder(self.metrics, self.decisions, send_span=send_span), *listeners),
             clock=lambda: self.now,
             rng=Random(seed),
             conformance=conformance,
@@ -120,7 +120,9 @@ class Rig:
         chain = blocks.chain(list(ids), self.block_size, 0)
         parent = chain[after - 1] if after else 0
         self.state.index.stored(address, tier, chain[after:], self.now)
-        self.router.on_applied(Applied(address, tier, parent, tuple(chain[after:])))
+        self.router.on_applied(
+            Applied(endpoint=address, tier=tier, parent=parent, stored=tuple(chain[after:]))
+        )
 
     def queue(self, address: str, seconds: float, tokens: int = 9_999) -> None:
         """Queue so much prefill of somebody else's at the endpoint."""

@@ -44,11 +44,11 @@ from the host's memory, 0.5 ms from the store, 0.2 ms over a link of 5 MB/s."""
 def head(path: str = "/v1/chat/completions", /, *, has_body: bool = True, **headers: str) -> RequestHead:
     """`head(x_session_id="a")`: underscores in names become dashes."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return RequestHead("POST" if has_body else "GET", path, named, has_body=has_body)
+    return RequestHead(method="POST" if has_body else "GET", path=path, headers=named, has_body=has_body)
 
 
 def session(host: str = "", *, moved_s_ago: float = float("inf"), id: str = "s") -> SessionView:
-    return SessionView(id, host, moved_s_ago)
+    return SessionView(session_id=id, host=host, seconds_since_move=moved_s_ago)
 
 
 def request(
@@ -63,11 +63,11 @@ def request(
     level: int = 0,
 ) -> RequestView:
     return RequestView(
-        f"r{ordinal}",
-        ordinal,
-        tokens,
-        phase,
-        of,
+        request_id=f"r{ordinal}",
+        ordinal=ordinal,
+        prompt_tokens=tokens,
+        phase=phase,
+        session=of,
         level=level,
         slo_ttft_s=slo_ttft_s,
         slo_tpot_s=slo_tpot_s,
@@ -78,7 +78,7 @@ def request(
 def prefix(*, score: float = 0.0, pullable: bool = True, **held: int) -> Prefix:
     """`prefix(a=512, b=128)`: who holds how many tokens, most first."""
     locations = sorted((Location(address, tokens) for address, tokens in held.items()), key=lambda x: -x[1])
-    return Prefix(tuple(locations), frequency_score=score, pullable=pullable)
+    return Prefix(locations=tuple(locations), frequency_score=score, pullable=pullable)
 
 
 def link(level: Level = Level.RACK, bytes_per_s: float = 9.7e9, slowdown: float = 1.0) -> Link:
@@ -119,9 +119,9 @@ def candidate(
     """Return a candidate. `cached`, `host`, `stored`: tokens that the device, then also the host, then also
     the store holds."""
     load = Load(
-        pending,
-        pending_s,
-        in_flight,
+        pending_prefill_tokens=pending,
+        pending_prefill_s=pending_s,
+        in_flight=in_flight,
         waiting=waiting,
         kv_usage=kv_usage,
         kv_free_tokens=kv_free,
@@ -131,9 +131,9 @@ def candidate(
     )
     host = max(host, cached)
     return Candidate(
-        Endpoint(address=address, place=place, draining=draining, superseded=superseded),
-        load,
-        Overlap(cached, host, max(stored, host)),
+        endpoint=Endpoint(address=address, place=place, draining=draining, superseded=superseded),
+        load=load,
+        overlap=Overlap(cached, host, max(stored, host)),
         links=links or {},
         engine=engine,
         decode_s=decode_s,

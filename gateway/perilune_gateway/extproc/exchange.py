@@ -247,7 +247,7 @@ allowed. `fail` leads from every state except CLOSED to REFUSED, `closed` from e
 UNSUPPORTED = frozenset({BodyMode.STREAMED, BodyMode.BUFFERED_PARTIAL, BodyMode.GRPC})
 
 
-NO_HEAD = RequestHead("", "", {})
+NO_HEAD = RequestHead(method="", path="", headers={})
 KEEP_BODY, SEND_BODY = Override(BodyMode.NONE), Override(BodyMode.BUFFERED)
 SEND_ANSWER = Override(BodyMode.BUFFERED, BodyMode.BUFFERED)
 ASK_BODY = Send(Continue(Kind.REQUEST_HEADERS, override=SEND_BODY))
@@ -529,11 +529,11 @@ class Exchange:
         )
         if not self._duplex:
             if self.state is State.START or not self._head.has_body:
-                return [Send(pick(Kind.REQUEST_HEADERS, override=KEEP_BODY))]
+                return [Send(pick(to=Kind.REQUEST_HEADERS, override=KEEP_BODY))]
             if changed is None and self._decoded:
                 changed = body
-            return [Send(pick(Kind.REQUEST_BODY, body=changed))]
-        effects: list[Effect] = [Send(pick(Kind.REQUEST_HEADERS))]
+            return [Send(pick(to=Kind.REQUEST_BODY, body=changed))]
+        effects: list[Effect] = [Send(pick(to=Kind.REQUEST_HEADERS))]
         if self.state is not State.START and self._head.has_body:
             whole = body if changed is None else changed
             effects += _echo(Kind.REQUEST_BODY, whole, end_of_stream=not self._trailers)

@@ -41,7 +41,7 @@ class RequestHeaders(Struct, frozen=True, gc=False):
     response_mode: BodyMode = BodyMode.NONE
 
 
-class ResponseHeaders(Struct, frozen=True, gc=False):
+class ResponseHeaders(Struct, frozen=True, gc=False, kw_only=True):
     kind: ClassVar[Kind] = Kind.RESPONSE_HEADERS
     status: int
     content_type: str = ""
@@ -88,7 +88,7 @@ class Continue(Struct, frozen=True, gc=False):
     override: Override | None = None
 
 
-class Pick(Struct, frozen=True, gc=False):
+class Pick(Struct, frozen=True, gc=False, kw_only=True):
     """Routes the request to these endpoints, tried in this order. Answers the request's headers or its
     buffered body."""
 

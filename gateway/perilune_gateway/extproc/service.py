@@ -86,6 +86,10 @@ class Service:
         """Take in a further pool."""
         self._pools[pool.router] = pool
 
+    def remove(self, pool: Waiting) -> None:
+        """Forget a pool that has no request any more."""
+        self._pools.pop(pool.router, None)
+
     def of(self, router: Router) -> Waiting:
         """Return what the requests of this router's pool wait for."""
         return self._pools[router]

@@ -84,7 +84,7 @@ class Waiting:
             self.late_tokens += 1
             log.warning("late_tokens body_bytes=%d", encode.body_bytes)
             count = max(1, round(encode.body_bytes / self._bytes_per_token))
-            return Tokens(count, TokenSource.ESTIMATE)
+            return Tokens(count=count, source=TokenSource.ESTIMATE)
 
     async def attachment(self, hold: Hold) -> Attachment | Fetched | None:
         """Have the prompt prefilled elsewhere, or its KV fetched. Returns None if the target prefills the

@@ -130,7 +130,9 @@ def by_protobuf(raw: bytes) -> Inbound:
 
 def _request_headers(headers: dict[str, str], end_of_stream: bool, context: _Context) -> RequestHeaders:
     method, path = headers.get(":method", ""), headers.get(":path", "")
-    head = RequestHead(method, path, headers, context.subset, not end_of_stream)
+    head = RequestHead(
+        method=method, path=path, headers=headers, subset=context.subset, has_body=not end_of_stream
+    )
     return RequestHeaders(head, *(_modes(context.modes) or (BodyMode.BUFFERED, BodyMode.NONE)))
 
 
@@ -140,7 +142,14 @@ def _response_headers(headers: dict[str, str], end_of_stream: bool, context: _Co
         raise ProtocolError(f"response status {status!r}")
     modes = _modes(context.modes)
     mode = modes[1] if modes else None
-    return ResponseHeaders(int(status), content_type, context.served, end_of_stream, mode, context.reset)
+    return ResponseHeaders(
+        status=int(status),
+        content_type=content_type,
+        served=context.served,
+        end_of_stream=end_of_stream,
+        response_mode=mode,
+        reset=context.reset,
+    )
 
 
 @lru_cache
@@ -235,24 +244,24 @@ def _encode(outbound: Outbound) -> bytes:
         case Continue(to, headers, override):
             _answer(message, to, headers)
             _override(message, override)
-        case Pick(to, destinations, override, body, rank, authorization, headers, was_decoded):
-            value = ",".join(destinations)
-            changed = [(DESTINATION_HEADER, value), *headers]
-            if rank is not None:
-                changed.append((DATA_PARALLEL_RANK_HEADER, str(rank)))
-            if authorization:
-                changed.append((AUTHORIZATION_HEADER, authorization))
+        case Pick(body=body) as pick:
+            value = ",".join(pick.destinations)
+            changed = [(DESTINATION_HEADER, value), *pick.headers]
+            if pick.rank is not None:
+                changed.append((DATA_PARALLEL_RANK_HEADER, str(pick.rank)))
+            if pick.authorization:
+                changed.append((AUTHORIZATION_HEADER, pick.authorization))
             if body is not None:  # Envoy refuses a new body of another length than the header has
                 changed.append(("content-length", str(len(body))))
-            common = _answer(message, to, changed)
-            if was_decoded:
+            common = _answer(message, pick.to, changed)
+            if pick.decoded:
                 common.header_mutation.remove_headers.append("content-encoding")
             ours = {name for name, _ in changed}
             common.header_mutation.remove_headers.extend(n for n in INTERNAL_HEADERS if n not in ours)
             common.clear_route_cache = True
             metadata = message.dynamic_metadata.fields[DESTINATION_NAMESPACE].struct_value
             metadata.fields[DESTINATION_HEADER].string_value = value
-            _override(message, override)
+            _override(message, pick.override)
             if body is not None:
                 common.body_mutation.body = body
         case Echo(to, chunk, end_of_stream):

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 import aiohttp
 import msgspec
 
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_gateway.feeds import pages
 from perilune_gateway.model import Endpoint, rank_of
 from perilune_gateway.state.connectors import Connector, Connectors
@@ -43,8 +44,8 @@ _page = msgspec.json.Decoder(dict[str, _Rank])
 
 
 def parse(page: bytes, rank: int | None = None) -> Connector:
-    """Read what a page says of a data-parallel rank, or with `rank` None of all. Raises msgspec.DecodeError
-    for a page of another shape, ValueError if a rank or a worker of one is missing."""
+    """Read what a page says of a data-parallel rank, or with `rank` None of all. Raises one of
+    UNREADABLE for a page of another shape, ValueError if a rank or a worker of one is missing."""
     ranks = {int(number): said for number, said in _page.decode(page).items()}
     workers = max((len(said.worker_addr) for said in ranks.values()), default=0)
     asked = range(max(ranks, default=0) + 1) if rank is None else (rank,)
@@ -64,7 +65,7 @@ async def ask(http: aiohttp.ClientSession, bootstrap: str, rank: int | None = No
             if answer.status != 200:
                 return None
             return parse(await pages.read(answer, MAX_BYTES), rank)
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError, msgspec.DecodeError):
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, *UNREADABLE):
         return None
 
 

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_api.pool import EndpointSpec
 from perilune_gateway.feeds import engine_metrics, pages
 from perilune_gateway.model.engine_facts import EngineFacts, ServedModel
@@ -69,19 +70,19 @@ class _Version(msgspec.Struct):
 
 
 def read_models(page: bytes) -> tuple[ServedModel, ...]:
-    """Read /v1/models. Raises msgspec.DecodeError for a page of another shape."""
+    """Read /v1/models. Raises one of UNREADABLE for a page of another shape."""
     told = msgspec.json.decode(page, type=_Models).data[:MOST_MODELS]
     return tuple(ServedModel(m.id, m.parent or "", m.root or "", max(0, m.max_model_len or 0)) for m in told)
 
 
 def read_version(page: bytes) -> str:
-    """Read /version. Raises msgspec.DecodeError."""
+    """Read /version. Raises one of UNREADABLE."""
     return msgspec.json.decode(page, type=_Version).version[:64]
 
 
 def read_sources(page: bytes) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Read /kv_event_sources: (events, replay), by rank; replay is empty unless every rank has one. Raises
-    msgspec.DecodeError."""
+    one of UNREADABLE."""
     told = [s for s in msgspec.json.decode(page, type=_Sources).sources[:MOST_SOURCES] if s.endpoint]
     events = tuple(s.endpoint or "" for s in told)
     replay = tuple(s.replay_endpoint for s in told if s.replay_endpoint)
@@ -95,7 +96,7 @@ _CONNECTORS = {b"vllm:nixl_": "NIXL", b"vllm:mooncake_": "Mooncake"}
 
 
 def read_config(page: bytes) -> EngineFacts:
-    """Read what /metrics tells of the engine's settings; nothing else is filled in."""
+    """Read what /metrics says about the engine's settings; nothing else is filled in."""
     metrics = engine_metrics.parse(page)
     found = _CONFIG.search(page)
     labels = dict(_LABEL.findall(found[1])) if found else {}
@@ -171,7 +172,7 @@ def _read(reader: Callable[[bytes], _T], page: bytes) -> _T | None:
     """Return what a page says; None for a page of another shape."""
     try:
         return reader(page)
-    except (msgspec.DecodeError, ValueError, RecursionError):
+    except UNREADABLE:
         return None
 
 

@@ -28,6 +28,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_gateway.feeds import bootstrap_pages, pages
 from perilune_gateway.model import rank_of, server_of
 from perilune_gateway.model.handoff import GivenUp, KvPull, Leg
@@ -240,7 +241,7 @@ async def _take(http: aiohttp.ClientSession, legs: Legs | KvPull, engine_id: str
             usage = _answer.decode(await pages.read(answer, pages.LEG_BYTES)).usage
     except TimeoutError:
         raise LegFailed(Leg.TAKE, GivenUp.NOT_TAKEN) from None
-    except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+    except (aiohttp.ClientError, OSError, *UNREADABLE) as error:
         raise LegFailed(Leg.TAKE, GivenUp.UNREACHABLE, error) from None
     return usage.prompt_tokens_details.cached_tokens if usage and usage.prompt_tokens_details else 0
 

@@ -3,6 +3,7 @@
     ConfigMap NAME-gateway, key pool.yaml ─▶ model, engine, routing, topology ─┐
     pods labelled perilune.dev/pool=NAME ──▶ started and not terminating ──────┴▶ Pool ─▶ on_pool
       or as engine.selector says
+    ConfigMap NAME-gateway, key served-pools ─▶ serves: other pools of the same gateway
 
 Both are watched, so a change takes effect as soon as the API server reports it; a mounted ConfigMap would lag
 by up to a minute. A pod leaves the pool as soon as its deletion is requested, because Envoy would send
@@ -184,6 +185,10 @@ class KubernetesPool:
         """`headers`: with which engines that others run are asked, such as their key. `origin`: what the
         document is made of; None: the operator's ConfigMap."""
         self._origin = origin or config_map(namespace, name)
+        self.serves: Sequence[str] = ()
+        """Names of the other pools in the namespace that this pool's gateway serves."""
+        self.serves_others = asyncio.Event()
+        """Set when `serves` has changed; who reads it clears it."""
         self._found: list[Sequence[Object]] = [()] * len(self._origin.collections)
         """The objects of each collection of the origin."""
         self._followed = tuple(enumerate(self._origin.collections))
@@ -216,6 +221,7 @@ class KubernetesPool:
             try:
                 await self._list()
                 if text := self._origin.text(self._found):
+                    self.serves = self._origin.serves(self._found)
                     self._text = text
                     document = _read(text)
                     params = selected(document)
@@ -279,7 +285,11 @@ class KubernetesPool:
         def documents(i: int, found: dict[str, Object], _: Collection[str]) -> None:
             self._found[i] = list(found.values())
             try:
-                self.document(self._origin.text(self._found))
+                text = self._origin.text(self._found)
+                if text and (serves := self._origin.serves(self._found)) != self.serves:
+                    self.serves = serves
+                    self.serves_others.set()
+                self.document(text)
             except SpecError as error:
                 self._refuse(str(error))
             self._offer(on_pool, leaving)

@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_gateway.model import ProtocolError
 from perilune_gateway.model.kv_events import (
     AllBlocksCleared,
@@ -42,7 +43,7 @@ END = b"\xff" * 8
 """The sequence number of a replay's last answer."""
 
 
-class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored"):
+class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored", kw_only=True):
     block_hashes: tuple[BlockHash, ...]
     parent_block_hash: BlockHash | None
     token_ids: tuple[int, ...]
@@ -56,7 +57,7 @@ class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored"):
     kv_cache_spec_sliding_window: int | None = None
 
 
-class _StoredPairs(msgspec.Struct, tag_field="type", tag="BlockStored"):
+class _StoredPairs(msgspec.Struct, tag_field="type", tag="BlockStored", kw_only=True):
     """SGLang's blocks of pairs of tokens."""
 
     block_hashes: tuple[BlockHash, ...]
@@ -115,19 +116,19 @@ def decode(payload: bytes) -> Batch:
         try:
             raw: _Maps | _Payload = _maps.decode(payload)  # in half the time, where all is known
             events.extend(raw.events)  # type: ignore[arg-type]
-        except (msgspec.ValidationError, UnicodeDecodeError):
+        except UNREADABLE:  # of one event, or of the whole
             raw = _payload.decode(payload)
             for one in raw.events:
                 try:
                     event = _event(one)
-                except (msgspec.ValidationError, UnicodeDecodeError, RecursionError):
+                except UNREADABLE:
                     malformed += 1
                     if not _stores(one):
                         events.append(AllBlocksCleared())
                 else:
                     unknown += event is None
                     events += [event] if event else []
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"not a batch of KV events: {error}") from None
     if not isfinite(raw.ts):  # no message could be recognised as published later
         raise ProtocolError(f"not a batch of KV events: published at {raw.ts}")
@@ -164,12 +165,12 @@ def _stores(raw: msgspec.Raw) -> bool:
     BlockStored."""
     try:
         return _name(raw) == "BlockStored"
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return False
 
 
 def _name(raw: msgspec.Raw) -> object:
-    """Return the name of an event's type, if it has one. Raises what msgspec does."""
+    """Return the name of an event's type, if it has one. Raises one of UNREADABLE."""
     return _map_type.decode(raw).type if _is_map(raw) else next(iter(_array_type.decode(raw)), None)
 
 
@@ -203,13 +204,13 @@ def _event(raw: msgspec.Raw) -> Event | None:
 def _from_pairs(stored: _StoredPairs) -> Event:
     """Return the event with the first token of each pair: that of the pair's own position."""
     return BlockStored(
-        stored.block_hashes,
-        stored.parent_block_hash,
-        tuple(first for first, _ in stored.token_ids),
-        stored.block_size,
-        stored.lora_id,
-        stored.medium,
-        stored.lora_name,
+        block_hashes=stored.block_hashes,
+        parent_block_hash=stored.parent_block_hash,
+        token_ids=tuple(first for first, _ in stored.token_ids),
+        block_size=stored.block_size,
+        lora_id=stored.lora_id,
+        medium=stored.medium,
+        lora_name=stored.lora_name,
         session_id=stored.session_id,
         cache_salt=stored.cache_salt,
     )
@@ -218,17 +219,17 @@ def _from_pairs(stored: _StoredPairs) -> Event:
 def _from_array(old: _StoredArray | _RemovedArray | _ClearedArray) -> Event:
     if isinstance(old, _StoredArray):
         return BlockStored(
-            old.block_hashes,
-            old.parent_block_hash,
-            old.token_ids,
-            old.block_size,
-            old.lora_id,
-            old.medium,
-            old.lora_name,
-            old.extra_keys,
-            old.group_idx,
-            old.kv_cache_spec_kind,
-            old.kv_cache_spec_sliding_window,
+            block_hashes=old.block_hashes,
+            parent_block_hash=old.parent_block_hash,
+            token_ids=old.token_ids,
+            block_size=old.block_size,
+            lora_id=old.lora_id,
+            medium=old.medium,
+            lora_name=old.lora_name,
+            extra_keys=old.extra_keys,
+            group_idx=old.group_idx,
+            kv_cache_spec_kind=old.kv_cache_spec_kind,
+            kv_cache_spec_sliding_window=old.kv_cache_spec_sliding_window,
         )
     if isinstance(old, _RemovedArray):
         return BlockRemoved(old.block_hashes, old.medium, old.group_idx)

@@ -4,7 +4,7 @@
 
 `Rank.apply` hands a message's events to the sink, in parts of at most _BLOCKS blocks. When messages are lost
 or unreadable, or the engine has restarted, all blocks of the rank are reset, and the next message begins
-anew. Counts everything for metrics.
+a new sequence. Counts everything for metrics.
 """
 
 from __future__ import annotations

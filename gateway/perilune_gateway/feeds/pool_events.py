@@ -189,7 +189,7 @@ class EventFeeds:
                 counters.connected = False
             if counters.batches - batches > MANY_BATCHES:
                 pause_s = FIRST_PAUSE_S
-            log.error("kv feed begins anew endpoint=%s rank=%d cause=%s", endpoint, rank, counters.failure)
+            log.error("kv feed restarts endpoint=%s rank=%d cause=%s", endpoint, rank, counters.failure)
             self._sink.reset(endpoint, rank, ResetCause.FAILED)
             await asyncio.sleep(self._rng.uniform(0.5, 1.0) * pause_s)
             pause_s = min(2 * pause_s, LAST_PAUSE_S)

@@ -44,6 +44,8 @@ class Origin:
     text: Callable[[Sequence[Sequence[Object]]], str]
     """Called with the objects of each collection; returns the document, empty if there is none. Raises
     SpecError."""
+    serves: Callable[[Sequence[Sequence[Object]]], Sequence[str]] = lambda found: ()
+    """Called with the same; returns the names of the other pools that the pool's gateway serves."""
 
 
 def config_map(namespace: str, name: str) -> Origin:
@@ -51,10 +53,14 @@ def config_map(namespace: str, name: str) -> Origin:
     named = {"fieldSelector": f"metadata.name={names.gateway_name(name)}"}
     where = Collection(f"/api/v1/namespaces/{namespace}/configmaps", named)
 
-    def text(found: Sequence[Sequence[Object]]) -> str:
-        return next((str(o.get("data", {}).get(names.POOL_DOCUMENT, "")) for o in found[0]), "")
+    def entry(found: Sequence[Sequence[Object]], key: str) -> str:
+        return next((str(o.get("data", {}).get(key, "")) for o in found[0]), "")
 
-    return Origin((where,), text)
+    return Origin(
+        (where,),
+        lambda found: entry(found, names.POOL_DOCUMENT),
+        lambda found: [other for other in entry(found, names.SERVED_POOLS).split() if other != name],
+    )
 
 
 def inference_pool(namespace: str, name: str) -> Origin:

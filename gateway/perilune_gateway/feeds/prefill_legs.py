@@ -6,8 +6,9 @@
 
 The give leg is the client's own body on the client's own route, with an answer of one token that ends by its
 length, so both engines see the same prompt. Every wait has a bound: `accept_s` of the remote prefill for the
-head and the page together, its `give_s` for the end. A leg that fails, however, costs that leg only. The leg
-of a request that has ended is cancelled, by which its engine frees what it can.
+head and the page together, its `give_s` for the end; and so has the answer, LEG_BYTES. A leg that fails,
+however, costs that leg only. The leg of a request that has ended is cancelled, by which its engine frees what
+it can.
 An attached request carries the pool's secret, by which the target obeys the parameters, and the target's
 address, by which every other engine drops them: a proxy may send the request elsewhere, and an engine would
 wait for a transfer that is already spent.
@@ -23,10 +24,12 @@ import aiohttp
 import msgspec
 
 from perilune_api import names
+from perilune_api.foreign_bytes import UNREADABLE
+from perilune_api.pages import TooLongError
 from perilune_gateway.feeds import bootstrap_pages, pages
 from perilune_gateway.model import RequestHead, rank_of, server_of
 from perilune_gateway.model.handoff import Attachment, GivenUp, RemotePrefill
-from perilune_gateway.request.engine_body import UNREADABLE, prefill_body
+from perilune_gateway.request.engine_body import prefill_body
 from perilune_gateway.routing.remote_prefills import RemotePrefills
 from perilune_gateway.state.connectors import Connectors
 
@@ -129,11 +132,10 @@ class PrefillLegs:
                     detail = f"{answer.status} {await pages.begin(answer)!r}"
                     return self._failed(ticket, remote, GivenUp.REFUSED, detail)
                 _settle(accepted, True)
-                async for _ in answer.content.iter_any():
-                    pass
+                await pages.read(answer, pages.LEG_BYTES)
         except TimeoutError:
             self._failed(ticket, remote, GivenUp.NOT_TAKEN)
-        except aiohttp.ClientConnectorError as error:
+        except (aiohttp.ClientConnectorError, TooLongError) as error:
             self._failed(ticket, remote, GivenUp.UNREACHABLE, error)
         except (aiohttp.ClientError, OSError) as error:
             self._failed(ticket, remote, GivenUp.BROKE_OFF, error)

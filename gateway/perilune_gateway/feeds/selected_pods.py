@@ -28,6 +28,7 @@ import msgspec
 
 from perilune_api import names
 from perilune_api.findings import EVENTS_PORT, REPLAY_PORT
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_api.pool import (
     EndpointSpec,
     HashAlgorithm,
@@ -57,7 +58,7 @@ class Published:
     """Where an engine publishes KV events."""
 
     port: int = 0
-    """Of its first rank; 0: it publishes none, or not at a port of its own."""
+    """Of its first rank. 0 if it publishes none, or not at a port of its own."""
     replay_port: int = 0
     ranks: int = 1
     elsewhere: str = ""
@@ -130,7 +131,7 @@ def _config(words: str) -> Object | None:
             end = text.find("}")
             try:
                 return _json.decode(text[: end + 1])
-            except msgspec.DecodeError:
+            except UNREADABLE:
                 continue
         return None
     pairs = dict(_DOTTED.findall(words))

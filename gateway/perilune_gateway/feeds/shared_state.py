@@ -32,6 +32,7 @@ from urllib.parse import urlsplit, urlunsplit
 import msgspec
 from msgspec import Struct
 
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_gateway.model.shared import Batch, Bound, SharedStats, decode, encode
 from perilune_gateway.state.replicas import Replicas
 
@@ -159,7 +160,7 @@ class SharedState:
         self._warned = False
         """Whether an unreadable batch was logged."""
         self._alone_since = clock()
-        self._stats = SharedStats(server.url.rpartition("@")[2])
+        self._stats = SharedStats(server=server.url.rpartition("@")[2])
 
     def stats(self, now: float) -> SharedStats:
         """Return the shared state at one moment."""
@@ -288,7 +289,7 @@ class SharedState:
         for message in messages:
             try:
                 yield decode(message)
-            except msgspec.DecodeError as error:
+            except UNREADABLE as error:
                 self._set(dropped=self._stats.dropped + 1)
                 if not self._warned:
                     self._warned = True

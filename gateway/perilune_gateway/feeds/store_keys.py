@@ -21,7 +21,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator
-from math import inf
+from math import inf, isfinite
 
 import aiohttp
 
@@ -56,7 +56,10 @@ Sink = Callable[[Collection[int], float, float], Iterator[None]]
 
 def counts(page: bytes) -> Counts:
     """Read what shows, in the master's /metrics, that its list may have changed. Raises ValueError."""
-    return {name.decode(): float(value) for name, value in _COUNT.findall(page)}
+    found = {name.decode(): float(value) for name, value in _COUNT.findall(page)}
+    if not all(map(isfinite, found.values())):
+        raise ValueError(f"a count is not a number: {found}")
+    return found
 
 
 class Keys:

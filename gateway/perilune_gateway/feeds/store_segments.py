@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 import aiohttp
 import msgspec
 
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_gateway.feeds import pages
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ _decoder = msgspec.json.Decoder(_Segments)
 
 
 def parse(body: bytes) -> dict[str, int]:
-    """Read the answer of /get_segments_detail. Raises msgspec.DecodeError."""
+    """Read the answer of /get_segments_detail. Raises one of UNREADABLE."""
     return {each.segment_name: each.allocator_used_bytes for each in _decoder.decode(body).segments}
 
 
@@ -54,7 +55,7 @@ async def run(master: str, sink: Sink, *, interval_s: float = INTERVAL_S) -> Non
                 async with session.get(url, allow_redirects=False) as answer:
                     answer.raise_for_status()
                     segments = parse(await pages.read(answer, MAX_BYTES))
-            except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
+            except (aiohttp.ClientError, TimeoutError, OSError, *UNREADABLE) as error:
                 if not failing:
                     log.warning("store master unreadable address=%s cause=%r", master, error)
                 failing = True

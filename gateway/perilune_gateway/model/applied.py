@@ -9,7 +9,7 @@ from msgspec import Struct
 from perilune_gateway.model.endpoint import Tier
 
 
-class Applied(Struct, frozen=True, gc=False):
+class Applied(Struct, frozen=True, gc=False, kw_only=True):
     """The changes that one event made."""
 
     endpoint: str

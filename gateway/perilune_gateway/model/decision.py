@@ -140,13 +140,18 @@ class Cost(NamedTuple):
     """The named numbers that make up the total; none if it is a single fact of the candidate."""
 
 
-class Decision(Struct, frozen=True, gc=False):
-    """The endpoint that a policy chose, and the numbers behind the choice."""
+class Chosen(Struct, frozen=True, gc=False):
+    """What every policy says of its choice, in this order; all else of a `Decision` has a name."""
 
     target: str
     reason: Reason
     costs: Sequence[Cost] = ()
     """Cost of every candidate, in the candidates' order."""
+
+
+class Decision(Chosen, frozen=True, gc=False, kw_only=True):
+    """The endpoint that a policy chose, and the numbers behind the choice."""
+
     moved_from: str = ""
     """Address of the host that the session leaves; empty if it does not move."""
     prefill: str = ""
@@ -216,7 +221,7 @@ class EngineFields(Struct, frozen=True, gc=False):
 NO_FIELDS = EngineFields()
 
 
-class Routed(Struct, frozen=True, gc=False):
+class Routed(Struct, frozen=True, gc=False, kw_only=True):
     """A recorded decision: the answer for Envoy, and the ticket of the request's load."""
 
     ticket: int

@@ -14,6 +14,8 @@ from math import inf
 from types import MappingProxyType
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from perilune_api.pool import Role
 from perilune_api.topology import Link, Place
 from perilune_gateway.model.engine_model import H20_30B, EngineModel
@@ -45,7 +47,7 @@ class Endpoint:
     instance: str = ""
     """What is at the address, as in the pool document."""
     kv_name: str = ""
-    """What its KV means, as in the pool document; empty: as that of all others."""
+    """What its KV means, as in the pool document. Empty if it means the same as that of all others."""
     superseded: bool = False
     """Whether it will soon be replaced."""
 
@@ -144,7 +146,7 @@ class Overlap(NamedTuple):
     store_tokens: int = 0
 
 
-class Candidate(NamedTuple):
+class Candidate(Struct, frozen=True, gc=False, kw_only=True):
     """An endpoint that may be chosen, with every fact that a policy needs."""
 
     endpoint: Endpoint

@@ -1,4 +1,4 @@
-"""What an engine that others run tells of itself: the answers of its pages, as values."""
+"""What an engine that others run says about itself: the answers of its pages, as values."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class ServedModel:
 
     id: str
     parent: str = ""
-    """The model whose adapter it is; empty: none."""
+    """The model whose adapter it is. Empty if it is none."""
     root: str = ""
     """Where the engine has it from: of an adapter, its path."""
     context_tokens: int = 0
-    """Most tokens of a prompt and its answer; 0: not told."""
+    """Most tokens of a prompt and its answer. 0 if it does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,16 +30,16 @@ class EngineFacts:
     has_metrics: bool = False
     """Whether /metrics has vLLM's series."""
     block_size: int = 0
-    """Tokens per KV block; 0: not told."""
+    """Tokens per KV block. 0 if it does not say."""
     kv_tokens: int = 0
-    """Tokens that fit into its KV cache; 0: not told."""
+    """Tokens that fit into its KV cache. 0 if it does not say."""
     prefix_caching: bool | None = None
     """None: not told."""
     hash_algorithm: str = ""
     """Empty: not told."""
     asleep: bool = False
     connector: str = ""
-    """The KV connector that its metrics show; empty: none."""
+    """The KV connector that its metrics show. Empty if they show none."""
     events: tuple[str, ...] | None = None
     """Where it publishes KV events, one address for each rank, as it was told; None: it has no page that
     says so (/kv_event_sources)."""

@@ -106,7 +106,7 @@ class Content(Struct, frozen=True, gc=False):
         return len(self.ids)
 
 
-class RemotePrefill(Struct, frozen=True, gc=False):
+class RemotePrefill(Struct, frozen=True, gc=False, kw_only=True):
     """The KV of a request's prompt, which one endpoint computes and another one fetches."""
 
     transfer_id: str
@@ -121,7 +121,7 @@ class RemotePrefill(Struct, frozen=True, gc=False):
     """Seconds within which the source must have computed it."""
 
 
-class KvPull(Struct, frozen=True, gc=False):
+class KvPull(Struct, frozen=True, gc=False, kw_only=True):
     """The KV of a request's prefix, which its endpoint fetches from another one before it gets the
     request."""
 

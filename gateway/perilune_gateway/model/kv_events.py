@@ -13,7 +13,7 @@ BlockHash = int | bytes
 """A block hash as the engine announces it: the digest, or the low 64 bits of it."""
 
 
-class BlockStored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStored", gc=False):
+class BlockStored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStored", gc=False, kw_only=True):
     """Full blocks of one request entered a cache, in prompt order."""
 
     block_hashes: tuple[BlockHash, ...]

@@ -13,7 +13,7 @@ from perilune_gateway.model.request import Phase, RequestView, TokenSource, Unpu
 from perilune_gateway.model.tracing import Trace
 
 
-class Ending(Struct, frozen=True, gc=False):
+class Ending(Struct, frozen=True, gc=False, kw_only=True):
     """How a request ended."""
 
     outcome: Outcome
@@ -33,7 +33,7 @@ class Ending(Struct, frozen=True, gc=False):
     not."""
 
 
-class DecisionRecord(Struct, frozen=True, gc=False):
+class DecisionRecord(Struct, frozen=True, gc=False, kw_only=True):
     """One decision with all of its inputs."""
 
     view: RequestView

@@ -42,7 +42,7 @@ class Identity(NamedTuple):
         return SessionKey(self.tenant, self.parent_id) if self.parent_id else None
 
 
-class RequestHead(Struct, gc=False):
+class RequestHead(Struct, gc=False, kw_only=True):
     """The headers of a request. Header names are lower case. Immutable except for `identity`,
     `arrived_at`, `trace` and `name`."""
 
@@ -107,7 +107,7 @@ class AwaitedMedium(NamedTuple):
     """The next medium, if it is not known either."""
 
 
-class Tokens(Struct, frozen=True, gc=False):
+class Tokens(Struct, frozen=True, gc=False, kw_only=True):
     """A tokenized prompt."""
 
     count: int
@@ -123,6 +123,11 @@ class Tokens(Struct, frozen=True, gc=False):
     """The media that lie in `ids`."""
     awaited: AwaitedMedium | None = None
     """What comes after `ids`, if the engine can tell by its KV events what it is."""
+
+    def __repr__(self) -> str:
+        """Leave the ids out: there may be hundreds of thousands."""
+        known = "no ids" if self.ids is None else f"{len(self.ids)} ids"
+        return f"Tokens({self.count}, {self.source}, {known}, longest={self.longest})"
 
 
 class Phase(StrEnum):
@@ -190,7 +195,7 @@ class Unpulled(StrEnum):
     where it has to name the endpoint to read from, its API has no transfer parameters."""
 
 
-class SessionView(Struct, frozen=True, gc=False):
+class SessionView(Struct, frozen=True, gc=False, kw_only=True):
     """A session as a policy sees it."""
 
     session_id: str
@@ -223,7 +228,7 @@ class Location(NamedTuple):
     """How many leading tokens it has in host memory, where others can read that."""
 
 
-class Prefix(Struct, frozen=True, gc=False):
+class Prefix(Struct, frozen=True, gc=False, kw_only=True):
     """The longest prefix of a prompt that any endpoint caches on its device or in host memory."""
 
     locations: tuple[Location, ...] = ()
@@ -250,7 +255,7 @@ class Prefix(Struct, frozen=True, gc=False):
 NO_PREFIX = Prefix()
 
 
-class RequestView(Struct, frozen=True, gc=False):
+class RequestView(Struct, frozen=True, gc=False, kw_only=True):
     """A request as a policy sees it."""
 
     request_id: str

@@ -24,6 +24,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_gateway.model.moves import MoveReason
 from perilune_gateway.model.request import SessionKey
 
@@ -59,7 +60,7 @@ class Stamp(NamedTuple):
 NEVER = Stamp(0, "")
 
 
-class Bound(Struct, frozen=True, gc=False, array_like=True, tag="bound"):
+class Bound(Struct, frozen=True, gc=False, array_like=True, tag="bound", kw_only=True):
     """A session's latest turn: where it went and what is known of the session's context."""
 
     at_us: Count
@@ -103,7 +104,7 @@ class BoundElsewhere(Struct, frozen=True, gc=False):
     """When its host changed; -inf: not since this replica knows it."""
 
 
-class Loaded(Struct, frozen=True, gc=False, array_like=True, tag="loaded"):
+class Loaded(Struct, frozen=True, gc=False, array_like=True, tag="loaded", kw_only=True):
     """The load of the sender's own requests in flight at one endpoint."""
 
     at_us: Count
@@ -133,7 +134,7 @@ class Counted(Struct, frozen=True, gc=False, array_like=True, tag="counted"):
     """Number of new sessions that wait there; `InLine` tells which."""
 
 
-class PlaceInLine(Struct, frozen=True, gc=False, array_like=True):
+class PlaceInLine(Struct, frozen=True, gc=False, array_like=True, kw_only=True):
     """A new session that waits at the sender, or was refused there and is to come back."""
 
     session: Name
@@ -179,9 +180,9 @@ class OfferStage(StrEnum):
     """It was carried out, given up or withdrawn."""
 
 
-class Offered(Struct, frozen=True, gc=False, array_like=True, tag="offered"):
-    """A planned move of a session, or a planned copy of a prefix, as the replica that offered it or carried
-    it out tells of it."""
+class Offered(Struct, frozen=True, gc=False, array_like=True, tag="offered", kw_only=True):
+    """A planned move of a session, or a planned copy of a prefix, as the replica describes it that offered
+    it or carried it out."""
 
     at_us: Count
     subject: Name
@@ -221,7 +222,7 @@ class Measure(StrEnum):
     """From a request's first to its last token; nothing was predicted."""
 
 
-class Measured(Struct, frozen=True, gc=False, array_like=True, tag="measured"):
+class Measured(Struct, frozen=True, gc=False, array_like=True, tag="measured", kw_only=True):
     """A measurement, from which every replica corrects its predictions."""
 
     of: Measure
@@ -297,17 +298,14 @@ def encode(batch: Batch) -> bytes:
 
 
 def decode(message: bytes) -> Batch:
-    """Return the batch of a message. Raises msgspec.DecodeError if it is not one."""
+    """Return the batch of a message. Raises one of UNREADABLE if it is not one."""
     known: list[Change] = []
     damage: list[str] = []
-    try:
-        envelope = _envelopes.decode(message)
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise msgspec.DecodeError(str(error)) from None
+    envelope = _envelopes.decode(message)
     for raw in envelope.changes:
         try:
             known.append(_changes.decode(raw))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             if kind := _kind(raw):  # else a newer version's
                 damage.append(f"{kind}: {error}")
     return Batch(envelope.replica, known, envelope.number, len(envelope.changes) - len(known), tuple(damage))
@@ -317,7 +315,7 @@ def _kind(raw: msgspec.Raw) -> str:
     """Return the type of a change that could not be read; empty if this version does not know it."""
     try:
         read = msgspec.msgpack.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+    except UNREADABLE:
         return "unreadable"
     tag = read[0] if isinstance(read, list) and read else None
     if not isinstance(tag, str):
@@ -381,7 +379,7 @@ class Names:
         return digest.digest()
 
 
-class SharedStats(Struct, frozen=True, gc=False):
+class SharedStats(Struct, frozen=True, gc=False, kw_only=True):
     """The shared state at one moment."""
 
     server: str

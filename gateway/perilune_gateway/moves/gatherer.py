@@ -53,13 +53,14 @@ class PoolGatherer:
 
     @property
     def pullable(self) -> bool:
-        """Whether some engine can hand KV over or be read, by what the engines themselves said."""
+        """Return whether some engine can hand KV over or be read, by what the engines themselves said."""
         state = self._state
         return bool(state.host_tiers.known if self._reads_peers else state.connectors.known)
 
     @property
     def ahead(self) -> bool:
-        """Whether KV is copied before a session switches. Host memory is read by the session's request."""
+        """Return whether KV is copied before a session switches. Host memory is read by the session's
+        request."""
         return not self._reads_peers
 
     def endpoints(self, now: float, near: Collection[str] = ()) -> Sequence[Candidate]:
@@ -76,9 +77,11 @@ class PoolGatherer:
         waits = len(asked) < len(views)
         return [
             Candidate(
-                replace(view.endpoint, ready=False) if waits and view.endpoint.superseded else view.endpoint,
-                view.load,
-                Overlap(),
+                endpoint=replace(view.endpoint, ready=False)
+                if waits and view.endpoint.superseded
+                else view.endpoint,
+                load=view.load,
+                overlap=Overlap(),
                 links=self._links(view, near, now),
                 engine=state.calibration.speed(view.endpoint.address, now).engine,
             )
@@ -130,8 +133,8 @@ class PoolGatherer:
         return list(islice((session for session in facts if session is not None), limit))
 
     def _session(self, s: Session, now: float) -> SessionFacts | None:
-        """The session's facts; None while its turn is being prefilled, because then it is not yet known what
-        can be handed over."""
+        """Return the session's facts; None while its turn is being prefilled, because then it is not yet
+        known what can be handed over."""
         state = self._state
         end, held, cause = 0, 0, None
         if self._reads_peers:
@@ -168,7 +171,8 @@ class PoolGatherer:
         return bool(end) and self._state.block_tokens.why_not(end, self._loras) is None
 
     def can_be_copied(self, session: Session, now: float) -> bool:
-        """Whether the session's KV can be handed over, or could once its present turn has been prefilled."""
+        """Return whether the session's KV can be handed over, or could once its present turn has been
+        prefilled."""
         if not self.ahead or self._state.connectors.why_not(session.host):
             return False
         end, _ = self._state.held_end(session, now)
@@ -178,11 +182,11 @@ class PoolGatherer:
         return cause is None
 
     def _is_to_be_told(self, host: str, end: int) -> bool:
-        """Whether the host has yet to announce the block: the turn's end overtook its KV events."""
+        """Return whether the host has yet to announce the block: the turn's end overtook its KV events."""
         return bool(end) and not self._state.index.announced(host, end)
 
     def _runs(self, session: Session) -> bool:
-        """Whether a turn of the session runs, here or at another replica."""
+        """Return whether a turn of the session runs, here or at another replica."""
         return session.ticket in self._state.requests or self._state.sessions.runs_elsewhere(session)
 
     def prefix(self, name: Subject, tokens: int, now: float) -> PrefixFacts | None:

@@ -105,22 +105,22 @@ class World(Protocol):
         """Return how many tokens of it the target does not hold."""
 
     def confirmed(self, target: str, block: int) -> bool:
-        """Whether the target itself has announced this block."""
+        """Return whether the target itself has announced this block."""
 
     def can_copy(self, source: str, target: str) -> bool:
-        """Whether the target can take KV from the source."""
+        """Return whether the target can take KV from the source."""
 
     def may_choose(self, target: str) -> bool:
-        """Whether sessions may be bound to the target."""
+        """Return whether sessions may be bound to the target."""
 
     def kv_bytes(self, tokens: int) -> int:
         """Return the bytes of the KV of `tokens`."""
 
     def affords(self, move: Move, transfer_bytes: int, now: float) -> bool:
-        """Whether the budgets of moves and bytes allow it."""
+        """Return whether the budgets of moves and bytes allow it."""
 
     def keeps_room(self, source: str, tokens: int) -> bool:
-        """Whether the source may keep so many tokens until they are fetched."""
+        """Return whether the source may keep so many tokens until they are fetched."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -161,7 +161,7 @@ class Handoff:
         return HandoffOutcome.COPIED if self.copies_prefix else HandoffOutcome.SWITCHED
 
     def on(self, event: Event, now: float) -> None:
-        """Raises KeyError for an event that the stage does not have."""
+        """Go on to the next stage. Raise KeyError for an event that the present one does not have."""
         self.stage, self.since = TABLE[self.stage, event], now
 
 
@@ -207,12 +207,12 @@ class Handoffs:
         return Counter(handoff.stage for handoff in self._open.values())
 
     def moves(self, subject: Subject) -> bool:
-        """Whether the subject's KV is being copied, or waits for its switch."""
+        """Return whether the subject's KV is being copied, or waits for its switch."""
         handoff = self._open.get(subject)
         return handoff is not None and handoff.stage is not Stage.OFFERED
 
     def awaits(self, address: str) -> bool:
-        """Whether a hand-off waits for this endpoint's events."""
+        """Return whether a hand-off waits for this endpoint's events."""
         return any(
             address == (h.move.source if h.stage is Stage.COPIED else h.move.target)
             for h in self._open.values()
@@ -220,7 +220,7 @@ class Handoffs:
         )
 
     def gave_up(self, subject: Subject, now: float) -> bool:
-        """Whether the subject's hand-offs failed too often to try again soon."""
+        """Return whether the subject's hand-offs failed too often to try again soon."""
         tries, at = self._failures.get(subject, (0, 0.0))
         return tries >= TRIES and now - at < FORGIVEN_S
 
@@ -244,11 +244,11 @@ class Handoffs:
         self._failures = {s: f for s, f in self._failures.items() if now - f[1] < FORGIVEN_S}
 
     def took(self, handoff: Handoff, cached_tokens: int, now: float) -> None:
-        """The take leg has answered; the target computed all but `cached_tokens` of the prompt."""
+        """Record that the take leg has answered; the target computed all but `cached_tokens`."""
         handoff.took, handoff.pulled_tokens, handoff.since = True, cached_tokens, now
 
     def failed(self, handoff: Handoff, cause: GivenUp) -> None:
-        """A leg has failed."""
+        """Record that a leg has failed."""
         handoff.cause = cause
 
     # -- what follows ------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class Handoffs:
         return sum(copying) + sum(n for a, n, until in self._kept if a == address and now < until)
 
     def _round(self, handoff: Handoff, world: World, now: float) -> Copy | None:
-        """A round that copies what there is now; None if it cannot be told."""
+        """Return a round that copies what there is now; None if that is not known."""
         content = world.content(handoff.move.subject)
         if content is None:
             return None
@@ -313,7 +313,7 @@ class Handoffs:
         return Copy(handoff, missing)
 
     def _settle(self, handoff: Handoff, world: World, now: float) -> list[Effect]:
-        """The target has what was copied: switch, copy the rest, or wait for the end of the turn."""
+        """Switch, copy the rest, or wait for the end of the turn: the target has what was copied."""
         if handoff.copies_prefix:
             return self._close(handoff)
         standing = world.standing(handoff.move.subject)
@@ -394,8 +394,8 @@ def _obstacle(handoff: Handoff, world: World, now: float) -> GivenUp | None:
 
 
 def may_follow(subject: Subject, source: str, target: str, tail: int, world: World, now: float) -> bool:
-    """Whether a replica that copies nothing itself may bind the session to the target: the target's events
-    have told that replica, too, of all blocks up to `tail`, and the host holds nearly no more."""
+    """Return whether a replica that copies nothing itself may bind the session to the target: the target's
+    events have told that replica, too, of all blocks up to `tail`, and the host holds nearly no more."""
     standing = world.standing(subject)
     return (
         standing is not None

@@ -1,17 +1,17 @@
 """Plans moves in the background, and lets the next request of a session or prefix carry each one out.
 
     facts ─▶ plan(now), every second ─▶ offers ─┐
-    a request's decision ──────────▶ apply ─────┴─▶ the decision, moved ─▶ started ─▶ finished
-                                        └─▶ as it was, and the offer lapses with its reason
+    a request's decision ─────▶ redirected ─────┴─▶ the decision, moved ─▶ started ─▶ finished
+                                        └─▶ why the offer lapses ─▶ lapsed
 
 1. `plan` gathers the endpoints that sessions should leave, their recently active sessions, hot prefixes and
-the budget, and calls `plan.plan_migration`. Each plan replaces the offers of the plan before. 2. `apply` runs
-after the policy has decided. An offer for the request's session, or for the prefix of a new session, replaces
-the decision if the target may still be chosen, is no busier than the host, has KV room, and the budget allows
-it. If the policy itself moves the session, the offer lapses. Where engines hand KV over to each other, no
-request carries an offer out that needs it: handoff.py copies the KV first. 3. A move lasts from `started`,
-the request's decision, to `finished`, when its prefill ends, its answer begins or it ends. In between, its
-bytes count as on their way.
+the budget, and calls `plan.plan_migration`. Each plan replaces the offers of the plan before. 2. `redirected`
+runs after the policy has decided. An offer for the request's session, or for the prefix of a new session,
+replaces the decision if the target may still be chosen, is no busier than the host, has KV room, and the
+budget allows it. If the policy itself moves the session, the offer lapses. Where engines hand KV over to each
+other, no request carries an offer out that needs it: handoff.py copies the KV first. 3. A move lasts from
+`started`, the request's decision, to `finished`, when its prefill ends, its answer begins or it ends. In
+between, its bytes count as on their way.
 
 The gateway and the simulator use the same class with different `Gatherer`s. Time is an argument. A request
 costs one dict look-up; plan.py states the cost of a plan.
@@ -86,12 +86,12 @@ class Gatherer(Protocol):
 
     @property
     def pullable(self) -> bool:
-        """Whether engines can pull KV from each other."""
+        """Return whether engines can pull KV from each other."""
 
     @property
     def ahead(self) -> bool:
-        """Whether they pull it before a session moves, see `handoff`. If not, the session's next request
-        waits for it."""
+        """Return whether they pull it before a session moves, see `handoff`. If not, the session's next
+        request waits for it."""
 
     def endpoints(self, now: float, near: Collection[str] = ()) -> Sequence[Candidate]:
         """Return all endpoints of the pool, each with its links to the addresses `near`."""
@@ -154,7 +154,6 @@ class Planner:
         self._gatherer = gatherer
         self._moves = Moves(link_bytes, elsewhere)
         self._tell = tell
-        self._begun: dict[int, float] = {}
         self._sessions: dict[Subject, Move] = {}
         self._copies: dict[Subject, Move] = {}
         self._prefixes: OrderedDict[Subject, int] = OrderedDict()
@@ -270,7 +269,7 @@ class Planner:
         return tuple(move for move in self.offers if not self._is_ahead(move))
 
     def begun(self, now: float) -> Sequence[tuple[float, Move]]:
-        """The moves that began within the last minute, each with its start."""
+        """Return the moves that began within the last minute, each with its start."""
         return self._moves.begun(now)
 
     def saw(self, prefix: Subject, tokens: int) -> None:
@@ -288,63 +287,62 @@ class Planner:
         offer = self._sessions.get(session) if session is not None else self._copies.get(prefix)
         return None if offer is None or self._is_ahead(offer) else offer
 
-    def apply(
+    def redirected(
         self,
         offer: Move,
         decision: Decision,
         request: RequestView,
         candidates: Sequence[Candidate],
         now: float,
-    ) -> Decision:
-        """Return the decision with the offer carried out, or the unchanged decision if the offer lapses."""
+    ) -> Decision | Lapse:
+        """Return the decision with the offer carried out, or why the offer lapses. Change nothing."""
         moved = redirect(offer, decision, request, candidates, self._params)
-        if isinstance(moved, Decision):
-            assert moved.move is not None
-            if self.affords(moved.move, moved.move.transfer_bytes, now):
-                return moved
-            moved = Lapse.BUDGET
+        if isinstance(moved, Lapse):
+            return moved
+        assert moved.move is not None
+        return moved if self.affords(moved.move, moved.move.transfer_bytes, now) else Lapse.BUDGET
+
+    def lapsed(self, offer: Move, lapse: Lapse, now: float) -> None:
+        """Record that an offer is not carried out."""
         self._drop(offer)
-        self._over(offer, State.LAPSED, now, moved)
-        return decision
+        self._over(offer, State.LAPSED, now, lapse)
 
     def started(self, move: Move, now: float) -> int:
-        """Record that a request carries the move out. Returns the ticket for `finished`."""
+        """Record that a request carries the move out. Return the ticket for `finished`."""
         self._drop(move)
         self._counts[move.reason, State.STARTED] += 1
         ticket = self._moves.started(move, now)
-        self._begun[ticket] = now
         self._tell(OffersChanged())
         return ticket
 
     def finished(
         self, ticket: int, now: float, *, arrived: bool = True, handoff: HandoffRecord | None = None
     ) -> Move:
-        """Record the end of a move. `arrived`: whether the target has the KV. Raises KeyError if the move has
+        """Record the end of a move. `arrived`: whether the target has the KV. Raise KeyError if the move has
         already ended."""
-        move = self._moves.finished(ticket)
-        begun = self._begun.pop(ticket)
+        move, begun = self._moves.finished(ticket)
         state = State.COMPLETED if arrived else State.FAILED
         self._over(move, state, now, seconds=now - begun, handoff=handoff)
         return move
 
     def affords(self, move: Move, transfer_bytes: int, now: float) -> bool:
-        """Whether the budget allows a move with so many bytes."""
+        """Return whether the budget allows a move with so many bytes."""
         left = self._moves.budget(now, self._params).moves
         return (left is None or left > 0) and self.has_room((move.source, move.target), transfer_bytes, now)
 
     def has_room(self, link: tuple[str, str], transfer_bytes: int, now: float) -> bool:
-        """Whether so many bytes more may be on their way over the link (source, target)."""
+        """Return whether so many bytes more may be on their way over the link (source, target)."""
         budget = self._moves.budget(now, self._params)
         return budget.has_room(*link, transfer_bytes, self._gatherer.link(*link, now))
 
-    def transfer_began(self, move: Move) -> int:
-        """Record that bytes are on their way which no plan wanted. Returns the ticket for
+    def transfer_began(self, move: Move, now: float) -> int:
+        """Record that bytes are on their way which no plan wanted. Return the ticket for
         `transfer_ended`."""
         self._tell(OffersChanged())
-        return self._moves.began(move)
+        return self._moves.began(move, now)
 
     def transfer_ended(self, ticket: int) -> None:
-        """Record the end of such a transfer. Raises KeyError if it has ended."""
+        """Record the end of such a transfer. Raise KeyError if it has ended."""
         self._tell(OffersChanged())
         self._moves.finished(ticket)
 
@@ -393,14 +391,14 @@ class Planner:
 def triggers(migration: Migration, policy: str, *, ahead: bool) -> tuple[MoveTrigger, ...]:
     """Return the situations in which the planner acts. `ahead`: whether KV is copied before a session moves.
 
-    The policy perilune moves a session from a hot host when its request comes, and weighs then what it would
-    have to compute. Where the KV can go ahead, the planner makes such a move cheap before. The policy ear has
-    its own rule.
+    By default it acts on draining hosts only: most queues are gone before a session's next turn, and what
+    copies take from both engines is more than they save (docs/evaluation/README.md). The policy perilune
+    moves a session from a hot host when its request comes, and weighs then what it would have to compute;
+    where the KV can go ahead, the planner may do it before. The policy ear has its own rule.
     """
     asked = migration.triggers
     if asked is None:
-        hot = ahead and policy == PolicyName.PERILUNE
-        return (MoveTrigger.DRAIN, MoveTrigger.HOT_HOST) if hot else (MoveTrigger.DRAIN,)
+        return (MoveTrigger.DRAIN,)
     itself = POLICIES.moves_sessions(policy) and not (ahead and policy == PolicyName.PERILUNE)
     return tuple(t for t in asked if not (itself and t is MoveTrigger.HOT_HOST))
 

@@ -3,7 +3,7 @@
 GET only. All pages answer JSON, except `/` (a list of the pages), `/metrics` and the probes. Errors are
 `{"error": {"message": …, "param": …}}`. A page reads the current state through `AdminData` when it is
 requested; this module keeps no state, and requests for the model do not pass through it. A gateway has a list
-of pools, often of one, and one application for it: `/pools/NAME` is the application of a list of this pool.
+of pools, often of one, and one application for it: `/pools/NAME` shows what a list of this pool alone would.
 
 The pages share the event loop that routes, so none may occupy it for long. A list has at most 1,000 records,
 and other tasks may run after every few records, each policy and each metric family (prometheus_client renders
@@ -18,7 +18,6 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.resources import files
 from ipaddress import ip_address
 from random import Random
@@ -137,8 +136,8 @@ POOLS_PAGES: Mapping[str, str] = {
     names.CANARY_PAGE: "the sums of all canaries' trials, which the operator reads",
     "/api/health": "the health of all pools",
 }
-"""Pages of a gateway with several pools. Each pool has PAGES of its own below /pools/NAME, as if it were the
-only one."""
+"""Pages of a gateway with several pools, which come and go. Each pool has PAGES of its own below /pools/NAME,
+as if it were the only one."""
 
 
 _SERVING: web.AppKey[Callable[[], bool]] = web.AppKey("serving")
@@ -159,11 +158,12 @@ class Admin:
         """Whether the gateway takes requests, as its gRPC health service says."""
         self._data = data
         self._to_anyone = to_anyone
+        self._consoles = _Consoles(data)
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
         """Listen and return the port; port 0 takes a free one. Raises OSError with the address on failure."""
-        app = application(self._data, to_anyone=self._to_anyone)
+        app = application(self._data, self._consoles, to_anyone=self._to_anyone)
         app[_SERVING] = lambda: self.serving
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
@@ -179,12 +179,10 @@ class Admin:
         bound: int = runner.addresses[0][1]
         return bound
 
-    async def restart(self) -> None:
-        """Serve the pages of what there is now, at the same address. Do nothing when not started."""
+    def pools_changed(self) -> None:
+        """Begin the consoles of pools that have come, and end those of pools that have left."""
         if self._runner is not None:
-            host, port, *_ = self._runner.addresses[0]
-            await self.stop()
-            await self.start(host, port)
+            self._consoles.follow()
 
     async def stop(self) -> None:
         """Close all connections. Do nothing when not started."""
@@ -193,92 +191,136 @@ class Admin:
             self._runner = None
 
 
-def application(data: AdminData, *, to_anyone: bool = False) -> web.Application:
-    """Return the pages as an aiohttp application. `to_anyone`: as in Admin."""
-    pages = _Pages(data)
-    app = web.Application(middlewares=[_errors_as_json, *([] if to_anyone else [_only_here])])
-    app.add_routes(
-        [
-            web.get("/", pages.index),
-            web.get("/metrics", pages.metrics),
-            web.get("/healthz", pages.healthz),
-            web.get("/readyz", pages.readyz),
-            web.get("/api/health", pages.health),
-            web.get(names.CANARY_PAGE, pages.canary),
-        ]
-    )
-    if data.only:
-        _add_pool(app, data.only)
-    else:
-        for name, pool in data.pools.items():
-            alone = AdminData(CollectorRegistry(), {name: pool})
-            app.add_subapp(f"/pools/{name}", application(alone, to_anyone=to_anyone))
-    return app
-
-
-def _add_pool(app: web.Application, data: PoolData) -> None:
-    """Add what only a single pool has: its decisions, endpoints, sessions, moves, index and console."""
-    pages = _PoolPages(data)
-    stream = Stream(
-        data.endpoints, data.new_sessions, data.handoffs, data.decisions, data.about, data.wall, data.trying
-    )
-    app.cleanup_ctx.append(partial(_running, stream))
-    app.on_shutdown.append(lambda _: _closed(stream))
-    app.add_routes(
-        [
-            web.get("/api/decisions", pages.decisions),
-            web.get("/api/decisions/{request_id:.+}", pages.decision),
-            web.get("/api/nodes/stats", pages.endpoints),
-            web.get("/api/sessions/{id:.+}", pages.session),
-            web.get("/api/moves", pages.moves),
-            web.get("/api/trying", pages.trying),
-            web.get("/api/index/stats", pages.index_stats),
-            web.get(STREAM, stream.watch),
-            web.get("/console", _file("index.html", "text/html")),
-            web.get("/console/console.css", _file("console.css", "text/css")),
-            web.get("/console/console.js", _file("console.js", "text/javascript")),
-        ]
-    )
-
-
-async def _running(stream: Stream, app: web.Application) -> AsyncIterator[None]:
-    """Run the console's stream while the pages are served."""
-    task = asyncio.create_task(stream.run())
-    yield
-    task.cancel()
-
-
-async def _closed(stream: Stream) -> None:
-    stream.close()
-
-
-def _file(name: str, content_type: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Return a page that answers one of the console's files."""
-    body = (files(console) / "page" / name).read_bytes()
-
-    async def answer(request: web.Request) -> web.Response:
-        return web.Response(body=body, content_type=content_type, charset="utf-8", headers=_CONSOLE_HEADERS)
-
-    return answer
-
-
-class _Pages:
-    """The pages that every gateway has."""
+class _Consoles:
+    """The stream of each pool's console."""
 
     def __init__(self, data: AdminData) -> None:
         self._data = data
+        self._running: dict[str, tuple[PoolData, Stream, asyncio.Task[None]]] = {}
+
+    async def run(self, app: web.Application) -> AsyncIterator[None]:
+        """Send what changes while the pages are served."""
+        self.follow()
+        yield
+        for name in list(self._running):
+            self._end(name)
+
+    def follow(self) -> None:
+        for name, (data, _, _) in list(self._running.items()):
+            if self._data.pools.get(name) is not data:
+                self._end(name)
+        for name, data in self._data.pools.items():
+            if name not in self._running:
+                stream = Stream(
+                    data.endpoints,
+                    data.new_sessions,
+                    data.handoffs,
+                    data.decisions,
+                    data.about,
+                    data.wall,
+                    data.trying,
+                )
+                self._running[name] = data, stream, asyncio.create_task(stream.run())
+
+    def of(self, data: PoolData) -> Stream:
+        return next(stream for known, stream, _ in self._running.values() if known is data)
+
+    async def close(self, app: web.Application) -> None:
+        """End the stream of every browser."""
+        for _, stream, _ in self._running.values():
+            stream.close()
+
+    def _end(self, name: str) -> None:
+        _, stream, task = self._running.pop(name)
+        stream.close()
+        task.cancel()
+
+
+def application(
+    data: AdminData, consoles: _Consoles | None = None, *, to_anyone: bool = False
+) -> web.Application:
+    """Return the pages as an aiohttp application. `to_anyone`: as in Admin."""
+    consoles = consoles or _Consoles(data)
+    pages = _Pages(data, consoles)
+    app = web.Application(middlewares=[_errors_as_json, *([] if to_anyone else [_only_here])])
+    app.cleanup_ctx.append(consoles.run)
+    app.on_shutdown.append(consoles.close)
+    for at in ("", "/pools/{pool}"):
+        app.add_routes(
+            [
+                web.get(f"{at}/", pages.index),
+                web.get(f"{at}/metrics", pages.metrics),
+                web.get(f"{at}/healthz", pages.healthz),
+                web.get(f"{at}/readyz", pages.readyz),
+                web.get(f"{at}/api/health", pages.health),
+                web.get(f"{at}{names.CANARY_PAGE}", pages.canary),
+                web.get(f"{at}/api/decisions", pages.decisions),
+                web.get(f"{at}/api/decisions/{{request_id:.+}}", pages.decision),
+                web.get(f"{at}/api/nodes/stats", pages.endpoints),
+                web.get(f"{at}/api/sessions/{{id:.+}}", pages.session),
+                web.get(f"{at}/api/moves", pages.moves),
+                web.get(f"{at}/api/trying", pages.trying),
+                web.get(f"{at}/api/index/stats", pages.index_stats),
+                web.get(f"{at}{STREAM}", pages.stream),
+                web.get(f"{at}/console", pages.file("index.html", "text/html")),
+                web.get(f"{at}/console/console.css", pages.file("console.css", "text/css")),
+                web.get(f"{at}/console/console.js", pages.file("console.js", "text/javascript")),
+            ]
+        )
+    return app
+
+
+class _Pages:
+    """The pages of the gateway, and of one pool: those of the pool that the path names, or of the only
+    one."""
+
+    def __init__(self, data: AdminData, consoles: _Consoles) -> None:
+        self._whole = data
+        self._consoles = consoles
+
+    def _data(self, request: web.Request) -> AdminData:
+        """Return what the page shows: the pool that the path names as if it were the only one, or all."""
+        name = request.match_info.get("pool")
+        if name is None:
+            return self._whole
+        if name not in self._whole.pools:
+            raise web.HTTPNotFound
+        return AdminData(CollectorRegistry(), {name: self._whole.pools[name]})
+
+    def _pool(self, request: web.Request) -> PoolData:
+        """Return the pool of a page that only a single pool has."""
+        pool = self._data(request).only
+        if pool is None:
+            raise web.HTTPNotFound
+        return pool
+
+    def file(self, name: str, content_type: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+        """Return a page that answers one of the console's files."""
+        body = (files(console) / "page" / name).read_bytes()
+
+        async def answer(request: web.Request) -> web.Response:
+            self._pool(request)
+            return web.Response(
+                body=body, content_type=content_type, charset="utf-8", headers=_CONSOLE_HEADERS
+            )
+
+        return answer
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        return await self._consoles.of(self._pool(request)).watch(request)
 
     async def index(self, request: web.Request) -> web.Response:
-        if self._data.only:
+        data = self._data(request)
+        if data.only:
             return _index(PAGES)
-        pools = {f"/pools/{name}/": f"the pages of the pool {name}" for name in self._data.pools}
+        pools = {f"/pools/{name}/": f"the pages of the pool {name}" for name in data.pools}
         return _index({**POOLS_PAGES, **pools})
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Answer one family at a time, because each pool's takes milliseconds."""
-        merged, alone = MergedMetrics(), self._data.only is not None
-        pools = self._data.pools.items()
-        registries = [("", self._data.registry), *(("" if alone else n, pool.registry) for n, pool in pools)]
+        data, merged = self._data(request), MergedMetrics()
+        pools, alone = data.pools.items(), data.only is not None
+        registries = [("", data.registry), *(("" if alone else n, pool.registry) for n, pool in pools)]
         for name, registry in registries:
             for family in registry.collect():
                 merged.add(family, name)
@@ -294,37 +336,32 @@ class _Pages:
         return web.Response(text="ok\n")
 
     async def readyz(self, request: web.Request) -> web.Response:
-        ready = any(pool.ready() for pool in self._data.pools.values())
+        ready = any(pool.ready() for pool in self._data(request).pools.values())
         return web.Response(text="ok\n" if ready else "not ready\n", status=200 if ready else 503)
 
     async def canary(self, request: web.Request) -> web.Response:
         """Answer with the sums of each pool's trial, by the pool's name; of those that have a canary."""
-        found = {name: pool.sums() for name, pool in self._data.pools.items()}
+        found = {name: pool.sums() for name, pool in self._data(request).pools.items()}
         return _json({name: sums for name, sums in found.items() if sums.trial})
 
     async def health(self, request: web.Request) -> web.Response:
         """Answer with status 503 only when no endpoint of any pool may be chosen; 200 when degraded."""
-        pools = tuple(pool.health() for pool in self._data.pools.values())
+        data = self._data(request)
+        pools = tuple(pool.health() for pool in data.pools.values())
         statuses = {pool.status for pool in pools}
-        if self._data.only:
+        if data.only:
             (answer,) = pools
             return _json(answer, 503 if Status.UNREADY in statuses else 200)
-        waiting = self._data.waiting()
+        waiting = data.waiting()
         found = statuses | ({Status.DEGRADED} if waiting else set())
         unready = statuses == {Status.UNREADY}
         status = Status.UNREADY if unready else found.pop() if len(found) == 1 else Status.DEGRADED
         return _json(PoolsHealth(status, pools, waiting), 503 if unready else 200)
 
-
-class _PoolPages:
-    """The pages that a single pool has in addition."""
-
-    def __init__(self, data: PoolData) -> None:
-        self._data = data
-
     async def decisions(self, request: web.Request) -> web.Response:
         n = _count(request, "n", DEFAULT_N, MAX_N)
-        decisions = self._data.decisions
+        data = self._pool(request)
+        decisions = data.decisions
         rows = []
         for i, record in enumerate(decisions.query(request.query.get("session", ""), n)):
             rows.append(explain.summary(record))
@@ -334,14 +371,15 @@ class _PoolPages:
 
     async def decision(self, request: web.Request) -> web.Response:
         request_id = request.match_info["request_id"]
-        decisions = self._data.decisions
+        data = self._pool(request)
+        decisions = data.decisions
         record = decisions.get(request_id)
         if record is None:
             raise PageError(
                 404, f"no decision {request_id!r} among the last {len(decisions)} kept", "request_id"
             )
         alternatives = {}
-        policies, params = self._data.policies, self._data.params()
+        policies, params = data.policies, data.params()
         for name, found in explain.counterfactual(record, policies, params, Random(request_id)):
             alternatives[name] = found
             await asyncio.sleep(0)
@@ -349,24 +387,24 @@ class _PoolPages:
 
     async def endpoints(self, request: web.Request) -> web.Response:
         """Answer with the endpoints. The JSON, which is part of the API, calls the rows "nodes"."""
-        return _json({"nodes": [endpoint_json(stats) for stats in self._data.endpoints()]})
+        return _json({"nodes": [endpoint_json(stats) for stats in self._pool(request).endpoints()]})
 
     async def session(self, request: web.Request) -> web.Response:
         session_id = request.match_info["id"]
-        found = self._data.sessions(session_id)
+        found = self._pool(request).sessions(session_id)
         if not found:
             raise PageError(404, f"no session {session_id!r}: never seen, idle for too long, or ended", "id")
         tenants = [replace(one, tenant=explain.tenant_hash(one.tenant)) for one in found]
         return _json({"session_id": session_id, "tenants": tenants})
 
     async def moves(self, request: web.Request) -> web.Response:
-        return _json(self._data.moves())
+        return _json(self._pool(request).moves())
 
     async def trying(self, request: web.Request) -> web.Response:
-        return _json(self._data.trying())
+        return _json(self._pool(request).trying())
 
     async def index_stats(self, request: web.Request) -> web.Response:
-        return _json(self._data.index_stats())
+        return _json(self._pool(request).index_stats())
 
 
 def endpoint_json(stats: EndpointStats) -> dict[str, Any]:

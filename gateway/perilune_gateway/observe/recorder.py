@@ -7,13 +7,14 @@ A listener (state/facts.py) of one pool.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from perilune_gateway.model import SessionKey, Subject
 from perilune_gateway.observe.decision_log import DecisionLog
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.explain import sentence
 from perilune_gateway.observe.metrics import Metrics
-from perilune_gateway.observe.spans import Spans
+from perilune_gateway.observe.spans import Span, is_sampled, span_of
 from perilune_gateway.state.facts import EndpointLeft, HandedOver, PolicyFailed
 from perilune_gateway.state.request_facts import Ended, FirstToken, Recorded
 
@@ -28,12 +29,13 @@ class Recorder:
         metrics: Metrics,
         decisions: Decisions,
         decision_log: DecisionLog | None = None,
-        spans: Spans | None = None,
+        send_span: Callable[[Span], None] | None = None,
     ) -> None:
+        """`send_span` takes the spans of requests that have ended, and must not wait."""
         self._metrics = metrics
         self._decisions = decisions
         self._decision_log = decision_log
-        self._spans = spans
+        self._send_span = send_span
 
     def on_recorded(self, fact: Recorded) -> None:
         record = fact.record
@@ -43,10 +45,13 @@ class Recorder:
         number = self._decisions.add(record)
         if fact.request:
             fact.request.number = number
+        if self._send_span and is_sampled(record):
+            if fact.request:
+                fact.request.traced = record
+            else:
+                self._send_span(span_of(record, None))
         if self._decision_log:
             self._decision_log.decided(number, record)
-        if self._spans:
-            self._spans.decided(number, record)
 
     def on_ended(self, fact: Ended) -> None:
         number, ending = fact.request.number, fact.ending
@@ -54,8 +59,8 @@ class Recorder:
         self._decisions.finish(number, ending)
         if self._decision_log:
             self._decision_log.ended(number, ending)
-        if self._spans:
-            self._spans.ended(number, ending)
+        if self._send_span and fact.request.traced:
+            self._send_span(span_of(fact.request.traced, ending))
 
     def on_first_token(self, fact: FirstToken) -> None:
         self._metrics.first_token(fact.seconds)

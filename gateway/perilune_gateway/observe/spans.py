@@ -1,6 +1,6 @@
 """The spans of requests: what a decision's record and its ending say, as attributes and events.
 
-    decided(number, record) ┄┄ ended(number, ending) ─▶ span_of ─▶ send (otlp.py)
+    recorder.py: the decision's record ┄┄ its ending ─▶ span_of ─▶ send (otlp.py)
 
 A span begins when the request's headers come, and ends with its answer or its refusal. It tells nothing of
 prompts, sessions, tenants and other headers than the request id. A request that ends before its decision has
@@ -9,7 +9,7 @@ no span.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 
 from msgspec import Struct
@@ -41,32 +41,14 @@ class Span(Struct, frozen=True):
     failed: bool
 
 
-class Spans:
-    """The spans of the requests that have not ended."""
-
-    def __init__(self, send: Callable[[Span], None]) -> None:
-        """`send` takes the spans that have ended; it must not wait."""
-        self._send = send
-        self._open: dict[int, DecisionRecord] = {}
-
-    def decided(self, number: int, record: DecisionRecord) -> None:
-        """Hear that a request got an endpoint, or was refused, which is its end."""
-        if record.trace is None or not record.trace.sampled:
-            return
-        if isinstance(record.verdict, Decision):
-            self._open[number] = record
-        else:
-            self._send(span_of(record, record.trace, None))
-
-    def ended(self, number: int, ending: Ending) -> None:
-        """Hear that the request with that number has ended."""
-        record = self._open.pop(number, None)
-        if record is not None and record.trace is not None:
-            self._send(span_of(record, record.trace, ending))
+def is_sampled(record: DecisionRecord) -> bool:
+    """Return whether the request has a span."""
+    return record.trace is not None and record.trace.sampled
 
 
-def span_of(record: DecisionRecord, trace: Trace, ending: Ending | None) -> Span:
-    """Return the span of a request. `ending` is None for a refused one."""
+def span_of(record: DecisionRecord, ending: Ending | None) -> Span:
+    """Return the span of a request whose trace is sampled. `ending` is None for a refused one."""
+    assert record.trace, "only sampled requests have spans"
     attributes: dict[str, Attribute | None] = {
         "perilune.request_id": record.request_id,
         "perilune.policy": record.policy,
@@ -107,5 +89,9 @@ def span_of(record: DecisionRecord, trace: Trace, ending: Ending | None) -> Span
     attributes["http.response.status_code"] = status or None
     known = {name: value for name, value in attributes.items() if value is not None and value != ""}
     return Span(
-        trace, ended_at, known, tuple(sorted(events, key=lambda event: event[1])), failed or status >= 500
+        record.trace,
+        ended_at,
+        known,
+        tuple(sorted(events, key=lambda event: event[1])),
+        failed or status >= 500,
     )

@@ -23,6 +23,8 @@ from math import inf
 from random import Random
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from perilune_api.policies import PeriluneParams
 from perilune_api.pool import Migration
 from perilune_gateway.model import Candidate, Cost, Decision, Reason, RequestView
@@ -150,7 +152,7 @@ def pending_costs(candidates: Sequence[Candidate]) -> list[Cost]:
 # -- costs in seconds --------------------------------------------------------------------------------------
 
 
-class Seconds(NamedTuple):
+class Seconds(Struct, frozen=True, gc=False, kw_only=True):
     """Predicted seconds of one request on one endpoint."""
 
     queue_s: float
@@ -193,14 +195,14 @@ def seconds(candidate: Candidate, request: RequestView, params: PeriluneParams =
     disturbed = params.interference_weight * load.in_flight
     source, peer, cached, fetch_s, prefill_s = cheapest_fetch(candidate, request, 1.0 + disturbed)
     return Seconds(
-        load.pending_prefill_s,
-        fetch_s,
-        prefill_s,
-        slower_decode_s(candidate, request, params) if load.in_flight else 0.0,
-        disturbed * prefill_s,
-        source,
-        peer,
-        cached,
+        queue_s=load.pending_prefill_s,
+        fetch_s=fetch_s,
+        prefill_s=prefill_s,
+        decode_s=slower_decode_s(candidate, request, params) if load.in_flight else 0.0,
+        interference_s=disturbed * prefill_s,
+        source=source,
+        peer=peer,
+        cached_tokens=cached,
     )
 
 

@@ -75,7 +75,7 @@ def _decision(
         target.address,
         reason,
         costs,
-        moved_from,
+        moved_from=moved_from,
         replicate_from=there.peer,
         cached_tokens=there.cached_tokens,
         estimated_ttft_s=there.ttft_s,

@@ -74,7 +74,7 @@ class Policies(Mapping[str, Policy]):
                 continue
             place = f"{at}.name" if name == choice.name else f"{at}.outside.{name}"
             if name in self._ours:
-                wrong[name] = f"{name} is Perilune's own: write its block beside `name` - at `{place}`"
+                wrong[name] = f"{name} is Perilune's own: write its block next to `name` - at `{place}`"
             elif name not in self:
                 wrong[name] = f"{self.why_not(name)} - at `{place}`"
             elif (policy := self.found[name].policy) is not None:

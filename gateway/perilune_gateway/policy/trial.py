@@ -67,16 +67,23 @@ def _situation(ordinal: int, rng: Random) -> Situation:
     if rng.random() < 0.8:
         host = rng.choice((*addresses, "", "10.9.9.9:8000"))
         moved_s = rng.choice((inf, 0.0, 100.0))
-        session = SessionView(f"s{ordinal}", host, moved_s, prompt, rng.randrange(50), rng.choice(addresses))
+        session = SessionView(
+            session_id=f"s{ordinal}",
+            host=host,
+            seconds_since_move=moved_s,
+            context_tokens=prompt,
+            turns=rng.randrange(50),
+            parent_host=rng.choice(addresses),
+        )
     request = RequestView(
-        f"r{ordinal}",
-        ordinal,
-        prompt,
-        rng.choice(tuple(Phase)),
-        session,
-        "model",
-        rng.choice((0, 1, 4096)),
-        prefix=Prefix(tuple(sorted(held, key=lambda location: -location.tokens)[:4])),
+        request_id=f"r{ordinal}",
+        ordinal=ordinal,
+        prompt_tokens=prompt,
+        phase=rng.choice(tuple(Phase)),
+        session=session,
+        model="model",
+        output_tokens=rng.choice((0, 1, 4096)),
+        prefix=Prefix(locations=tuple(sorted(held, key=lambda location: -location.tokens)[:4])),
         block_size=BLOCK,
     )
     return Situation(request, candidates)
@@ -100,4 +107,6 @@ def _candidate(address: str, prompt: int, rng: Random) -> Candidate:
         kv_pool_tokens=KV_POOL,
     )
     endpoint = Endpoint(address=address, draining=rng.random() < 0.1)
-    return Candidate(endpoint, load, Overlap(device, host, host), decode_s=rng.choice((0.0, 3.0)))
+    return Candidate(
+        endpoint=endpoint, load=load, overlap=Overlap(device, host, host), decode_s=rng.choice((0.0, 3.0))
+    )

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 
-class Body(Struct, frozen=True):
+class Body(Struct, frozen=True, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     priority: int | None = None
@@ -29,7 +29,7 @@ class Body(Struct, frozen=True):
     ec_transfer_params: Any = None
 
 
-class Chat(Body, frozen=True):
+class Chat(Body, frozen=True, kw_only=True):
     messages: Raw = Raw()
     tools: Raw = Raw()
     documents: Raw = Raw()
@@ -43,7 +43,7 @@ class Chat(Body, frozen=True):
     add_special_tokens: bool = False
 
 
-class Completions(Body, frozen=True):
+class Completions(Body, frozen=True, kw_only=True):
     prompt: Raw = Raw()
     prompt_embeds: Raw = Raw()
     max_tokens: int | None = None
@@ -58,7 +58,7 @@ class Thinking(Struct, frozen=True):
     type: str | None = None
 
 
-class Responses(Body, frozen=True):
+class Responses(Body, frozen=True, kw_only=True):
     input: Raw = Raw()
     instructions: Raw = Raw()
     tools: Raw = Raw()
@@ -70,7 +70,7 @@ class Responses(Body, frozen=True):
     max_output_tokens: int | None = None
 
 
-class Messages(Body, frozen=True):
+class Messages(Body, frozen=True, kw_only=True):
     messages: Raw = Raw()
     system: Raw = Raw()
     tools: Raw = Raw()
@@ -80,7 +80,7 @@ class Messages(Body, frozen=True):
     output_config: Effort | None = None
 
 
-class Pooling(Body, frozen=True):
+class Pooling(Body, frozen=True, kw_only=True):
     input: Raw = Raw()
     messages: Raw = Raw()
     query: Raw = Raw()

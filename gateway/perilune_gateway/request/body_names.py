@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_gateway.request.bodies import Body, Responses
 from perilune_gateway.request.paths import Api
 
@@ -49,7 +50,7 @@ def _claude_code_session(user_id: str) -> str:
     if user_id.startswith("{"):
         try:
             return msgspec.json.decode(user_id, type=_ClaudeCodeUser).session_id
-        except (msgspec.DecodeError, RecursionError):
+        except UNREADABLE:
             return ""
     found = _CLAUDE_CODE_USER.fullmatch(user_id)
     return found[1] if found else ""

@@ -5,11 +5,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_gateway.model import NO_FIELDS, EngineFields
 from perilune_gateway.request.openai import BYTE_ORDER_MARK
-
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What reading a body raises."""
 
 
 def for_engine(body: bytes, added: EngineFields) -> bytes | None:
@@ -37,7 +35,7 @@ def for_engine(body: bytes, added: EngineFields) -> bytes | None:
 
 _UNWANTED = (
     *("stop", "stop_token_ids", "min_tokens", "response_format", "structured_outputs", "stream_options"),
-    *("max_completion_tokens", "logprobs", "top_logprobs", "prompt_logprobs", "echo"),
+    *("max_completion_tokens", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "return_token_ids"),
 )
 """Fields of a request's answer, which a prefill for another endpoint does without."""
 

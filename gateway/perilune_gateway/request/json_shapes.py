@@ -24,6 +24,13 @@ def array(raw: Raw, name: str) -> Raw:
     return raw
 
 
+def written(raw: Raw) -> Raw:
+    """Return the value, or an empty Raw for `null`. Raises UnicodeDecodeError, because msgspec does not look
+    at the texts of a Raw."""
+    str(value := given(raw), "utf-8")
+    return value
+
+
 def optional_array(raw: Raw, name: str) -> Raw:
     return array(value, name) if (value := given(raw)) else value
 

@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Raw, Struct
 from msgspec.structs import replace
 
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_gateway.model import Refusal, RefuseReason, Unsplit
 from perilune_gateway.request import bodies
 from perilune_gateway.request.body_names import objects, session_of, text, user_of
@@ -32,6 +33,7 @@ from perilune_gateway.request.json_shapes import (
     given,
     mismatch,
     optional_array,
+    written,
 )
 from perilune_gateway.request.parsed import (
     ChatPrompt,
@@ -56,7 +58,7 @@ def model_in(body: bytes) -> str:
     """Return the body's `model`, on any path; empty if it has none, or if the body is no JSON object."""
     try:
         return msgspec.json.decode(body.removeprefix(BYTE_ORDER_MARK), type=_Named).model or ""
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return ""
 
 
@@ -93,14 +95,21 @@ def parse(path: str, body: bytes) -> ParsedRequest | Refusal:
         return _PARSERS[api](body.removeprefix(BYTE_ORDER_MARK))
     except RefusedError as error:
         return Refusal(RefuseReason.BAD_REQUEST, str(error))
-    except msgspec.ValidationError as error:
-        return Refusal(RefuseReason.BAD_REQUEST, str(error))
-    except msgspec.DecodeError as error:
-        return Refusal(RefuseReason.BAD_JSON, f"The body is not valid JSON: {error}")
-    except UnicodeDecodeError as error:
-        return Refusal(RefuseReason.BAD_JSON, f"The body is not valid UTF-8: {error.reason}")
-    except RecursionError:
-        return Refusal(RefuseReason.BAD_JSON, "The body is nested too deeply")
+    except UNREADABLE as error:
+        return unreadable(error)
+
+
+def unreadable(error: Exception) -> Refusal:
+    """Return the refusal of a body whose reading has raised one of UNREADABLE."""
+    match error:
+        case msgspec.ValidationError():
+            return Refusal(RefuseReason.BAD_REQUEST, str(error))
+        case UnicodeDecodeError(reason=reason):
+            return Refusal(RefuseReason.BAD_JSON, f"The body is not valid UTF-8: {reason}")
+        case RecursionError():
+            return Refusal(RefuseReason.BAD_JSON, "The body is nested too deeply")
+        case _:
+            return Refusal(RefuseReason.BAD_JSON, f"The body is not valid JSON: {error}")
 
 
 def _chat(body: bytes) -> ParsedRequest:
@@ -109,7 +118,7 @@ def _chat(body: bytes) -> ParsedRequest:
         messages=array(fields.messages, "messages"),
         tools=optional_array(fields.tools, "tools"),
         documents=optional_array(fields.documents, "documents"),
-        template_kwargs=given(fields.chat_template_kwargs),
+        template_kwargs=written(fields.chat_template_kwargs),
         reasoning_effort=fields.reasoning_effort or "",
         own_template=fields.chat_template or "",
         add_generation_prompt=fields.add_generation_prompt,
@@ -143,7 +152,7 @@ def _responses(body: bytes) -> ParsedRequest:
         messages=fields.input,
         system=given(fields.instructions),
         tools=optional_array(fields.tools, "tools"),
-        template_kwargs=given(fields.chat_template_kwargs),
+        template_kwargs=written(fields.chat_template_kwargs),
         reasoning_effort=(fields.reasoning and fields.reasoning.effort) or "",
         add_generation_prompt=not unfinished,
         continue_final_message=unfinished,
@@ -165,7 +174,7 @@ def _messages(body: bytes) -> ParsedRequest:
         messages=array(fields.messages, "messages"),
         system=system,
         tools=optional_array(fields.tools, "tools"),
-        template_kwargs=given(fields.chat_template_kwargs),
+        template_kwargs=written(fields.chat_template_kwargs),
         reasoning_effort=_anthropic_effort(fields),
     )
     return _request(Api.MESSAGES, fields, prompt, fields.max_tokens)

@@ -36,7 +36,7 @@ class TokenPrompt(Struct, frozen=True, gc=False):
     ids: tuple[list[int], ...]
 
 
-class ChatPrompt(Struct, frozen=True, gc=False):
+class ChatPrompt(Struct, frozen=True, gc=False, kw_only=True):
     """A conversation that a chat template turns into text. Every Raw is JSON as the body has it, or empty."""
 
     messages: Raw
@@ -57,7 +57,7 @@ class ChatPrompt(Struct, frozen=True, gc=False):
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
-class ParsedRequest(Struct, frozen=True, gc=False):
+class ParsedRequest(Struct, frozen=True, gc=False, kw_only=True):
     """The fields of a request that routing needs. Absent strings are empty, absent numbers 0."""
 
     api: Api
@@ -113,7 +113,8 @@ class _Message(Struct, frozen=True):
 
 def opening(request: ParsedRequest) -> bytes:
     """Return how the request's conversation begins, which its later turns have too: everything up to the
-    first message of a user; of other prompts, their first few thousand characters or tokens."""
+    first message of a user; of other prompts, their first few thousand characters or tokens. Raises one of
+    UNREADABLE, since messages are skipped when a body is parsed."""
     match request.prompt:
         case ChatPrompt(messages=messages) if bytes(memoryview(messages)[:1]) == b"[":
             pieces = []
@@ -122,7 +123,7 @@ def opening(request: ParsedRequest) -> bytes:
                 try:
                     if msgspec.json.decode(message, type=_Message).role == "user":
                         break
-                except msgspec.ValidationError:
+                except msgspec.ValidationError:  # the role is no text
                     continue
             return b"".join(pieces)
         case ChatPrompt(messages=messages):  # one text

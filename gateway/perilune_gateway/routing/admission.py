@@ -100,7 +100,7 @@ def unsupported(head: RequestHead) -> Refusal | None:
     if "websocket" in head.headers.get("upgrade", "").lower():
         return Refusal(RefuseReason.UPGRADE, "Web sockets are not supported: send the request by HTTP")
     if paths.is_engine_page(head.path):
-        message = f"{head.path[:200]} tells of one engine only. Ask the engine that you mean, not the pool"
+        message = f"{head.path[:200]} is a page about a single engine. Ask that engine itself, not the pool"
         return Refusal(RefuseReason.NOT_FOUND, message)
     if not paths.is_supported(head.path):
         known = ", ".join(SUPPORTED)

@@ -57,7 +57,7 @@ class TimeAndDice(Struct, frozen=True):
     dice: Random
 
 
-class Prompt(Struct, frozen=True, gc=False):
+class Prompt(Struct, frozen=True, gc=False, kw_only=True):
     """The facts known about a prompt. Before the body was read, only an estimate of its length."""
 
     tokens: int
@@ -73,7 +73,7 @@ class Prompt(Struct, frozen=True, gc=False):
     cache_key: str = ""
     """OpenAI's `prompt_cache_key`."""
     cache_salt: str = ""
-    """The salt that the gateway derived from the tenant; empty: the body's own counts."""
+    """The salt that the gateway derived from the tenant. Empty if the body's own counts."""
     chained: bool = False
     """Whether it names an earlier response, which only one engine's process has. Then its blocks are those of
     the session's context, and the body brings what is new."""
@@ -85,10 +85,10 @@ class Prompt(Struct, frozen=True, gc=False):
     """Whether the session's answers may be written in it otherwise than they were generated."""
 
 
-NO_PROMPT = Prompt(0, TokenSource.ESTIMATE)
+NO_PROMPT = Prompt(tokens=0, source=TokenSource.ESTIMATE)
 
 
-class RequestContext(Struct, gc=False):
+class RequestContext(Struct, gc=False, kw_only=True):
     """Everything that a decision is taken from."""
 
     head: RequestHead
@@ -101,7 +101,8 @@ class RequestContext(Struct, gc=False):
     """Endpoints that may not be chosen: address → name of the admission check that failed."""
     prompt: Prompt = NO_PROMPT
     holder: str = ""
-    """Address of the endpoint that has the earlier response which the request names; empty: none is known."""
+    """Address of the endpoint that has the earlier response which the request names. Empty if
+    none is known."""
     candidates: Sequence[Candidate] = ()
     prefix: Prefix = NO_PREFIX
     unpulled: Unpulled | None = None

@@ -1,16 +1,17 @@
 """Chooses an endpoint for a request whose candidates are known: the policy's decision, or a planned move in
 its place, with the KV that is fetched for it.
 
-    context ─▶ the request as a policy sees it ─▶ decide.py ─▶ a planned move, limits of fetching ─▶ verdict
+    context ─▶ the request as a policy sees it ─▶ decide.py ─▶ a planned move, limits of fetching ─▶ Choice
 
 Where a policy of a package fails, another one decides in its place (policy_watch.py).
-Applies nothing, except that an offer of a move that no longer fits lapses.
+`choose` changes nothing. `settle` records what else follows from a choice that counts.
 """
 
 from __future__ import annotations
 
 from random import Random
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from perilune_api.pool import Pool
@@ -25,17 +26,34 @@ from perilune_gateway.model import (
     Verdict,
 )
 from perilune_gateway.model.shared import prefix_name
+from perilune_gateway.moves.planner import Lapse
 from perilune_gateway.policy import PolicyError
 from perilune_gateway.policy.cost import target_of
 from perilune_gateway.routing.candidates import CandidateBuilder
 from perilune_gateway.routing.context import RequestContext
-from perilune_gateway.routing.decide import decide
+from perilune_gateway.routing.decide import Run, decide
 from perilune_gateway.routing.kv_moves import KvMoves
 from perilune_gateway.routing.objectives import objectives
 from perilune_gateway.routing.policy_watch import PolicyWatch
 from perilune_gateway.routing.pull import pull, without
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.session import Session
+
+
+class Choice(Struct, frozen=True, kw_only=True):
+    """What was chosen for a request, and what else was found out meanwhile."""
+
+    view: RequestView
+    """The request as the policy saw it."""
+    verdict: Verdict
+    policy: str
+    """The policy that gave the verdict."""
+    fault: tuple[str, PolicyError] | None = None
+    """The policy that should have given it, and how it failed."""
+    prefix: tuple[int, int] | None = None
+    """Last block and tokens of the cached prefix that a new session begins with. None if there is none."""
+    lapsed: tuple[Move, Lapse] | None = None
+    """An offer of a move that no longer fits, and why."""
 
 
 class Deciding:
@@ -69,31 +87,38 @@ class Deciding:
         """Return the name of the policy that decides: the pool's, or the canary's."""
         return str((self._canary if context.by_canary else self._routing).policy.name)
 
-    def choose(
-        self, context: RequestContext, policy: str, request_id: str, ordinal: int
-    ) -> tuple[RequestView, Verdict, str]:
-        """Return the request as the policy saw it, the verdict, and the policy that gave it. `ordinal`: the
-        number of verdicts so far."""
-        view = self._view(context, request_id, ordinal)
-        verdict, policy = self._decide(view, context, self.watch.standing(policy))
-        if isinstance(verdict, Decision) and (offer := self._offer(context)):
-            if view.phase is Phase.HEADERS:
-                return view, NEED_BODY, policy  # only the body tells what its target holds of the prompt
-            moved = self.moves.planner.apply(offer, verdict, view, context.candidates, context.now)
-            verdict = pull(view, moved, context.candidates, self._routing.pull)
+    def choose(self, context: RequestContext, policy: str, request_id: str, ordinal: int, run: Run) -> Choice:
+        """Choose by the policy, or by another one where it is off or fails. `ordinal`: the number of verdicts
+        so far. `run` runs policies."""
+        view, policy = self._view(context, request_id, ordinal), self.watch.standing(policy)
+        routing, fault = self._canary if context.by_canary else self._routing, None
+        try:
+            verdict = decide(view, context.candidates, policy, routing, Random(context.seed), run)
+        except PolicyError as error:
+            fault, policy = (policy, error), self.watch.in_place(policy)
+            verdict = decide(view, context.candidates, policy, routing, Random(context.seed), run)
+        prefix, lapsed = None, None
+        if isinstance(verdict, Decision):
+            prefix = self._prefix(context)
+            if offer := self._offer(context, prefix):
+                if view.phase is Phase.HEADERS:  # only the body tells what its target holds of the prompt
+                    return Choice(view=view, verdict=NEED_BODY, policy=policy, fault=fault)
+                moved = self.moves.planner.redirected(offer, verdict, view, context.candidates, context.now)
+                if isinstance(moved, Lapse):
+                    lapsed, moved = (offer, moved), verdict
+                verdict = pull(view, moved, context.candidates, self._routing.pull)
         if isinstance(verdict, Decision) and verdict.replicate_from:
             verdict = self._with_room(verdict, view, context)
-        return view, verdict, policy
+        return Choice(view=view, verdict=verdict, policy=policy, fault=fault, prefix=prefix, lapsed=lapsed)
 
-    def _decide(self, view: RequestView, context: RequestContext, policy: str) -> tuple[Verdict, str]:
-        """Return the verdict of the policy, or of another one where it fails, and whose it is."""
-        routing, run = self._canary if context.by_canary else self._routing, self.watch.run
-        try:
-            return decide(view, context.candidates, policy, routing, Random(context.seed), run), policy
-        except PolicyError as fault:
-            self.watch.failed(policy, fault)
-        policy = self.watch.in_place(policy)
-        return decide(view, context.candidates, policy, routing, Random(context.seed), run), policy
+    def settle(self, choice: Choice, now: float) -> None:
+        """Record what was found out while a verdict was chosen that counts."""
+        if choice.fault:
+            self.watch.failed(*choice.fault)
+        if choice.prefix:
+            self.moves.planner.saw(*choice.prefix)
+        if choice.lapsed:
+            self.moves.planner.lapsed(*choice.lapsed, now)
 
     def _with_room(self, decision: Decision, view: RequestView, context: RequestContext) -> Decision:
         """Return the decision with what it fetches from another endpoint, unless too much is on its way
@@ -109,39 +134,44 @@ class Deciding:
             return decision
         return without(decision, target_of(decision, context.candidates), view, cause)
 
-    def _offer(self, context: RequestContext) -> Move | None:
+    def _prefix(self, context: RequestContext) -> tuple[int, int] | None:
+        """Return last block and tokens of the cached prefix that a new session begins with, if any."""
+        known = context.prefix.tokens // self._state.block_size
+        if not known or (context.session and context.session.host):
+            return None
+        return context.prompt.blocks[known - 1], context.prefix.tokens
+
+    def _offer(self, context: RequestContext, prefix: tuple[int, int] | None) -> Move | None:
         """Return the planner's offer for this session, or for the prefix that a new session begins with."""
         planner, handing_over = self.moves.planner, self.moves.handing_over
         if context.session and context.session.host:
             key, name = context.session.key, context.session.name
             planned = planner.offer(key, None) or planner.offer(name, None)  # before it came here
             return planned or handing_over.offered(key, name)
-        known = context.prefix.tokens // self._state.block_size
-        if not known:
+        if prefix is None:
             return None
-        prefix = context.prompt.blocks[known - 1]
-        planner.saw(prefix, context.prefix.tokens)
-        return planner.offer(None, prefix) or handing_over.offered(prefix, prefix_name(prefix))
+        block, _ = prefix
+        return planner.offer(None, block) or handing_over.offered(block, prefix_name(block))
 
     def _view(self, context: RequestContext, request_id: str, ordinal: int) -> RequestView:
         """Return the request as a policy sees it."""
         prompt, session = context.prompt, context.session
         level, slo_ttft_s, slo_tpot_s = objectives(context.head.headers, self._routing.limits)
         return RequestView(
-            request_id,
-            ordinal,
-            prompt.tokens,
-            Phase.BODY if prompt.model else Phase.HEADERS,
-            self._session(session, context.now) if session else self._new_session(context),
-            prompt.model or self._model,
-            prompt.output_tokens,
-            prompt.source,
-            prompt.priority,
-            level,
-            slo_ttft_s,
-            slo_tpot_s,
-            context.prefix,
-            self._state.block_size,
+            request_id=request_id,
+            ordinal=ordinal,
+            prompt_tokens=prompt.tokens,
+            phase=Phase.BODY if prompt.model else Phase.HEADERS,
+            session=self._session(session, context.now) if session else self._new_session(context),
+            model=prompt.model or self._model,
+            output_tokens=prompt.output_tokens,
+            token_source=prompt.source,
+            priority=prompt.priority,
+            level=level,
+            slo_ttft_s=slo_ttft_s,
+            slo_tpot_s=slo_tpot_s,
+            prefix=context.prefix,
+            block_size=self._state.block_size,
             unsplit=self.candidates.unsplit(context),
             unpulled=context.unpulled,
         )
@@ -155,4 +185,4 @@ class Deciding:
         if not identity.session_id:
             return None
         near = self._state.sessions.near_host(identity, context.prompt.cache_key, context.now)
-        return SessionView(identity.session_id, parent_host=near)
+        return SessionView(session_id=identity.session_id, parent_host=near)

@@ -57,7 +57,7 @@ KEPT_SHARE = 0.25
 """Share of an endpoint's KV cache that it may keep for engines which have not fetched it yet."""
 
 
-class Legs(Struct, frozen=True, gc=False):
+class Legs(Struct, frozen=True, gc=False, kw_only=True):
     """The two requests of one round."""
 
     handoff: Handoff
@@ -72,7 +72,7 @@ class Legs(Struct, frozen=True, gc=False):
     """Whether the target reads the store; then there is no give leg."""
 
 
-class HandoffStats(Struct, frozen=True):
+class HandoffStats(Struct, frozen=True, kw_only=True):
     """Statistics of a pool's hand-offs."""
 
     open: Sequence[Handoff]
@@ -141,18 +141,18 @@ class HandingOver:
     def stats(self) -> HandoffStats:
         tokens = self._state.block_tokens
         return HandoffStats(
-            self._handoffs.open,
-            dict(self._outcomes),
-            dict(self._given_up),
-            dict(self._gatherer.immovable),
-            dict(self._leg_counts),
-            dict(self._leg_seconds),
-            self._bytes,
-            tokens.bytes,
-            tokens.max_bytes,
-            tokens.forgotten,
-            tokens.missing,
-            dict(self._state.connectors.known),
+            open=self._handoffs.open,
+            outcomes=dict(self._outcomes),
+            given_up=dict(self._given_up),
+            immovable=dict(self._gatherer.immovable),
+            legs=dict(self._leg_counts),
+            leg_seconds=dict(self._leg_seconds),
+            transfer_bytes=self._bytes,
+            token_bytes=tokens.bytes,
+            token_max_bytes=tokens.max_bytes,
+            tokens_forgotten=tokens.forgotten,
+            tokens_missing=tokens.missing,
+            connectors=dict(self._state.connectors.known),
         )
 
     # -- what happens ------------------------------------------------------------------------------
@@ -334,22 +334,22 @@ class HandingOver:
 
     def _as_offered(self, move: Move, stage: OfferStage, begun_s: float | None = None) -> Offered:
         return Offered(
-            0,
-            self._name(move.subject),
-            move.reason,
-            move.source,
-            move.target,
-            stage,
-            STANDS_S[stage],
-            begun_s,
-            0 if stage is OfferStage.OVER else move.transfer_bytes,
+            at_us=0,
+            subject=self._name(move.subject),
+            reason=move.reason,
+            source=move.source,
+            target=move.target,
+            stage=stage,
+            seconds=STANDS_S[stage],
+            begun_s=begun_s,
+            transfer_bytes=0 if stage is OfferStage.OVER else move.transfer_bytes,
             cost_s=max(0.0, move.cost_s),
             benefit_s=move.benefit_s,
             turns=move.turns,
         )
 
     def _name(self, subject: Subject) -> bytes:
-        """Return the subject's name among replicas; empty: it has none."""
+        """Return the subject's name among replicas. It is empty if it has none."""
         if isinstance(subject, int):
             return prefix_name(subject)
         if isinstance(subject, bytes):
@@ -376,14 +376,14 @@ class HandingOver:
         self._copies[handoff] = missing_tokens, predicted_s
         self._due.append(
             Legs(
-                handoff,
-                f"perilune-{uuid4().hex}",
-                content.lora or self._model,
-                content,
-                move.source,
-                move.target,
-                source.bootstrap if source else "",
-                from_store,
+                handoff=handoff,
+                transfer_id=f"perilune-{uuid4().hex}",
+                model=content.lora or self._model,
+                content=content,
+                source=move.source,
+                target=move.target,
+                bootstrap=source.bootstrap if source else "",
+                from_store=from_store,
             )
         )
 

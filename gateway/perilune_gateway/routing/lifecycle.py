@@ -187,15 +187,17 @@ class Lifecycle:
             self._tell(Unreached(request.target, now))
         since = request.started_at
         ending = Ending(
-            outcome,
-            now - since,
-            request.served,
-            request.status,
-            request.cached_tokens,
-            request.answered_at - since if request.answered_at else None,
-            request.prefilled_at - since if request.prefilled_at else None,
+            outcome=outcome,
+            duration_s=now - since,
+            served=request.served,
+            status=request.status,
+            cached_tokens=request.cached_tokens,
+            answered_s=request.answered_at - since if request.answered_at else None,
+            prefilled_s=request.prefilled_at - since if request.prefilled_at else None,
         )
-        self._tell(Ended(request, now, ending, answered, is_there, wrong))
+        self._tell(
+            Ended(request=request, now=now, ending=ending, answered=answered, is_there=is_there, wrong=wrong)
+        )
         self._tell(TurnOver())
 
     def _is_there(self, request: InFlight) -> bool:

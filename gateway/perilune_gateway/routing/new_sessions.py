@@ -1,4 +1,4 @@
-"""Where new sessions wait: gathers what fills the pool's KV, asks the queue, and tells of the verdicts.
+"""Where new sessions wait: gathers what fills the pool's KV, asks the queue, and passes its verdicts on.
 
 `Router` asks `arrive` for the first request of every session. A request that has to wait is `Queued`; `due`
 names those that begin or are refused now, and is called several times per second while some wait. A session
@@ -48,7 +48,7 @@ class Queued(Struct, frozen=True, gc=False):
     since: float
 
 
-class SessionAdmissionStats(Struct, frozen=True, gc=False):
+class SessionAdmissionStats(Struct, frozen=True, gc=False, kw_only=True):
     """New sessions and active contexts at one moment."""
 
     enabled: bool = False
@@ -217,13 +217,13 @@ class NewSessions:
     def stats(self, now: float) -> SessionAdmissionStats:
         room = self._room(now)
         return SessionAdmissionStats(
-            self.on,
-            len(self._queue),
-            self._queue.longest_s(now),
-            self._begun,
-            self._refused,
-            room.active,
-            room.capacity,
+            enabled=self.on,
+            waiting=len(self._queue),
+            longest_s=self._queue.longest_s(now),
+            begun=self._begun,
+            refused=self._refused,
+            active_tokens=room.active,
+            capacity_tokens=room.capacity,
         )
 
     def _inside(self, identity: Identity, now: float) -> bool:

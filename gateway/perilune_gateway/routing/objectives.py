@@ -11,7 +11,7 @@ from perilune_api.pool import Limits
 
 
 class Objectives(NamedTuple):
-    """A request's priority level, and its SLOs; 0: it has none."""
+    """A request's priority level, and its SLOs. An SLO is 0 if it has none."""
 
     level: int
     slo_ttft_s: float

@@ -107,7 +107,7 @@ class PeerReads:
             tokens=decision.cached_tokens,
             attachment=self._attachment(self._state.fleet.get(move.source), move.target),
             late_at=fact.now + alone_s + LATE_S,
-            limits_ticket=self._limits.began(move),
+            limits_ticket=self._limits.began(move, fact.now),
         )
         self._transfers.under_way += 1
         self._from.setdefault(move.source, set()).add(one)

@@ -29,6 +29,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_gateway.model import (
     NEED_BODY,
     Answer,
@@ -68,17 +69,17 @@ class Pools:
     ) -> None:
         """`on_refused` is told of each refusal that is of no pool. `since`: what /v1/models gives as the time
         at which the models came into being, in Unix seconds. `more`: whether further pools are awaited."""
-        self.routers = tuple(routers)
-        self._only = self.routers[0] if len(self.routers) == 1 and not more else None
-        """The pool of every request, if there is no other one."""
+        self.serve(routers, more=more)
         self.bodies = KnownBodies()
         self._on_refused = on_refused
         self._stopwatch = stopwatch
         self._since = since
 
-    def add(self, router: Router) -> None:
-        """Take in a further pool."""
-        self.routers, self._only = (*self.routers, router), None
+    def serve(self, routers: Sequence[Router], *, more: bool) -> None:
+        """Choose among these pools from now on. Requests that are with another one stay there."""
+        self.routers = tuple(routers)
+        self._only = self.routers[0] if len(self.routers) == 1 and not more else None
+        """The pool of every request, if there is no other one."""
 
     def on_headers(self, head: RequestHead) -> Chosen | Refusal | Answer | NeedBody:
         """Choose by the headers, if they suffice."""
@@ -118,7 +119,10 @@ class Pools:
         serving = [router for router in self.routers if request.model in router.models]
         if not serving:
             return self.refused(head, self._unknown(request.model))
-        router = serving[0] if len(serving) == 1 else _of_session(serving, head, request)
+        try:
+            router = serving[0] if len(serving) == 1 else _of_session(serving, head, request)
+        except UNREADABLE as error:
+            return self.refused(head, openai.unreadable(error))
         head.identity = None  # pools may find tenant and session in different headers
         return Chosen(router, router.on_request(head, request, len(body), timer))
 
@@ -141,7 +145,11 @@ class Pools:
         if not model and len(self._names()) > 1:
             return self.refused(head, admission.no_model(self._names(), "This gateway"))
         router = next((r for r in self.routers if not model or model in r.models), None)
-        return Chosen(router, router.beside(head)) if router else self.refused(head, self._unknown(model))
+        return (
+            Chosen(router, router.to_any_endpoint(head))
+            if router
+            else self.refused(head, self._unknown(model))
+        )
 
     def _unknown(self, model: str) -> Refusal:
         return admission.unknown_model(model, self._names(), "This gateway")
@@ -165,7 +173,7 @@ def _of_one_model(router: Router) -> bool:
 
 def _of_session(serving: Sequence[Router], head: RequestHead, request: ParsedRequest) -> Router:
     """Return the pool that has the session, of those that serve the model; else the one that the weights
-    choose."""
+    choose. Raises one of UNREADABLE for messages that cannot be read."""
     for router in serving:
         identity = router.identity(head, request)
         if router.is_bound(identity) or router.stores(identity, request.previous_response_id):

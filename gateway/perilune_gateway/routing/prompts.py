@@ -93,19 +93,19 @@ class Prompts:
             request = replace(request, cache_salt=salt)
         chained = bool(request.previous_response_id)
         prompt = Prompt(
-            tokens.count,
-            tokens.source,
-            () if pooling or chained else self._hash_blocks(request, tokens, lora, now),
-            request.model,
-            request.max_output_tokens,
-            request.priority,
-            body_bytes,
-            bounded(request.prompt_cache_key),
-            salt,
-            chained,
-            paths.answers_with_id(head.path) and not request.request_id,
-            self._unsplit(request),
-            self._tokenizer.rewrites_answers,
+            tokens=tokens.count,
+            source=tokens.source,
+            blocks=() if pooling or chained else self._hash_blocks(request, tokens, lora, now),
+            model=request.model,
+            output_tokens=request.max_output_tokens,
+            priority=request.priority,
+            body_bytes=body_bytes,
+            cache_key=bounded(request.prompt_cache_key),
+            cache_salt=salt,
+            chained=chained,
+            names_response=paths.answers_with_id(head.path) and not request.request_id,
+            unsplit=self._unsplit(request),
+            rewritten=self._tokenizer.rewrites_answers,
         )
         is_text = tokens.source is not TokenSource.ESTIMATE and not tokens.media
         if self._prompt_seen and tokens.ids is not None and is_text and not pooling:

@@ -50,9 +50,9 @@ class PullLimits:
             return Unpulled.BUDGET
         return None
 
-    def began(self, move: Move) -> int:
+    def began(self, move: Move, now: float) -> int:
         """Record that a pull begins. Returns the ticket for `ended`."""
-        ticket = self._planner.transfer_began(move)
+        ticket = self._planner.transfer_began(move, now)
         self._open[ticket] = move
         return ticket
 

@@ -93,14 +93,14 @@ class Pulling:
             began_at=now,
             tokens=content.tokens,
             pull=KvPull(
-                f"perilune-{uuid4().hex}",
-                content.lora or self._model,
-                content,
-                source,
-                decision.target,
-                giver.bootstrap if giver else "",
-                self._rules.max_seconds,
-                self._first,
+                transfer_id=f"perilune-{uuid4().hex}",
+                model=content.lora or self._model,
+                content=content,
+                source=source,
+                target=decision.target,
+                bootstrap=giver.bootstrap if giver else "",
+                within_s=self._rules.max_seconds,
+                first=self._first,
             ),
             predicted_s=state.calibration.engine.transfer_s(missing, link.bandwidth_bytes_per_s),
             leg=state.loads.start(
@@ -109,7 +109,7 @@ class Pulling:
                 prefill_s=state.calibration.speed(source, now).engine.prefill_s(block, content.tokens),
                 context_tokens=content.tokens,
             ),
-            limits_ticket=self._limits.began(move),
+            limits_ticket=self._limits.began(move, now),
         )
         self._transfers.under_way += 1
 

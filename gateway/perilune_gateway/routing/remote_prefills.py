@@ -77,12 +77,12 @@ class RemotePrefills:
             began_at=fact.now,
             tokens=tokens,
             remote=RemotePrefill(
-                f"perilune-{uuid4().hex}",
-                giver.address,
-                taker.address,
-                giver.endpoint.bootstrap,
-                self._pool.accept_seconds,
-                2 * self._pool.max_seconds,
+                transfer_id=f"perilune-{uuid4().hex}",
+                source=giver.address,
+                target=taker.address,
+                bootstrap=giver.endpoint.bootstrap,
+                accept_s=self._pool.accept_seconds,
+                give_s=2 * self._pool.max_seconds,
             ),
             leg=state.loads.start(
                 giver.address,

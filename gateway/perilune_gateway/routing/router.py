@@ -54,6 +54,7 @@ from perilune_gateway.routing import admission
 from perilune_gateway.routing.candidates import wanted_by
 from perilune_gateway.routing.context import Prompt, RequestContext, StepTimer, TimeAndDice
 from perilune_gateway.routing.conversations import Conversations
+from perilune_gateway.routing.decide import run_policy
 from perilune_gateway.routing.deciding import Deciding
 from perilune_gateway.routing.new_sessions import NewSessions, Queued
 from perilune_gateway.routing.objectives import wrong_slo
@@ -184,7 +185,7 @@ class Router:
                 return self._verdicts.refused(head, admission.resets(left_s), timer)
             if self.state.resets.watching(now):
                 return NEED_BODY  # the body may be one at which engines break off
-        context = RequestContext(head, now, timer, identity, session)
+        context = RequestContext(head=head, now=now, timer=timer, identity=identity, session=session)
         if response_id:
             context.holder = self._conversations.holder(identity, session, response_id)
             if not context.holder:
@@ -206,14 +207,16 @@ class Router:
         if len(body) > self._routing.limits.max_body_bytes:
             return self._verdicts.refused(head, self._too_large(), timer)
         if not paths.is_model_path(head.path):  # it was compressed
-            return self.beside(head)
+            return self.to_any_endpoint(head)
         head.name = resets.named(body)
         return self.on_request(head, self.bodies.parse(head.path, body), len(body), timer)
 
-    def beside(self, head: RequestHead) -> Routed | Refusal:
+    def to_any_endpoint(self, head: RequestHead) -> Routed | Refusal:
         """Route a request for another page than the model's to any endpoint, whatever its body says."""
         identity = self._conversations.identity(head)
-        context = RequestContext(head, self._now(), StepTimer(self._stopwatch), identity, None)
+        context = RequestContext(
+            head=head, now=self._now(), timer=StepTimer(self._stopwatch), identity=identity, session=None
+        )
         self._candidates.find_eligible(context)
         return self._pass_through(context) if context.eligible else self._no_endpoint(context)
 
@@ -386,7 +389,9 @@ class Router:
         holder = self._conversations.holder(identity, session, request.previous_response_id)
         if prompt.chained and session:
             prompt = replace(prompt, tokens=session.context_tokens + prompt.tokens)
-        return RequestContext(head, now, timer, identity, session, prompt=prompt, holder=holder)
+        return RequestContext(
+            head=head, now=now, timer=timer, identity=identity, session=session, prompt=prompt, holder=holder
+        )
 
     # -- decide ------------------------------------------------------------------------------------
 
@@ -405,9 +410,10 @@ class Router:
             context.place = self.trial.place(context.identity, context.seed)
             context.by_canary = self.trial.by_canary(context.place)
         policy = wanted or self._deciding.policy(context)
-        view, verdict, policy = self._deciding.choose(
-            context, policy, self._verdicts.request_id(head), self._verdicts.ordinal
-        )
+        request_id, ordinal = self._verdicts.request_id(head), self._verdicts.ordinal
+        choice = self._deciding.choose(context, policy, request_id, ordinal, self.policies.run)
+        self._deciding.settle(choice, context.now)
+        view, verdict, policy = choice.view, choice.verdict, choice.policy
         if isinstance(verdict, NeedBody):
             return verdict
         context.timer.lap(Step.POLICY)
@@ -419,13 +425,20 @@ class Router:
         self, head: RequestHead, prompt: Prompt | None, seed: int
     ) -> tuple[RequestContext, RequestView, Verdict]:
         """Return what would be decided now for a turn of a known session: from its headers alone, or from its
-        prompt. Record nothing. Raise KeyError for a session that is not bound."""
+        prompt. Change nothing. Raise KeyError for a session that is not bound."""
         now = self._clock()
         identity = self._conversations.identity(head)
         session = self._conversations.find(identity, now)
         if session is None or not session.host:
             raise KeyError(identity.session_id)
-        context = RequestContext(head, now, StepTimer(self._stopwatch), identity, session, seed=seed)
+        context = RequestContext(
+            head=head,
+            now=now,
+            timer=StepTimer(self._stopwatch),
+            identity=identity,
+            session=session,
+            seed=seed,
+        )
         self._candidates.find_eligible(context)
         if prompt is None:
             self._candidates.estimate_from_session(context, session, head.content_length)
@@ -435,8 +448,8 @@ class Router:
         context.by_canary = self.trial.by_canary(self.trial.place(identity, seed))
         request_id, ordinal = self._verdicts.request_id(head), self._verdicts.ordinal
         policy = self._deciding.policy(context)
-        view, verdict, _ = self._deciding.choose(context, policy, request_id, ordinal)
-        return context, view, verdict
+        choice = self._deciding.choose(context, policy, request_id, ordinal, run_policy)
+        return context, choice.view, choice.verdict
 
     # -- without a policy --------------------------------------------------------------------------
 
@@ -465,7 +478,7 @@ class Router:
     def _too_large(self) -> Refusal:
         return too_large(self._routing.limits.max_body_bytes)
 
-    # -- beside requests ---------------------------------------------------------------------------
+    # -- apart from requests ------------------------------------------------------------------------
 
     def due(self) -> list[tuple[int, Refusal | None]]:
         """Return the tickets of the Queued requests that `on_begun` takes now; called several times per

@@ -15,7 +15,7 @@ from perilune_gateway.state.request_facts import Ended, Prefilled
 
 
 class SpeedLearning:
-    """What the requests of one pool tell of its endpoints' speed."""
+    """What the requests of one pool show of its endpoints' speed."""
 
     def __init__(self, calibration: Calibration) -> None:
         self._calibration = calibration

@@ -99,16 +99,16 @@ class Verdicts:
         request = self._in_flight(context, decision, chosen, work, session)
         with self.lifecycle.begun(request, view, decision, context.candidates):
             record = DecisionRecord(
-                view,
-                decision,
-                policy,
-                context.candidates,
-                context.excluded,
-                self._destinations(decision),
-                work.held_tokens,
-                context.timer.total(),
-                self._wall_clock(),
-                identity.tenant,
+                view=view,
+                verdict=decision,
+                policy=policy,
+                candidates=context.candidates,
+                excluded=context.excluded,
+                destinations=self._destinations(decision),
+                cached_tokens=work.held_tokens,
+                timings_us=context.timer.total(),
+                time=self._wall_clock(),
+                tenant=identity.tenant,
                 seed=context.seed,
                 queued_s=context.queued_s,
                 trace=context.head.trace,
@@ -121,7 +121,10 @@ class Verdicts:
         """Send the request to the first of `order`; the rest are fallbacks. No policy was asked."""
         target = order[0].endpoint.address
         request_id, ticket = self.request_id(context.head), self._next_ticket()
-        view, decision = RequestView(request_id, ticket, 0, Phase.HEADERS), Decision(target, reason)
+        view, decision = (
+            RequestView(request_id=request_id, ordinal=ticket, prompt_tokens=0, phase=Phase.HEADERS),
+            Decision(target, reason),
+        )
         request = InFlight(
             ticket=ticket,
             target=target,
@@ -131,9 +134,9 @@ class Verdicts:
         )
         with self.lifecycle.begun(request, view, decision):
             record = DecisionRecord(
-                view,
-                decision,
-                "",
+                view=view,
+                verdict=decision,
+                policy="",
                 excluded=context.excluded,
                 destinations=self._servers(target, [e.endpoint.address for e in order]),
                 timings_us=context.timer.total(),
@@ -154,11 +157,11 @@ class Verdicts:
         """Record that no endpoint gets the request, and return the refusal. `context`: as far as it is known;
         `view` and `policy`: where a policy was asked."""
         record = DecisionRecord(
-            view or RequestView(self.request_id(head), self.ordinal, 0),
-            refusal,
-            policy,
-            context.candidates if context else (),
-            context.excluded if context else {},
+            view=view or RequestView(request_id=self.request_id(head), ordinal=self.ordinal, prompt_tokens=0),
+            verdict=refusal,
+            policy=policy,
+            candidates=context.candidates if context else (),
+            excluded=context.excluded if context else {},
             timings_us=timer.total() if timer else {},
             time=self._wall_clock(),
             tenant=context.identity.tenant if context else "",
@@ -280,10 +283,10 @@ class Verdicts:
             header = f"{named}; {record.reason}; request={record.request_id}"
         transfer = request.transfer
         return Routed(
-            request.ticket,
-            record.destinations,
-            record.request_id,
-            header,
+            ticket=request.ticket,
+            destinations=record.destinations,
+            request_id=record.request_id,
+            decision_header=header,
             rank=rank_of(record.target),
             remote=transfer.remote if isinstance(transfer, Prefilling) else None,
             pull=transfer.pull if isinstance(transfer, Pull) else None,

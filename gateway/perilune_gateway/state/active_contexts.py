@@ -38,7 +38,7 @@ MOST_OBSERVED = 2_000.0
 _BANDS = len(BANDS_S) - 1
 
 
-class _Context(Struct, gc=False):
+class _Context(Struct, gc=False, kw_only=True):
     tokens: int
     turns: int
     running: int = 0
@@ -71,7 +71,7 @@ class ActiveContexts:
         """Record that a turn of the session runs, with a context of `tokens`; `turns` counts it too."""
         context = self._known.get(session)
         if context is None:
-            context = self._known[session] = _Context(0, turns)
+            context = self._known[session] = _Context(tokens=0, turns=turns)
         elif context.band >= 0:
             self._returns_now(context)
         else:

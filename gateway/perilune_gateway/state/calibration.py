@@ -25,7 +25,7 @@ an argument, reading changes nothing, and every method except `forget` and `link
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import inf, nan
 from typing import NamedTuple
 
 from perilune_gateway.model import H20_30B, EngineModel
@@ -61,7 +61,7 @@ class EndpointCalibration:
     prefill: RatioStats = RatioStats()
     ttft: RatioStats = RatioStats()
     decode_s: float = 0.0
-    """Mean seconds that a request decodes; 0: unknown."""
+    """Mean seconds that a request decodes. 0 if it is unknown."""
     sends: RatioStats = RatioStats()
     """Transfers that other endpoints pulled from it."""
     store: RatioStats = RatioStats()
@@ -85,6 +85,8 @@ class Ratio:
 
     def at(self, now: float, prior: float = 1.0) -> float:
         """Return the ratio, which returns to the prior after the last observation."""
+        if not self.count:
+            return prior
         left = self._left(now)
         return self._learned * left + prior * (1.0 - self._weight * left)
 
@@ -104,6 +106,8 @@ class Ratio:
 
     def _left(self, now: float) -> float:
         """Return the share of the learned value that has not faded."""
+        if self.half_life_s == inf:
+            return 1.0
         left: float = 0.5 ** (max(0.0, now - self._at) / self.half_life_s)
         return left
 
@@ -137,9 +141,17 @@ class Speed(NamedTuple):
     engine: EngineModel
     """The pool's engine model, scaled by the endpoint's ratios."""
     decode_s: float
-    """Mean seconds that a request decodes; 0: unknown."""
+    """Mean seconds that a request decodes. 0 if it is unknown."""
     ttft_ratio: float
     """Observed / predicted seconds to the first token."""
+
+
+class _Priors(NamedTuple):
+    """Ratios of a pool, the priors of its endpoints."""
+
+    prefill: float
+    ttft: float
+    store: float
 
 
 class Calibration:
@@ -156,6 +168,9 @@ class Calibration:
         """Address → (time until which the speed is reused, speed)."""
         self._engines: dict[tuple[float, float], EngineModel] = {}
         """(prefill ratio, store ratio) → the engine with them."""
+        self._priors: tuple[float, _Priors] = (nan, _Priors(1.0, 1.0, 1.0))
+        """The time of the last question for the pool's ratios, and the answer: a decision asks for each
+        endpoint."""
         self._pool = _Endpoint()
         """Ratios over all endpoints, including those that left the pool."""
         self._endpoints: dict[str, _Endpoint] = {}
@@ -165,23 +180,39 @@ class Calibration:
 
     def prefill(self, address: str, observed_s: float, predicted_s: float, now: float) -> None:
         """Record a prefill that ran alone on the endpoint."""
-        self._record(Measured(Measure.PREFILL, address, observed_s, predicted_s), now)
+        self._record(
+            Measured(of=Measure.PREFILL, endpoint=address, observed_s=observed_s, predicted_s=predicted_s),
+            now,
+        )
 
     def ttft(self, address: str, observed_s: float, predicted_s: float, now: float) -> None:
         """Record the time from a decision to the end of its prefill, including the queue."""
-        self._record(Measured(Measure.TTFT, address, observed_s, predicted_s), now)
+        self._record(
+            Measured(of=Measure.TTFT, endpoint=address, observed_s=observed_s, predicted_s=predicted_s), now
+        )
 
     def decoded(self, address: str, seconds: float) -> None:
         """Record the seconds from a request's first to its last token."""
-        self._record(Measured(Measure.DECODE, address, seconds), 0.0)
+        self._record(Measured(of=Measure.DECODE, endpoint=address, observed_s=seconds), 0.0)
 
     def transfer(self, source: str, target: str, observed_s: float, predicted_s: float, now: float) -> None:
         """Record a KV transfer that `target` pulled from `source`."""
-        self._record(Measured(Measure.TRANSFER, target, observed_s, predicted_s, source), now)
+        self._record(
+            Measured(
+                of=Measure.TRANSFER,
+                endpoint=target,
+                observed_s=observed_s,
+                predicted_s=predicted_s,
+                source=source,
+            ),
+            now,
+        )
 
     def store(self, address: str, observed_s: float, predicted_s: float, now: float) -> None:
         """Record that the endpoint loaded KV from the shared store."""
-        self._record(Measured(Measure.STORE, address, observed_s, predicted_s), now)
+        self._record(
+            Measured(of=Measure.STORE, endpoint=address, observed_s=observed_s, predicted_s=predicted_s), now
+        )
 
     def _record(self, seen: Measured, now: float) -> None:
         self.learn(seen, now)
@@ -197,6 +228,7 @@ class Calibration:
             endpoint.decode_s += (seen.observed_s - endpoint.decode_s) * gain
             return
         self._speeds.clear()
+        self._priors = nan, self._priors[1]
         for ratio in self._ratios(seen):
             ratio.observe(seen.observed_s, seen.predicted_s, now)
 
@@ -223,13 +255,13 @@ class Calibration:
     # -- questions ---------------------------------------------------------------------------------
 
     def prefill_ratio(self, address: str, now: float) -> float:
-        return self._known(address).prefill.of_one(now, self._pool.prefill.at(now))
+        return self._known(address).prefill.of_one(now, self._pool_ratios(now).prefill)
 
     def ttft_ratio(self, address: str, now: float) -> float:
-        return self._known(address).ttft.of_one(now, self._pool.ttft.at(now))
+        return self._known(address).ttft.of_one(now, self._pool_ratios(now).ttft)
 
     def store_ratio(self, address: str, now: float) -> float:
-        return self._known(address).store.at(now, self._pool.store.at(now))
+        return self._known(address).store.at(now, self._pool_ratios(now).store)
 
     def decode_s(self, address: str) -> float:
         return self._known(address).decode_s
@@ -243,13 +275,14 @@ class Calibration:
         return speed
 
     def _speed(self, address: str, now: float) -> Speed:
-        ratios = round(self.prefill_ratio(address, now), 2), round(self.store_ratio(address, now), 1)
+        known, pool = self._known(address), self._pool_ratios(now)
+        ratios = round(known.prefill.of_one(now, pool.prefill), 2), round(known.store.at(now, pool.store), 1)
         engine = self._engines.get(ratios)
         if engine is None:
             if len(self._engines) >= MOST_ENGINES:
                 self._engines.clear()
             engine = self._engines[ratios] = self._corrected(*ratios)
-        return Speed(engine, self.decode_s(address), self.ttft_ratio(address, now))
+        return Speed(engine, known.decode_s, known.ttft.of_one(now, pool.ttft))
 
     def _corrected(self, prefill: float, store: float) -> EngineModel:
         """Return the engine model with these ratios."""
@@ -279,6 +312,14 @@ class Calibration:
     def links(self, now: float) -> Mapping[tuple[str, str], RatioStats]:
         """Return the ratio of every link that was used, by (source, target)."""
         return {link: ratio.stats(now) for link, ratio in self._links.items()}
+
+    def _pool_ratios(self, now: float) -> _Priors:
+        asked, ratios = self._priors
+        if asked != now:
+            pool = self._pool
+            ratios = _Priors(pool.prefill.at(now), pool.ttft.at(now), pool.store.at(now))
+            self._priors = now, ratios
+        return ratios
 
     def _known(self, address: str) -> _Endpoint:
         return self._endpoints.get(address, _UNKNOWN)

@@ -66,8 +66,8 @@ class Stamps:
 
 
 class PendingChanges:
-    """Keeps what the others have not been told yet. Also compares what they tell of endpoints' standing with
-    what this replica has found out: the later stamp wins."""
+    """Keeps what the others have not been told yet. Also compares what they say about endpoints' standing
+    with what this replica has found out: the later stamp wins."""
 
     def __init__(self, stamps: Stamps, wake: Callable[[], object]) -> None:
         """`wake` is called when there is something to take."""

@@ -1,7 +1,7 @@
 """Learns how much of a cached prefix an engine computes again although its KV events say that it has it.
 
 With speculative decoding (EAGLE, MTP) vLLM drops the last cached block of a prompt, because the drafting
-layers need what it does not keep. Neither its events nor its metrics tell of that, only the cached tokens in
+layers need what it does not keep. Neither its events nor its metrics show that, only the cached tokens in
 the usage of its answers. If nearly all of the last LATEST reports are one block below what was predicted, one
 block is left out of later predictions; if they are one block above, it is not any more.
 

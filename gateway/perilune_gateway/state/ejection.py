@@ -130,7 +130,7 @@ class _Evidence(Struct, frozen=True, gc=False):
     cause: Cause | None
 
 
-class _Record(Struct, gc=False):
+class _Record(Struct, gc=False, kw_only=True):
     """One endpoint."""
 
     standing: Standing = Standing.HEALTHY

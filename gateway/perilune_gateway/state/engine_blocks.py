@@ -220,7 +220,7 @@ class EngineBlocks:
                 waits.holdings = {of: None for of in waits.holdings if of[0] != endpoint}
                 if not waits.holdings:
                     self._stop_waiting(name)
-        return Applied(endpoint, cleared=True)
+        return Applied(endpoint=endpoint, cleared=True)
 
     def learns(self, endpoint: str) -> bool:
         """Return whether blocks of the endpoint wait for what it has stored before and could tell again. Not
@@ -267,7 +267,14 @@ class EngineBlocks:
         self._names.shrink(self._index.cached)
         told = () if group.window else ours  # the group with full attention tells it too
         session_id = event.session_id or ""
-        return Applied(endpoint, Tier.DEVICE, parent, told, session_id=session_id, stride=group.stride)
+        return Applied(
+            endpoint=endpoint,
+            tier=Tier.DEVICE,
+            parent=parent,
+            stored=told,
+            session_id=session_id,
+            stride=group.stride,
+        )
 
     def _learn(
         self,
@@ -295,7 +302,7 @@ class EngineBlocks:
         late = [name for name, block in named if block is None]
         for name in late:
             self._wait(name, of, _Waiting({}))
-        return Applied(endpoint, tier, stored=() if group.window else ours, unused=len(late))
+        return Applied(endpoint=endpoint, tier=tier, stored=() if group.window else ours, unused=len(late))
 
     def _stored(
         self,
@@ -330,7 +337,7 @@ class EngineBlocks:
             keys = (extra[at],) if extra else ()
             self._wait(name, of, _Waiting({}, above, tokens[at * size : (at + 1) * size], keys))
             above = name
-        return Applied(of[0], unused=len(names))
+        return Applied(endpoint=of[0], unused=len(names))
 
     def _wait(self, name: int, of: _Holding, block: _Waiting) -> None:
         known = self._waits.setdefault(name, block)
@@ -402,7 +409,7 @@ class EngineBlocks:
             self.unused[Unused.UNKNOWN_BLOCK] += unknown
         if tier is not Tier.STORE:  # the store is shared, so an engine's removal does not empty it
             self._index.removed(endpoint, tier, ours, number)
-        return Applied(endpoint, tier, removed=len(ours), unused=unknown)
+        return Applied(endpoint=endpoint, tier=tier, removed=len(ours), unused=unknown)
 
     def _removed_while_waiting(self, name: int, endpoint: str, tier: Tier, number: int) -> bool:
         block = self._waits.get(name)
@@ -419,7 +426,7 @@ class EngineBlocks:
 
     def _skip(self, endpoint: str, names: Sequence[BlockHash], why: Unused) -> Applied:
         self.unused[why] += len(names)
-        return Applied(endpoint, unused=len(names))
+        return Applied(endpoint=endpoint, unused=len(names))
 
 
 def has_full_attention(event: BlockStored) -> bool:

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp2, inf
 from types import MappingProxyType
-from typing import NamedTuple
+
+from msgspec import Struct, structs
 
 from perilune_api.pool import Role, Topology
 from perilune_api.topology import Link
@@ -37,7 +38,7 @@ HITS_HALF_S = 300.0
 """Seconds after which a token that was found in a prefix cache counts half."""
 
 
-class EndpointView(NamedTuple):
+class EndpointView(Struct, frozen=True, gc=False, kw_only=True):
     """One endpoint at one moment."""
 
     endpoint: Endpoint
@@ -162,7 +163,7 @@ class Fleet:
         return _State(endpoint=endpoint, links=links, join=self._joins, joined_at=now)
 
     def join(self, address: str) -> int:
-        """Return the number of the endpoint's joining the pool, another one each time; 0: it is not in the
+        """Return the number of the endpoint's joining the pool, another one each time. 0 if it is not in the
         pool."""
         state = self._states.get(address)
         return state.join if state else 0
@@ -244,7 +245,7 @@ class Fleet:
         """Return `views` with the silent and the ejected endpoints marked as ready."""
         silent = self.silent(now)
         return [
-            view._replace(endpoint=replace(view.endpoint, ready=True), ejected="")
+            structs.replace(view, endpoint=replace(view.endpoint, ready=True), ejected="")
             if view.ejected or view.endpoint.address in silent
             else view
             for view in views
@@ -279,25 +280,32 @@ class Fleet:
             running, waiting, usage = 0, 0, min(1.0, requests.context_tokens / pool)
             free = uncommitted
         load = Load(
-            requests.pending_tokens,
-            requests.pending_s,
-            requests.in_flight,
-            running,
-            waiting,
-            usage,
-            max(0, free),
-            sessions,
-            metrics_age_s,
-            requests.prefilling,
-            requests.context_tokens,
-            pool,
+            pending_prefill_tokens=requests.pending_tokens,
+            pending_prefill_s=requests.pending_s,
+            in_flight=requests.in_flight,
+            running=running,
+            waiting=waiting,
+            kv_usage=usage,
+            kv_free_tokens=max(0, free),
+            sessions=sessions,
+            metrics_age_s=metrics_age_s,
+            prefilling=requests.prefilling,
+            active_kv_tokens=requests.context_tokens,
+            kv_pool_tokens=pool,
         )
         endpoint, suspect = state.endpoint, self._is_suspect(state, now)
         asleep = endpoint.ready and state.asleep and not suspect
         ejected = state.ejected if endpoint.ready and not (suspect or asleep) else ""
         if endpoint.ready and (suspect or asleep or ejected):
             endpoint = replace(endpoint, ready=False)
-        return EndpointView(endpoint, load, now - state.moved_at, state.links, ejected, asleep)
+        return EndpointView(
+            endpoint=endpoint,
+            load=load,
+            seconds_since_move=now - state.moved_at,
+            links=state.links,
+            ejected=ejected,
+            asleep=asleep,
+        )
 
     def use(self, server: str) -> tuple[int, int]:
         """Return how many requests this gateway has begun at a server since it joined the pool, and how many

@@ -2,7 +2,7 @@
 
 A decision makes the record. Lifecycle (routing/lifecycle.py) writes what happens to the request, and each
 listener that has to remember something of it has one field for that: `load`, `wait`, `transfer`, `claimed`,
-`move`, `number`. Nothing else is kept by request anywhere.
+`move`, `number`, `traced`. Nothing else is kept by request anywhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import inf
 from msgspec import Struct
 
 from perilune_api.trial import Tally
-from perilune_gateway.model import Move
+from perilune_gateway.model import DecisionRecord, Move
 from perilune_gateway.model.forecast import NO_PREFILL, PrefillForecast
 from perilune_gateway.model.handoff import Content, GivenUp
 from perilune_gateway.state.session import Session
@@ -29,7 +29,7 @@ class Cause(StrEnum):
     """No first token, or too late."""
 
 
-class Sums(Struct, gc=False):
+class Sums(Struct, gc=False, kw_only=True):
     """The load at one endpoint, as sums over its requests."""
 
     in_flight: int = 0
@@ -163,6 +163,8 @@ class InFlight(Struct, gc=False, kw_only=True, eq=False):
     over."""
     number: int = -1
     """Number of its record among the kept decisions."""
+    traced: DecisionRecord | None = None
+    """The record of its decision, if its span is sent at its end."""
     fell_back: bool = False
     """Whether another policy decided because the one that should have had failed."""
 

@@ -50,7 +50,7 @@ class Offers:
     """What replicas have told of planned moves. Times are this replica's monotonic seconds."""
 
     def __init__(self, replica: str = "") -> None:
-        """`replica`: this one; empty: nothing is shared."""
+        """`replica`: this one. Empty if nothing is shared."""
         self.replica = replica
         self._heard: dict[bytes, Heard] = {}
 

@@ -142,7 +142,7 @@ class PoolState:
         else:
             held = max(session.unblocked_tokens // self.block_size, len(chain))
         here = {session.host: held} if held else {}
-        return Matches(len(chain), here, here, here, longest=held)
+        return Matches(blocks=len(chain), device=here, host=here, reach=here, longest=held)
 
     def announces(self, session: Session) -> bool:
         """Return whether the session's host announces what it caches."""

@@ -149,7 +149,7 @@ class Replicas:
             loaded.update(e for e in self._state.fleet.addresses() if loads.own(e).in_flight)
         if self._changes.take_offers_changed() or repeat:
             changes += self._offers(repeat=alive, leaving=leaving)
-        changes += [Loaded(self._stamps.next_us(), e, *loads.own(e)) for e in loaded]
+        changes += [self._loaded(e) for e in loaded]
         changes += self._changes.take_judged(repeat=repeat)
         counted = self._admission.counted(self._clock(), self._counted.at_us)
         if counted != self._counted or (alive and counted.at_us):
@@ -160,6 +160,11 @@ class Replicas:
         self._line_lost = False
         turns, saved = self._turns()
         return Outbox([*changes, *turns], saved)
+
+    def _loaded(self, address: str) -> Loaded:
+        """Return what is told of the requests that this replica has at an endpoint."""
+        own = self._state.loads.own(address)
+        return Loaded(at_us=self._stamps.next_us(), endpoint=address, **own._asdict())
 
     def failed(self, outbox: Outbox) -> None:
         """Tell again what was taken, because it may not have reached the server."""
@@ -242,13 +247,13 @@ class Replicas:
         now = self._clock()
         places = [
             PlaceInLine(
-                self._name(place.session),
-                self._name(place.tenant),
-                place.tokens,
-                place.arrived_us,
-                place.rank_us,
-                place.number,
-                None if place.back_at is None else place.back_at - now,
+                session=self._name(place.session),
+                tenant=self._name(place.tenant),
+                tokens=place.tokens,
+                arrived_us=place.arrived_us,
+                rank_us=place.rank_us,
+                number=place.number,
+                back_s=None if place.back_at is None else place.back_at - now,
             )
             for place in line.places
         ]
@@ -271,22 +276,22 @@ class Replicas:
 
     def _bound(self, session: Session) -> Bound:
         return Bound(
-            session.stamp.at_us,
-            session.name,
-            session.host,
-            session.turns,
-            session.context_tokens,
-            session.body_bytes,
-            session.bytes_per_token,
-            len(session.chain),
-            session.tail,
-            session.prompt_blocks,
-            session.prompt_tail,
-            session.prompt_tokens,
-            session.key.session_id if session.inferred else "",
-            self._elsewhere.tenant(session.key.tenant) if session.inferred else b"",
-            session.chained,
-            bool(session.runs_at) or session.ticket in self._state.requests,
+            at_us=session.stamp.at_us,
+            session=session.name,
+            host=session.host,
+            turns=session.turns,
+            context_tokens=session.context_tokens,
+            body_bytes=session.body_bytes,
+            bytes_per_token=session.bytes_per_token,
+            blocks=len(session.chain),
+            tail=session.tail,
+            prompt_blocks=session.prompt_blocks,
+            prompt_tail=session.prompt_tail,
+            prompt_tokens=session.prompt_tokens,
+            inferred=session.key.session_id if session.inferred else "",
+            tenant=self._elsewhere.tenant(session.key.tenant) if session.inferred else b"",
+            chained=session.chained,
+            running=bool(session.runs_at) or session.ticket in self._state.requests,
         )
 
     # -- what the others tell ----------------------------------------------------------------------

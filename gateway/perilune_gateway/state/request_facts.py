@@ -104,7 +104,7 @@ class FirstToken(Fact, frozen=True, gc=False):
     """None if it was not routed."""
 
 
-class Ended(Fact, frozen=True, gc=False):
+class Ended(Fact, frozen=True, gc=False, kw_only=True):
     """The request is over."""
 
     request: InFlight

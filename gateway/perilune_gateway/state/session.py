@@ -18,7 +18,7 @@ UNKNOWN = SessionKey("", "")
 """Key of a session that only other replicas have routed."""
 
 
-class Session(Struct, gc=False):
+class Session(Struct, gc=False, kw_only=True):
     """One session's state. Times are monotonic seconds."""
 
     key: SessionKey
@@ -33,11 +33,11 @@ class Session(Struct, gc=False):
     body_bytes: int = 0
     """Bytes of its last body, whether read or not."""
     bytes_per_token: float = 0.0
-    """Bytes per token of the last body that was read; 0: none was read."""
+    """Bytes per token of the last body that was read. 0 if none was."""
     chain: Sequence[int] = ()
-    """Block hashes of its context, from the start to the tail; empty: unknown."""
+    """Block hashes of its context, from the start to the tail. Empty if they are unknown."""
     fork: int = 0
-    """Number of blocks of the chain up to the fork; 0: unknown."""
+    """Number of blocks of the chain up to the fork. 0 if it is unknown."""
     forked: bool = False
     """Whether its latest turn of which that is known did not go on where its context ended."""
     unblocked_tokens: int = 0
@@ -45,7 +45,7 @@ class Session(Struct, gc=False):
     unconfirmed: bool = False
     """Whether the last turn was not read and no KV event has continued the chain since."""
     prompt_tail: int = 0
-    """Block hash of the prompt tail; 0: unknown."""
+    """Block hash of the prompt tail. 0 if it is unknown."""
     prompt_blocks: int = 0
     """Number of full blocks of the prompt that ends in `prompt_tail`."""
     prompt_tokens: int = 0
@@ -55,7 +55,7 @@ class Session(Struct, gc=False):
     chained: bool = False
     """Whether a request of it named an earlier response, which only its host's process has."""
     came_from: str = ""
-    """The endpoint that handed its KV over to the host; empty: it did not come so."""
+    """The endpoint that handed its KV over to the host. Empty if it did not come so."""
     inferred: bool = False
     """Whether the gateway inferred the session. Clients with equal prompts then share it."""
     unserved: bool = False
@@ -63,13 +63,14 @@ class Session(Struct, gc=False):
     failures: int = 0
     """Number of its latest requests, one after the other, that failed at its host."""
     name: bytes = b""
-    """Its name among replicas; empty: it has none yet."""
+    """Its name among replicas. Empty if it has none yet."""
     stamp: Stamp = NEVER
     """When its latest turn was decided, and by which replica."""
     runs_at: str = ""
-    """The other replica at which its latest turn runs, as far as it has told; empty: none."""
+    """The other replica at which its latest turn runs, as far as it has told. Empty if at none."""
     shared_blocks: int = 0
-    """Number of blocks of the chain as the replica that decided the latest turn knows it; 0: that was we."""
+    """Number of blocks of the chain as the replica that decided the latest turn knows it. 0 if we decided
+    it."""
     shared_tail: int = 0
     """The last of those blocks."""
 
@@ -90,7 +91,7 @@ class Session(Struct, gc=False):
 
     @property
     def tail(self) -> int:
-        """The last block of the chain; 0: unknown."""
+        """The last block of the chain. 0 if it is unknown."""
         return self.chain[-1] if self.chain else 0
 
     def take_over(self, bound: Bound, stamp: Stamp) -> None:
@@ -117,7 +118,7 @@ class Session(Struct, gc=False):
 
 def copied(key: SessionKey, there: BoundElsewhere) -> Session:
     """Return a session that only other replicas have routed, as a copy that no other part knows."""
-    session = Session(key, there.bound.host, name=there.bound.session)
+    session = Session(key=key, host=there.bound.host, name=there.bound.session)
     session.seen_at, session.moved_at = there.heard_at, there.moved_at
     session.take_over(there.bound, there.stamp)
     return session

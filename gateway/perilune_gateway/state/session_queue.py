@@ -76,7 +76,7 @@ class Room(Struct, frozen=True, gc=False):
         return Room(self.active + tokens, self.capacity)
 
 
-class Waiting(Struct, frozen=True, gc=False):
+class Waiting(Struct, frozen=True, gc=False, kw_only=True):
     """A request of a new session that waits."""
 
     ticket: int
@@ -135,7 +135,7 @@ class Given(Struct, frozen=True, gc=False):
 
 
 class Line(Struct, frozen=True, gc=False):
-    """What one gateway tells of the sessions that wait there."""
+    """What one gateway tells others about the sessions that wait there."""
 
     places: Sequence[Place] = ()
     given: Mapping[Hashable, Given] = {}
@@ -228,7 +228,14 @@ class SessionQueue:
             place = replace(known, tenant=tenant, tokens=longest, rank_us=rank_us, back_at=None)
         if not self._makes_room(tenant, body_bytes):
             return self._refuse(place, now)
-        waiting = Waiting(self._next, place.session, tenant, tokens, now, body_bytes)
+        waiting = Waiting(
+            ticket=self._next,
+            session=place.session,
+            tenant=tenant,
+            tokens=tokens,
+            since=now,
+            body_bytes=body_bytes,
+        )
         self._requests[waiting.ticket] = waiting
         self._bytes += body_bytes
         self._places[place.session] = place

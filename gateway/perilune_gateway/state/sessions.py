@@ -129,13 +129,13 @@ class Sessions:
         """Return the session as a policy sees it."""
         parent = self.find(session.parent, now) if session.parent else None
         return SessionView(
-            session.key.session_id,
-            session.host,
-            now - session.moved_at,
-            session.context_tokens,
-            session.turns,
-            parent.host if parent else "",
-            session.came_from,
+            session_id=session.key.session_id,
+            host=session.host,
+            seconds_since_move=now - session.moved_at,
+            context_tokens=session.context_tokens,
+            turns=session.turns,
+            parent_host=parent.host if parent else "",
+            came_from=session.came_from,
         )
 
     def near_host(self, identity: Identity, hint: str, now: float) -> str:
@@ -167,7 +167,7 @@ class Sessions:
         session = self.arrived(key, now)
         if session is None:
             self.forget(key)  # it may be there, but expired
-            session = self._sessions[key] = Session(key, parent=parent)
+            session = self._sessions[key] = Session(key=key, parent=parent)
         self.use(session, now)
         return session
 
@@ -222,7 +222,9 @@ class Sessions:
         """Take over what another replica knows of a session after a turn there."""
         session = self._sessions.get(key)
         if session is None:
-            session = self._sessions[key] = Session(key, name=bound.session, inferred=bool(bound.inferred))
+            session = self._sessions[key] = Session(
+                key=key, name=bound.session, inferred=bool(bound.inferred)
+            )
         if session.host != bound.host:
             session.moved_at = now if session.host else -inf
             session.unblocked_tokens, session.failures, session.came_from = 0, 0, ""

@@ -89,7 +89,7 @@ class SessionsElsewhere:
     def ended(self, session: Session) -> None:
         """Record that the session has ended here."""
         if session.name:
-            bound = Bound(self._stamps.next_us(), session.name, "")
+            bound = Bound(at_us=self._stamps.next_us(), session=session.name, host="")
             self._tell(bound)
 
     def forgotten(self, session: Session) -> None:
@@ -164,7 +164,7 @@ class SessionsElsewhere:
     def hear(self, bound: Bound, stamp: Stamp, now: float) -> None:
         """Keep the latest turn, or the end, of a session that is not known here."""
         before, moved_at = self._there.get(bound.session), -inf
-        if before and before.bound.host and bound.host:  # else it ended, or begins anew
+        if before and before.bound.host and bound.host:  # else it ended, or begins again
             moved_at = before.moved_at if before.bound.host == bound.host else now
         self._drop(bound.session)
         self._there[bound.session] = BoundElsewhere(bound, stamp, now, moved_at)

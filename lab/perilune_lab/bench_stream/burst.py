@@ -88,7 +88,7 @@ class NoEngine(StrEnum):
 NOTHING = Side(UNSET, UNSET, UNSET, UNSET)
 
 
-class Measured(msgspec.Struct, frozen=True):
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """One burst. Times are engine seconds: wall seconds × the time scale."""
 
     name: str
@@ -150,23 +150,23 @@ def summarize(
 
     engine, no_engine = _engine_side(grown, len(good) if counts_all else 0)
     return Measured(
-        name,
-        len(results),
-        len(good),
-        sum(r.prompt_tokens for r in good),
-        sum(r.output_tokens for r in good),
-        sum(r.counted for r in good),
-        sum(cached) if cached else UNSET,
-        (end - min((r.submitted_at_s for r in results), default=0.0)) * time_scale if good else 0.0,
-        scaled([r.accepted_s for r in good]),
-        Side(
+        name=name,
+        requests=len(results),
+        succeeded=len(good),
+        prompt_tokens=sum(r.prompt_tokens for r in good),
+        output_tokens=sum(r.output_tokens for r in good),
+        counted=sum(r.counted for r in good),
+        cached_tokens=sum(cached) if cached else UNSET,
+        seconds=(end - min((r.submitted_at_s for r in results), default=0.0)) * time_scale if good else 0.0,
+        submit_s=scaled([r.accepted_s for r in good]),
+        client=Side(
             scaled([r.ttft_s for r in good]),
             scaled([r.tpot_s for r in good]),
             scaled([gap for r in good for gap in r.itl_s]),
             scaled([r.e2e_s for r in good]),
         ),
-        engine,
-        no_engine,
+        engine=engine,
+        no_engine=no_engine,
     )
 
 

@@ -111,7 +111,7 @@ def why(no_engine: NoEngine, args: argparse.Namespace, name: str) -> str:
         return f"{where} has no histograms of vLLM on /metrics"
     what = "has counts that fell" if no_engine is NoEngine.FALLEN else "counted fewer requests than succeeded"
     if args.engine or args.simulated:
-        return f"/metrics of {where} {what}: an engine was started anew meanwhile, or several answer there"
+        return f"/metrics of {where} {what}: an engine was restarted meanwhile, or several answer there"
     return f"/metrics of {where} {what}: several engines seem to answer there, name each with --engine"
 
 

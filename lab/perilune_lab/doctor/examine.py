@@ -1,4 +1,4 @@
-"""Asks one engine everything that the doctor tells of it. Reads only, and generates nothing unless it may.
+"""Asks one engine everything that the doctor reports. Reads only, and generates nothing unless it may.
 
 Its pages (`perilune_gateway.feeds.engine_words`) → where it publishes KV events, by the pool or by its own
 word → whether something speaks ZMQ there → its tokens of short conversations of all kinds. Each question has
@@ -34,9 +34,9 @@ class Patient:
     get: Get
     post: Post
     host: str
-    """Where its sockets are; empty: they cannot be reached from here."""
+    """Where its sockets are. Empty if they cannot be reached from here."""
     events: Sequence[str] = ()
-    """Where it publishes KV events, one address for each rank, as far as the pool knows; empty: it is
+    """Where it publishes KV events, one address for each rank, as far as the pool knows. Empty if it is
     asked."""
     replay: Sequence[str] = ()
     transfers: bool = False
@@ -58,7 +58,7 @@ class Examined:
     silent: bool = False
     """Whether nothing speaks ZMQ where its events should come from."""
     tokens: Mapping[Kind, Told] = field(default_factory=dict)
-    """What it tells of its tokens, for each kind of request; empty if it has no /tokenize."""
+    """What it says about its tokens, for each kind of request; empty if it has no /tokenize."""
     transfers: bool = False
 
 

@@ -34,6 +34,7 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_gateway.model.engine_model import EngineModel
 from perilune_lab.engine.request import Finish, Give, Request, Take
 
@@ -159,7 +160,7 @@ class Connector:
             taker, message = await self._worker.recv_multipart()
             try:
                 ask = _ask.decode(message)
-            except msgspec.DecodeError:
+            except UNREADABLE:
                 continue
             self._run(self._give(taker, ask))
 
@@ -241,7 +242,7 @@ class Connector:
                 async with asyncio.timeout(self._lost_wall_s):
                     await socket.send(_encode(ask))
                     return _answer.decode(await socket.recv()).sent
-            except (TimeoutError, msgspec.DecodeError):
+            except (TimeoutError, *UNREADABLE):
                 return False
 
     def _run(self, work: Coroutine[None, None, None]) -> None:

@@ -31,7 +31,7 @@ END_OF_REPLAY = (b"", b"", b"\xff" * 8, b"")
 _HIGH_WATER_MARK = 100_000
 
 
-class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True, kw_only=True):
     """Fields and their order are vLLM's; those without a default are always written."""
 
     block_hashes: list[int]

@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_lab.engine.inbound import BadRequestError
 from perilune_lab.engine.scheduler import Scheduler
 
@@ -50,7 +51,7 @@ class Faults:
         """Handle `POST /fault`."""
         try:
             self._fault = msgspec.json.decode(await request.read(), type=Fault)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise BadRequestError(str(error)) from None
         for scheduler in self._schedulers:
             scheduler.model = self._healthy.scaled(self._fault.slowdown)

@@ -25,6 +25,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from perilune_api import names
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_lab.engine.answers import error_body, error_event, form_for
 from perilune_lab.engine.faults import Faults
 from perilune_lab.engine.hashing import BASE, Namespace
@@ -39,7 +40,7 @@ from perilune_lab.engine.inbound import (
 )
 from perilune_lab.engine.metrics import Page
 from perilune_lab.engine.request import Request
-from perilune_lab.engine.service import MOST_UNSENT_BYTES, Answer, CoreDeadError, Service
+from perilune_lab.engine.service import Answer, CoreDeadError, Service
 from perilune_lab.engine.words import key_of
 
 VERSION = "0.32.0"
@@ -51,6 +52,8 @@ MOST_RESPONSES = 10_000
 """Number of stored responses; older ones are forgotten."""
 _SERVER_ERROR = (500, "InternalServerError")
 _MOST_BODY_BYTES = 64 * 1024 * 1024
+_NO_LIMIT = (1 << 31) - 1
+"""Most that uvloop takes."""
 PUBLIC = frozenset({"/health", "/ping", "/load", "/version", "/metrics", "/fault"})
 """Paths that need no key: vLLM's, and the one by which tests make an engine bad."""
 _ID_PREFIX = {
@@ -92,8 +95,9 @@ class _ResponseSink:
         self._response = response
         self._transport = transport
         if transport is not None:
-            # Above this, `write` waits for the client; the engine's one writer must not.
-            transport.set_write_buffer_limits(high=4 * MOST_UNSENT_BYTES)
+            # Above the limit `write` waits for the client. The engine's one writer must not, however much an
+            # answer has grown since it was written to last.
+            transport.set_write_buffer_limits(high=_NO_LIMIT)
 
     async def write(self, data: bytes) -> None:
         await self._response.write(data)
@@ -415,7 +419,7 @@ class _Detokenize(msgspec.Struct):
 def _decode(body: bytes, kind: type[_T]) -> _T:
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise BadRequestError(str(error)) from None
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_lab.engine import strict
 from perilune_lab.engine.request import Leg, leg_of
 from perilune_lab.engine.words import Text
@@ -77,7 +78,7 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class _Body(msgspec.Struct):
+class _Body(msgspec.Struct, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
@@ -98,7 +99,7 @@ class _Body(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
 
 
-class _Chat(_Body):
+class _Chat(_Body, kw_only=True):
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -111,13 +112,13 @@ class _Chat(_Body):
     max_completion_tokens: int | None = None
 
 
-class _Completions(_Body):
+class _Completions(_Body, kw_only=True):
     prompt: str | list[Any] | None = None
     add_special_tokens: bool | None = True
     max_tokens: int | None = None
 
 
-class _Responses(_Body):
+class _Responses(_Body, kw_only=True):
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
@@ -126,7 +127,7 @@ class _Responses(_Body):
     store: bool | None = True
 
 
-class _Messages(_Body):
+class _Messages(_Body, kw_only=True):
     messages: list[dict[str, Any]] | None = None
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -157,7 +158,7 @@ def parse(api: Api, body: bytes, text: Text, manners: Manners = Manners()) -> In
         fields = _DECODERS[api].decode(body)
     except msgspec.ValidationError as error:
         raise BadRequestError(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BadRequestError(f"There was an error parsing the body: {error}") from None
     conversation: Sequence[Mapping[str, Any]] = ()
     try:

@@ -34,6 +34,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_gateway.model.engine_model import EngineModel
 from perilune_lab.engine.request import Request, Source
 
@@ -142,7 +143,7 @@ class PeerTier:
             sender, message = await self._router.recv_multipart()
             try:
                 said = _decode(message)
-            except msgspec.DecodeError:
+            except UNREADABLE:
                 continue
             self._run(self._answer(sender, said))
 
@@ -258,7 +259,7 @@ class PeerTier:
         while True:
             try:
                 said = _decode(await session.socket.recv())
-            except msgspec.DecodeError:
+            except UNREADABLE:
                 continue
             if said.get("type") == "connect_ack":
                 session.ready.set()

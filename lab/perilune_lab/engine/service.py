@@ -45,7 +45,7 @@ class Sink(Protocol):
     """Receives the bytes of a stream."""
 
     async def write(self, data: bytes) -> None:
-        """Write without waiting for the client, as long as less than MOST_UNSENT_BYTES are unsent."""
+        """Write without waiting for the client."""
 
     def unsent_bytes(self) -> int:
         """Return the bytes that the client has not read yet."""

@@ -29,6 +29,7 @@ import aiohttp
 import msgspec
 
 from perilune_api import names
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_lab.load import streams
 from perilune_lab.load.bodies import Bodies, Words
 from perilune_lab.load.result import Result
@@ -118,7 +119,7 @@ async def models(target: str) -> list[str]:
                 said = " ".join(body[:200].decode(errors="replace").split())
                 raise TargetError(f"{url} answers {response.status}: {said}")
             return [m.id for m in msgspec.json.decode(body, type=_Models).data]
-    except (aiohttp.ClientError, TimeoutError, ValueError, msgspec.DecodeError) as error:
+    except (aiohttp.ClientError, TimeoutError, ValueError, *UNREADABLE) as error:
         raise TargetError(f"{url}: {_cause(error)}") from None
 
 
@@ -371,7 +372,7 @@ def _refusal(status: int, body: bytes) -> str:
     """Return the cause of an answer whose status is not 200, with the server's message if there is one."""
     try:
         answer = msgspec.json.decode(body, type=_ErrorAnswer)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return f"{status}: {body[:200].decode(errors='replace')}".rstrip(": ")
     said = answer.error.message if isinstance(answer.error, _ErrorBody) else answer.error
     return f"{status}: {said or answer.message}".rstrip(": ")

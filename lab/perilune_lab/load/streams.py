@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from perilune_api.foreign_bytes import UNREADABLE
+
 
 class _Delta(msgspec.Struct):
     content: str | None = None
@@ -83,7 +85,7 @@ def read(chunks: Sequence[tuple[float, bytes]]) -> Answer:
             continue
         try:
             event = _EVENT.decode(payload)
-        except msgspec.DecodeError as wrong:
+        except UNREADABLE as wrong:
             error = error or f"an event is not what OpenAI's API says: {wrong}"
             continue
         if event.error is not None:

@@ -31,7 +31,7 @@ examples:
   perilune policies --json              for scripts
   perilune policy new mine              begins a package with a policy of your own
 
-A pool names its policy in `spec.routing.policy.name`. The parameters of one of Perilune's are beside it,
+A pool names its policy in `spec.routing.policy.name`. The parameters of one of Perilune's stand next to it,
 those of another under `outside`:
   policy: {name: ear, ear: {cooldownSeconds: 10}}
   policy: {name: mine, outside: {mine: {gainSeconds: 2}}}

@@ -47,7 +47,7 @@ class Tokens(msgspec.Struct, frozen=True):
     """Prompt tokens served from prefix cache; absent if no answer reported them."""
 
 
-class Migrations(msgspec.Struct, frozen=True):
+class Migrations(msgspec.Struct, frozen=True, kw_only=True):
     """Sessions that the gateway moved. Sessions without affinity change endpoints without a migration."""
 
     total: int
@@ -82,7 +82,7 @@ class Scheduling(msgspec.Struct, frozen=True):
     """Mean per step of a decision (`perilune_gateway.model.Step`): parse, tokenize, hash, index, policy."""
 
 
-class PerEndpoint(msgspec.Struct, frozen=True):
+class PerEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str
     requests: int
     """Requests that succeeded on this endpoint."""
@@ -105,7 +105,7 @@ class PlayedSessions(msgspec.Struct, frozen=True):
     """TTFT of turns after the session's first."""
 
 
-class Run(msgspec.Struct, frozen=True):
+class Run(msgspec.Struct, frozen=True, kw_only=True):
     """One policy on one trace."""
 
     policy: str

@@ -158,10 +158,10 @@ def _event(change: Change, block_size: int) -> Event:
     match change:
         case Stored():
             return BlockStored(
-                tuple([low64(digest) for digest in change.digests]),
-                None if change.parent is None else low64(change.parent),
-                cast("tuple[int, ...]", change.tokens),  # an array, which costs nothing to pass on
-                block_size,
+                block_hashes=tuple([low64(digest) for digest in change.digests]),
+                parent_block_hash=None if change.parent is None else low64(change.parent),
+                token_ids=cast("tuple[int, ...]", change.tokens),  # an array, which costs nothing to pass on
+                block_size=block_size,
                 medium=change.medium,
             )
         case _:

@@ -24,8 +24,9 @@ class Faults:
     event_lag_s: float = 0.0
     """Seconds after which the gateway learns of KV events and of the ends of prefills."""
     token_error: float = 0.0
-    """Largest relative error of the gateway's estimates of prompt lengths, drawn per session; 0: it knows the
-    tokens. Where it estimates, it matches no prefix, but remembers the length of the session's context."""
+    """Largest relative error of the gateway's estimates of prompt lengths, drawn per session. With 0 it knows
+    the tokens. Where it estimates, it matches no prefix, but remembers the length of the session's
+    context."""
     engine_belief: float = 1.3
     """Ratio of believed to true seconds of prefill, at the start."""
     speed_spread: float = 1.0

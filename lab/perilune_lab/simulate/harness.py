@@ -66,15 +66,15 @@ def piece(comparison: Comparison, work: tuple[float, int]) -> list[Played]:
         run = measure.run(outcome, workload, c.routing.policy.ear.cooldown_seconds)
         played.append(
             Played(
-                rate,
-                seed,
-                run,
-                len(outcome.requests),
-                outcome.read,
-                outcome.transfers,
-                outcome.simulated_s,
-                outcome.cpu_s,
-                outcome.policy_faults,
+                rate=rate,
+                seed=seed,
+                run=run,
+                turns=len(outcome.requests),
+                read=outcome.read,
+                transfers=outcome.transfers,
+                simulated_s=outcome.simulated_s,
+                cpu_s=outcome.cpu_s,
+                policy_faults=outcome.policy_faults,
             )
         )
     return played

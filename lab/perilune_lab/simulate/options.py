@@ -166,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="number of gateways, which share their state; each costs time [%(default)s]",
     )
-    add("--seeds", type=count, default=4, metavar="N", help="number of seeds [%(default)s]")
+    add_runs(parser, 4)
     add("--seeds-from", type=count, default=1, metavar="N", help="first seed [%(default)s]")
     add(
         "--mode",
@@ -223,16 +223,23 @@ def _parser() -> argparse.ArgumentParser:
         metavar="BLOCK.NAME=V",
         help="a parameter of a policy (e.g. ear.cooldownSeconds=10), or of migration, enginePriority or pull",
     )
-    add(
+    add("--png", type=figure, metavar="FILE", help="draw the report, as .png, .svg or .pdf")
+    return parser
+
+
+def add_runs(parser: argparse.ArgumentParser, seeds: int) -> None:
+    """Add the options of all that simulates: how often, in how many processes, and where results go."""
+    parser.add_argument(
+        "--seeds", type=count, default=seeds, metavar="N", help="number of seeds [%(default)s]"
+    )
+    parser.add_argument(
         "--jobs",
         type=count,
         default=os.cpu_count() or 1,
         metavar="N",
         help="number of parallel processes [%(default)s]",
     )
-    add("--json", type=output, metavar="FILE", help="write the report (docs/report.md)")
-    add("--png", type=figure, metavar="FILE", help="draw the report, as .png, .svg or .pdf")
-    return parser
+    parser.add_argument("--json", type=output, metavar="FILE", help="write the report as JSON")
 
 
 def _deployment(args: argparse.Namespace) -> Deployment:

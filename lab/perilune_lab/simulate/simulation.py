@@ -68,7 +68,7 @@ RETRY_S = 0.5
 """Seconds until then, at least."""
 BYTES_PER_TOKEN = 4.0
 _AGAIN = {RefuseReason.NO_ENDPOINT, RefuseReason.OVERLOADED, RefuseReason.NO_ROOM}
-_REQUEST = ParsedRequest(Api.CHAT, MODEL, TokenPrompt(()), stream=True)
+_REQUEST = ParsedRequest(api=Api.CHAT, model=MODEL, prompt=TokenPrompt(()), stream=True)
 
 
 def simulate(
@@ -257,12 +257,12 @@ class Simulation:
         router = gateway.router
         size = int(task.prompt_tokens * self._bytes[task.session])
         headers = {"x-session-id": self.workload.jobs[task.session].name, "content-length": str(size)}
-        head = RequestHead("POST", "/v1/chat/completions", headers)
+        head = RequestHead(method="POST", path="/v1/chat/completions", headers=headers)
         verdict: Routed | Refusal | NeedBody | Queued = router.on_headers(head)
         if isinstance(verdict, NeedBody):
             self.outcome.read += 1
             ids = self.texts.prompt(task)
-            tokens = Tokens(len(ids), TokenSource.LOCAL, ids)
+            tokens = Tokens(count=len(ids), source=TokenSource.LOCAL, ids=ids)
             verdict = router.on_tokens(Encode(head, _REQUEST, size), tokens)
         self._follow(turn, gateway, verdict)
 

@@ -1,7 +1,7 @@
 """Prepare a trace for simulation, once for all policies.
 
 `prepare` turns prompts into positions in a tree of runs (see `runs`), and computes for each turn how many
-tokens an infinite cache would serve and how long the turn takes alone. Cost: about 5 µs per turn beside the
+tokens an infinite cache would serve and how long the turn takes alone. Cost: about 5 µs per turn, and the
 tree.
 """
 

@@ -40,7 +40,7 @@ from perilune_lab.traces.recorded import recorded
 BLOCK_TOKENS = 16
 
 
-class Line(msgspec.Struct, frozen=True):
+class Line(msgspec.Struct, frozen=True, kw_only=True):
     chat_id: int
     timestamp: Annotated[float, Meta(ge=0)]
     input_length: Annotated[int, Meta(ge=1)]

@@ -48,7 +48,7 @@ class _Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     role: Role = Role.USER
 
 
-class Line(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class Line(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
     session: str
     output_tokens: Tokens
     turn: int | None = None

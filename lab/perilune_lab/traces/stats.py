@@ -17,7 +17,7 @@ from perilune_lab.traces.model import Trace, Turn
 from perilune_lab.traces.reuse import Reuse, reuse
 
 
-class Spread(msgspec.Struct, frozen=True):
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
     """A distribution."""
 
     mean: float
@@ -53,7 +53,7 @@ class PrefillShare(msgspec.Struct, frozen=True):
     infinite_cache: float
 
 
-class Stats(msgspec.Struct, frozen=True):
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     requests: int
     sessions: int
@@ -113,7 +113,7 @@ def stats(trace: Trace, engine: EngineModel = H20_30B) -> Stats:
 def _spread(values: Sequence[float]) -> Spread:
     ordered = sorted(values)
     p25, p50, p75, p90, p99 = (quantile(ordered, q) for q in (0.25, 0.5, 0.75, 0.9, 0.99))
-    return Spread(mean(ordered), p25, p50, p75, p90, p99, ordered[-1])
+    return Spread(mean=mean(ordered), p25=p25, p50=p50, p75=p75, p90=p90, p99=p99, max=ordered[-1])
 
 
 def _split(found: Sequence[Reuse]) -> ReuseSplit | UnsetType:

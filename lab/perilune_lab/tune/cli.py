@@ -11,10 +11,7 @@ Exit status: 0; 2 for a wrong call or log; 130 after Ctrl-C, which prints the be
 from __future__ import annotations
 
 import argparse
-import gzip
-import os
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,10 +20,11 @@ import msgspec
 from rich.table import Table
 
 from perilune_api.pool import SpecError
-from perilune_gateway.observe.decision_log import read
 from perilune_lab.quantiles import quantile
-from perilune_lab.terminal.arguments import count, one_of, output
+from perilune_lab.simulate.options import add_runs
+from perilune_lab.terminal.arguments import count, one_of
 from perilune_lab.terminal.console import Console
+from perilune_lab.terminal.decision_logs import entries
 from perilune_lab.terminal.exits import wrong_call
 from perilune_lab.terminal.policy_arguments import live_policies
 from perilune_lab.terminal.policy_parameters import NUMBERS, Parameter, block_of, parameters
@@ -38,7 +36,6 @@ from perilune_lab.tune.search import Point, Tried, best_of, search
 
 SCHEMA = "perilune.tune/v1"
 TURNS, TRIALS, SEEDS = 3000, 24, 2
-_GZIP_MAGIC = b"\x1f\x8b"
 
 _EPILOG = """\
 examples:
@@ -104,24 +101,10 @@ def run(args: argparse.Namespace, out: Console, err: Console) -> int:
 
 
 def _read(paths: Sequence[Path], err: Console) -> Recording:
-    recording, printed_at = Recording(), time.monotonic()
-    for path in paths:
-        try:
-            for entry in read(_lines(path), str(path)):
-                recording.take(entry)
-                if time.monotonic() - printed_at >= 5.0:
-                    printed_at = time.monotonic()
-                    err.print(f"{path}: {recording.turns:,} decisions read")
-        except (OSError, EOFError) as error:
-            cause = error.strerror if isinstance(error, OSError) and error.strerror else error
-            raise SpecError(f"{path}: {cause} - at `--log`") from None
+    recording = Recording()
+    for _, entry in entries(paths, err, lambda: f"{recording.turns:,} decisions read"):
+        recording.take(entry)
     return recording
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as raw:
-        packed = raw.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC)
-        yield from gzip.GzipFile(fileobj=raw) if packed else raw
 
 
 def _chosen(policy: str, names: str) -> tuple[Parameter, ...]:
@@ -349,13 +332,5 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="most turns of each half; each point costs about 2 ms of CPU per turn and seed [%(default)s]",
     )
-    add("--seeds", type=count, default=SEEDS, metavar="N", help="number of seeds [%(default)s]")
-    add(
-        "--jobs",
-        type=count,
-        default=os.cpu_count() or 1,
-        metavar="N",
-        help="number of parallel processes [%(default)s]",
-    )
-    add("--json", type=output, metavar="FILE", help="write everything as JSON")
+    add_runs(parser, SEEDS)
     return parser

@@ -12,30 +12,24 @@ Exit status: 0; 1 without a decision to replay; 2 for a wrong call or file.
 from __future__ import annotations
 
 import argparse
-import gzip
 import sys
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
 from perilune_api.pool import Routing, SpecError
-from perilune_gateway.observe.decision_log import read
 from perilune_gateway.policy import POLICIES
 from perilune_lab.terminal.arguments import assignments, count, output
 from perilune_lab.terminal.console import Console
+from perilune_lab.terminal.decision_logs import entries, size
 from perilune_lab.terminal.exits import wrong_call
 from perilune_lab.terminal.policy_arguments import changed, live_policies
 from perilune_lab.whatif.arms import WhatIf
 from perilune_lab.whatif.text import document, render
 
 NOTHING = 1
-PROGRESS_EVERY_S = 5.0
-_GZIP_MAGIC = b"\x1f\x8b"
 _PLAIN_WIDTH = 160
 
 _EPILOG = """\
@@ -67,48 +61,20 @@ class Options:
 
 def replay(options: Options, err: Console) -> WhatIf:
     """Replay a decision log. Raises SpecError with file and line."""
-    found, printed_at = WhatIf(policies=options.policies, params=options.params), time.monotonic()
-    total = sum(_size(path) for path in options.decisions)
-    before = 0
-    for path in options.decisions:
-        try:
-            with _open(path) as (raw, lines):
-                for entry in read(lines, str(path)):
-                    found.take(entry, str(path))
-                    if options.limit is not None and found.decisions >= options.limit:
-                        return found
-                    if time.monotonic() - printed_at >= PROGRESS_EVERY_S:
-                        printed_at = time.monotonic()
-                        share = f"{(before + raw.tell()) / total:.0%}: " if total and raw.seekable() else ""
-                        err.print(f"{share}{found.decisions:,} decisions", highlight=False)
-        except (OSError, EOFError) as error:
-            cause = error.strerror if isinstance(error, OSError) and error.strerror else error
-            raise SpecError(f"{path}: {cause}") from None
-        before += _size(path)
+    found = WhatIf(policies=options.policies, params=options.params)
+    for path, entry in entries(options.decisions, err, lambda: f"{found.decisions:,} decisions"):
+        found.take(entry, str(path))
+        if options.limit is not None and found.decisions >= options.limit:
+            break
     return found
 
 
 def _plan(options: Options) -> str:
     files = ", ".join(map(str, options.decisions))
-    size_mb = sum(_size(path) for path in options.decisions) / 1e6
+    size_mb = sum(map(size, options.decisions)) / 1e6
     number = len(options.policies)
     policies = options.policies[0] if number == 1 else f"{number} policies"
     return f"{files} ({size_mb:,.1f} MB): deciding each request again by {policies}"
-
-
-@contextmanager
-def _open(path: Path) -> Iterator[tuple[IO[bytes], Iterable[bytes]]]:
-    """Open a log, plain or gzip, also from a pipe. Yield the underlying file, for progress, and the lines."""
-    with path.open("rb") as raw:
-        packed = raw.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC)
-        yield raw, gzip.GzipFile(fileobj=raw) if packed else raw
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise SpecError(f"{path}: {error.strerror}") from None
 
 
 def main(argv: Sequence[str]) -> int:

@@ -44,7 +44,7 @@ _HOOKS: dict[str, tuple[type[Message], Callable[[Any], Message]]] = {
 
 
 class Server:
-    """One listening server. `certificate` and `key` are PEM; empty: no TLS."""
+    """One listening server. `certificate` and `key` are PEM, or empty without TLS."""
 
     def __init__(self, certificate: bytes = b"", key: bytes = b"") -> None:
         self._server = grpc.aio.server(options=_OPTIONS)

@@ -95,6 +95,8 @@ class PodFacts:
     """Why the pod does not run, in Kubernetes' words; empty when it runs or no reason is known."""
     stuck: bool = False
     """Whether the trouble lasts until a person acts."""
+    restarts: int = 0
+    """Times that its containers were started again."""
 
     @property
     def serves(self) -> bool:
@@ -261,6 +263,6 @@ class Observed:
     demands: Demands = field(default_factory=dict)
     """What the gateways reported of the endpoints of each duty since their number last changed."""
     overwritten_by: str = ""
-    """Who has lately set the pool's replicas to another number than the operator had; empty: nobody."""
+    """Who has lately set the pool's replicas to another number than the operator had. Empty if nobody."""
     is_turn: bool = True
     """Few enough other pools follow a new version of the operator at present that this one may, too."""

@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 
 from perilune_api import names, pages
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_api.trial import Sums
 from perilune_operator.observe import readers
 from perilune_operator.observe.facts import Drained, FirstTokens, GatewayStats, Missing, Object
@@ -112,7 +113,7 @@ def canary_sums(text: str | Missing, pool: str) -> Sums | None:
         return None
     try:
         sums = msgspec.json.decode(text, type=dict[str, Sums]).get(pool)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None
     return sums if sums is not None and sums.is_sound else None
 

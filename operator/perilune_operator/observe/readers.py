@@ -100,6 +100,7 @@ def pod(obj: Object, said: GatewayStats | None = None) -> PodFacts:
         server=labels.get(names.SERVER_LABEL, ""),
         next_duty=annotations.get(names.NEXT_DUTY, ""),
         group=int(group) if group.isdigit() else -1,
+        restarts=_restarts(obj.get("status") or {}),
         **_trouble(obj.get("status") or {}),
     )
 
@@ -125,6 +126,10 @@ def _trouble(status: Object) -> _Trouble:
             said = f"{STUCK.get(reason, reason)} ({container.get('image', '')})"
             return {"trouble": said, "stuck": reason in STUCK}
     return {"trouble": "", "stuck": False}
+
+
+def _restarts(status: Object) -> int:
+    return sum(container.get("restartCount", 0) for container in status.get("containerStatuses") or ())
 
 
 def _holds(obj: Object, condition: str) -> bool:

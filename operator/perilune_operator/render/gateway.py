@@ -2,7 +2,8 @@
 
 The document (a ConfigMap) contains everything but the endpoints, which the gateway finds by watching pods. A
 running gateway cannot change its model and engine, so the pod template carries their hash, and a change of
-them restarts the gateways.
+them restarts the gateways. The same ConfigMap names the other pools that the gateway serves, which may change
+while it runs.
 """
 
 import hashlib
@@ -38,7 +39,10 @@ def gateway(pool: Context) -> Iterator[Object]:
     spec, name = pool.spec.gateway, names.gateway_name(pool.name)
     in_force = msgspec.structs.replace(pool.spec, routing=pool.routing or pool.spec.routing)
     document = pool_document(pool.name, pool.namespace, in_force, pool.fabric.occupied)
-    yield pool.object("ConfigMap", name, "gateway", data={names.POOL_DOCUMENT: dump(document).decode()})
+    data = {names.POOL_DOCUMENT: dump(document).decode()}
+    if spec.serves:
+        data[names.SERVED_POOLS] = "\n".join(spec.serves)
+    yield pool.object("ConfigMap", name, "gateway", data=data)
     if spec.served_by:  # its gateway reads the document
         return
     yield from _account(pool, name)
@@ -183,7 +187,7 @@ def _container(pool: Context) -> Object:
         "imagePullPolicy": spec.image_pull_policy,
         "command": ["perilune-gateway"],
         "args": [
-            *(f"--kubernetes={pool.namespace}/{served}" for served in (pool.name, *spec.serves)),
+            f"--kubernetes={pool.namespace}/{pool.name}",
             f"--listen={pool.any_address}:{EXT_PROC_PORT}",
             f"--admin={pool.any_address}:{names.ADMIN_PORT}",
             f"--grace-seconds={GRACE_SECONDS}",

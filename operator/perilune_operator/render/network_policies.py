@@ -3,10 +3,10 @@
 An engine's HTTP port and a gateway are open to the Gateway's Envoys and to `gateway.clients`. Where Envoys
 cannot be known and no clients are given, they are open to all. Everything of the pool is open to the pool's
 own pods, except for the server of shared state, which is open to the pool's gateways alone. Ports with
-metrics are also open to namespaces with METRICS_LABEL, and those of gateways to the operator's namespace.
-An engine's port for metrics has nothing else (engine_door.py). Mooncake's master has them beside requests
-that empty the store, so it is the pool's alone.
-Engines that others run (engine.selector) get no policy.
+metrics are also open to namespaces with METRICS_LABEL, and those of gateways to the operator's namespace. An
+engine's port for metrics has nothing else (engine_door.py). Mooncake's master serves them at the same port as
+requests that empty the store, so it is the pool's alone. Engines that others run (engine.selector) get no
+policy.
 
 Peers of other namespaces are named by their namespace, and labels of pods only choose among its pods:
 anybody who may create a pod can give it any label."""

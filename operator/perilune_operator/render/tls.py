@@ -11,7 +11,7 @@ from perilune_operator.observe.facts import Object
 from perilune_operator.render.objects import Context
 
 FOLDER = "/etc/perilune/tls"
-MOUNT: Object = {"name": "tls", "mountPath": FOLDER, "readOnly": True}
+CA_FOLDER = "/etc/perilune/tls-ca"
 
 
 def host(pool: Context) -> str:
@@ -25,21 +25,38 @@ def secret(pool: Context) -> str:
     return (given and given.secret) or f"{names.gateway_name(pool.name)}-tls"
 
 
+def ca_secret(pool: Context) -> str:
+    """Return the name of the Secret whose ca.crt is trusted."""
+    given = pool.spec.gateway.tls
+    return (given and given.ca_secret) or secret(pool)
+
+
 def args(pool: Context) -> list[str]:
     """Return the gateway's arguments."""
     given = pool.spec.gateway.tls
     if given is None:
         return []
-    mutual = [f"--tls-client-ca={FOLDER}/ca.crt"] if given.client_certificates else []
+    folders = dict(_mounted(pool))
+    mutual = [f"--tls-client-ca={folders.get('tls-ca', FOLDER)}/ca.crt"] if given.client_certificates else []
     return [f"--tls-cert={FOLDER}/tls.crt", f"--tls-key={FOLDER}/tls.key", *mutual]
 
 
 def volumes(pool: Context) -> list[Object]:
-    return [{"name": "tls", "secret": {"secretName": secret(pool)}}] if pool.spec.gateway.tls else []
+    secrets = {"tls": secret(pool), "tls-ca": ca_secret(pool)}
+    return [{"name": name, "secret": {"secretName": secrets[name]}} for name, _ in _mounted(pool)]
 
 
 def mounts(pool: Context) -> list[Object]:
-    return [MOUNT] if pool.spec.gateway.tls else []
+    return [{"name": name, "mountPath": at, "readOnly": True} for name, at in _mounted(pool)]
+
+
+def _mounted(pool: Context) -> Iterator[tuple[str, str]]:
+    """Yield the volumes of Secrets that the gateway reads, and where they are mounted."""
+    given = pool.spec.gateway.tls
+    if given is not None:
+        yield "tls", FOLDER
+        if given.client_certificates and given.ca_secret:
+            yield "tls-ca", CA_FOLDER
 
 
 def objects(pool: Context) -> Iterator[Object]:
@@ -72,7 +89,7 @@ def objects(pool: Context) -> Iterator[Object]:
                 "targetRefs": [{"group": "", "kind": "Service", "name": name}],
                 "validation": {
                     "hostname": host(pool),
-                    "caCertificateRefs": [{"group": "", "kind": "Secret", "name": secret(pool)}],
+                    "caCertificateRefs": [{"group": "", "kind": "Secret", "name": ca_secret(pool)}],
                 },
             },
         )

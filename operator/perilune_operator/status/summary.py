@@ -191,12 +191,12 @@ def _dated(
 
     return tuple(
         StatusCondition(
-            f.type,
-            f.status,
-            f.reason.value,
-            f.message,
-            since(f),
-            ready_of if f.type is Condition.READY else observed.generation,
+            type=f.type,
+            status=f.status,
+            reason=f.reason.value,
+            message=f.message,
+            last_transition_time=since(f),
+            observed_generation=ready_of if f.type is Condition.READY else observed.generation,
         )
         for f in facts
     )

@@ -53,8 +53,12 @@ class TlsSpec(Struct, frozen=True):
     """Name of an issuer of cert-manager, which writes and renews the Secret. If empty, you write it."""
     issuer_kind: Literal["Issuer", "ClusterIssuer"] = "Issuer"
     """Kind of that issuer. An Issuer is in the pool's namespace."""
+    ca_secret: OptionalObject = ""
+    """Name of a Secret in the pool's namespace whose ca.crt has the CA certificates by which Envoy and the
+    gateway trust each other. While a CA is replaced it has the old one and the new one. If empty, it is the
+    Secret with the certificate, whose CA certificate changes together with the certificate."""
     client_certificates: bool = False
-    """Whether the gateway also requires a certificate of Envoy, signed by the CA in ca.crt. Leave it off with
+    """Whether the gateway also requires a certificate of Envoy, signed by a CA in ca.crt. Leave it off with
     Envoy Gateway up to 1.9.1, which hands its Envoys no certificate for external processors."""
 
 
@@ -87,7 +91,7 @@ class TracingSpec(Struct, frozen=True):
     decides."""
 
 
-class GatewaySpec(Struct, frozen=True):
+class GatewaySpec(Struct, frozen=True, kw_only=True):
     """The pool's gateway, which chooses the endpoint of each request, and how Envoy reaches it."""
 
     mode: GatewayMode = GatewayMode.AUTO

@@ -42,7 +42,7 @@ class Allocation(StrEnum):
     FREE_RATIO_FIRST = "free_ratio_first"
 
 
-class Master(Struct, frozen=True):
+class Master(Struct, frozen=True, kw_only=True):
     """The process mooncake_master, which keeps track of the blocks in the store."""
 
     image: Image = ""
@@ -62,7 +62,8 @@ class Master(Struct, frozen=True):
     """Seconds without a sign of life after which the master forgets an engine's blocks (--client_ttl). A
     request that needs blocks of an engine that has died waits that long, and up to 1.3 s more, before they
     are computed. Engines give a sign every second; at a load of 16 on two cores such signs came up to 1.3 s
-    apart, and with a limit of 2 s a busy engine was taken for dead three times in one run."""
+    apart, and with a limit of 2 s a busy engine was taken for dead three times in one run. Where two engines
+    share two busy cores, that still happens with 5: set more there."""
     evictable: bool = True
     """Whether kubectl drain and autoscalers may evict the master, by which the store loses its content.
     false: a PodDisruptionBudget refuses while the master is ready, and its node is empty only once you have
@@ -73,7 +74,7 @@ class Master(Struct, frozen=True):
     """Merged over the master's pod template like engine.podTemplate; the container is called master."""
 
 
-class Mooncake(Struct, frozen=True):
+class Mooncake(Struct, frozen=True, kw_only=True):
     """KV offloading, KV transfer between engines, and the shared KV store."""
 
     transfer: Transfer = Transfer.NONE

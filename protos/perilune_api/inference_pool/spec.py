@@ -46,7 +46,7 @@ class Signal(StrEnum):
     TTFT_ATTAINMENT = "ttftAttainment"
 
 
-class Scaling(Struct, frozen=True):
+class Scaling(Struct, frozen=True, kw_only=True):
     """Sets `replicas` by the load, starting from the present number of endpoints. An endpoint that leaves
     first lets its sessions leave (rollout.sessionSeconds). With prefillReplicas the load is that of the
     endpoints that get requests, without those that only prefill."""
@@ -80,7 +80,7 @@ class Scaling(Struct, frozen=True):
     it."""
 
 
-class PrefillScaling(Struct, frozen=True):
+class PrefillScaling(Struct, frozen=True, kw_only=True):
     """Sets the number of endpoints that only prefill by their load, starting from `prefillReplicas`. The
     number in force is that of the Deployment POOL-prefill."""
 
@@ -129,7 +129,7 @@ class SecretsSpec(Struct, frozen=True):
     the new secret, gateways follow."""
 
 
-class InferencePoolSpec(Struct, frozen=True):
+class InferencePoolSpec(Struct, frozen=True, kw_only=True):
     """The desired state of the pool."""
 
     model: ModelSpec = ModelSpec()

@@ -9,7 +9,7 @@ from perilune_api.fields import Struct
 from perilune_api.trial import State
 
 
-class StatusCondition(Struct, frozen=True):
+class StatusCondition(Struct, frozen=True, kw_only=True):
     """One aspect of the pool's state."""
 
     type: Condition
@@ -54,9 +54,11 @@ class CanaryStatus(Struct, frozen=True, kw_only=True):
     """Reason of condition CanaryPromoted."""
     message: str
     """Message of condition CanaryPromoted."""
+    restarts: int = 0
+    """Restarts of the gateways' containers when the comparison began."""
 
 
-class InferencePoolStatus(Struct, frozen=True):
+class InferencePoolStatus(Struct, frozen=True, kw_only=True):
     """The state of the pool as the operator last observed it."""
 
     observed_generation: int = 0

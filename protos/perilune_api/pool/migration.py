@@ -28,8 +28,8 @@ class Migration(Struct, frozen=True, kw_only=True):
     prefix. The next request of that session, or with that prefix, carries the proposal out."""
 
     triggers: tuple[MoveTrigger, ...] | None = None
-    """Situations in which the planner acts. If left out: drain, and with policy perilune also hot_host while
-    endpoints hand KV over to each other. If empty, it proposes nothing, and the sessions of a draining
+    """Situations in which the planner acts. If left out: drain. With policy perilune, hot_host acts only
+    while endpoints hand KV over to each other. If empty, it proposes nothing, and the sessions of a draining
     endpoint stay there until their policy moves them or the endpoint ends."""
     interval_seconds: Seconds = 1.0
     """Seconds between two runs of the planner."""

@@ -66,7 +66,7 @@ examples:
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The checked command line."""
 
@@ -94,7 +94,7 @@ class Options:
                         yield Cell(contestant, level, named, seed)
 
 
-class Row(msgspec.Struct, frozen=True):
+class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One cell in the JSON file."""
 
     router: str
@@ -170,7 +170,7 @@ class Arena:
         """Write the JSON file, if there is one, so that an interrupted run loses at most one cell."""
         if self.options.json:
             setting = self.options.setting
-            rows = [Row(*_key(cell), setting.engines, setting.seconds, run) for cell, run in self.played]
+            rows = [_row(cell, setting, run) for cell, run in self.played]
             self.options.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
 
     def so_far(self) -> str:
@@ -210,6 +210,19 @@ def main(argv: Sequence[str]) -> int:
 def _key(cell: Cell) -> tuple[str, str, bool, int]:
     """Return the first fields of a cell's row in the file, which identify the cell."""
     return cell.contestant.name, cell.level.name, cell.named, cell.seed
+
+
+def _row(cell: Cell, setting: Setting, run: Run) -> Row:
+    router, load, session_header, seed = _key(cell)
+    return Row(
+        router=router,
+        load=load,
+        session_header=session_header,
+        seed=seed,
+        engines=setting.engines,
+        seconds=setting.seconds,
+        run=run,
+    )
 
 
 def kept(options: Options) -> list[tuple[Cell, Run]]:

@@ -155,4 +155,12 @@ def parse(argv: Sequence[str]) -> Options:
         raise SpecError(f"{args.endpoints:,} engines: at most {_MOST_ENGINES} - at `--endpoints`")
     if (sessions := args.rate * args.endpoints * args.seconds) > _MOST_SESSIONS:
         raise SpecError(f"{sessions:,.0f} sessions: at most {_MOST_SESSIONS:,} - at `--rate`, `--seconds`")
-    return Options(policies, args.endpoints, args.seconds, args.rate, args.seed, args.plays, args.json)
+    return Options(
+        policies=policies,
+        endpoints=args.endpoints,
+        seconds=args.seconds,
+        rate=args.rate,
+        seed=args.seed,
+        plays=args.plays,
+        json=args.json,
+    )

@@ -111,7 +111,7 @@ class Crosscheck:
             outcome = simulate(
                 workload,
                 Setting(policy),
-                SimulatedFleet(o.endpoints, hardware),
+                SimulatedFleet(endpoints=o.endpoints, hardware=hardware),
                 Faults(engine_belief=1.0, link_belief=1.0),
                 play,
             )

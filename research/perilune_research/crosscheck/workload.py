@@ -22,7 +22,7 @@ JITTER_S = 0.01
 POLICIES = ("round_robin", "lmetric_plus_one", "sticky", "ear", "perilune", "dynamo")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The checked command line, and what it does not change."""
 

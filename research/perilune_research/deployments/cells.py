@@ -81,7 +81,7 @@ class Cell:
         return load.workload(self.rate, self.seed, H20.engine)
 
 
-class Result(msgspec.Struct, frozen=True):
+class Result(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one cell."""
 
     run: Run
@@ -122,10 +122,10 @@ def _result(cell: Cell, workload: Workload) -> Result:
     outcome = simulate(workload, cell.deployment, cell.policy, routing, seed=cell.seed)
     run = measure.run(outcome, workload, routing.policy.ear.cooldown_seconds)
     return Result(
-        msgspec.structs.replace(run, per_endpoint=msgspec.UNSET),
-        len(outcome.requests),
-        outcome.read,
-        outcome.transfers,
-        outcome.simulated_s,
-        outcome.cpu_s,
+        run=msgspec.structs.replace(run, per_endpoint=msgspec.UNSET),
+        turns=len(outcome.requests),
+        read=outcome.read,
+        transfers=outcome.transfers,
+        simulated_s=outcome.simulated_s,
+        cpu_s=outcome.cpu_s,
     )

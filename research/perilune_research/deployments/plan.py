@@ -49,8 +49,7 @@ class Pool(NamedTuple):
 POOLS: Mapping[str, Pool] = {
     "none": Pool("a pool with defaults: what an engine does not hold, it computes", Arm.NONE),
     "handoff": Pool(
-        "engines hand KV over (`mooncake.transfer: handoff`): with requests, and with `perilune` in moves off"
-        " hot hosts",
+        "engines hand KV over (`mooncake.transfer: handoff`) with requests",
         Arm.HANDOFF,
     ),
     "planned": Pool(

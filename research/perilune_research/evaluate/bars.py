@@ -28,7 +28,7 @@ class Verdict(StrEnum):
     MISSED = "missed"
 
 
-class Check(msgspec.Struct, frozen=True):
+class Check(msgspec.Struct, frozen=True, kw_only=True):
     """One value with its 95 % interval and its limit."""
 
     what: str
@@ -115,7 +115,7 @@ def judge(findings: Findings, names: Container[str] | None = None) -> tuple[Bar,
 def _check(
     what: str, found: Estimate, limit: float, *, at_most: bool, unit: str = "", detail: str = ""
 ) -> Check:
-    return Check(what, *found, limit, at_most, unit, detail)
+    return Check(what=what, **found._asdict(), limit=limit, at_most=at_most, unit=unit, detail=detail)
 
 
 def _regret(f: Findings) -> Iterable[Check]:

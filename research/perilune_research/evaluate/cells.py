@@ -37,7 +37,7 @@ _BATCH = 12
 """Most cells of a batch, so that an interruption loses little."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """The traffic and the fleet of a cell: a closed loop on modelled H20 GPUs."""
 
@@ -88,7 +88,7 @@ class Scenario:
                 warmup_s=self.warmup_s,
                 parameters=Agentic(zipf_alpha=self.zipf_alpha),
             ),
-            fleet=SimulatedFleet(self.endpoints, hardware),
+            fleet=SimulatedFleet(endpoints=self.endpoints, hardware=hardware),
             faults=Faults(
                 link_factor=self.link_factor,
                 outlier_share=self.outlier_share,

@@ -63,7 +63,7 @@ An interrupted evaluation goes on when it is called again: --work keeps finished
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The checked command line."""
 

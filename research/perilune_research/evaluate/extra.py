@@ -23,7 +23,7 @@ from perilune_research.simulator.request import SimulatedRequest
 from perilune_research.simulator.simulation import SimulatedOutcome
 
 
-class Extra(msgspec.Struct, frozen=True):
+class Extra(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one simulation. Shares are 0–1."""
 
     in_flight: float

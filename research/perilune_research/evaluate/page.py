@@ -1,7 +1,7 @@
 """Writes one page of tables and one data file with the results of one arm.
 
 A page contains the wanted parts and the command that makes it. People write the conclusions, in the README
-beside it.
+next to it.
 """
 
 from __future__ import annotations

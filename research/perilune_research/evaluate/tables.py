@@ -276,7 +276,7 @@ def migrations(f: Findings) -> Table:
 
 
 def conductor(f: Findings) -> Table:
-    """Show Conductor's experiment: its three variants beside its operational targets."""
+    """Show Conductor's experiment: its three variants, and its operational targets."""
     f = f.side
     rows = []
     for name, (deployment, _) in plan.CONDUCTOR.items():

@@ -81,7 +81,9 @@ def choices(f: Findings) -> list[Choice]:
         points = Point(scenario, profile(default)), Point(scenario, profile(best))
         seeds = len(f.values(points[0], "ttft_s.p90"))
         worse = f.ratio(*points, "ttft_s.p90")
-        found.append(Choice(name, swept, default, flat, best, seeds, worse))
+        found.append(
+            Choice(name=name, values=swept, default=default, flat=flat, best=best, seeds=seeds, worse=worse)
+        )
     return found
 
 

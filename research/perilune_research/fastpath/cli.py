@@ -42,7 +42,7 @@ LENGTHS = 0.3
 tenth."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The checked command line."""
 
@@ -77,9 +77,9 @@ def measure(
 ) -> tuple[Tally, Rig]:
     """Play the traffic with one policy. `progress` is called now and then with the number of turns that were
     decided."""
-    tally = Tally(policy)
+    tally = Tally(policy=policy)
     setting = Setting(
-        PolicyChoice(
+        policy=PolicyChoice(
             name=PolicyName(policy),
             ear=EarParams(hot_pending_tokens=int(EarParams().hot_pending_tokens * LENGTHS)),
         ),
@@ -155,7 +155,14 @@ def parse(argv: Sequence[str]) -> Options:
     )
     args = parser.parse_args(argv)
     policies = live_policies(args.policies, "--policies")
-    return Options(policies, args.turns, args.seed, args.endpoints, args.sessions_per_s, bar=args.bar)
+    return Options(
+        policies=policies,
+        turns=args.turns,
+        seed=args.seed,
+        endpoints=args.endpoints,
+        sessions_per_s=args.sessions_per_s,
+        bar=args.bar,
+    )
 
 
 def render(tallies: Sequence[tuple[Tally, Rig]]) -> str:

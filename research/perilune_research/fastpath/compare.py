@@ -49,7 +49,7 @@ class Cause(StrEnum):
     """Anything else that a body says."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Tally:
     """Counts the results of one policy's turns."""
 
@@ -116,7 +116,7 @@ def cause_of(pair: Pair) -> Cause:
     def equal(holds: Callable[[Candidate], Overlap], prefix: Prefix) -> bool:
         corrected = replace(view, phase=Phase.BODY, prompt_tokens=tokens, prefix=prefix)
         rows = [
-            c._replace(overlap=o, prefill_s=c.engine.prefill_s(tokens - o.device_tokens, o.device_tokens))
+            replace(c, overlap=o, prefill_s=c.engine.prefill_s(tokens - o.device_tokens, o.device_tokens))
             for c in asked.candidates
             if (o := holds(c))
         ]
@@ -125,7 +125,7 @@ def cause_of(pair: Pair) -> Cause:
     truth = {c.address: c.overlap for c in full_asked.candidates}
     most = max(0, (tokens - 1) // view.block_size * view.block_size)
     here = Overlap(*(min(most, held) for held in truth.get(host, Overlap())))
-    only_host = Prefix((Location(host, here.device_tokens),)) if here.device_tokens else NO_PREFIX
+    only_host = Prefix(locations=(Location(host, here.device_tokens),)) if here.device_tokens else NO_PREFIX
     if equal(lambda c: Overlap(*(min(most, held) for held in c.overlap)), view.prefix):
         return Cause.TOKENS
     if equal(lambda c: here if c.address == host else c.overlap, only_host):

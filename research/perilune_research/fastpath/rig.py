@@ -64,7 +64,7 @@ SCRAPE_S = 1.0
 """Seconds between two readings of the engines' metrics."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """The policy, the fleet, and what happens to the fleet."""
 
@@ -183,18 +183,18 @@ class Rig:
         tokens = request.tokens
         head = self._head(conversation, request)
         prompt = Prompt(
-            len(tokens),
-            TokenSource.LOCAL,
-            blocks.chain(tokens, BLOCK, 0),
-            MODEL,
+            tokens=len(tokens),
+            source=TokenSource.LOCAL,
+            blocks=blocks.chain(tokens, BLOCK, 0),
+            model=MODEL,
             body_bytes=request.body_bytes,
         )
         self._weigh(head, prompt)
         self.requests += 1
         verdict: Routed | Refusal | NeedBody | Queued = self.router.on_headers(head)
         if isinstance(verdict, NeedBody):
-            parsed = ParsedRequest(Api.CHAT, MODEL, TokenPrompt((tokens,)))
-            ids = Tokens(len(tokens), TokenSource.LOCAL, tokens)
+            parsed = ParsedRequest(api=Api.CHAT, model=MODEL, prompt=TokenPrompt((tokens,)))
+            ids = Tokens(count=len(tokens), source=TokenSource.LOCAL, ids=tokens)
             verdict = self.router.on_tokens(Encode(head, parsed, request.body_bytes), ids)
         assert not isinstance(verdict, NeedBody | Queued), "a new session begins at once by default"
         if isinstance(verdict, Refusal):
@@ -207,7 +207,7 @@ class Rig:
         headers = {"x-session-id": conversation.session_id, "content-length": str(request.body_bytes)}
         if conversation.parent_id:
             headers[names.PARENT_SESSION_HEADERS[-1]] = conversation.parent_id
-        return RequestHead("POST", "/v1/chat/completions", headers)
+        return RequestHead(method="POST", path="/v1/chat/completions", headers=headers)
 
     def _weigh(self, head: RequestHead, prompt: Prompt) -> None:
         seed = self._rng.getrandbits(32)

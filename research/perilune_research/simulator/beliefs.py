@@ -30,7 +30,7 @@ _POOL_S = 5.0
 """Seconds between two updates of all endpoints' speeds."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class KnownSession:
     """A session as the gateway remembers it. Times are in seconds of the simulation."""
 
@@ -115,7 +115,7 @@ class Beliefs:
     # -- reading -----------------------------------------------------------------------------------
 
     def load(self, e: int, now: float) -> Load:
-        """Returns the endpoint's load as the gateway believes it."""
+        """Return the endpoint's load as the gateway believes it."""
         known = self._loads[e]
         if known is not None:
             return known
@@ -124,23 +124,23 @@ class Beliefs:
         context = self.context_tokens[e]
         free = min(int(pool * (1.0 - usage)), pool - context)
         load = self._loads[e] = Load(
-            self.pending_tokens[e],
-            max(0.0, self.pending_s[e]),
-            self.in_flight[e],
-            running,
-            waiting,
-            usage,
-            max(0, free),
-            self.bound[e],
-            now - self._metrics_s,
-            self.prefilling[e],
-            context,
-            pool,
+            pending_prefill_tokens=self.pending_tokens[e],
+            pending_prefill_s=max(0.0, self.pending_s[e]),
+            in_flight=self.in_flight[e],
+            running=running,
+            waiting=waiting,
+            kv_usage=usage,
+            kv_free_tokens=max(0, free),
+            sessions=self.bound[e],
+            metrics_age_s=now - self._metrics_s,
+            prefilling=self.prefilling[e],
+            active_kv_tokens=context,
+            kv_pool_tokens=pool,
         )
         return load
 
     def scrape(self, now: float) -> None:
-        """Reads all engines' metrics if the interval since the last time has passed."""
+        """Read all engines' metrics if the interval since the last time has passed."""
         if now - self._metrics_s < self._interval_s and self._metrics_s:
             return
         self._metrics_s = now
@@ -149,7 +149,7 @@ class Beliefs:
         self._loads = [None] * len(self.engines)
 
     def links(self, target: int, locations: Iterable[Location], now: float) -> dict[str, Link]:
-        """Returns the links from the locations' endpoints to the target, by address, with the slowdown that
+        """Return the links from the locations' endpoints to the target, by address, with the slowdown that
         the gateway has observed. A link is looked up again after `_LINK_S`, since observations fade."""
         known, here = self._links[target], self.endpoints[target].address
         links = {}
@@ -165,13 +165,13 @@ class Beliefs:
         return links
 
     def link(self, source: int, target: int) -> float:
-        """Returns the bytes per second between two endpoints that the gateway believes before it has observed
+        """Return the bytes per second between two endpoints that the gateway believes before it has observed
         a transfer."""
         return self._bandwidth[self._fabric.level(source, target)]
 
     @contextmanager
     def peeking(self) -> Iterator[None]:
-        """Keeps values that are read within this context out of the caches."""
+        """Keep values that are read within this context out of the caches."""
         loads, links = self._loads[:], [known.copy() for known in self._links]
         yield
         self._loads, self._links = loads, links
@@ -179,18 +179,18 @@ class Beliefs:
     # -- requests ----------------------------------------------------------------------------------
 
     def _touch(self, e: int) -> None:
-        """Marks an endpoint as changed."""
+        """Mark an endpoint as changed."""
         self._loads[e] = None
         self.changed.add(e)
 
     def start(self, e: int, context_tokens: int) -> None:
-        """Records that a request goes to an endpoint."""
+        """Record that a request goes to an endpoint."""
         self.in_flight[e] += 1
         self.context_tokens[e] += context_tokens
         self._touch(e)
 
     def prefill_starts(self, e: int, uncached_tokens: int, prefill_s: float) -> None:
-        """Records a prefill on endpoint `e`; nothing if `e` is negative, since no endpoint runs it yet."""
+        """Record a prefill on endpoint `e`; nothing if `e` is negative, since no endpoint runs it yet."""
         if e < 0:
             return
         self.pending_tokens[e] += uncached_tokens
@@ -199,7 +199,7 @@ class Beliefs:
         self._touch(e)
 
     def prefill_done(self, e: int, uncached_tokens: int, prefill_s: float) -> None:
-        """Records that a prefill has ended; takes the arguments of its `prefill_starts`."""
+        """Record that a prefill has ended; takes the arguments of its `prefill_starts`."""
         if e < 0:
             return
         self.pending_tokens[e] -= uncached_tokens
@@ -208,7 +208,7 @@ class Beliefs:
         self._touch(e)
 
     def finish(self, e: int, context_tokens: int, decoded_s: float) -> None:
-        """Records the end of a request, after `prefill_done`. `decoded_s`: seconds from the first token to
+        """Record the end of a request, after `prefill_done`. `decoded_s`: seconds from the first token to
         the last; 0 if unknown."""
         self.in_flight[e] -= 1
         self.context_tokens[e] -= context_tokens
@@ -219,7 +219,7 @@ class Beliefs:
         self._touch(e)
 
     def bind(self, session: KnownSession, e: int, now: float) -> None:
-        """Makes `e` the session's host. If the session had another host, it has moved now."""
+        """Make `e` the session's host. If the session had another host, it has moved now."""
         if session.host == e:
             return
         if session.host >= 0:
@@ -231,18 +231,18 @@ class Beliefs:
         self._touch(e)
 
     def unbind(self, session: KnownSession) -> None:
-        """Records that the session has ended."""
+        """Record that the session has ended."""
         if session.host >= 0:
             self.bound[session.host] -= 1
             self._touch(session.host)
             session.host = -1
 
     def moved(self, source: int, target: int, now: float) -> None:
-        """Records that a session has moved between two endpoints."""
+        """Record that a session has moved between two endpoints."""
         self.moved_s[source] = self.moved_s[target] = now
 
     def dead(self, e: int) -> None:
-        """Records that a connection to the endpoint failed."""
+        """Record that a connection to the endpoint failed."""
         self.ready[e] = False
         self.endpoints[e] = replace(self.endpoints[e], ready=False)
         self._touch(e)
@@ -291,7 +291,7 @@ class Beliefs:
             links.pop(source, None)
 
     def _learned(self, e: int, now: float) -> None:
-        """Updates speeds after an observation of `e`. It also changes the ratios of the whole pool, which are
+        """Update speeds after an observation of `e`. It also changes the ratios of the whole pool, which are
         the priors of all other endpoints: those without observations follow at once, the others with the next
         update of all endpoints."""
         know, n = self.calibration, len(self.endpoints)

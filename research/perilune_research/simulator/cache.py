@@ -41,7 +41,7 @@ class RunCache:
         self._on_change = on_change
 
     def match(self, run: int, depth: int) -> int:
-        """Returns how many leading tokens of the prompt (run, depth) are cached."""
+        """Return how many leading tokens of the prompt (run, depth) are cached."""
         held, end = self.held, self._runs.end
         matched = 0
         for r in self._runs.chain[run]:
@@ -54,12 +54,12 @@ class RunCache:
         return matched if matched < depth else depth
 
     def idle_on(self, run: int) -> int:
-        """Returns the idle tokens on the path to `run`, which pinning it would take from `idle_tokens`."""
+        """Return the idle tokens on the path to `run`, which pinning it would take from `idle_tokens`."""
         start, held = self._runs.start, self.held
         return sum(held[r] - start[r] for r in self._runs.chain[run] if r in self._lru)
 
     def pin(self, run: int) -> None:
-        """Adds a user to the path to `run`."""
+        """Add a user to the path to `run`."""
         users = self._users
         for r in self._runs.chain[run]:
             n = users.get(r, 0)
@@ -69,7 +69,7 @@ class RunCache:
                 self.idle_tokens -= self.held[r] - self._runs.start[r]
 
     def unpin(self, run: int) -> None:
-        """Removes a user from the path to `run`. Raises KeyError if it has none."""
+        """Remove a user from the path to `run`. Raise KeyError if it has none."""
         users, held = self._users, self.held
         for r in reversed(self._runs.chain[run]):
             n = users[r] - 1
@@ -82,7 +82,7 @@ class RunCache:
                 self.idle_tokens += held[r] - self._runs.start[r]
 
     def grow(self, run: int, depth: int) -> None:
-        """Caches the prompt (run, depth), whose path must be pinned."""
+        """Cache the prompt (run, depth), whose path must be pinned."""
         runs, held = self._runs, self.held
         start, end, parent = runs.start, runs.end, runs.parent
         while run != ROOT:

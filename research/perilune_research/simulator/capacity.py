@@ -34,7 +34,7 @@ class Slo:
     there."""
 
     def holds(self, run: Run) -> bool:
-        """Whether a run meets the SLOs."""
+        """Return whether a run meets the SLOs."""
         if not run.ttft_s or run.success_rate < 1.0:
             return False
         stretch = run.stretch.p50 if run.stretch else 0.0
@@ -61,7 +61,7 @@ class Capacity:
         return measure.interval(self.by_seed)
 
     def over(self, other: Capacity) -> tuple[float, float, float]:
-        """Returns (ratio of the mean capacities, low, high) with the 95 % interval, by bootstrap over the
+        """Return (ratio of the mean capacities, low, high) with the 95 % interval, by bootstrap over the
         pairs of one seed."""
         return measure.ratio(self.by_seed, other.by_seed)
 
@@ -69,7 +69,7 @@ class Capacity:
 def slo_capacity(
     comparison: Comparison, seeds: Sequence[int], jobs: int = 1, slo: Slo | None = None
 ) -> Iterator[Capacity]:
-    """Yields the capacity of each policy as it is found. The search covers 1/64 to 64 times the first guess.
+    """Yield the capacity of each policy as it is found. The search covers 1/64 to 64 times the first guess.
     A seed with which the policy meets the SLOs nowhere there has capacity 0; one with which it meets them
     everywhere has the largest rate tried."""
     one = partial(_of_seed, comparison, slo or Slo())

@@ -36,7 +36,7 @@ _MOST_SESSIONS = 1_000_000
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status. Raises SystemExit for `--help` and unknown options, KeyboardInterrupt after
+    """Return the exit status. Raise SystemExit for `--help` and unknown options, KeyboardInterrupt after
     Ctrl-C."""
     try:
         options = parse(argv)
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(options: Options, out: Console, err: Console) -> int:
-    """Simulates, writes the files and prints the tables; returns 0. Raises SpecError for a wrong trace or
+    """Simulate, write the files and print the tables; return 0. Raise SpecError for a wrong trace or
     option, and where a file cannot be written."""
     comparison, began = options.comparison, time.perf_counter()
     mode = comparison.load.mode
@@ -99,7 +99,7 @@ def run(options: Options, out: Console, err: Console) -> int:
 
 
 def pulls(rows: Sequence[Played]) -> Iterable[str]:
-    """Yields a line per policy that could have KV fetched for requests: how often it did, and how often it
+    """Yield a line per policy that could have KV fetched for requests: how often it did, and how often it
     did not for which reason."""
     for policy in dict.fromkeys(row.run.policy for row in rows):
         done: Counter[str] = Counter()
@@ -113,7 +113,7 @@ def pulls(rows: Sequence[Played]) -> Iterable[str]:
 
 
 def _write(options: Options, runs: Sequence[report.Run], err: Console) -> None:
-    """Writes report and figure, if requested. Raises SpecError if it cannot write them."""
+    """Write report and figure, if requested. Raise SpecError if it cannot write them."""
     comparison = options.comparison
     document = report.Report(
         simulated=True,
@@ -140,7 +140,7 @@ def _some(n: int, one: str, more: str = "") -> str:
 
 
 def describe(options: Options) -> dict[str, object]:
-    """Returns the workload and everything that the simulation assumes, for the report."""
+    """Return the workload and everything that the simulation assumes, for the report."""
     comparison = options.comparison
     load, fleet = comparison.load, comparison.fleet
     generated = {
@@ -172,7 +172,7 @@ def _unit(comparison: Comparison) -> str:
 
 
 def _rates(options: Options, err: Console) -> list[float]:
-    """Returns the rates as numbers. If some are multiples of R, finds R first."""
+    """Return the rates as numbers. If some are multiples of R, finds R first."""
     found_r = 0.0
     rates = []
     for text in options.rates:

@@ -53,15 +53,16 @@ class Deployment(StrEnum):
         return kv_reach(self.spec)
 
     def host_tokens(self, kv_bytes_per_token: int) -> int:
-        """Returns how many tokens each engine keeps in host memory, unless told otherwise."""
+        """Return how many tokens each engine keeps in host memory, unless told otherwise."""
         return OFFLOAD_BYTES // kv_bytes_per_token if self.reach.reads_peers else 0
 
     @property
     def pulls(self) -> bool:
-        """Whether a request can pull KV from any engine, without limits. No pool document can ask for it."""
+        """Return whether a request can pull KV from any engine, without limits. No pool document can ask for
+        it."""
         return self is Deployment.PULL
 
     @property
     def ships(self) -> bool:
-        """Whether a user can deploy this arm."""
+        """Return whether a user can deploy this arm."""
         return not self.pulls

@@ -118,14 +118,14 @@ class SimulatedEngine:
         return used / self.cache.capacity_tokens
 
     def requests(self) -> list[SimulatedRequest]:
-        """Returns all requests that have not ended."""
+        """Return all requests that have not ended."""
         heaps = (self._arriving, self._waiting, self._held, self._decoding)
         return [entry[2] for heap in heaps for entry in heap] + self._prefilling
 
     # -- writing -----------------------------------------------------------------------------------
 
     def add(self, request: SimulatedRequest, now: float) -> None:
-        """Adds a request. It is ready once its overhead has passed, and a serial transfer has ended."""
+        """Add a request. It is ready once its overhead has passed, and a serial transfer has ended."""
         request.ready_s = max(now + self.model.request_overhead_s(request.prompt_tokens), request.ready_s)
         heapq.heappush(self._arriving, (request.ready_s, request.number, request))
         if not self._busy:
@@ -138,7 +138,7 @@ class SimulatedEngine:
                 self._plan(self._began_s + self._decode_s(steps))
 
     def cancel(self, request: SimulatedRequest) -> None:
-        """Removes a request that has not been admitted; one that runs goes on."""
+        """Remove a request that has not been admitted; one that runs goes on."""
         self._arriving = [entry for entry in self._arriving if entry[2] is not request]
         self._waiting = [entry for entry in self._waiting if entry[2] is not request]
         heapq.heapify(self._arriving)
@@ -157,7 +157,7 @@ class SimulatedEngine:
         return lost
 
     def event(self, now: float, version: int) -> None:
-        """Handles a scheduled event; ignores it if the engine has scheduled another one since."""
+        """Handle a scheduled event; ignores it if the engine has scheduled another one since."""
         if version != self._version:
             return
         if self._busy:
@@ -193,7 +193,7 @@ class SimulatedEngine:
             self.cache.trim(self.cache.used_tokens - surplus)
 
     def _prefilled(self, request: SimulatedRequest, now: float) -> None:
-        """Starts to decode a request: its prefill is over and its next token exists now."""
+        """Start to decode a request: its prefill is over and its next token exists now."""
         if not request.produced:
             request.first_token_s = now
             self._on_first_token(request, now)
@@ -219,7 +219,7 @@ class SimulatedEngine:
         self._on_finish(request, now)
 
     def _leave(self, request: SimulatedRequest) -> int:
-        """Removes a decoding request from the sums; returns the tokens that it produced since it joined."""
+        """Remove a decoding request from the sums; returns the tokens that it produced since it joined."""
         made = self._step - request.joined_step
         self._generated_tokens -= made
         self._context_tokens -= request.depth + made
@@ -255,7 +255,7 @@ class SimulatedEngine:
             self._schedule(at_s, self._version)
 
     def _chunks(self, now: float) -> tuple[int, float, bool]:
-        """Chooses the prompt tokens of the next step. Returns their number, the pairs of tokens that they
+        """Chooses the prompt tokens of the next step. Return their number, the pairs of tokens that they
         attend to, and whether a prompt's first chunk is among them."""
         budget = self.model.tokens_per_step
         tokens, attended, begins = 0, 0.0, False
@@ -290,7 +290,7 @@ class SimulatedEngine:
         return attended
 
     def _admit(self, request: SimulatedRequest, now: float) -> bool:
-        """Admits a request with its cached prefix, or starts to load more of it from a lower tier. Returns
+        """Admits a request with its cached prefix, or starts to load more of it from a lower tier. Return
         False if the rest of the prompt does not fit into the KV pool."""
         cache, block = self.cache, self.hardware.block_tokens
         run = request.run if not request.produced else request.answer_run
@@ -315,8 +315,8 @@ class SimulatedEngine:
         return True
 
     def _load(self, request: SimulatedRequest, run: int, cached: int, most: int, now: float) -> bool:
-        """Starts to load what host memory holds beyond `cached` tokens, then what the store holds beyond
-        that. Returns False if there is nothing to load."""
+        """Start to load what host memory holds beyond `cached` tokens, then what the store holds beyond
+        that. Return False if there is nothing to load."""
         block, seconds, reach = self.hardware.block_tokens, 0.0, cached
         if self.host is not None:
             held = min(self.host.match(run, request.depth) // block * block, most)
@@ -336,7 +336,7 @@ class SimulatedEngine:
         return True
 
     def _write(self, run: int, depth: int) -> None:
-        """Writes the prompt (run, depth) from the device to host memory and the store."""
+        """Write the prompt (run, depth) from the device to host memory and the store."""
         if self.host is not None:
             self.host.put(run, depth)
         if self.store is not None:
@@ -367,7 +367,7 @@ class SimulatedEngine:
         self._plan(now + self._decode_s(steps))
 
     def _preempt(self) -> int:
-        """Preempts the youngest decoding request, which will be recomputed. Returns the number of tokens that
+        """Preempts the youngest decoding request, which will be recomputed. Return the number of tokens that
         this frees."""
         youngest = max(self._decoding, key=lambda entry: entry[1])
         self._decoding.remove(youngest)
@@ -387,7 +387,7 @@ class SimulatedEngine:
     # -- several decode steps ----------------------------------------------------------------------
 
     def _slope(self) -> tuple[float, float, float]:
-        """Returns (floor, base, slope): step i of this batch takes scale × max(floor, base + i × slope)."""
+        """Return (floor, base, slope): step i of this batch takes scale × max(floor, base + i × slope)."""
         m, sequences = self.model, len(self._decoding)
         base = self._step_cost.get(sequences)
         if base is None:
@@ -398,7 +398,7 @@ class SimulatedEngine:
         return m.decode_floor_s, base + self._context_tokens * token_s, sequences * token_s
 
     def _decode_s(self, steps: int) -> float:
-        """Returns the seconds of the next `steps` decode steps."""
+        """Return the seconds of the next `steps` decode steps."""
         floor, base, slope = self._slope()
         flat = min(steps, max(0, ceil((floor - base) / slope)))
         rest = steps - flat
@@ -406,7 +406,7 @@ class SimulatedEngine:
         return self.model.scale * (flat * floor + rest * first + slope * rest * (rest - 1) / 2)
 
     def _steps_until(self, at_s: float) -> int:
-        """Returns the number of decode steps up to the one in which `at_s` lies, at least 1."""
+        """Return the number of decode steps up to the one in which `at_s` lies, at least 1."""
         floor, base, slope = self._slope()
         left = (at_s - self._began_s) / self.model.scale
         flat = max(0, ceil((floor - base) / slope))

@@ -27,7 +27,7 @@ class SimulatedFabric:
         """Seconds of each transfer, including its wait for the NIC."""
 
     def level(self, a: int, b: int) -> Level:
-        """Returns the lowest topology level that contains both endpoints, given by their numbers."""
+        """Return the lowest topology level that contains both endpoints, given by their numbers."""
         h = self._hardware
         if a == b:
             return Level.NODE

@@ -10,7 +10,7 @@ _STORE_TOKENS = 40_000_000
 """Default size of the shared store: about 4 TB of BF16 KV."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedFleet:
     """The number and kind of engines, and the tiers below their devices."""
 
@@ -19,9 +19,9 @@ class SimulatedFleet:
     store: bool = False
     store_tokens: int = _STORE_TOKENS
     host_tokens: int = 0
-    """Tokens that each engine can keep in its own host memory; 0: none."""
+    """Tokens that each engine can keep in its own host memory. 0 if it has none."""
     overlapped: bool = False
     """True: KV arrives layer by layer while the endpoint prefills the rest of the prompt. False: the prefill
     begins when all KV has arrived."""
     prefill_endpoints: int = 0
-    """The first this many endpoints only prefill and the others only decode; 0: all endpoints do both."""
+    """The first this many endpoints only prefill and the others only decode. If it is 0, all do both."""

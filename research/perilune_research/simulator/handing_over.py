@@ -27,7 +27,7 @@ _BITS = 20
 
 
 def block_of(run: int, tokens: int) -> int:
-    """Returns the name of the block that ends at depth `tokens` of a run."""
+    """Return the name of the block that ends at depth `tokens` of a run."""
     return run << _BITS | tokens
 
 
@@ -74,12 +74,12 @@ class SimulatedHandingOver:
         self.step()
 
     def turn_ended(self) -> None:
-        """Steps the open hand-offs, since a turn has ended for which one of them may wait."""
+        """Step the open hand-offs, since a turn has ended for which one of them may wait."""
         if self._handoffs.open:
             self.step()
 
     def first_token(self, leg: MoveLeg) -> None:
-        """Sends the KV and the take leg when a give leg has ended its prefill; ignores take legs."""
+        """Send the KV and the take leg when a give leg has ended its prefill; ignores take legs."""
         if leg.endpoint != self._number(leg.handoff.move.source):
             return
         sim, move = self._sim, leg.handoff.move
@@ -97,7 +97,7 @@ class SimulatedHandingOver:
         self._begin(take, 0)
 
     def finished(self, leg: MoveLeg) -> None:
-        """Takes the load of a leg that has ended off its endpoint. A take leg also tells how many tokens its
+        """Take the load of a leg that has ended off its endpoint. A take leg also tells how many tokens its
         target had cached."""
         self._release(leg)
         if self._takes.get(leg.handoff) is not leg:
@@ -115,7 +115,7 @@ class SimulatedHandingOver:
         self.step()
 
     def lost(self, leg: MoveLeg) -> None:
-        """Gives a hand-off up: the engine of one of its legs has died."""
+        """Give a hand-off up: the engine of one of its legs has died."""
         self._release(leg)
         self._takes.pop(leg.handoff, None)
         self._handoffs.failed(leg.handoff, GivenUp.UNREACHABLE)
@@ -185,7 +185,7 @@ class SimulatedHandingOver:
         return leg
 
     def _begin(self, leg: MoveLeg, uncached_tokens: int) -> None:
-        """Sends a leg to its endpoint and counts it as load there."""
+        """Send a leg to its endpoint and counts it as load there."""
         beliefs, e = self._sim.beliefs, leg.endpoint
         leg.uncached_tokens = uncached_tokens
         if uncached_tokens:
@@ -237,7 +237,7 @@ class SimulatedHandingOver:
         return self._sim.gateway.moves.planner.affords(move, transfer_bytes, now)
 
     def _held(self, address: str, block: int, now: float) -> int:
-        """Returns how many tokens of the prompt that ends with `block` the endpoint has announced, in whole
+        """Return how many tokens of the prompt that ends with `block` the endpoint has announced, in whole
         blocks."""
         run, tokens = block >> _BITS, block & (1 << _BITS) - 1
         size = self._block

@@ -30,7 +30,7 @@ from perilune_research.simulator.setting import Setting
 from perilune_research.simulator.simulation import SimulatedOutcome, simulate
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """Policies, traffic and fleet of a comparison."""
 
@@ -44,13 +44,13 @@ class Comparison:
     """How KV gets from one engine to another."""
 
     def fleet_for(self, policy: str) -> SimulatedFleet:
-        """Returns the fleet with a store if the deployment has one. For policies that split prefill and
+        """Return the fleet with a store if the deployment has one. For policies that split prefill and
         decode, the first half of the endpoints prefills and the rest decodes."""
         split = max(1, self.fleet.endpoints // 2) if policy in SPLIT else 0
         return replace(self.fleet, store=self.deployment.reach.stores, prefill_endpoints=split)
 
     def play(self, policy: str, workload: Workload, seed: int) -> SimulatedOutcome:
-        """Simulates one policy."""
+        """Simulate one policy."""
         setting = Setting(policy, self.routing, deployment=self.deployment)
         return simulate(workload, setting, self.fleet_for(policy), self.faults, seed)
 
@@ -70,7 +70,7 @@ class Played(NamedTuple):
 
 
 def piece(comparison: Comparison, work: tuple[float, int]) -> list[Played]:
-    """Plays every policy at one rate with one seed. Raises SpecError for a request that could never run."""
+    """Plays every policy at one rate with one seed. Raise SpecError for a request that could never run."""
     rate, seed = work
     workload = comparison.load.workload(rate, seed, comparison.fleet.hardware.engine)
     _fits(workload, comparison.fleet.hardware.kv_pool_tokens)
@@ -79,7 +79,17 @@ def piece(comparison: Comparison, work: tuple[float, int]) -> list[Played]:
         outcome = comparison.play(policy, workload, seed)
         run = measure.run(outcome, workload, comparison.routing.policy.ear.cooldown_seconds)
         peak = getrusage(RUSAGE_SELF).ru_maxrss * 1024
-        played.append(Played(rate, seed, run, outcome.simulated_s, outcome.wall_s, outcome.seen, peak))
+        played.append(
+            Played(
+                rate=rate,
+                seed=seed,
+                run=run,
+                simulated_s=outcome.simulated_s,
+                wall_s=outcome.wall_s,
+                seen=outcome.seen,
+                peak_bytes=peak,
+            )
+        )
     return played
 
 
@@ -104,7 +114,7 @@ def play(
 
 
 def pooled(comparison: Comparison, played: Iterable[Played]) -> list[Run]:
-    """Pools the runs of each rate and policy over the seeds. Returns all policies of a rate before the next
+    """Pools the runs of each rate and policy over the seeds. Return all policies of a rate before the next
     rate."""
     rows = list(played)
     runs = []
@@ -117,13 +127,13 @@ def pooled(comparison: Comparison, played: Iterable[Played]) -> list[Run]:
 
 
 def first_guess(comparison: Comparison) -> float:
-    """Returns the rate with which a search begins."""
+    """Return the rate with which a search begins."""
     return 0.1 * comparison.fleet.endpoints if comparison.load.trace == AGENTIC else 1.0
 
 
 def r_of(comparison: Comparison, seeds: Sequence[int], reference: str = "lmetric", jobs: int = 1) -> float:
-    """Finds R with the reference policy on the comparison's traffic and fleet, without session admission.
-    Raises NoRateError."""
+    """Find R with the reference policy on the comparison's traffic and fleet, without session admission.
+    Raise NoRateError."""
     every_session_begins = structs.replace(comparison.routing, session_admission=SessionAdmission())
     alone = replace(comparison, policies=(reference,), routing=every_session_begins)
 

@@ -28,7 +28,7 @@ class RunIndex:
         self._late: deque[tuple[float, int, int, int]] = deque()
 
     def changed(self, endpoint: int, run: int, depth: int, now: float) -> None:
-        """Sends the event that `endpoint` now holds `run` down to `depth`, where a depth at the run's start
+        """Send the event that `endpoint` now holds `run` down to `depth`, where a depth at the run's start
         means that it holds nothing of it. The index applies the event after the lag."""
         if self._lag_s:
             self._late.append((now + self._lag_s, endpoint, run, depth))
@@ -36,7 +36,7 @@ class RunIndex:
             self._apply(endpoint, run, depth)
 
     def catch_up(self, now: float) -> None:
-        """Applies the events that have arrived by `now`."""
+        """Apply the events that have arrived by `now`."""
         late = self._late
         while late and late[0][0] <= now:
             _, endpoint, run, depth = late.popleft()
@@ -71,7 +71,7 @@ class RunIndex:
             self._set_claims(r, endpoint, [(held, top, until), *beyond])
 
     def _set_claims(self, run: int, endpoint: int, claims: list[_Claim]) -> None:
-        """Replaces the claims of an endpoint on a run. `claims` is in the order of depth."""
+        """Replace the claims of an endpoint on a run. `claims` is in the order of depth."""
         if claims:
             self._claims.setdefault(run, {})[endpoint] = claims
         elif self._claims[run].pop(endpoint, None) is not None and not self._claims[run]:
@@ -85,7 +85,7 @@ class RunIndex:
             self._set_claims(run, endpoint, [])
 
     def match(self, run: int, depth: int, now: float, most: int = 1 << 30) -> dict[int, int]:
-        """Returns by endpoint how many leading tokens of the prompt (run, depth) it holds, without the
+        """Return by endpoint how many leading tokens of the prompt (run, depth) it holds, without the
         endpoints that hold none.
 
         Endpoints whose prefix ends in a run that more than `most` endpoints hold are left out, too. What all
@@ -106,7 +106,7 @@ class RunIndex:
         return {endpoint: tokens for endpoint, tokens in found.items() if tokens}
 
     def common(self, run: int, most: int) -> Collection[int]:
-        """Returns the holders of the deepest run of the prompt that more than `most` endpoints hold; nothing
+        """Return the holders of the deepest run of the prompt that more than `most` endpoints hold; nothing
         if there is no such run."""
         for r in reversed(self.runs.chain[run]):
             holders = self._held.get(r)
@@ -115,11 +115,11 @@ class RunIndex:
         return ()
 
     def of(self, endpoint: int, run: int, depth: int, now: float) -> int:
-        """Returns how many leading tokens of the prompt (run, depth) one endpoint holds, claims included."""
+        """Return how many leading tokens of the prompt (run, depth) one endpoint holds, claims included."""
         return self._of(endpoint, self.runs.chain[run], depth, now)
 
     def announced(self, endpoint: int, run: int, depth: int) -> int:
-        """Returns how many leading tokens of the prompt (run, depth) one endpoint's events have announced,
+        """Return how many leading tokens of the prompt (run, depth) one endpoint's events have announced,
         claims not included."""
         matched = 0
         for r in self.runs.chain[run]:

@@ -17,7 +17,7 @@ AGREED = 0.995
 
 
 def lines(played: Sequence[Played]) -> Iterator[str]:
-    """Yields a line per policy and a line about memory for a large fleet; nothing for a small one."""
+    """Yield a line per policy and a line about memory for a large fleet; nothing for a small one."""
     for policy in dict.fromkeys(row.run.policy for row in played):
         seen = [row.seen for row in played if row.run.policy == policy]
         took_s = sorted(chain.from_iterable(each.decision_s for each in seen))

@@ -70,7 +70,7 @@ class Moving:
     def offer(
         self, request: SimulatedRequest, session: KnownSession, known_tokens: int, now: float
     ) -> Move | None:
-        """Returns the planner's offer for a request, if any. `known_tokens`: the length of the longest prefix
+        """Return the planner's offer for a request, if any. `known_tokens`: the length of the longest prefix
         of its prompt that any endpoint holds."""
         if session.host >= 0:
             return self.planner.offer(session.number, None)
@@ -86,7 +86,7 @@ class Moving:
     def recorded(
         self, request: SimulatedRequest, session: KnownSession, move: Move | None, now: float
     ) -> None:
-        """Records that a request was routed, with the move that it carries out."""
+        """Record that a request was routed, with the move that it carries out."""
         session.run, session.seen_s = request.run, now
         there = self._at[request.endpoint]
         there.pop(session.number, None)
@@ -100,7 +100,7 @@ class Moving:
             self._tickets[request] = self.planner.started(move, now)
 
     def over(self, request: SimulatedRequest) -> None:
-        """Records that a request which was routed has ended."""
+        """Record that a request which was routed has ended."""
         self._busy[request.task.session] -= 1
 
     def rebind(self, number: int, target: int, now: float) -> None:
@@ -111,7 +111,7 @@ class Moving:
         self._at[target][number] = session
 
     def ended(self, request: SimulatedRequest, now: float, *, arrived: bool) -> Sequence[int]:
-        """Ends the move that a request carries out, if any. `arrived`: the target has the KV. Returns the
+        """End the move that a request carries out, if any. `arrived`: the target has the KV. Return the
         runs that the source may free, leaf first."""
         ticket = self._tickets.pop(request, -1)
         if ticket < 0:
@@ -122,7 +122,7 @@ class Moving:
         return self.own_runs(request)
 
     def own_runs(self, request: SimulatedRequest) -> list[int]:
-        """Returns the runs of the request's prompt that only its session has used, leaf first."""
+        """Return the runs of the request's prompt that only its session has used, leaf first."""
         mine = request.task.session
         chain = self._index.runs.chain[request.run]
         return [run for run in reversed(chain) if self._owner.get(run) == mine]
@@ -135,9 +135,9 @@ class Moving:
         nothing: dict[str, Link] = {}
         return [
             Candidate(
-                endpoint,
-                b.load(e, now),
-                Overlap(),
+                endpoint=endpoint,
+                load=b.load(e, now),
+                overlap=Overlap(),
                 links=b.links(e, locations, now) if locations else nothing,
                 engine=b.models[e],
             )
@@ -178,7 +178,7 @@ class Moving:
         return min(host.match(s.run, s.context_tokens), s.context_tokens)
 
     def _handed(self, s: KnownSession, e: int) -> int:
-        """Returns how many tokens of the session's context the endpoint has announced, and so can hand
+        """Return how many tokens of the session's context the endpoint has announced, and so can hand
         over."""
         return self._index.announced(e, s.run, s.context_tokens)
 
@@ -214,7 +214,7 @@ class Moving:
     # -- what can be handed over -------------------------------------------------------------------
 
     def standing(self, subject: Subject, now: float) -> Standing | None:
-        """Returns where a session stands; None for a session that has ended, and for a prefix."""
+        """Return where a session stands; None for a session that has ended, and for a prefix."""
         assert isinstance(subject, int), "sessions and prefixes are numbers"
         if subject < 0 or self._all[subject].host < 0:
             return None
@@ -223,7 +223,7 @@ class Moving:
         return Standing(host, self._handed(session, session.host), self._busy[subject] > 0)
 
     def content(self, subject: Subject) -> tuple[int, int] | None:
-        """Returns (run, tokens) of what can be handed over, in whole blocks; None if there is nothing."""
+        """Return (run, tokens) of what can be handed over, in whole blocks; None if there is nothing."""
         assert isinstance(subject, int), "sessions and prefixes are numbers"
         if subject < 0:
             run = _prefix(subject)
@@ -237,5 +237,5 @@ class Moving:
 
 
 def _prefix(run: int) -> int:
-    """Returns the name of the prefix that ends in a run; given a prefix's name, returns its run."""
+    """Return the name of the prefix that ends in a run; given a prefix's name, returns its run."""
     return -1 - run

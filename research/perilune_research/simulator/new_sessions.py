@@ -27,7 +27,7 @@ and the queue never asks for more."""
 
 
 def retry_after_s(request: SimulatedRequest, refused: Refused) -> float | None:
-    """Returns the seconds after which the client of a refused request sends it again; None: it gives up."""
+    """Return the seconds after which the client of a refused request sends it again; None: it gives up."""
     return None if request.refusals > RETRIES else float(ceil(refused.retry_after_s))
 
 
@@ -46,11 +46,11 @@ class SimulatedNewSessions:
         """Session → its last turn that was routed."""
 
     def __len__(self) -> int:
-        """Number of new sessions that wait."""
+        """Return the number of new sessions that wait."""
         return len(self._queue)
 
     def arrive(self, request: SimulatedRequest, now: float) -> Waiting | Refused | None:
-        """Decides about a request that has arrived. Returns None if it is to be routed now."""
+        """Decides about a request that has arrived. Return None if it is to be routed now."""
         session = request.task.session
         if not self.on or session in self._turns:
             return None
@@ -60,7 +60,7 @@ class SimulatedNewSessions:
         return verdict
 
     def due(self, now: float) -> Iterator[tuple[SimulatedRequest, Refused | None]]:
-        """Yields the requests that are to be routed now (with None) or are refused. Each is chosen only when
+        """Yield the requests that are to be routed now (with None) or are refused. Each is chosen only when
         the caller has routed the one before."""
         while first := self._queue.begin(self._room(now), now):
             yield self._waiting.pop(first.ticket), None
@@ -68,14 +68,14 @@ class SimulatedNewSessions:
             yield self._waiting.pop(late.ticket), refused
 
     def turn_began(self, request: SimulatedRequest) -> None:
-        """Records that a request was routed."""
+        """Record that a request was routed."""
         if self.on:
             task = request.task
             self._turns[task.session] = request
             self._contexts.began(task.session, request.prompt_tokens, task.number + 1)
 
     def turn_ended(self, request: SimulatedRequest, now: float) -> None:
-        """Records that a request which was routed has ended."""
+        """Record that a request which was routed has ended."""
         if self.on:
             self._contexts.ended(request.task.session, _context_tokens(request), now)
 
@@ -91,5 +91,5 @@ class SimulatedNewSessions:
 
 
 def _context_tokens(request: SimulatedRequest) -> int:
-    """Returns the tokens of the session's context after the request."""
+    """Return the tokens of the session's context after the request."""
     return request.prompt_tokens + request.output_tokens

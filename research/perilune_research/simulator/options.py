@@ -42,7 +42,7 @@ _MOST_ENDPOINTS = 10_000
 """Upper limit of endpoints, because of memory."""
 _DEFAULT = OfferedLoad()
 
-_POLICIES = f"all, or some of: {', '.join(POLICIES)}; NAME{PLANNER}: with the migration planner beside it"
+_POLICIES = f"all, or some of: {', '.join(POLICIES)}; NAME{PLANNER}: together with the migration planner"
 _EPILOG = f"""\
 examples (after `python -m perilune_research`):
   simulate --trace agentic --policies all --rates R/2,R,1.25R --seeds 16 --json r.json --png r.png
@@ -68,7 +68,7 @@ modes: {Mode.THINKTIME}: a turn follows the previous one after the recorded gap 
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The checked command line."""
 
@@ -85,7 +85,7 @@ class Options:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Parses the command line. Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
+    """Parse the command line. Raise SystemExit(2) for a wrong call, SpecError for a wrong value."""
     args = _parser().parse_args(argv)
     if args.endpoints > _MOST_ENDPOINTS:
         raise SpecError(f"{args.endpoints:,} endpoints: at most {_MOST_ENDPOINTS:,} - at `--endpoints`")
@@ -96,8 +96,8 @@ def parse(argv: Sequence[str]) -> Options:
             load=load,
             faults=checked_faults(args.faults, args.endpoints),
             fleet=SimulatedFleet(
-                args.endpoints,
-                hardware,
+                endpoints=args.endpoints,
+                hardware=hardware,
                 overlapped=args.overlapped,
                 host_tokens=args.host_tokens,
             ),

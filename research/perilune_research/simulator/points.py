@@ -1,4 +1,4 @@
-"""Points measured on H20 GPUs, beside the values of the engine model that was fitted to them.
+"""Points measured on H20 GPUs, and the values of the engine model that was fitted to them.
 
 Each value is (measured, modelled): in seconds for times, in bytes for KV and in tokens for the KV pool. A
 test and the evaluation check that each modelled value is within 10 % of the measured one.

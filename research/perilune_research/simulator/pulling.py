@@ -45,7 +45,7 @@ class Fetch(NamedTuple):
 
 
 def fetch_of(decision: Decision, target: Candidate, prompt_tokens: int, *, from_host: bool = False) -> Fetch:
-    """Returns what `target` fetches by a decision that names a giver (`replicate_from`). `from_host`: the
+    """Return what `target` fetches by a decision that names a giver (`replicate_from`). `from_host`: the
     target reads the giver's host memory."""
     device, host, _ = target.overlap
     here, alone = host if from_host else device, max(target.overlap)
@@ -58,7 +58,7 @@ def fetch_of(decision: Decision, target: Candidate, prompt_tokens: int, *, from_
     )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class _Pull:
     """The pull of one request."""
 
@@ -107,19 +107,27 @@ class SimulatedPulling:
         self._limits = simulation.gateway.moves.limits
 
     def begin(self, request: SimulatedRequest, fetch: Fetch) -> None:
-        """Sends the give leg of a request that waits until its endpoint has fetched KV."""
+        """Send the give leg of a request that waits until its endpoint has fetched KV."""
         sim, beliefs, now = self._sim, self._sim.beliefs, self._sim.now
         source, block = beliefs.number[fetch.move.source], sim.fleet.hardware.block_tokens
         give_s = beliefs.models[source].prefill_s(block, fetch.tokens)
-        ticket = self._limits.began(fetch.move)
-        pull = _Pull(request, fetch, source, request.endpoint, ticket, give_s, now)
+        ticket = self._limits.began(fetch.move, now)
+        pull = _Pull(
+            request=request,
+            fetch=fetch,
+            source=source,
+            target=request.endpoint,
+            ticket=ticket,
+            give_s=give_s,
+            began_s=now,
+        )
         beliefs.start(source, fetch.tokens)
         beliefs.prefill_starts(source, block, give_s)
         sim.at(now + self._max_s, partial(self._late, pull))
         self._send(pull, LegKind.GIVE, source, self._leg(pull, LegKind.GIVE, source))
 
     def given(self, pull: _Pull) -> None:
-        """Sends what the target lacks, and the take leg: the giver has ended the prefill of its leg."""
+        """Send what the target lacks, and the take leg: the giver has ended the prefill of its leg."""
         sim, now = self._sim, self._sim.now
         leg = self._leg(pull, LegKind.TAKE, pull.target)
         held = sim.engines[pull.target].cache.match(leg.run, leg.prompt_tokens)
@@ -130,7 +138,7 @@ class SimulatedPulling:
         self._send(pull, LegKind.TAKE, pull.target, leg)
 
     def took(self, pull: _Pull) -> None:
-        """Ends the pull: the target has the KV. The gateway learns the link's speed from the time that the
+        """End the pull: the target has the KV. The gateway learns the link's speed from the time that the
         legs took."""
         sim, now, move = self._sim, self._sim.now, pull.fetch.move
         overhead_s = sim.beliefs.uncorrected.leg_overhead_s(pull.fetch.tokens)
@@ -141,7 +149,7 @@ class SimulatedPulling:
         self._end(pull, None)
 
     def failed(self, pull: _Pull, kind: LegKind, cause: GivenUp) -> None:
-        """Gives the pull up because of one leg: the target computes the prompt."""
+        """Give the pull up because of one leg: the target computes the prompt."""
         move, request, beliefs = pull.fetch.move, pull.request, self._sim.beliefs
         self._limits.failed(kind, move.source if kind is LegKind.GIVE else move.target, self._sim.now)
         if cause is GivenUp.UNREACHABLE:
@@ -186,12 +194,12 @@ class SimulatedPulling:
             self.failed(pull, kind, GivenUp.UNREACHABLE)
 
     def _late(self, pull: _Pull) -> None:
-        """Gives the pull up if it has not ended: the request was held for as long as it may be."""
+        """Give the pull up if it has not ended: the request was held for as long as it may be."""
         if not pull.over:
             self.failed(pull, LegKind.GIVE, GivenUp.NOT_TAKEN)
 
     def _end(self, pull: _Pull, cause: GivenUp | None) -> None:
-        """Counts the pull and sends the request on, behind the requests that its endpoint got meanwhile."""
+        """Count the pull and sends the request on, behind the requests that its endpoint got meanwhile."""
         pull.over = True
         sim, now, request = self._sim, self._sim.now, pull.request
         sim.beliefs.prefill_done(pull.source, sim.fleet.hardware.block_tokens, pull.give_s)

@@ -131,7 +131,7 @@ class SimulatedRequest:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the request, which has ended, succeeded."""
+        """Return whether the request, which has ended, succeeded."""
         return not (self.failed or self.rejected)
 
     @property
@@ -140,7 +140,7 @@ class SimulatedRequest:
 
     @property
     def tpot_s(self) -> float:
-        """Mean seconds per output token after the first. Raises ZeroDivisionError for a single token."""
+        """Mean seconds per output token after the first. Raise ZeroDivisionError for a single token."""
         return (self.finished_s - self.first_token_s) / (self.output_tokens - 1)
 
     @property
@@ -155,12 +155,12 @@ class Leg(SimulatedRequest, ABC):
 
     @abstractmethod
     def prefilled(self) -> None:
-        """Called when its engine has computed what it did not hold."""
+        """Take note that its engine has computed what it did not hold."""
 
     @abstractmethod
     def finished(self) -> None:
-        """Called when its engine has answered."""
+        """Take note that its engine has answered."""
 
     @abstractmethod
     def lost(self) -> None:
-        """Called when its engine has died."""
+        """Take note that its engine has died."""

@@ -7,10 +7,10 @@ from perilune_gateway.model import Candidate
 
 
 def is_split(candidates: Iterable[Candidate]) -> bool:
-    """Whether some endpoint only prefills."""
+    """Return whether some endpoint only prefills."""
     return any(c.endpoint.role is Role.PREFILL for c in candidates)
 
 
 def with_role(candidates: Sequence[Candidate], role: Role) -> Sequence[Candidate]:
-    """Returns the candidates that can play this role, or all candidates if none can."""
+    """Return the candidates that can play this role, or all candidates if none can."""
     return [c for c in candidates if c.endpoint.role in (role, Role.BOTH)] or candidates

@@ -43,6 +43,7 @@ from perilune_gateway.model import (
     Unpulled,
 )
 from perilune_gateway.model.handoff import HandoffOutcome
+from perilune_gateway.moves.planner import Lapse
 from perilune_gateway.policy import Policy
 from perilune_gateway.policy.cost import target_of
 from perilune_gateway.routing import admission
@@ -77,7 +78,7 @@ class _Hotness:
     hits: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Seen:
     """Statistics of the decisions."""
 
@@ -97,7 +98,7 @@ class Seen:
 
 
 def _most(here: Mapping[int, int], there: Mapping[int, int]) -> dict[int, int]:
-    """Returns the higher of two numbers for each endpoint."""
+    """Return the higher of two numbers for each endpoint."""
     return {e: max(here.get(e, 0), there.get(e, 0)) for e in {**here, **there}}
 
 
@@ -134,7 +135,7 @@ class SimulatedGateway:
         self.policy = policy
         self.beliefs = beliefs
         self.index = index
-        self.sessions = [KnownSession(name, number=i) for i, name in enumerate(names)]
+        self.sessions = [KnownSession(name=name, number=i) for i, name in enumerate(names)]
         self.seen = Seen()
         self._store = store
         self._faults = faults
@@ -162,7 +163,7 @@ class SimulatedGateway:
 
     def route(self, request: SimulatedRequest, now: float) -> Decision | Refusal:
         """Decides where the request goes and records its load, its session's endpoint and its claims. Sets
-        the request's endpoint and what the gateway predicts for it. Returns a Refusal, and records nothing
+        the request's endpoint and what the gateway predicts for it. Return a Refusal, and records nothing
         but the refusal, if admission fails."""
         task, b = request.task, self.beliefs
         self.index.catch_up(now)
@@ -204,11 +205,11 @@ class SimulatedGateway:
             ordinal=request.number,
             prompt_tokens=tokens,
             session=SessionView(
-                session.name,
-                b.endpoints[session.host].address if session.host >= 0 else "",
-                now - session.moved_s,
-                session.context_tokens,
-                session.turns,
+                session_id=session.name,
+                host=b.endpoints[session.host].address if session.host >= 0 else "",
+                seconds_since_move=now - session.moved_s,
+                context_tokens=session.context_tokens,
+                turns=session.turns,
             ),
             slo_ttft_s=self.setting.routing.limits.ttft_slo_seconds,
             slo_tpot_s=self.setting.routing.limits.tpot_slo_seconds,
@@ -242,7 +243,11 @@ class SimulatedGateway:
             self.seen.refused += 1
             return verdict
         if offer:
-            verdict = self.moves.planner.apply(offer, verdict, view, candidates, now)
+            moved = self.moves.planner.redirected(offer, verdict, view, candidates, now)
+            if isinstance(moved, Lapse):
+                self.moves.planner.lapsed(offer, moved, now)
+            else:
+                verdict = moved
         if self.pulls or self.reads:
             verdict = self._with_kv(request, verdict, view, candidates, now)
         self._record(request, session, verdict, candidates, tokens, hotness, now)
@@ -256,7 +261,7 @@ class SimulatedGateway:
         candidates: Sequence[Candidate],
         now: float,
     ) -> Decision:
-        """Returns the decision with the endpoint from which the target fetches or reads KV, if any."""
+        """Return the decision with the endpoint from which the target fetches or reads KV, if any."""
         made = pull(view, decision, candidates, self.setting.routing.pull)
         assert isinstance(made, Decision), "the body is known"
         target = target_of(made, candidates)
@@ -275,7 +280,7 @@ class SimulatedGateway:
     # -- facts -------------------------------------------------------------------------------------
 
     def _waits_s(self, overlaps: Mapping[int, int], tokens: int, now: float) -> Mapping[str, float]:
-        """Returns the addresses of holders that can hand KV over now, with the predicted seconds until each
+        """Return the addresses of holders that can hand KV over now, with the predicted seconds until each
         begins."""
         b, limit = self.beliefs, (tokens - 1) // self._block * self._block
         givers = ((b.endpoints[e].address, b.load(e, now)) for e in overlaps if gives(b.endpoints[e]))
@@ -284,11 +289,12 @@ class SimulatedGateway:
     def _unpulled(
         self, request: SimulatedRequest, prefix: Prefix, givers: Collection[str]
     ) -> Unpulled | None:
-        """Returns why the longest cached prefix cannot be fetched from its holders; None if it can, or if no
+        """Return why the longest cached prefix cannot be fetched from its holders; None if it can, or if no
         endpoint caches any of the prompt."""
 
         def why_not(tokens: int) -> Unpulled | None:
-            """A gateway knows a prompt's tokens from events only, so a holder must have announced them."""
+            """Return why nobody gives so many tokens. A gateway knows them from events only, so a holder must
+            have announced them."""
             holders = (self.beliefs.number[address] for address, *_ in prefix.locations)
             told = not self._faults.token_error and any(
                 self.index.announced(e, request.run, tokens) >= tokens for e in holders
@@ -305,7 +311,7 @@ class SimulatedGateway:
         offer: Move | None,
         now: float,
     ) -> tuple[list[int], dict[int, int]]:
-        """Returns the shortlist, and how many tokens of the prompt each endpoint holds."""
+        """Return the shortlist, and how many tokens of the prompt each endpoint holds."""
         others = [session.host] if session.host >= 0 else []
         if offer:
             others.append(self.beliefs.number[offer.target])
@@ -319,7 +325,7 @@ class SimulatedGateway:
         return numbers, overlaps | {e: min(tokens, most) for e, tokens in held.items() if tokens}
 
     def _compare(self, verdict: Decision, whole: object, rng: _RecordingRandom) -> None:
-        """Counts whether the choice from the shortlist agrees with the choice from all endpoints: if both are
+        """Count whether the choice from the shortlist agrees with the choice from all endpoints: if both are
         the same endpoint, or both are among the equals from which the policy drew."""
         assert isinstance(whole, Decision), "the policy decided on a shortlist, but not on all endpoints"
         equals = [c.address for c in rng.equals if isinstance(c, Candidate)]
@@ -331,7 +337,7 @@ class SimulatedGateway:
     def _prompt(
         self, request: SimulatedRequest, session: KnownSession, now: float, *, widely: bool = False
     ) -> tuple[int, dict[int, int], TokenSource]:
-        """Returns the number of tokens of the prompt, how many of them each endpoint holds, and where the
+        """Return the number of tokens of the prompt, how many of them each endpoint holds, and where the
         gateway has this from. `widely`: include prefixes that most endpoints hold."""
         depth = request.prompt_tokens
         if not self._faults.token_error:
@@ -354,7 +360,7 @@ class SimulatedGateway:
         now: float,
         offloaded: Mapping[int, int] | None = None,
     ) -> Prefix:
-        """Returns what policies see of the cached prefix. `waits`: see `_waits_s`. `offloaded`: tokens in
+        """Return what policies see of the cached prefix. `waits`: see `_waits_s`. `offloaded`: tokens in
         host memory by endpoint, where other endpoints can read them."""
         if not overlaps:
             return Prefix(pullable=self.setting.deployment.pulls)
@@ -367,7 +373,7 @@ class SimulatedGateway:
         hits = hotness.hits if hotness else 0
         score = hits / sqrt(max(1.0, now - hotness.born_s)) if hotness else 0.0
         return Prefix(
-            tuple(
+            locations=tuple(
                 Location(
                     at := endpoints[e].address,
                     overlaps[e],
@@ -376,19 +382,19 @@ class SimulatedGateway:
                 )
                 for e in best
             ),
-            hits,
-            score,
-            self.setting.deployment.pulls,
+            hits=hits,
+            frequency_score=score,
+            pullable=self.setting.deployment.pulls,
         )
 
     def _stored(self, request: SimulatedRequest) -> int:
-        """Returns how many tokens of the prompt the shared store holds, in whole blocks."""
+        """Return how many tokens of the prompt the shared store holds, in whole blocks."""
         assert self._store is not None
         depth, block = request.prompt_tokens, self._block
         return min(self._store.match(request.run, depth), depth - 1) // block * block
 
     def _in_hosts(self, request: SimulatedRequest) -> dict[int, int]:
-        """Returns by endpoint how many tokens of the prompt its host memory holds, in whole blocks, without
+        """Return by endpoint how many tokens of the prompt its host memory holds, in whole blocks, without
         the endpoints that hold none."""
         depth, block, found = request.prompt_tokens, self._block, {}
         for e, engine in enumerate(self.beliefs.engines):
@@ -407,7 +413,7 @@ class SimulatedGateway:
         givers: Collection[str],
         now: float,
     ) -> list[Candidate]:
-        """Returns the ready ones among the endpoints `numbers` as candidates. `hosts`: tokens of the prompt
+        """Return the ready ones among the endpoints `numbers` as candidates. `hosts`: tokens of the prompt
         in host memory, by endpoint. `givers`: where endpoints fetch or read KV for requests, the addresses of
         the holders that can give it."""
         b = self.beliefs
@@ -427,15 +433,15 @@ class SimulatedGateway:
                 overlap = Overlap(held, there, max(there, stored))
             candidates.append(
                 Candidate(
-                    endpoint,
-                    b.load(e, now),
-                    overlap,
-                    model.prefill_s(tokens - held, held),
-                    now - b.moved_s[e],
-                    b.links(e, locations, now) if locations else {},
-                    model,
-                    know.decode_s(endpoint.address),
-                    b.ttft_ratio[e],
+                    endpoint=endpoint,
+                    load=b.load(e, now),
+                    overlap=overlap,
+                    prefill_s=model.prefill_s(tokens - held, held),
+                    seconds_since_move=now - b.moved_s[e],
+                    links=b.links(e, locations, now) if locations else {},
+                    engine=model,
+                    decode_s=know.decode_s(endpoint.address),
+                    ttft_ratio=b.ttft_ratio[e],
                 )
             )
         return candidates

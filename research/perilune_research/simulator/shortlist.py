@@ -37,7 +37,9 @@ from perilune_research.simulator.beliefs import Beliefs
 LEAST_LOADED = 16
 CHEAPEST = 4
 _SESSIONS = range(2)
-_PROMPTS = tuple(RequestView("", 0, tokens) for tokens in (1_000, 8_000, 40_000))
+_PROMPTS = tuple(
+    RequestView(request_id="", ordinal=0, prompt_tokens=tokens) for tokens in (1_000, 8_000, 40_000)
+)
 _MIDDLE = 1
 """Index of the middle length in `_PROMPTS`."""
 _COLD = Overlap()
@@ -54,7 +56,7 @@ class Ranking:
         self._key: dict[int, Key] = {}
 
     def place(self, number: int, key: Key) -> None:
-        """Sets the key of an endpoint, and so its place in the order."""
+        """Set the key of an endpoint, and so its place in the order."""
         entry = (*key, number)
         before = self._key.get(number)
         if before != entry:
@@ -69,11 +71,11 @@ class Ranking:
             del self._order[bisect_left(self._order, before)]
 
     def first_of(self, some: Collection[int], count: int) -> Iterable[int]:
-        """Returns the first `count` of the given endpoints in this ranking's order."""
+        """Return the first `count` of the given endpoints in this ranking's order."""
         return islice((int(entry[-1]) for entry in self._order if entry[-1] in some), count) if some else ()
 
     def first(self, count: int, behind: Key = ()) -> Iterable[int]:
-        """Returns the first `count` endpoints whose key is not less than `behind`."""
+        """Return the first `count` endpoints whose key is not less than `behind`."""
         at = bisect_left(self._order, behind)
         return [int(entry[-1]) for entry in self._order[at : at + count]]
 
@@ -117,7 +119,7 @@ class Shortlist:
     def of(
         self, overlaps: Mapping[int, int], others: Iterable[int], common: Collection[int], now: float
     ) -> list[int]:
-        """Returns the endpoints to look at, in ascending order of their numbers. They include all holders in
+        """Return the endpoints to look at, in ascending order of their numbers. They include all holders in
         `overlaps`, which has each one's cached tokens, and all `others`, but only some of `common`, the
         holders of a prefix that too many endpoints hold."""
         self._catch_up(now)
@@ -153,7 +155,9 @@ class Shortlist:
             key = (load.pending_prefill_tokens, load.in_flight, load.sessions)
             self._load.place(e, key)
             near_load.place(e, key)
-            candidate = Candidate(endpoint, load, _COLD, engine=b.models[e] if seen else b.uncorrected)
+            candidate = Candidate(
+                endpoint=endpoint, load=load, overlap=_COLD, engine=b.models[e] if seen else b.uncorrected
+            )
             found = [seconds(candidate, prompt, self._params) for prompt in _PROMPTS]
             totals = [cost.total_s for cost in found]
             for costs, cost_s in zip(self._costs, (found[_MIDDLE].ttft_s, *totals), strict=True):

@@ -54,7 +54,7 @@ from perilune_research.simulator.store import SimulatedStore
 _QUEUE_SAMPLE_S = 1.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class SimulatedOutcome:
     """Result of a simulation: every request with its times, and the statistics of the run."""
 
@@ -203,7 +203,7 @@ class Simulation:
     # -- the loop ----------------------------------------------------------------------------------
 
     def run(self) -> SimulatedOutcome:
-        """Handles events until none is left."""
+        """Handle events until none is left."""
         self._begin()
         heap, engines, pop = self.heap, self.engines, heapq.heappop
         while heap:
@@ -236,7 +236,7 @@ class Simulation:
             self.at(self.gateway.moves.interval_s, self._plan_moves)
 
     def _plan_moves(self) -> None:
-        """Runs the migration planner, and again after its interval if other events are pending."""
+        """Run the migration planner, and again after its interval if other events are pending."""
         moves = self.gateway.moves
         if self.open or moves.planner.offers:
             self.index.catch_up(self.now)
@@ -250,22 +250,22 @@ class Simulation:
         ends = [s.finished_s for s in self.done if not (s.failed or s.rejected)]
         starts = [s.submitted_s for s in self.done]
         return SimulatedOutcome(
-            self.setting.policy,
-            self.done,
-            [e.address for e in self.beliefs.endpoints],
-            self.fabric.bytes,
-            self.fabric.seconds,
-            self.variances,
-            [gap for engine in self.engines for gap in zip(engine.gap_s, engine.gaps, strict=True)],
-            self.gateway.seen,
-            self.handing_over.outcomes,
-            self.handing_over.given_up,
-            sum(s.preemptions for s in self.done),
-            max(ends) - min(starts) if ends else 0.0,
+            policy=self.setting.policy,
+            requests=self.done,
+            addresses=[e.address for e in self.beliefs.endpoints],
+            moved_bytes=self.fabric.bytes,
+            transfer_s=self.fabric.seconds,
+            queue_variance=self.variances,
+            gaps=[gap for engine in self.engines for gap in zip(engine.gap_s, engine.gaps, strict=True)],
+            seen=self.gateway.seen,
+            handoffs=self.handing_over.outcomes,
+            given_up=self.handing_over.given_up,
+            preemptions=sum(s.preemptions for s in self.done),
+            simulated_s=max(ends) - min(starts) if ends else 0.0,
         )
 
     def _sample(self, now: float) -> None:
-        """Samples queue lengths. The loop calls this once per interval in which an event happens."""
+        """Sample queue lengths. The loop calls this once per interval in which an event happens."""
         lengths = [engine.running + engine.waiting for engine in self.engines]
         middle = sum(lengths) / len(lengths)
         self.variances.append(sum((n - middle) ** 2 for n in lengths) / len(lengths))
@@ -277,7 +277,7 @@ class Simulation:
         self._arrive(SimulatedRequest(what, self.next_number(), self.now, self.now))
 
     def next_number(self) -> int:
-        """Returns the number of the next request, in the order of submission."""
+        """Return the number of the next request, in the order of submission."""
         self.submitted += 1
         return self.submitted - 1
 
@@ -332,7 +332,7 @@ class Simulation:
         self.send(request, request.endpoint, now)
 
     def _fetches(self, request: SimulatedRequest) -> bool:
-        """Starts to fetch or read KV for a request that was just routed, if its decision says so. Returns
+        """Start to fetch or read KV for a request that was just routed, if its decision says so. Return
         whether the request must wait until its endpoint has fetched it."""
         fetch = self.gateway.fetches.pop(request, None)
         if fetch is None:
@@ -344,10 +344,10 @@ class Simulation:
         return True
 
     def _read(self, request: SimulatedRequest, fetch: Fetch) -> None:
-        """Starts to read KV from another endpoint's host memory into that of the request's endpoint, from
+        """Start to read KV from another endpoint's host memory into that of the request's endpoint, from
         where it is loaded to the device. The endpoint computes what the source does not have any more."""
         limits, seen, now = self.gateway.moves.limits, self.gateway.seen, self.now
-        move, ticket, target = fetch.move, limits.began(fetch.move), self.engines[request.endpoint]
+        move, ticket, target = fetch.move, limits.began(fetch.move, now), self.engines[request.endpoint]
         source = self.beliefs.number[move.source]
         run, depth, giver = request.run, request.prompt_tokens, self.engines[source].host
         held = giver.match(run, depth) if giver else 0
@@ -375,7 +375,7 @@ class Simulation:
         self.index.forget(e)
 
     def send(self, request: SimulatedRequest, e: int, now: float) -> None:
-        """Sends a routed request to engine `e`. If that engine is dead, routes the request again."""
+        """Send a routed request to engine `e`. If that engine is dead, route the request again."""
         engine = self.engines[e]
         if engine.alive:
             engine.add(request, now)
@@ -400,7 +400,7 @@ class Simulation:
             self.send(request, request.endpoint, now)
 
     def _pull(self, request: SimulatedRequest, decision: Decision, target: int, now: float) -> None:
-        """Starts the transfer that the decision asks for in arm `pull`."""
+        """Start the transfer that the decision asks for in arm `pull`."""
         if not decision.replicate_from or self.gateway.reads:
             return
         source = self.beliefs.number[decision.replicate_from]
@@ -416,8 +416,8 @@ class Simulation:
     def _transfer(
         self, request: SimulatedRequest, source: int, target: int, reach: int, tokens: int, now: float
     ) -> float:
-        """Starts a transfer of `tokens`, after which the target holds the first `reach` tokens of the prompt.
-        Returns the time at which they are on its device."""
+        """Start a transfer of `tokens`, after which the target holds the first `reach` tokens of the prompt.
+        Return the time at which they are on its device."""
         ends_s = self.fabric.send(source, target, tokens, now) + request.loaded_s
         request.source = source
         request.fetched_tokens = reach
@@ -448,12 +448,12 @@ class Simulation:
         self._move_over(what, arrived=True)
 
     def _move_over(self, request: SimulatedRequest, *, arrived: bool) -> None:
-        """Ends the planned move that the request carries out, if any. `arrived`: the target has the KV."""
+        """End the planned move that the request carries out, if any. `arrived`: the target has the KV."""
         if self.gateway.moves.on and (runs := self.gateway.moves.ended(request, self.now, arrived=arrived)):
             self.engines[request.moved_from].cache.release(runs)
 
     def _prefill_over(self, request: SimulatedRequest) -> bool:
-        """Records that the request's prefill is no longer pending. Returns False if the gateway knew it."""
+        """Record that the request's prefill is no longer pending. Return False if the gateway knew it."""
         if request.prefill_known:
             return False
         request.prefill_known = True
@@ -494,7 +494,7 @@ class Simulation:
     # -- prefill and decode on separate endpoints --------------------------------------------------
 
     def _split(self, request: SimulatedRequest, decision: Decision, now: float) -> None:
-        """Starts a prefill leg on a prefill endpoint, or queues it. The request waits until the leg ends."""
+        """Start a prefill leg on a prefill endpoint, or queue it. The request waits until the leg ends."""
         leg = SimulatedRequest(request.task, request.number, now, now)
         leg.output_tokens = 1
         leg.answer_run = leg.run
@@ -510,7 +510,7 @@ class Simulation:
         self.engines[e].add(leg, now)
 
     def _feed_prefill(self, now: float) -> None:
-        """Gives the next prefill legs of the queue to free prefill endpoints."""
+        """Give the next prefill legs of the queue to free prefill endpoints."""
         free = [
             e
             for e in range(self.fleet.prefill_endpoints)

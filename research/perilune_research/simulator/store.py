@@ -14,11 +14,11 @@ class SimulatedStore:
         self._cache = RunCache(runs, capacity_tokens)
 
     def match(self, run: int, depth: int) -> int:
-        """Returns how many leading tokens of the prompt (run, depth) are stored."""
+        """Return how many leading tokens of the prompt (run, depth) are stored."""
         return self._cache.match(run, depth)
 
     def put(self, run: int, depth: int) -> None:
-        """Stores the prompt (run, depth), or marks it as used now if it is stored already."""
+        """Store the prompt (run, depth), or marks it as used now if it is stored already."""
         self._cache.pin(run)
         self._cache.grow(run, depth)
         self._cache.unpin(run)

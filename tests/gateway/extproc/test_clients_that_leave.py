@@ -49,7 +49,7 @@ class Conversation:
             self.give,
             lambda: self.says(Accepted(Attachment(b"{}", ()) if accepted else None)),
             self.computed,
-            lambda: self.says(ResponseHeaders(200, "application/json", B)),
+            lambda: self.says(ResponseHeaders(status=200, content_type="application/json", served=B)),
             lambda: self.says(Body(Kind.RESPONSE_BODY, parts[0], end_of_stream=False)),
             lambda: self.says(Body(Kind.RESPONSE_BODY, parts[1], end_of_stream=False)),
             lambda: self.says(Trailers(Kind.RESPONSE_TRAILERS)),

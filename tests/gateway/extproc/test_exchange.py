@@ -43,9 +43,9 @@ from perilune_gateway.extproc.messages import (
 )
 from perilune_gateway.model import NEED_BODY, EngineFields, Refusal, RefuseReason, Routed
 
-PICK_HEADERS = Pick(Kind.REQUEST_HEADERS, (A, B), Override(BodyMode.NONE))
-PICK_BODY = Pick(Kind.REQUEST_BODY, (A, B))
-PICK_DUPLEX = Pick(Kind.REQUEST_HEADERS, (A, B))
+PICK_HEADERS = Pick(to=Kind.REQUEST_HEADERS, destinations=(A, B), override=Override(BodyMode.NONE))
+PICK_BODY = Pick(to=Kind.REQUEST_BODY, destinations=(A, B))
+PICK_DUPLEX = Pick(to=Kind.REQUEST_HEADERS, destinations=(A, B))
 SEND_BODY = Continue(Kind.REQUEST_HEADERS, override=Override(BodyMode.BUFFERED))
 
 
@@ -130,16 +130,19 @@ SEND_BODY = Continue(Kind.REQUEST_HEADERS, override=Override(BodyMode.BUFFERED))
         ),
         pytest.param(
             {},
-            [request(), ResponseHeaders(413)],
+            [request(), ResponseHeaders(status=413)],
             [[SEND_BODY], [Continue(Kind.RESPONSE_HEADERS)]],
             id="Envoy refuses the body that we asked for",
         ),
         pytest.param(
-            {}, [ResponseHeaders(401)], [[Continue(Kind.RESPONSE_HEADERS)]], id="another filter answered"
+            {},
+            [ResponseHeaders(status=401)],
+            [[Continue(Kind.RESPONSE_HEADERS)]],
+            id="another filter answered",
         ),
         pytest.param(
             WAITS,
-            [request(), WHOLE, ResponseHeaders(504), TOKENS_3],
+            [request(), WHOLE, ResponseHeaders(status=504), TOKENS_3],
             [[SEND_BODY], [Wait(encode_of())], [Continue(Kind.RESPONSE_HEADERS)], []],
             id="Envoy answers while tokens are awaited",
         ),
@@ -235,7 +238,7 @@ def echo(text: bytes, end: bool = False) -> Echo:
         ),
         pytest.param(
             {},
-            [ResponseHeaders(401, response_mode=DUPLEX), Body(Kind.RESPONSE_BODY, b"x", True)],
+            [ResponseHeaders(status=401, response_mode=DUPLEX), Body(Kind.RESPONSE_BODY, b"x", True)],
             [[Continue(Kind.RESPONSE_HEADERS)], [Echo(Kind.RESPONSE_BODY, b"x", True)]],
             id="so is the answer of another filter",
         ),
@@ -255,7 +258,7 @@ def test_a_priority_is_written_into_the_body(late):
     router = FakeRouter(on_body_=encode_of() if late else PRIORITISED, on_tokens_=PRIORITISED)
     tokens = (TOKENS_3,) if late else ()
     said, _ = converse(router, request(), part(body, True), *tokens)
-    assert said[-1] == [Pick(Kind.REQUEST_BODY, (A, B), body=changed)]
+    assert said[-1] == [Pick(to=Kind.REQUEST_BODY, destinations=(A, B), body=changed)]
     said, _ = converse(router, request(DUPLEX), part(body, True), *tokens)
     assert said[-1] == [PICK_DUPLEX, Echo(Kind.REQUEST_BODY, changed, True)]
 
@@ -299,7 +302,7 @@ def test_router_gets_tokens_and_how_long_they_took():
 )
 def test_router_hears_of_the_answer(content_type, streamed):
     router = FakeRouter(**ON_HEADERS)
-    converse(router, request(), ResponseHeaders(200, content_type, B))
+    converse(router, request(), ResponseHeaders(status=200, content_type=content_type, served=B))
     assert router.calls[-1] == ("on_response", 7, 200, B, streamed)
 
 
@@ -312,7 +315,7 @@ def test_refusal_is_an_openai_error_with_retry():
 
 
 def test_response_headers_carry_what_was_asked_for():
-    routed = Routed(7, (A,), "request-7", f"{A}; host")
+    routed = Routed(ticket=7, destinations=(A,), request_id="request-7", decision_header=f"{A}; host")
     said, _ = converse(FakeRouter(on_headers_=routed), request(), OK, conformance=True)
     headers = (("x-perilune-decision", f"{A}; host"), ("x-conformance-test-served-endpoint", A))
     assert said[1] == [Continue(Kind.RESPONSE_HEADERS, headers)]
@@ -411,6 +414,6 @@ def test_what_comes_after_the_first_end_is_dropped(again, answered):
 @pytest.mark.parametrize("reset", [True, False])
 def test_the_router_hears_of_engines_that_broke_off(reset):
     router = FakeRouter(**ON_HEADERS)
-    converse(router, request(), ResponseHeaders(503, "text/plain", B, reset=reset))
+    converse(router, request(), ResponseHeaders(status=503, content_type="text/plain", served=B, reset=reset))
     assert (("on_reset", 7, B) in router.calls) is reset
     assert router.calls[-1] == ("on_response", 7, 503, B, False)

@@ -61,7 +61,7 @@ EVENTS = st.one_of(
         st.booleans(),
     ),
     st.builds(Trailers, st.sampled_from([Kind.REQUEST_TRAILERS, Kind.RESPONSE_TRAILERS])),
-    st.builds(ResponseHeaders, st.sampled_from([200, 404, 503]), end_of_stream=st.booleans()),
+    st.builds(ResponseHeaders, status=st.sampled_from([200, 404, 503]), end_of_stream=st.booleans()),
     st.sampled_from([TOKENS_3, REFUSAL, "fail", "closed"]),
 )
 ROUTERS = st.builds(

@@ -32,9 +32,11 @@ CHUNK, END = Body(Kind.RESPONSE_BODY, b"x", False), Body(Kind.RESPONSE_BODY, b""
             BUFFERED, BodyMode.NONE, [OK], Outcome.COMPLETED, id="after its headers, no bodies sent"
         ),
         pytest.param(
-            BUFFERED, BodyMode.NONE, [ResponseHeaders(404)], Outcome.COMPLETED, id="4xx is an answer"
+            BUFFERED, BodyMode.NONE, [ResponseHeaders(status=404)], Outcome.COMPLETED, id="4xx is an answer"
         ),
-        pytest.param(BUFFERED, BodyMode.NONE, [ResponseHeaders(503)], Outcome.FAILED, id="5xx has failed"),
+        pytest.param(
+            BUFFERED, BodyMode.NONE, [ResponseHeaders(status=503)], Outcome.FAILED, id="5xx has failed"
+        ),
         pytest.param(
             BUFFERED, BodyMode.STREAMED, [OK, CHUNK], Outcome.CANCELLED, id="bodies sent, but no end"
         ),
@@ -49,10 +51,14 @@ CHUNK, END = Body(Kind.RESPONSE_BODY, b"x", False), Body(Kind.RESPONSE_BODY, b""
             DUPLEX, DUPLEX, [OK, CHUNK, Trailers(Kind.RESPONSE_TRAILERS)], Outcome.COMPLETED, id="trailers"
         ),
         pytest.param(
-            DUPLEX, DUPLEX, [ResponseHeaders(204, end_of_stream=True)], Outcome.COMPLETED, id="no body at all"
+            DUPLEX,
+            DUPLEX,
+            [ResponseHeaders(status=204, end_of_stream=True)],
+            Outcome.COMPLETED,
+            id="no body at all",
         ),
         pytest.param(
-            DUPLEX, DUPLEX, [ResponseHeaders(500), CHUNK, END], Outcome.FAILED, id="full duplex, 5xx"
+            DUPLEX, DUPLEX, [ResponseHeaders(status=500), CHUNK, END], Outcome.FAILED, id="full duplex, 5xx"
         ),
     ],
 )
@@ -75,7 +81,7 @@ def test_what_the_engine_had_cached_is_told_before_the_end():
 
 @pytest.mark.parametrize(
     "events",
-    [[], [request()], [request(), WHOLE], [ResponseHeaders(401)]],
+    [[], [request()], [request(), WHOLE], [ResponseHeaders(status=401)]],
     ids=["nothing said", "body awaited", "tokens awaited", "another filter answered"],
 )
 def test_without_a_ticket_nothing_is_finished(events):

@@ -11,7 +11,9 @@ from perilune_gateway.extproc.messages import Body, Continue, Echo, Kind, Overri
 from perilune_gateway.model import EngineFields, Outcome, ProtocolError
 from perilune_gateway.model.handoff import Attachment, Content, Fetched, KvPull, RemotePrefill
 
-GIFT = RemotePrefill("t", B, A, "10.0.0.2:8998", 0.3, 60.0)
+GIFT = RemotePrefill(
+    transfer_id="t", source=B, target=A, bootstrap="10.0.0.2:8998", accept_s=0.3, give_s=60.0
+)
 HELD = {"on_body_": replace(ROUTED, remote=GIFT, fields=EngineFields(priority=5))}
 BODY = Body(Kind.REQUEST_BODY, b'{"a":1}')
 ATTACHED = Attachment(b'{"transfer_id":"t"}', (("x-perilune-transfer-target", A),))
@@ -23,14 +25,14 @@ def test_a_buffered_request_goes_on_with_its_transfer() -> None:
     router = FakeRouter(**HELD)
     (_, held, pick), _ = converse(router, request(BUFFERED), BODY, Accepted(ATTACHED))
     assert held == [Hold(7, GIFT, head(), WITH_PRIORITY)]
-    assert pick == [Pick(Kind.REQUEST_BODY, (A, B), body=WHOLE, headers=ATTACHED.headers)]
+    assert pick == [Pick(to=Kind.REQUEST_BODY, destinations=(A, B), body=WHOLE, headers=ATTACHED.headers)]
     assert ("prefills_itself", 7) not in router.calls
 
 
 def test_in_full_duplex_too() -> None:
     (_, _, said), _ = converse(FakeRouter(**HELD), request(DUPLEX), BODY, Accepted(ATTACHED))
     assert said == [
-        Pick(Kind.REQUEST_HEADERS, (A, B), headers=ATTACHED.headers),
+        Pick(to=Kind.REQUEST_HEADERS, destinations=(A, B), headers=ATTACHED.headers),
         Echo(Kind.REQUEST_BODY, WHOLE, True),
     ]
 
@@ -38,7 +40,7 @@ def test_in_full_duplex_too() -> None:
 def test_what_is_not_accepted_goes_on_as_it_is_and_the_router_knows() -> None:
     router = FakeRouter(**HELD)
     (_, _, pick), _ = converse(router, request(BUFFERED), BODY, Accepted(None))
-    assert pick == [Pick(Kind.REQUEST_BODY, (A, B), body=WITH_PRIORITY)]
+    assert pick == [Pick(to=Kind.REQUEST_BODY, destinations=(A, B), body=WITH_PRIORITY)]
     assert ("prefills_itself", 7) in router.calls
 
 
@@ -60,7 +62,15 @@ def test_a_body_that_comes_twice_is_an_error() -> None:
         converse(FakeRouter(**HELD), request(BUFFERED), BODY, BODY)
 
 
-PULL = KvPull("t", "m", Content(array("I"), ()), B, A, "10.0.0.2:8998", 0.4)
+PULL = KvPull(
+    transfer_id="t",
+    model="m",
+    content=Content(array("I"), ()),
+    source=B,
+    target=A,
+    bootstrap="10.0.0.2:8998",
+    within_s=0.4,
+)
 
 
 @pytest.mark.parametrize(("came", "told"), [(Fetched(), "fetched"), (None, "prefills_itself")])
@@ -68,7 +78,7 @@ def test_a_request_whose_kv_is_fetched_first_goes_on_unchanged(came: Fetched | N
     router = FakeRouter(on_body_=replace(ROUTED, pull=PULL))
     (_, held, pick), _ = converse(router, request(BUFFERED), BODY, Accepted(came))
     assert held == [Hold(7, PULL, head(), BODY.chunk)]
-    assert pick == [Pick(Kind.REQUEST_BODY, (A, B))]
+    assert pick == [Pick(to=Kind.REQUEST_BODY, destinations=(A, B))]
     assert (told, 7) in router.calls
 
 
@@ -77,10 +87,10 @@ READS = {"on_body_": replace(ROUTED, attachment=ATTACHED, fields=EngineFields(pr
 
 def test_a_request_whose_endpoint_reads_from_another_one_goes_on_at_once() -> None:
     (_, pick), _ = converse(FakeRouter(**READS), request(BUFFERED), BODY)
-    assert pick == [Pick(Kind.REQUEST_BODY, (A, B), body=WHOLE, headers=ATTACHED.headers)]
+    assert pick == [Pick(to=Kind.REQUEST_BODY, destinations=(A, B), body=WHOLE, headers=ATTACHED.headers)]
     (_, said), _ = converse(FakeRouter(**READS), request(DUPLEX), BODY)
     assert said == [
-        Pick(Kind.REQUEST_HEADERS, (A, B), headers=ATTACHED.headers),
+        Pick(to=Kind.REQUEST_HEADERS, destinations=(A, B), headers=ATTACHED.headers),
         Echo(Kind.REQUEST_BODY, WHOLE, True),
     ]
 

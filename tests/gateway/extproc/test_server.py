@@ -10,7 +10,7 @@ import list_of_one
 import pytest
 from envoy_doubles import ID, PHASE, REFUSE, ROUTE, ScriptedRouter
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from waiting import until
+from waiting import HANG, until
 
 from perilune_api import extproc_pb2 as pb
 from perilune_api.names import EXT_PROC_SERVICE, HEALTH_SERVICES
@@ -144,7 +144,7 @@ async def test_cancelled_call_gives_the_ticket_back(serving):
 
 @over_one_transport
 async def test_tokens_are_waited_for(serving):
-    tokens = Tokens(5, TokenSource.ENGINE)
+    tokens = Tokens(count=5, source=TokenSource.ENGINE)
     async with serving(tokens) as rig:
         call = rig.call()
         await ask(call, request_headers("tokens"))
@@ -159,7 +159,7 @@ async def test_tokens_that_come_too_late_are_estimated(serving, caplog):
         call = rig.call()
         await ask(call, request_headers("tokens"))
         await ask(call, request_body(bytes(100)))
-        assert rig.router.tokens["t"] == Tokens(50, TokenSource.ESTIMATE)
+        assert rig.router.tokens["t"] == Tokens(count=50, source=TokenSource.ESTIMATE)
         assert rig.service.late_tokens == 1
         call.cancel()
     assert "late_tokens body_bytes=100" in caplog.text
@@ -278,7 +278,7 @@ async def test_stop_lets_running_streams_end(serving):
         assert (await ask(call, response_headers(200))).WhichOneof("response") == "response_headers"
         await call.done_writing()
         assert await call.code() is grpc.StatusCode.OK
-        await asyncio.wait_for(stopping, 10)
+        await asyncio.wait_for(stopping, HANG)
         assert rig.router.outcomes["t"] == [Outcome.COMPLETED]
 
 

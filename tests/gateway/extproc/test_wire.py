@@ -60,7 +60,9 @@ POST = {":method": "POST", ":path": "/v1/x", "content-length": "12"}
 def test_request_headers_become_a_head():
     inbound = decoded(request_headers=headers(POST), protocol_config=pb.ProtocolConfiguration())
     assert inbound == RequestHeaders(
-        RequestHead("POST", "/v1/x", POST, None, True), BodyMode.NONE, BodyMode.NONE
+        RequestHead(method="POST", path="/v1/x", headers=POST, subset=None, has_body=True),
+        BodyMode.NONE,
+        BodyMode.NONE,
     )
 
 
@@ -102,7 +104,7 @@ def test_without_protocol_config_the_request_counts_as_buffered():
 def test_response_headers_that_open_the_stream_tell_its_mode():
     told = pb.ProtocolConfiguration(response_body_mode=pb.ProcessingMode.FULL_DUPLEX_STREAMED)
     inbound = decoded(response_headers=headers({":status": "401"}), protocol_config=told)
-    assert inbound == ResponseHeaders(401, response_mode=BodyMode.FULL_DUPLEX_STREAMED)
+    assert inbound == ResponseHeaders(status=401, response_mode=BodyMode.FULL_DUPLEX_STREAMED)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,9 @@ def test_response_headers_tell_who_served(metadata, attributes, served):
         metadata_context=pb.Metadata(filter_metadata=metadata),
         attributes=attributes,
     )
-    assert inbound == ResponseHeaders(200, "text/event-stream", served, False)
+    assert inbound == ResponseHeaders(
+        status=200, content_type="text/event-stream", served=served, end_of_stream=False
+    )
 
 
 def test_response_headers_that_end_the_response():
@@ -228,7 +232,7 @@ def test_continue_sets_headers():
 
 @pytest.mark.parametrize("kind", [Kind.REQUEST_HEADERS, Kind.REQUEST_BODY])
 def test_pick_is_header_and_metadata_alike(kind):
-    message = encoded(Pick(kind, (A, B)))
+    message = encoded(Pick(to=kind, destinations=(A, B)))
     assert message.WhichOneof("response") == kind
     common = getattr(message, kind).response
     assert set_by(common.header_mutation) == {"x-gateway-destination-endpoint": f"{A},{B}"}
@@ -237,24 +241,28 @@ def test_pick_is_header_and_metadata_alike(kind):
 
 
 def test_pick_names_the_rank():
-    mutation = encoded(Pick(Kind.REQUEST_BODY, (A,), rank=0)).request_body.response.header_mutation
+    mutation = encoded(
+        Pick(to=Kind.REQUEST_BODY, destinations=(A,), rank=0)
+    ).request_body.response.header_mutation
     assert {h.header.key: h.header.raw_value for h in mutation.set_headers}["x-data-parallel-rank"] == b"0"
-    mutation = encoded(Pick(Kind.REQUEST_BODY, (A,))).request_body.response.header_mutation
+    mutation = encoded(Pick(to=Kind.REQUEST_BODY, destinations=(A,))).request_body.response.header_mutation
     assert "x-data-parallel-rank" not in {h.header.key for h in mutation.set_headers}
 
 
 def test_pick_may_replace_the_body():
-    replaced = encoded(Pick(Kind.REQUEST_BODY, (A,), body=b"new")).request_body.response
+    replaced = encoded(Pick(to=Kind.REQUEST_BODY, destinations=(A,), body=b"new")).request_body.response
     assert replaced.body_mutation.body == b"new"
     assert set_by(replaced.header_mutation)["content-length"] == "3"
-    assert not encoded(Pick(Kind.REQUEST_BODY, (A,))).request_body.response.HasField("body_mutation")
+    assert not encoded(Pick(to=Kind.REQUEST_BODY, destinations=(A,))).request_body.response.HasField(
+        "body_mutation"
+    )
 
 
 @pytest.mark.parametrize("outbound", [Pick, Continue])
 @pytest.mark.parametrize("mode", [BodyMode.NONE, BodyMode.BUFFERED])
 def test_override_asks_for_response_headers_and_trailers(outbound, mode):
     value = (
-        Pick(Kind.REQUEST_HEADERS, (A,), Override(mode))
+        Pick(to=Kind.REQUEST_HEADERS, destinations=(A,), override=Override(mode))
         if outbound is Pick
         else Continue(Kind.REQUEST_HEADERS, override=Override(mode))
     )
@@ -292,18 +300,20 @@ def test_immediate_without_retry():
 
 
 def test_pick_may_replace_the_clients_credentials():
-    mutation = encoded(Pick(Kind.REQUEST_BODY, (A,), authorization="Bearer k")).request_body.response
+    mutation = encoded(
+        Pick(to=Kind.REQUEST_BODY, destinations=(A,), authorization="Bearer k")
+    ).request_body.response
     assert set_by(mutation.header_mutation)["authorization"] == "Bearer k"
-    kept = encoded(Pick(Kind.REQUEST_BODY, (A,))).request_body.response
+    kept = encoded(Pick(to=Kind.REQUEST_BODY, destinations=(A,))).request_body.response
     assert "authorization" not in set_by(kept.header_mutation)
 
 
 def test_a_decoded_body_goes_on_without_its_encodings_header():
-    pick = Pick(Kind.REQUEST_BODY, (A,), body=b"{}", decoded=True)
+    pick = Pick(to=Kind.REQUEST_BODY, destinations=(A,), body=b"{}", decoded=True)
     answer = pb.ProcessingResponse.FromString(wire.encode(pick)).request_body.response
     assert "content-encoding" in answer.header_mutation.remove_headers
     assert answer.body_mutation.body == b"{}"
-    kept = encoded(Pick(Kind.REQUEST_BODY, (A,))).request_body.response
+    kept = encoded(Pick(to=Kind.REQUEST_BODY, destinations=(A,))).request_body.response
     assert "content-encoding" not in kept.header_mutation.remove_headers
 
 
@@ -335,9 +345,11 @@ def test_an_endpoint_that_broke_off_is_told_from_one_that_could_not_be_reached(d
 
 def test_headers_that_only_gateways_send_are_removed_from_a_clients_request() -> None:
     """Unless this gateway sends them itself."""
-    mutation = encoded(Pick(Kind.REQUEST_HEADERS, (A,))).request_headers.response.header_mutation
+    mutation = encoded(
+        Pick(to=Kind.REQUEST_HEADERS, destinations=(A,))
+    ).request_headers.response.header_mutation
     assert list(mutation.remove_headers) == list(names.INTERNAL_HEADERS)
     trusted = ((names.ENGINE_SECRET_HEADER, "s"),)
-    picked = encoded(Pick(Kind.REQUEST_BODY, (A,), rank=1, headers=trusted))
+    picked = encoded(Pick(to=Kind.REQUEST_BODY, destinations=(A,), rank=1, headers=trusted))
     mutation = picked.request_body.response.header_mutation
     assert list(mutation.remove_headers) == [names.TRANSFER_TARGET_HEADER]

@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 from handing_rig import Handing, text
 from leg_engines import Engine, never
+from waiting import HANG
 
 from perilune_gateway.feeds import handoff_legs
 from perilune_gateway.model.handoff import GivenUp, HandoffOutcome
@@ -42,7 +43,7 @@ class Scene:
         self.rig.router.plan_moves()
 
     async def ended(self) -> tuple[HandoffOutcome, GivenUp | None]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG):
             while not (done := [e for e in self.rig.router.moves.planner.ended if e.handoff]):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         return done[0].handoff.outcome, done[0].handoff.cause
@@ -92,7 +93,7 @@ async def test_the_take_leg_follows_the_give_legs_head_with_the_same_prompt() ->
             while not on.rig.handing_over.stats().open[0].took:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
-        await asyncio.wait_for(taken(), 10)
+        await asyncio.wait_for(taken(), HANG)
         on.rig.announce(target, PROMPT)
         assert await on.ended() == (HandoffOutcome.SWITCHED, None)
         assert on.rig.host("s") == target
@@ -172,7 +173,7 @@ async def test_a_leg_whose_connection_breaks_ends_both() -> None:
         on.giver.handler, on.taker.handler = accepts_and_breaks, never
         on.begin()
         assert await on.ended() == (HandoffOutcome.FAILED, GivenUp.UNREACHABLE)
-        await asyncio.wait_for(on.taker.left.wait(), 10)
+        await asyncio.wait_for(on.taker.left.wait(), HANG)
 
 
 async def test_a_host_without_a_page_is_asked_for_nothing() -> None:
@@ -187,11 +188,11 @@ async def test_legs_of_what_was_given_up_are_cancelled() -> None:
     async with scene() as on:
         on.taker.handler = never
         on.begin()
-        await asyncio.wait_for(on.taker.asked.wait(), 10)
+        await asyncio.wait_for(on.taker.asked.wait(), HANG)
         on.rig.state.connectors.forget(on.source)
         on.rig.handing_over.step()
         assert await on.ended() == (HandoffOutcome.FAILED, GivenUp.PAGE)
-        await asyncio.wait_for(on.taker.left.wait(), 10)
+        await asyncio.wait_for(on.taker.left.wait(), HANG)
         assert on.rig.handing_over.stats().open == ()
 
 
@@ -199,7 +200,7 @@ async def test_the_engine_id_is_asked_for_each_time() -> None:
     async with scene() as on:
         on.rig.state.connectors.answered(on.source, Connector(["an earlier process"], 1))
         on.begin()
-        await asyncio.wait_for(on.taker.asked.wait(), 10)
+        await asyncio.wait_for(on.taker.asked.wait(), HANG)
         params = on.taker.bodies[0]["kv_transfer_params"]
         assert params["remote_engine_id"] == f"process of {on.source}"
         assert on.rig.handing_over.stats().open[0].stage is Stage.COPYING
@@ -219,4 +220,4 @@ async def test_an_error_of_the_gateway_costs_one_hand_off_and_the_next_one_works
         on.begin()
         assert await on.ended() == (HandoffOutcome.FAILED, GivenUp.ERROR)
         on.rig.router.plan_moves()
-        await asyncio.wait_for(on.taker.asked.wait(), 10)
+        await asyncio.wait_for(on.taker.asked.wait(), HANG)

@@ -240,10 +240,10 @@ class Api:
             self.objects[kind][item["metadata"]["name"]] = item
         self.watchers[kind].put_nowait({"type": event, "object": item})
 
-    def document(self, pool: Pool | bytes) -> None:
+    def document(self, pool: Pool | bytes, **data: str) -> None:
         text = pool if isinstance(pool, bytes) else dump(pool)
         meta = {"name": "p-gateway", "namespace": "ns"}
-        self.put("configmaps", {"metadata": meta, "data": {"pool.yaml": text.decode()}})
+        self.put("configmaps", {"metadata": meta, "data": {"pool.yaml": text.decode(), **data}})
 
 
 class Taker:
@@ -320,6 +320,21 @@ async def test_a_pod_that_hands_kv_over_drains_until_its_time_is_over(api: Api, 
     await until(lambda: any(e.draining for e in taker.pools[-1].spec.endpoints))
     api.wall = datetime(2100, 1, 1, tzinfo=UTC).timestamp()
     await until(lambda: taker.addresses() == ["10.0.0.1:8000"])
+
+
+async def test_the_document_names_the_other_pools_of_the_gateway(
+    api: Api, watched: KubernetesPool, taker: Taker
+) -> None:
+    """A change of theirs is none of the pool's own; while the object is gone, they stay."""
+    assert list(watched.serves) == []
+    api.document(document(), **{names.SERVED_POOLS: "p\nq\nr"})
+    await watched.serves_others.wait()
+    assert (list(watched.serves), len(taker.pools)) == (["q", "r"], 1)
+    watched.serves_others.clear()
+    api.put("configmaps", api.objects["configmaps"]["p-gateway"], "DELETED")
+    api.document(document("sticky"), **{names.SERVED_POOLS: "q\nr"})
+    await until(lambda: taker.pools[-1].spec.routing.policy.name == "sticky")
+    assert not watched.serves_others.is_set()
 
 
 async def test_an_edited_document_is_taken(api: Api, taker: Taker) -> None:

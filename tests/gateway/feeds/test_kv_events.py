@@ -52,17 +52,17 @@ def test_both_encodings(event):
     assert (batch.published_s, batch.rank, batch.unknown) == (1.5, 3, 0)
     assert batch.events == (
         BlockStored(
-            (1, 2**64 - 1),
-            None,
-            (5, 6, 7, 8),
-            2,
-            None,
-            "GPU",
-            "l",
-            (["salt"], None),
-            0,
-            "sliding_window",
-            128,
+            block_hashes=(1, 2**64 - 1),
+            parent_block_hash=None,
+            token_ids=(5, 6, 7, 8),
+            block_size=2,
+            lora_id=None,
+            medium="GPU",
+            lora_name="l",
+            extra_keys=(["salt"], None),
+            group_idx=0,
+            kv_cache_spec_kind="sliding_window",
+            kv_cache_spec_sliding_window=128,
         ),
     )
 
@@ -200,10 +200,10 @@ def test_no_replay_frames(frames):
 
 
 LONG = BlockStored(
-    tuple(range(100, 107)),
-    7,
-    tuple(range(28)),
-    4,
+    block_hashes=tuple(range(100, 107)),
+    parent_block_hash=7,
+    token_ids=tuple(range(28)),
+    block_size=4,
     medium="GPU",
     extra_keys=(None, ("a",), None, None, ("b",), None, None),
 )
@@ -250,14 +250,16 @@ def test_removals_in_a_row_become_one():
 
 def test_a_long_event_without_tokens_has_pieces_without_tokens():
     """As connectors send them for host memory."""
-    event = BlockStored(tuple(range(5)), None, medium="CPU")
+    event = BlockStored(block_hashes=tuple(range(5)), parent_block_hash=None, medium="CPU")
     found = [piece.events[0] for piece in pieces(Batch(0.0, (event,)), 2)]
     assert [(e.block_hashes, e.token_ids) for e in found] == [((0, 1), ()), ((2, 3), ()), ((4,), ())]
 
 
 def test_a_malformed_event_stays_whole():
     """Its reader counts all its blocks as malformed."""
-    event = BlockStored(tuple(range(5)), None, (1, 2, 3), 4)
+    event = BlockStored(
+        block_hashes=tuple(range(5)), parent_block_hash=None, token_ids=(1, 2, 3), block_size=4
+    )
     assert [piece.events for piece in pieces(Batch(0.0, (event,)), 2)] == [(event,)]
 
 

@@ -16,7 +16,7 @@ import pytest
 import replaying_engine
 import zmq
 import zmq.asyncio
-from waiting import until
+from waiting import HANG, until
 
 from perilune_api.pool import SpecError
 from perilune_gateway.feeds import kv_feed, kv_replay, zmq_sockets
@@ -54,11 +54,11 @@ class Engine:
         return f"tcp://127.0.0.1:{self.ports[1]}"
 
     async def subscribed(self) -> None:
-        assert await asyncio.wait_for(self._xpub.recv(), 10) == b"\1"
+        assert await asyncio.wait_for(self._xpub.recv(), HANG) == b"\1"
 
     async def asked(self) -> None:
         """Wait until the feed has asked for a replay, which it does once before it listens."""
-        await asyncio.wait_for(self._asked.wait(), 10)
+        await asyncio.wait_for(self._asked.wait(), HANG)
 
     async def send(self, seq: int, payload: bytes, *, dropped: bool = False) -> None:
         frames = (seq.to_bytes(8, "big"), payload)
@@ -96,7 +96,7 @@ class Engine:
         for socket, port in zip((self._xpub, self._router), self.ports, strict=True):
             monitor = socket.get_monitor_socket(zmq.EVENT_CLOSED)
             socket.unbind(f"tcp://127.0.0.1:{port}")
-            await asyncio.wait_for(monitor.recv_multipart(), 10)
+            await asyncio.wait_for(monitor.recv_multipart(), HANG)
             socket.disable_monitor()
             monitor.close(linger=0)
             socket.close(linger=0)
@@ -154,7 +154,7 @@ class Recorder:
         return [batch.published_s for batch in self.batches]
 
     async def until(self, condition) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()

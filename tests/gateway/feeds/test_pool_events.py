@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from waiting import until
+from waiting import HANG, until
 
 from perilune_api.pool import Hashing, SpecError
 from perilune_gateway.feeds import kv_feed, kv_rank, pool_events, zmq_sockets
@@ -57,7 +57,10 @@ def stored(first: int, hashing: Hashing) -> Batch:
     """One block at a prompt's beginning, as an engine with these settings names it."""
     ids = tuple(range(first, first + 4))
     names = tuple(blocks.low64(digest) for digest in blocks.vllm_chain(ids, 4, hashing))
-    return Batch(0.0, (BlockStored(names, None, ids, 4, medium="GPU"),))
+    return Batch(
+        0.0,
+        (BlockStored(block_hashes=names, parent_block_hash=None, token_ids=ids, block_size=4, medium="GPU"),),
+    )
 
 
 def test_what_was_applied_reaches_the_router(sink: EventSink, router: Router) -> None:
@@ -101,7 +104,14 @@ def test_a_gateway_that_is_still_learning_does_not_blame_the_template(router: Ro
     blocks_ = EngineBlocks(index, 4, store=False)
     sink = EventSink(blocks_, parity, router, lambda: 0.0, BlockTokens(4))
     sink.batch("e", 0, stored(0, OURS), 0.0)
-    late = Batch(0.0, (BlockStored((77,), 66, (1, 2, 3, 4), 4, medium="GPU"),))
+    late = Batch(
+        0.0,
+        (
+            BlockStored(
+                block_hashes=(77,), parent_block_hash=66, token_ids=(1, 2, 3, 4), block_size=4, medium="GPU"
+            ),
+        ),
+    )
     sink.batch("e", 0, late, 0.0)
     for _ in range(20):
         parity.request_blocks_seen("e", False, since=-1.0)
@@ -252,12 +262,12 @@ class Publishers:
         return [Endpoint(address=f"e{n}", events=(self.url,)) for n in range(count)]
 
     async def subscribed(self, count: int) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG):
             for _ in range(count):
                 assert await self.heard() == b"\1"
 
     async def heard(self) -> bytes:
-        return await asyncio.wait_for(self._xpub.recv(), 10)
+        return await asyncio.wait_for(self._xpub.recv(), HANG)
 
     async def publish(self, *frames: bytes) -> None:
         await self._xpub.send_multipart(frames)

@@ -108,7 +108,7 @@ class TestPoolFile:
         [
             ("{name: mine, outside: {mine: {}}}", "Unknown policy 'mine', known are conductor"),
             ("{name: mine}", "Unknown policy 'mine', Perilune's are conductor"),
-            ("{outside: {ear: {}}}", "ear is Perilune's own: write its block beside `name`"),
+            ("{outside: {ear: {}}}", "ear is Perilune's own: write its block next to `name`"),
         ],
         ids=["its package is missing", "it has no block", "a block in the wrong place"],
     )

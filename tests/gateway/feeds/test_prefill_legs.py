@@ -13,8 +13,10 @@ import pytest
 from aiohttp import web
 from router_rig import USUAL, C, Rig, completion, pool
 from routing_objects import head
+from waiting import HANG, until
 
 from perilune_api.pool import Disaggregation, EndpointSpec, Role, Routing
+from perilune_gateway.feeds import pages
 from perilune_gateway.feeds.prefill_legs import PrefillLegs
 from perilune_gateway.model import Outcome, Refusal, RefuseReason, RequestHead, Routed
 from perilune_gateway.model.handoff import Attachment, GivenUp
@@ -44,6 +46,7 @@ class Giver:
     has_page: asyncio.Event = field(default_factory=asyncio.Event)
     """Until then the page does not answer."""
     breaks_off: bool = False
+    answer: bytes = b"data: [DONE]"
 
     async def query(self, _: web.Request) -> web.Response:
         await self.has_page.wait()
@@ -59,7 +62,7 @@ class Giver:
             answer = web.StreamResponse(status=self.status)
             await answer.prepare(request)
             await self.computed.wait()
-            await answer.write_eof(b"data: [DONE]")
+            await answer.write_eof(self.answer)
         except asyncio.CancelledError:
             self.left.set()
             raise
@@ -156,7 +159,7 @@ async def test_a_key_that_engines_demand_stands_in_for_the_clients() -> None:
 async def test_a_prompt_that_is_not_accepted_in_time_is_not_waited_for() -> None:
     async with scene(accept_s=0.05) as on:
         assert await on.give() is None
-        await asyncio.wait_for(on.giver.left.wait(), 10)  # the engine need not go on
+        await asyncio.wait_for(on.giver.left.wait(), HANG)  # the engine need not go on
         assert on.given_up() == {GivenUp.NOT_ACCEPTED: 1}
 
 
@@ -185,7 +188,7 @@ async def test_no_request_waits_longer_for_a_page_than_for_the_prompts_acceptanc
         else:
             on.giver.page = page
         on.giver.accepts.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG):
             assert await on.give() is None
             await on.giver.left.wait()
         on.giver.has_page.set()
@@ -196,7 +199,7 @@ async def test_an_error_of_the_gateway_costs_one_leg() -> None:
     async with scene() as on:
         assert on.routed.remote
         unreadable = on.legs.give(on.routed.ticket, on.routed.remote, HEAD, b"no JSON")
-        assert await asyncio.wait_for(unreadable, 10) is None
+        assert await asyncio.wait_for(unreadable, HANG) is None
         assert all(view.endpoint.ready for view in on.rig.state.fleet.view(on.rig.now))
         on.giver.accepts.set()
         another = on.rig.route(list(range(5_000, 8_200)))
@@ -212,6 +215,18 @@ async def test_a_refused_prompt_goes_to_the_target_at_once() -> None:
         on.giver.computed.set()
         assert await on.give() is None
         assert on.given_up() == {GivenUp.REFUSED: 1}
+
+
+async def test_an_answer_without_end_is_read_no_further_than_its_limit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with scene() as on:
+        on.giver.accepts.set()
+        on.giver.answer = b"x" * (pages.LEG_BYTES + 1)
+        assert await on.give() is not None
+        on.giver.computed.set()
+        await until(lambda: "prefill for another endpoint failed" in caplog.text)
+        assert on.given_up() == {GivenUp.UNREACHABLE: 1}
 
 
 async def test_a_prompt_at_which_a_prefill_endpoint_breaks_off_may_break_engines() -> None:
@@ -239,7 +254,7 @@ async def test_the_leg_of_a_request_that_has_ended_is_cancelled() -> None:
         on.giver.accepts.set()
         assert await on.give() is not None
         assert on.given_up(Outcome.CANCELLED) == {GivenUp.LEFT: 1}
-        await asyncio.wait_for(on.giver.left.wait(), 10)
+        await asyncio.wait_for(on.giver.left.wait(), HANG)
 
 
 async def test_the_engine_that_prefills_is_told_of_the_trace_too() -> None:

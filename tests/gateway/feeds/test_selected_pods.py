@@ -75,6 +75,9 @@ def pod(*args: str, command: tuple[str, ...] = (), ready: bool = True, **meta: A
         pytest.param(pod("--kv-events-config", '{"endpoint":"tcp://*:5557"}'), Published(), id="not enabled"),
         pytest.param(pod("--kv-events-config", "{broken"), Published(), id="no JSON"),
         pytest.param(
+            pod("--kv-events-config", f'{{"a":{"[" * 5_000}{"]" * 5_000}}}'), Published(), id="nested deeply"
+        ),
+        pytest.param(
             pod("--kv-events-config", EVENTS, "--data-parallel-size", "8", "--data-parallel-size-local=2"),
             Published(5600, ranks=8),
             id="ranks",

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 from aiohttp import web
 from kubernetes.aio.client.configuration import Configuration
+from waiting import HANG
 
 from perilune_api import kube
 from perilune_api.pool import Engine, Metadata, Model, Pool, Selector, Spec, Topology, dump
@@ -104,7 +105,7 @@ async def test_a_gateway_waits_for_an_engine_and_says_so(
 ) -> None:
     cluster.select("m")
     waiting = asyncio.create_task(source.first())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG):
         while "no started pod has the labels app=vllm,tier=gpu" not in caplog.text:  # noqa: ASYNC110 - a log wakes nobody
             await asyncio.sleep(0.01)
         cluster.run("127.0.0.1", "other")
@@ -122,7 +123,7 @@ async def test_an_engine_of_another_model_gets_no_requests(cluster: Cluster, sou
     await source.first()
     pools: asyncio.Queue[Pool] = asyncio.Queue()
     following = asyncio.create_task(source.run(pools.put_nowait, lambda address: Use(0, 0)))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG):
         while [e.ready for e in (await pools.get()).spec.endpoints] != [True, False, True]:
             pass
     following.cancel()
@@ -144,7 +145,7 @@ async def test_a_standard_inference_pool_is_a_source_too(cluster: Cluster) -> No
         pools: asyncio.Queue[Pool] = asyncio.Queue()
         following = asyncio.create_task(source.run(pools.put_nowait, lambda address: Use(0, 0)))
         cluster.run("127.0.0.2", "m")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG):
             while len((await pools.get()).spec.endpoints) < 2:
                 pass
         following.cancel()

@@ -9,6 +9,7 @@ import pytest
 import virtual_time
 from replica_rig import HandingReplica
 from router_rig import pool
+from waiting import HANG
 
 from perilune_gateway.feeds.shared_state import CONNECT_S, RETRY_MAX_S, Server, SharedState
 from perilune_gateway.served_pool import ServedPool
@@ -67,7 +68,7 @@ async def test_it_ends_even_if_the_client_loses_the_cancellation(call: str) -> N
     await server.asked.wait()
     sharing.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(sharing, 5)
+        await asyncio.wait_for(sharing, HANG)
 
 
 class Away(Deaf):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from waiting import HANG
 
 from perilune_gateway.feeds import store_keys
 
@@ -48,6 +49,12 @@ def test_the_genuine_masters_answers_are_read():
 )
 def test_a_block_is_there_if_every_rank_has_it(lines, expected):
     assert names(*lines, is_ours={1}.__contains__) == expected
+
+
+@pytest.mark.parametrize("count", ["nan", "inf", "many"])
+def test_a_count_that_is_no_number_is_refused(count):
+    with pytest.raises(ValueError, match=count):
+        store_keys.counts(f"master_key_count {count}\n".encode())
 
 
 class Master:
@@ -108,7 +115,7 @@ async def followed():
 
 
 async def next_of(seen):
-    return await asyncio.wait_for(seen.get(), 60)
+    return await asyncio.wait_for(seen.get(), HANG)
 
 
 async def test_the_list_is_read_at_once_and_when_it_has_changed_within_its_share(followed):
@@ -147,7 +154,7 @@ async def test_a_store_with_too_many_keys_is_not_read(followed):
     master.keys = [key(n) for n in range(5)]
     await asyncio.sleep(0)
     reads, answers = master.reads, 0
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG):
         while master.claimed:  # then it shrinks, and is read again
             answers += 1
             if answers > 20:

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from aiohttp import web
+from waiting import HANG
 
 from perilune_gateway.feeds import store_segments
 
@@ -14,10 +15,14 @@ class Master:
     def __init__(self):
         self.answered = asyncio.Event()
         self.segments, self.status = {"10.246.0.11:12741": 5000, "10.246.0.10:12605": 0}, 200
+        self.page = b""
+        """Answered instead of the segments, if not empty."""
 
     async def serve(self, port=0):
         async def answer(request):
             self.answered.set()
+            if self.page:
+                return web.Response(body=self.page)
             segments = [
                 {"segment_name": name, "te_endpoint": "10.246.0.11:15055", "allocator_used_bytes": used}
                 for name, used in self.segments.items()
@@ -45,7 +50,7 @@ async def followed():
 
 
 async def until(seen, wanted):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG):
         while await seen.get() != wanted:
             pass
 
@@ -69,9 +74,29 @@ async def test_a_master_that_answers_with_errors_or_names_another_host_says_noth
     master, seen = followed
     await until(seen, master.segments)
     master.status = status
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG):
         for _ in range(3):
             await master.answered.wait()
             master.answered.clear()
     while not seen.empty():
         assert seen.get_nowait() == master.segments
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(b"<html>", id="another page"),
+        pytest.param(b'{"segments": [{"segment_name": "\xff"}]}', id="no UTF-8"),
+        pytest.param(b'{"x": ' + b"[" * 5_000 + b"]" * 5_000 + b', "segments": []}', id="nested deeply"),
+        pytest.param(b" " * (store_segments.MAX_BYTES + 1), id="without end"),
+    ],
+)
+async def test_a_page_that_cannot_be_read_costs_that_page(followed, page):
+    master, seen = followed
+    await until(seen, master.segments)
+    master.page = page
+    master.answered.clear()
+    async with asyncio.timeout(10):
+        await master.answered.wait()
+    master.page, master.segments = b"", {"10.246.0.11:12741": 7000}
+    await until(seen, master.segments)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 import zmq
-from waiting import until
+from waiting import HANG, until
 
 from perilune_gateway.feeds import zmq_sockets
 from perilune_gateway.feeds.zmq_sockets import Arrivals, take
@@ -28,7 +28,7 @@ class Owner:
         self.woken.set()
 
     async def until(self, count: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG):
             while len(self.got) < count:
                 self.woken.clear()
                 await self.woken.wait()

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from property_examples import examples
 from routing_objects import PLAIN, candidate, link
 
@@ -348,7 +349,8 @@ def test_renaming_endpoints_renames_the_plan(candidates, sessions, prefixes, mov
     after = plan(
         [replace(s, host=new(s.host)) for s in sessions],
         [
-            c._replace(
+            structs.replace(
+                c,
                 endpoint=replace(c.endpoint, address=new(c.address)),
                 links={new(a): known for a, known in c.links.items()},
             )

@@ -1,4 +1,5 @@
-"""What makes sessions leave an engine, with all settings at their defaults: who leaves, when, and with what.
+"""What makes sessions leave an engine: who leaves, when, and with what. All settings are the defaults, but
+hot engines are left only where the pool asks for it.
 
 Pods as Kubernetes shows them become the pool document as in a gateway. The engines' answers and events are
 the test's.
@@ -14,7 +15,7 @@ from router_rig import USUAL, A, B, C, pool
 from routing_objects import head
 
 from perilune_api import names
-from perilune_api.pool import Pool, Topology
+from perilune_api.pool import Migration, MoveTrigger, Pool, Routing, Topology
 from perilune_gateway.feeds.kubernetes import with_pods
 from perilune_gateway.model import MoveReason, Reason
 from perilune_gateway.model.handoff import Leg
@@ -30,12 +31,14 @@ class Cluster(Handing):
 
     def __init__(self) -> None:
         self.leaving_nodes: tuple[str, ...] = ()
+        self.routing = Routing()
         self.giving: set[str] = set()
         self.pods = [pod(number) for number in range(1, 4)]
         super().__init__(pages=PAGES)
 
     def pool(self, draining: str = "") -> Pool:
-        document = pool(endpoints=(), engine=USUAL, topology=Topology(leaving=self.leaving_nodes))
+        topology = Topology(leaving=self.leaving_nodes)
+        document = pool(endpoints=(), engine=USUAL, topology=topology, routing=self.routing)
         return with_pods(document, self.pods, self.giving)
 
     def changes(self) -> None:
@@ -105,6 +108,7 @@ def rolling_update(of: Cluster) -> None:
 
 
 def heat(of: Cluster) -> None:
+    of.routing = Routing(migration=Migration(triggers=(MoveTrigger.HOT_HOST,)))
     of.queue(A, 6.0, tokens=60_000)
 
 

@@ -102,10 +102,10 @@ async def browsing(world: World | dict[str, World]):
 def add(world: World, ordinal: int, of: str = "s") -> None:
     world.decisions.add(
         DecisionRecord(
-            request(ordinal=ordinal, of=session("a", id=of)),
-            Decision("a", Reason.HOST),
-            "ear",
-            tuple(fleet(a=5, b=1)),
+            view=request(ordinal=ordinal, of=session("a", id=of)),
+            verdict=Decision("a", Reason.HOST),
+            policy="ear",
+            candidates=tuple(fleet(a=5, b=1)),
             destinations=("a", "b"),
         )
     )
@@ -133,7 +133,7 @@ class TestDecisions:
 
     async def test_one_decision_with_its_counterfactual(self, world):
         add(world, 3)
-        world.decisions.finish(0, Ending(Outcome.COMPLETED, 1.5, "a", 200))
+        world.decisions.finish(0, Ending(outcome=Outcome.COMPLETED, duration_s=1.5, served="a", status=200))
         async with browsing(world) as get:
             status, body = await get("/api/decisions/r3")
             assert (await get("/api/decisions/r3"))[1] == body  # the same dice each time
@@ -147,7 +147,11 @@ class TestDecisions:
     async def test_ids_may_hold_anything(self, world):
         odd = request(of=session("a"))
         odd = structs.replace(odd, request_id="a/b c?ü")
-        world.decisions.add(DecisionRecord(odd, Decision("a", Reason.HOST), "ear", tuple(fleet(a=0))))
+        world.decisions.add(
+            DecisionRecord(
+                view=odd, verdict=Decision("a", Reason.HOST), policy="ear", candidates=tuple(fleet(a=0))
+            )
+        )
         async with browsing(world) as get:
             status, body = await get("/api/decisions/a%2Fb%20c%3F%C3%BC")
         assert (status, body["request_id"]) == (200, "a/b c?ü")

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from routing_objects import fleet, request, session
+from waiting import HANG
 
 from perilune_api.topology import Place
 from perilune_gateway.model import (
@@ -50,7 +51,11 @@ class World:
         for n in range(count):
             verdict = Decision("a", Reason.HOST, moved_from=moved_from)
             view = request(tokens=1000 + n, of=session("a", id="s"))
-            self.decisions.add(DecisionRecord(view, verdict, "ear", tuple(fleet(a=5)), cached_tokens=400))
+            self.decisions.add(
+                DecisionRecord(
+                    view=view, verdict=verdict, policy="ear", candidates=tuple(fleet(a=5)), cached_tokens=400
+                )
+            )
 
 
 class Browser:
@@ -61,7 +66,7 @@ class Browser:
 
     async def event(self, name: str) -> dict[str, Any]:
         """Return the next event of that name."""
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(HANG):
             while True:
                 lines = (await self._content.readuntil(b"\n\n")).decode().splitlines()
                 if lines[0] == f"event: {name}":
@@ -244,7 +249,7 @@ def test_totals_count_what_is_no_longer_kept():
     world.decide(5)
     world.decide(1, moved_from="b")
     refusal = Refusal(RefuseReason.NO_ENDPOINT, "none")
-    world.decisions.add(DecisionRecord(request(), refusal, ""))
+    world.decisions.add(DecisionRecord(view=request(), verdict=refusal, policy=""))
     totals = world.decisions.totals
     assert (totals.recorded, totals.decisions, totals.refusals, totals.moves) == (7, 6, 1, 1)
     assert totals.cached_tokens == 6 * 400

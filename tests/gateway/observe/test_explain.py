@@ -31,7 +31,13 @@ def record(ordinal: int = 0, *, of: str = "", rows: int = 1, **changes: object) 
     """Return a decision for endpoint a, of request r<ordinal>."""
     view = request(ordinal=ordinal, of=session("a", id=of) if of else None)
     candidates = tuple(candidate(chr(ord("a") + i), engine=PLAIN) for i in range(rows))
-    base = DecisionRecord(view, Decision("a", Reason.HOST), "ear", candidates, destinations=("a",))
+    base = DecisionRecord(
+        view=view,
+        verdict=Decision("a", Reason.HOST),
+        policy="ear",
+        candidates=candidates,
+        destinations=("a",),
+    )
     return replace(base, **changes)
 
 
@@ -60,26 +66,31 @@ class TestDecisions:
     def test_finish_fills_in_the_end(self):
         decisions = Decisions()
         number = decisions.add(record(1))
-        decisions.finish(number, Ending(Outcome.COMPLETED, 2.5, served="b", status=200, cached_tokens=64))
+        decisions.finish(
+            number,
+            Ending(outcome=Outcome.COMPLETED, duration_s=2.5, served="b", status=200, cached_tokens=64),
+        )
         found = decisions.get("r1")
         assert found is not None
-        assert found.ending == Ending(Outcome.COMPLETED, 2.5, "b", 200, 64)
+        assert found.ending == Ending(
+            outcome=Outcome.COMPLETED, duration_s=2.5, served="b", status=200, cached_tokens=64
+        )
         assert replace(found, ending=None) == record(1)
 
     def test_finish_of_a_record_that_left_does_nothing(self):
         decisions = Decisions(capacity=1)
         number = decisions.add(record(1))
         decisions.add(record(2))
-        decisions.finish(number, Ending(Outcome.FAILED, 1.0))
+        decisions.finish(number, Ending(outcome=Outcome.FAILED, duration_s=1.0))
         assert decisions.query() == [record(2)]
 
     def test_a_new_record_does_not_inherit_the_end_of_the_one_whose_place_it_takes(self):
         decisions = Decisions(capacity=2)
         numbers = [decisions.add(record(i)) for i in range(2)]
         for number in numbers:
-            decisions.finish(number, Ending(Outcome.COMPLETED, 1.0))
+            decisions.finish(number, Ending(outcome=Outcome.COMPLETED, duration_s=1.0))
         decisions.add(record(2))
-        decisions.finish(numbers[0], Ending(Outcome.FAILED, 9.0))
+        decisions.finish(numbers[0], Ending(outcome=Outcome.FAILED, duration_s=9.0))
         assert [r.ending and r.ending.outcome for r in decisions.query()] == [None, Outcome.COMPLETED]
 
     def test_a_reused_id_means_the_newer_and_survives_the_older_one_leaving(self):
@@ -107,7 +118,9 @@ class TestCounterfactual:
     def test_every_other_policy_answers_from_the_same_values(self):
         candidates = tuple(fleet(a=20_000, b=3, c=5))
         view = request(ordinal=2, tokens=100, of=session("a", moved_s_ago=5.0))
-        taken = DecisionRecord(view, Decision("a", Reason.HOT_COOLDOWN), "ear", candidates)
+        taken = DecisionRecord(
+            view=view, verdict=Decision("a", Reason.HOT_COOLDOWN), policy="ear", candidates=candidates
+        )
         others = dict(counterfactual(taken, POLICIES, PolicyParams(), Random(1)))
         assert others.keys() == POLICIES.keys() - {"ear"}
         assert others["least_loaded"]["target"] == "b"
@@ -125,7 +138,9 @@ class TestCounterfactual:
 
     def test_the_estimate_is_queue_fetch_and_prefill_by_the_store(self):
         row = candidate("a", cached=100, stored=900, pending_s=0.5, engine=PLAIN)
-        taken = DecisionRecord(request(), Decision("a", Reason.COLD), "ear", (row,))
+        taken = DecisionRecord(
+            view=request(), verdict=Decision("a", Reason.COLD), policy="ear", candidates=(row,)
+        )
         other = dict(counterfactual(taken, {"only": POLICIES["perilune"]}, PolicyParams(), Random(1)))["only"]
         assert (other["estimated_s"], other["cached_tokens"]) == (pytest.approx(0.5 + 0.4 + 0.1), 900)
 
@@ -140,7 +155,9 @@ class TestCounterfactual:
         host = candidate("a", cached=900, pending=90_000, pending_s=90.0, engine=PLAIN)
         other = candidate("b", links={"a": link(bytes_per_s=5e6)}, engine=PLAIN)
         view = request(tokens=1000, of=session("a"), prefix=prefix(a=900))
-        taken = DecisionRecord(view, Decision("a", Reason.HOST), "ear", (host, other))
+        taken = DecisionRecord(
+            view=view, verdict=Decision("a", Reason.HOST), policy="ear", candidates=(host, other)
+        )
         found = dict(counterfactual(taken, {policy: POLICIES[policy]}, PolicyParams(), Random(1)))[policy]
         assert found["target"] == "b"
         assert (found["estimated_s"], found["cached_tokens"]) == (pytest.approx(after_s), cached)
@@ -151,7 +168,9 @@ class TestCounterfactual:
         view = request(tokens=1000, of=session("a"), prefix=prefix(a=900))
         decision = POLICIES["perilune"](view, [host, other], PolicyParams(), Random(1))
         assert isinstance(decision, Decision)
-        taken = DecisionRecord(view, decision, "perilune", (host, other), cached_tokens=900)
+        taken = DecisionRecord(
+            view=view, verdict=decision, policy="perilune", candidates=(host, other), cached_tokens=900
+        )
         assert summary(taken)["estimated_s"] == pytest.approx(decision.estimated_ttft_s)
         assert sentence(taken).startswith(
             "b because the session moves here from a, which costs more: 900 of 1,000 prompt tokens cached"
@@ -244,7 +263,7 @@ class TestWords:
             pytest.param(
                 {
                     "verdict": Decision("a", Reason.FORCED),
-                    "ending": Ending(Outcome.COMPLETED, 1.0, served="b", status=200),
+                    "ending": Ending(outcome=Outcome.COMPLETED, duration_s=1.0, served="b", status=200),
                 },
                 "a because the conformance header names it; served by fallback b.",
                 id="fallback",
@@ -260,10 +279,10 @@ class TestJson:
         candidates = tuple(fleet(a=7, b=3))
         costs = (Cost("a", 7.0, {"pending": 7.0}), Cost("b", 3.0, {"pending": 3.0}))
         taken = DecisionRecord(
-            request(of=session("b", id="s1")),
-            Decision("b", Reason.LEAST_LOADED, costs),
-            "least_loaded",
-            candidates,
+            view=request(of=session("b", id="s1")),
+            verdict=Decision("b", Reason.LEAST_LOADED, costs),
+            policy="least_loaded",
+            candidates=candidates,
             excluded={"c": "draining"},
             destinations=("b", "a"),
             cached_tokens=250,
@@ -294,5 +313,5 @@ class TestJson:
 
     def test_a_running_request_has_no_ending(self):
         assert summary(record())["ending"] is None
-        ended = summary(record(ending=Ending(Outcome.CANCELLED, 0.5)))
+        ended = summary(record(ending=Ending(outcome=Outcome.CANCELLED, duration_s=0.5)))
         assert ended["ending"]["outcome"] == "cancelled"

@@ -130,9 +130,9 @@ def test_an_endpoint_whose_port_for_peers_is_silent_is_named():
 
 def test_a_server_of_shared_state_that_is_away_is_a_problem_of_the_gateways_own():
     about = {"block_size": 16, "pool": "ns/p", "policy": "ear", "version": "1", "uptime_s": 5.0}
-    fine = SharedStats("redis://state:6379", connected=True)
+    fine = SharedStats(server="redis://state:6379", connected=True)
     assert report([stats()], **about, shared=fine).status is Status.OK
-    away = SharedStats("redis://state:6379", error="Connection refused", alone_s=7.0)
+    away = SharedStats(server="redis://state:6379", error="Connection refused", alone_s=7.0)
     ill = report([stats()], **about, shared=away)
     assert (ill.status, [p.kind for p in ill.problems]) == (Status.DEGRADED, [ProblemKind.SHARED_STATE])
     for words in ("redis://state:6379", "7 s", "Connection refused"):

@@ -53,10 +53,10 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
 
 def record(**changes: object) -> DecisionRecord:
     base = DecisionRecord(
-        request(tokens=1_000, of=session("a")),
-        Decision("a", Reason.HOST),
-        "ear",
-        (candidate("a"),),
+        view=request(tokens=1_000, of=session("a")),
+        verdict=Decision("a", Reason.HOST),
+        policy="ear",
+        candidates=(candidate("a"),),
         cached_tokens=800,
         timings_us={"policy": 20.0, "total": 90.0},
     )
@@ -105,7 +105,7 @@ class TestDecided:
         assert value(metrics, "reachable_cached_tokens_total") == 0
         metrics.decided(record())
         assert value(metrics, "reachable_cached_tokens_total") == 800
-        elsewhere = structs.replace(request(), prefix=Prefix((Location("b", 900),)))
+        elsewhere = structs.replace(request(), prefix=Prefix(locations=(Location("b", 900),)))
         metrics.decided(record(view=elsewhere, cached_tokens=0))
         assert value(metrics, "reachable_cached_tokens_total") == 1_700
         assert value(metrics, "predicted_cached_tokens_total", endpoint="a") == 800

@@ -15,7 +15,7 @@ from routing_objects import head
 
 from perilune_api.pool import Routing
 from perilune_api.pool import Shadow as Spec
-from perilune_gateway.model import DecisionRecord
+from perilune_gateway.model import DecisionRecord, Phase
 from perilune_gateway.observe.decision_log import Writer
 from perilune_gateway.observe.shadow import Shadow, ShadowStats, judge
 from perilune_gateway.observe.shadow.budget import CpuBudget
@@ -43,8 +43,9 @@ def of(session: str):
 # -- judging -------------------------------------------------------------------------------------------
 
 
-def opinion(policy: str) -> Opinion:
-    return judge.opinion(recorded(1)[0], policy, Routing())
+def opinion(policy: str, record: DecisionRecord | None = None) -> Opinion:
+    record = record or recorded(1)[0]
+    return judge.opinion(record, judge.decided(record), policy, Routing())
 
 
 def test_a_policy_that_decides_the_same_has_no_regret() -> None:
@@ -60,6 +61,21 @@ def test_the_regret_of_another_choice_is_the_time_that_it_would_have_added() -> 
     assert other.agreement is Agreement.OTHER
     assert other.regret_s == pytest.approx(10.0, abs=0.1)
     assert (other.cached_tokens, other.decided_cached_tokens, other.prompt_tokens) == (16, 0, 20)
+
+
+def test_a_policy_that_would_read_the_body_decides_with_what_the_headers_tell() -> None:
+    rig, ids, h = Rig(pool()), range(64), head("/v1/completions", x_session_id="s", content_length="400")
+    first = rig.route(ids, h)
+    host = rig.record(first).target
+    rig.stored(host, ids)
+    rig.finish(first)
+    rig.queue(host, 1.0)
+    record = rig.record(rig.route(ids, h))
+    assert (record.phase, record.target) == (Phase.HEADERS, host)
+    told = opinion("lmetric_plus_one", record)
+    assert (told.agreement, told.reason, told.estimated) == (Agreement.OTHER, "lowest_cost", True)
+    assert told.regret_s < 0
+    assert not opinion("perilune", record).estimated
 
 
 def run_judge(policies: Sequence[str], records: Sequence[DecisionRecord]) -> list[Word]:

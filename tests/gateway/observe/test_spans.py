@@ -19,15 +19,15 @@ from perilune_gateway.model import (
     Step,
 )
 from perilune_gateway.model.tracing import SAMPLED, Trace
-from perilune_gateway.observe.spans import Span, Spans, span_of
+from perilune_gateway.observe.spans import Span, span_of
 
 TRACE = Trace(1, 2, 3, SAMPLED, 99.5)
 DECISION = Decision("b", Reason.MOVED, moved_from="a", prefill="c")
 RECORD = DecisionRecord(
-    replace(request(tokens=100, of=session("a", id="secret-session")), model="m"),
-    DECISION,
-    "ear",
-    (candidate("a"), candidate("b")),
+    view=replace(request(tokens=100, of=session("a", id="secret-session")), model="m"),
+    verdict=DECISION,
+    policy="ear",
+    candidates=(candidate("a"), candidate("b")),
     cached_tokens=64,
     timings_us=dict.fromkeys(Step, 10.0),
     time=100.0,
@@ -35,12 +35,20 @@ RECORD = DecisionRecord(
     queued_s=0.25,
     trace=TRACE,
 )
-ENDING = Ending(Outcome.COMPLETED, 2.0, "b", 200, 80, 0.1, 0.05)
+ENDING = Ending(
+    outcome=Outcome.COMPLETED,
+    duration_s=2.0,
+    served="b",
+    status=200,
+    cached_tokens=80,
+    answered_s=0.1,
+    prefilled_s=0.05,
+)
 REFUSAL = Refusal(RefuseReason.NO_ENDPOINT, "no endpoint for secret-session")
 
 
 def test_a_span_says_what_was_decided_why_and_when() -> None:
-    span = span_of(RECORD, TRACE, ENDING)
+    span = span_of(RECORD, ENDING)
     assert (span.trace, span.ended_at, span.failed) == (TRACE, 102.0, False)
     assert span.events == (("decided", 100.0), ("prefilled", 100.05), ("answered", 100.1))
     said = span.attributes
@@ -56,8 +64,8 @@ def test_a_span_says_what_was_decided_why_and_when() -> None:
 
 def test_a_span_is_silent_of_sessions_and_tenants() -> None:
     for span in (
-        span_of(RECORD, TRACE, ENDING),
-        span_of(replace(RECORD, verdict=REFUSAL), TRACE, None),
+        span_of(RECORD, ENDING),
+        span_of(replace(RECORD, verdict=REFUSAL), None),
     ):
         assert "secret" not in repr(span)
 
@@ -67,7 +75,7 @@ def test_a_span_is_silent_of_sessions_and_tenants() -> None:
 )
 def test_a_refusal_ends_its_span_and_only_a_5xx_is_an_error(reason: RefuseReason, failed: bool) -> None:
     refusal = Refusal(reason, "message")
-    span = span_of(replace(RECORD, verdict=refusal), TRACE, None)
+    span = span_of(replace(RECORD, verdict=refusal), None)
     assert (span.ended_at, span.failed) == (100.0, failed)
     assert span.attributes["perilune.refusal"] == reason
     assert span.attributes["http.response.status_code"] == refusal.status
@@ -75,15 +83,15 @@ def test_a_refusal_ends_its_span_and_only_a_5xx_is_an_error(reason: RefuseReason
 
 
 def test_an_engine_that_fails_is_an_error() -> None:
-    assert span_of(RECORD, TRACE, Ending(Outcome.FAILED, 2.0, "b", 503)).failed
-    assert not span_of(RECORD, TRACE, Ending(Outcome.CANCELLED, 2.0)).failed
+    assert span_of(RECORD, Ending(outcome=Outcome.FAILED, duration_s=2.0, served="b", status=503)).failed
+    assert not span_of(RECORD, Ending(outcome=Outcome.CANCELLED, duration_s=2.0)).failed
 
 
 def test_every_attribute_is_documented() -> None:
     table = rows(section(page("observability.md"), "## Traces"), "attribute")
     documented = {row[0] for row in table}
-    said = set(span_of(RECORD, TRACE, ENDING).attributes)
-    said |= set(span_of(replace(RECORD, verdict=REFUSAL), TRACE, None).attributes)
+    spans = span_of(RECORD, ENDING), span_of(replace(RECORD, verdict=REFUSAL), None)
+    said = {name for span in spans for name in span.attributes}
     said = {"perilune.step.STEP_seconds" if ".step." in name else name for name in said}
     assert documented == said
 
@@ -97,7 +105,7 @@ class TestARoutersRequests:
 
     @pytest.fixture
     def rig(self, spans: list[Span]) -> Rig:
-        return Rig(pool(), spans=Spans(spans.append))
+        return Rig(pool(), send_span=spans.append)
 
     def test_a_request_has_one_span_at_its_end(self, rig: Rig, spans: list[Span]) -> None:
         asked = head("/v1/completions", x_session_id="s")
@@ -137,12 +145,14 @@ class TestARoutersRequests:
         unsampled.trace = replace(TRACE, flags=0)
         rig.finish(rig.route(h=unsampled))
         rig.finish(rig.route())
+        unsampled.trace = replace(TRACE, flags=0)
+        assert isinstance(rig.ask(h=unsampled, model="unknown"), Refusal)
         assert spans == []
 
 
 def test_without_kv_events_the_prefills_end_is_not_known() -> None:
     spans: list[Span] = []
-    rig = Rig(pool(endpoints=[EndpointSpec(address=A)], routing=Routing()), spans=Spans(spans.append))
+    rig = Rig(pool(endpoints=[EndpointSpec(address=A)], routing=Routing()), send_span=spans.append)
     asked = head("/v1/completions")
     asked.trace = TRACE
     rig.finish(rig.route(h=asked))

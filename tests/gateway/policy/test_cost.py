@@ -93,7 +93,14 @@ def test_policies_count_only_on_what_a_request_may_be_held_for(
     within_s: float, wait_s: float, pending_s: float, first: bool, pulls: bool
 ) -> None:
     """The transfer takes 0.18 s, and computing 900 tokens 0.9 s."""
-    held = Prefix((Location("b", 900, wait_s),), 0, 0.0, True, within_s, first)
+    held = Prefix(
+        locations=(Location("b", 900, wait_s),),
+        hits=0,
+        frequency_score=0.0,
+        pullable=True,
+        fetch_within_s=within_s,
+        legs_first=first,
+    )
     r, there = (
         request(tokens=1000, prefix=held),
         candidate(engine=PLAIN, links={"b": SLOW}, pending_s=pending_s),

@@ -111,7 +111,7 @@ def test_blocks_of_policies_that_are_not_there_or_ours(tmp_path: Path) -> None:
     wrong = POLICIES.wrong(PolicyChoice(outside={"gone": {}, "ear": {}}))
     assert wrong["gone"].startswith("Unknown policy 'gone', known are conductor, ")
     assert wrong["gone"].endswith("- at `$.spec.routing.policy.outside.gone`")
-    assert wrong["ear"].startswith("ear is Perilune's own: write its block beside `name`")
+    assert wrong["ear"].startswith("ear is Perilune's own: write its block next to `name`")
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ candidates_strategy = st.lists(
         decode_s=st.floats(0, 20),
         draining=st.booleans(),
         links=links_strategy,
-    ).map(lambda c: c._replace(links={a: known for a, known in c.links.items() if a != c.address})),
+    ).map(lambda c: structs.replace(c, links={a: known for a, known in c.links.items() if a != c.address})),
     min_size=1,
     unique_by=lambda c: c.address,
 )
@@ -118,7 +118,8 @@ def renamed(r: RequestView, candidates: Sequence[Candidate]) -> tuple[RequestVie
     )
     locations = tuple(place._replace(address=new(place.address)) for place in r.prefix.locations)
     return structs.replace(r, session=of, prefix=structs.replace(r.prefix, locations=locations)), [
-        c._replace(
+        structs.replace(
+            c,
             endpoint=replace(c.endpoint, address=new(c.address)),
             links={new(a): known for a, known in c.links.items()},
         )

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import suppress
 
 import pytest
 from hypothesis import example, given, settings
@@ -11,11 +12,13 @@ from tokenizers import AddedToken, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HfTokenizer
 
 from perilune_api.pool import Model
-from perilune_gateway.model import Refusal, Tokens, TokenSource
+from perilune_gateway.model import Refusal, RefuseReason, Tokens, TokenSource
 from perilune_gateway.request.openai import parse
 from perilune_gateway.request.parsed import ParsedRequest
 from perilune_gateway.request.paths import PATHS, Api
 from perilune_gateway.request.tokens import Tokenizer
+from perilune_gateway.request.tokens.causes import CannotTellError
+from perilune_gateway.request.tokens.engine import question
 
 TEMPLATE = """\
 {%- if messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content }}{%- endif %}
@@ -196,6 +199,48 @@ def test_deep_nesting_is_parsed_or_refused(tokenizer, path, nest):
     for field in (name, "tools", "metadata", "nobody_reads_this"):
         body = b'{"model": "m", "max_tokens": 1, "%s": %s}' % (field.encode(), nest())
         outcome(tokenizer, path, body)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        pytest.param("/v1/chat/completions", '"messages": [{"role": "user", "content": %s}]', id="a message"),
+        pytest.param(
+            "/v1/messages",
+            '"messages": [], "tools": [{"name": "f", "input_schema": {"a": %s}}]',
+            id="a schema",
+        ),
+        pytest.param(
+            "/v1/messages",
+            '"messages": [{"role": "assistant", "content": '
+            '[{"type": "tool_use", "id": "i", "name": "f", "input": {"a": %s}}]}]',
+            id="a call",
+        ),
+        pytest.param(
+            "/v1/chat/completions",
+            '"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"a": %s}',
+            id="arguments of the template",
+        ),
+    ],
+)
+def test_what_is_read_is_written_or_cannot_be_told(tokenizer, path, body):
+    """Writing the question to an engine takes more of the stack than reading the body."""
+    for depth in range(900, 1_000):
+        nested = body % ("[" * depth + "]" * depth)
+        given = f'{{"model": "m", {nested}}}'.encode()
+        outcome(tokenizer, path, given)
+        if isinstance(request := parse(path, given), ParsedRequest):
+            with suppress(CannotTellError):
+                question(request, 4.0)
+
+
+@pytest.mark.parametrize("path", [path for path in GOOD if path.endswith(("chat/completions", "messages"))])
+def test_arguments_of_the_template_that_are_no_utf_8_are_refused(tokenizer, path):
+    body = json.dumps(GOOD[path] | {"chat_template_kwargs": {"enable_thinking": "?"}}).encode()
+    refused = outcome(tokenizer, path, body.replace(b"?", b"\xff"))
+    assert isinstance(refused, Refusal)
+    assert refused.reason is RefuseReason.BAD_JSON
+    assert "UTF-8" in refused.message
 
 
 @pytest.mark.parametrize("path", GOOD)

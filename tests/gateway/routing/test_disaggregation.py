@@ -22,11 +22,11 @@ TOKENS = 10_000
 
 def prefiller(address: str, *, prefill_s: float = 1.0, **facts) -> Candidate:
     made = candidate(address, **facts)
-    return made._replace(endpoint=replace(made.endpoint, role=Role.PREFILL), prefill_s=prefill_s)
+    return structs.replace(made, endpoint=replace(made.endpoint, role=Role.PREFILL), prefill_s=prefill_s)
 
 
 def decoder(address: str, links: dict[str, Link], **facts) -> Candidate:
-    return candidate(address, **facts)._replace(links=links)
+    return structs.replace(candidate(address, **facts), links=links)
 
 
 def decision(view: RequestView, *candidates: Candidate, policy: str = "ear", **pool) -> Decision:
@@ -137,7 +137,7 @@ def test_the_queue_of_a_prefill_endpoint_admits_nobody() -> None:
 
 
 def view_of(made: Candidate) -> EndpointView:
-    return EndpointView(made.endpoint, made.load, 0.0, {})
+    return EndpointView(endpoint=made.endpoint, load=made.load, seconds_since_move=0.0, links={})
 
 
 def test_a_prefill_endpoint_serves_no_client_when_it_is_the_last_one() -> None:

@@ -1,19 +1,21 @@
 """No listener needs what another one does with the same fact: in any order all comes to the same.
 
 Random traffic with the default policy: sessions by headers and by bodies, answers of every kind, prefills of
-others, endpoints that fail, leave and come back. Clients, engines and time are the same in each order.
+others, endpoints that fail, leave and come back; and sessions that are handed over while KV is fetched for
+requests. Clients, engines and time are the same in each order.
 """
 
 from random import Random
 from typing import Any
 
 import pytest
+from handing_rig import Handing, text
 from router_rig import A, B, C, Rig, completion, pool
 from routing_objects import head
 
 from perilune_api.pool import Disaggregation, EndpointSpec, Role, Routing, SessionAdmission
 from perilune_gateway.model import NeedBody, Outcome, Refusal, Routed
-from perilune_gateway.model.handoff import GivenUp
+from perilune_gateway.model.handoff import GivenUp, HandoffOutcome, Leg
 from perilune_gateway.model.shared import Names
 from perilune_gateway.state.connectors import Connector
 from perilune_gateway.state.sharing import Sharing
@@ -23,6 +25,19 @@ ROUTING = Routing(
     session_admission=SessionAdmission(enabled=True), disaggregation=Disaggregation(local_tokens=64)
 )
 ORDERS = 8
+
+
+def known(rig: Rig) -> list[Any]:
+    """Return what is known of sessions, endpoints and decisions at the end."""
+    state, now = rig.state, rig.now
+    sessions = [s for n in range(6) for s in state.sessions.matching(f"s{n}")]
+    return [
+        [(s.key, s.host, s.turns, s.context_tokens, s.failures, len(s.chain)) for s in sessions],
+        [(view.endpoint, view.load, view.ejected) for view in state.fleet.view(now, state.sessions.bound)],
+        state.index.stats(now),
+        [state.calibration.of(address, now) for address in (A, B, C, P)],
+        [(r.target, r.reason, r.ending) for r in rig.decisions.query(n=10_000)],
+    ]
 
 
 class Traffic:
@@ -122,25 +137,106 @@ class Traffic:
             self.ends()
         state, now = self.rig.state, self.rig.now
         self.rig.router.tick()
-        sessions = [state.sessions.matching(f"s{n}") for n in range(6)]
         self.seen += [
-            [
-                (s.key, s.host, s.turns, s.context_tokens, s.failures, len(s.chain))
-                for each in sessions
-                for s in each
-            ],
-            [
-                (view.endpoint, view.load, view.ejected)
-                for view in state.fleet.view(now, state.sessions.bound)
-            ],
-            state.index.stats(now),
-            [state.calibration.of(address, now) for address in (A, B, C, P)],
-            [(r.target, r.reason, r.ending) for r in self.rig.decisions.query(n=10_000)],
+            *known(self.rig),
             self.rig.router.moves.remote_prefills.stats().outcomes,
             self.rig.router.new_sessions.stats(now),
             state.requests.get(0),
         ]
         return self.seen
+
+
+class Transfers(Handing):
+    """Sessions that drains move between two endpoints, whose KV is handed over, and prompts whose KV one of
+    them fetches from the other."""
+
+    def __init__(self, seed: int, order: int | None) -> None:
+        sharing = Sharing("r", Names(b"key"), lambda: self.now, lambda: self.now)
+        self.dice = Random(seed)
+        super().__init__(sharing=sharing)
+        if order is not None:
+            listeners = list(self.state.facts.listeners)
+            Random(order).shuffle(listeners)
+            self.state.facts.listen(*listeners)
+        self.open: list[tuple[Routed, list[int]]] = []
+        self.sizes: dict[int, int] = {}
+        self.prompts = 100
+        self.draining = ""
+
+    def leg_s(self, tokens: int) -> float:
+        """Return how long the take leg of so many tokens takes over a fast link."""
+        return self.state.calibration.engine.leg_overhead_s(tokens) + 4e-6 * tokens
+
+    def turns(self) -> None:
+        number = self.dice.randrange(6)
+        size = self.sizes[number] = self.sizes.get(number, 0) + self.dice.randrange(100, 700)
+        ids = text(number + 1, size)
+        self.open.append((self.send(f"s{number}", ids), ids))
+
+    def fetches(self) -> None:
+        """Ask one endpoint for a prompt that the other one has, unless the one drains."""
+        self.prompts += 1
+        holder, asked = self.dice.sample([A, B], 2)
+        if asked == self.draining:
+            return
+        for routed, ids in self.open:  # an endpoint that waits for others cannot give soon enough
+            self.announce(routed.destinations[0], ids)
+        ids = text(self.prompts, 6_500)
+        self.announce(holder, ids[:6_400])
+        h = head("/v1/completions", content_length=str(len(completion(ids))))
+        h.subset = frozenset({asked})
+        routed = self.route(ids, h)
+        self.open.append((routed, ids))
+        if pull := routed.pull:
+            if self.dice.random() < 0.7:
+                tokens = pull.content.tokens
+                self.router.moves.pulling.took(routed.ticket, pull, tokens, self.leg_s(tokens))
+                self.router.fetched(routed.ticket)
+            else:
+                self.router.moves.pulling.failed(routed.ticket, pull, Leg.TAKE, GivenUp.REFUSED)
+                self.router.prefills_itself(routed.ticket)
+
+    def announces(self) -> None:
+        if self.open:
+            routed, ids = self.dice.choice(self.open)
+            self.announce(routed.destinations[0], ids)
+
+    def ends(self) -> None:
+        if self.open:
+            routed, ids = self.open.pop(self.dice.randrange(len(self.open)))
+            if self.dice.random() < 0.8:
+                self.announce(routed.destinations[0], ids)
+            self.finish(routed)
+
+    def hands_over(self) -> None:
+        """Drain an endpoint, or none, and play the legs that begin."""
+        self.draining = self.dice.choice([A, B, ""])
+        self.router.configure(self.pool(draining=self.draining))
+        self.router.plan_moves()
+        for legs in self.handing_over.due():
+            self.handing_over.giving(legs)
+            self.handing_over.taking(legs)
+            self.handing_over.ended(legs, Leg.GIVE)
+            self.handing_over.ended(legs, Leg.TAKE)
+            if self.dice.random() < 0.8:
+                tokens = legs.content.tokens
+                self.handing_over.took(legs, tokens, self.leg_s(tokens))
+                self.announce(legs.target, list(legs.content.ids))
+            else:
+                self.handing_over.failed(legs, GivenUp.REFUSED)
+
+    def play(self, steps: int = 150) -> list[Any]:
+        """Return all that can be seen of it; the last is how transfers have ended."""
+        kinds = [self.turns, self.announces, self.ends, self.ends, self.hands_over, self.fetches]
+        for _ in range(steps):
+            self.now += self.dice.random()
+            self.dice.choice(kinds)()
+        while self.open:
+            self.ends()
+        self.router.tick()
+        moves = self.router.moves
+        ended = moves.handing_over.stats().outcomes, moves.pulling.stats().outcomes
+        return [*known(self), moves.planner.stats(self.now), ended]
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.heavy) for n in range(1, 6))])
@@ -149,3 +245,13 @@ def test_in_any_order_all_comes_to_the_same(seed: int) -> None:
     assert any(isinstance(seen, tuple) and seen[1] is True for seen in usual), "another endpoint prefilled"
     for order in range(ORDERS):
         assert Traffic(seed, order).play() == usual
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.heavy) for n in range(1, 6))])
+def test_in_any_order_all_transfers_come_to_the_same(seed: int) -> None:
+    usual = Transfers(seed, None).play()
+    handed_over, fetched = usual[-1]
+    assert {outcome for _, outcome in handed_over} >= {HandoffOutcome.SWITCHED, HandoffOutcome.FAILED}
+    assert fetched.keys() >= {HandoffOutcome.COPIED, HandoffOutcome.FAILED}
+    for order in range(ORDERS):
+        assert Transfers(seed, order).play() == usual

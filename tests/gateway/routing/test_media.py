@@ -109,7 +109,16 @@ class Engine:
         for at in range(0, len(new), step):
             stored, of = tuple(new[at : at + step]), tuple(tokens[at * SIZE : (at + step) * SIZE])
             keys = tuple(extra[at : at + step])
-            events.append(BlockStored(stored, above, of, SIZE, medium="GPU", extra_keys=keys))
+            events.append(
+                BlockStored(
+                    block_hashes=stored,
+                    parent_block_hash=above,
+                    token_ids=of,
+                    block_size=SIZE,
+                    medium="GPU",
+                    extra_keys=keys,
+                )
+            )
             above = stored[-1]
         return len(names) * SIZE, events
 

@@ -12,7 +12,7 @@ from routing_objects import fleet, head, request
 
 from perilune_api.policies import PolicyChoice
 from perilune_api.pool import Routing
-from perilune_gateway.model import Routed
+from perilune_gateway.model import Decision, Routed
 from perilune_gateway.observe import health
 from perilune_gateway.policy import POLICIES, PolicyError
 from perilune_gateway.routing.policy_watch import BOUND_S, PolicyWatch
@@ -74,6 +74,18 @@ def test_one_that_fails_does_not_decide_is_counted_and_switched_off(tmp_path: Pa
     metrics = generate_latest(made.metrics.registry).decode()
     kind = "raised" if source == RAISES else "nonsense"
     assert f'perilune_policy_faults_total{{kind="{kind}",policy="mine"}} 5.0' in metrics
+
+
+def test_weighing_a_turn_counts_no_fault(tmp_path: Path) -> None:
+    with installed(tmp_path, RAISES):
+        made = rig()
+        policies(made, 1, x_session_id="s")
+        before = problems(made)
+        asked = head("/v1/completions", x_session_id="s", content_length="400")
+        for seed in range(9):
+            _, _, verdict = made.router.weigh(asked, None, seed)
+            assert isinstance(verdict, Decision)
+        assert problems(made) == before
 
 
 def test_the_pools_own_policy_takes_the_place_of_one_that_a_header_names(tmp_path: Path) -> None:

@@ -65,7 +65,9 @@ def front() -> Front:
 class TestAListOfOne:
     def test_gets_every_request(self) -> None:
         front = Front([Rig(named("one", A, Model(name="m", tokenize="estimate")))])
-        listed = front.pools.on_headers(RequestHead("GET", "/v1/models", {}, has_body=False))
+        listed = front.pools.on_headers(
+            RequestHead(method="GET", path="/v1/models", headers={}, has_body=False)
+        )
         assert isinstance(listed, Chosen)
         assert isinstance(listed.verdict, Routed)
         pool, verdict, read = front.ask("other")
@@ -83,7 +85,7 @@ class TestAListOfOne:
     def test_is_one_of_several_while_others_are_awaited(self) -> None:
         rig = Rig(named("one", A, Model(name="m", tokenize="estimate")))
         pools = Pools([rig.router], lambda refusal: None, stopwatch=lambda: 0.0, more=True)
-        listed = pools.on_headers(RequestHead("GET", "/v1/models", {}, has_body=False))
+        listed = pools.on_headers(RequestHead(method="GET", path="/v1/models", headers={}, has_body=False))
         assert isinstance(listed, Answer)
 
 
@@ -156,8 +158,35 @@ def test_a_body_that_cannot_be_read_is_refused_once(front: Front) -> None:
     assert [refusal.reason for refusal in front.refused] == [RefuseReason.BAD_JSON]
 
 
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        pytest.param(b'[{"role":"\xff"}]', "not valid UTF-8", id="no UTF-8"),
+        pytest.param(b'[{"role":7},{"role":"\xff"}]', "not valid UTF-8", id="after another message"),
+    ],
+)
+def test_nor_is_one_that_cannot_be_read_where_weights_choose(front: Front, messages: bytes, why: str) -> None:
+    asked = head("/v1/chat/completions")
+    refusal = front.pools.on_body(asked, b'{"model":"chat","messages":%b}' % messages)
+    assert isinstance(refusal, Refusal)
+    assert (refusal.reason, refusal.status) == (RefuseReason.BAD_JSON, 400)
+    assert why in refusal.message
+    assert front.refused == [refusal]
+
+
+def test_a_conversation_is_chosen_for_at_any_depth_that_can_be_read(front: Front) -> None:
+    for depth in range(900, 1_000):
+        content = b"[" * depth + b"]" * depth
+        body = b'{"model":"chat","messages":[{"role":"system","content":%b}]}' % content
+        chosen = front.pools.on_body(head("/v1/chat/completions"), body)
+        if isinstance(chosen, Refusal):
+            assert (chosen.reason, chosen.status) == (RefuseReason.BAD_JSON, 400)
+
+
 def test_the_list_names_models_aliases_and_adapters(front: Front) -> None:
-    answer = front.pools.on_headers(RequestHead("GET", "/v1/models?x=1", {}, has_body=False))
+    answer = front.pools.on_headers(
+        RequestHead(method="GET", path="/v1/models?x=1", headers={}, has_body=False)
+    )
     assert isinstance(answer, Answer)
     data = json.loads(answer.body)["data"]
     assert [entry["id"] for entry in data] == ["m", "chat", "tuned", "n"]
@@ -170,7 +199,7 @@ def test_the_list_names_models_aliases_and_adapters(front: Front) -> None:
 
 
 def test_other_requests_without_a_body_go_to_some_pool(front: Front) -> None:
-    chosen = front.pools.on_headers(RequestHead("GET", "/version", {}, has_body=False))
+    chosen = front.pools.on_headers(RequestHead(method="GET", path="/version", headers={}, has_body=False))
     assert isinstance(chosen, Chosen)
     assert isinstance(chosen.verdict, Routed)
 

@@ -29,7 +29,7 @@ TO_T = Decision("t", Reason.LEAST_LOADED)
 
 def target(*givers: str, cached: int = 0, **facts) -> Candidate:
     made = candidate("t", cached=cached, **facts)
-    return made._replace(links={giver: link() for giver in givers})
+    return structs.replace(made, links={giver: link() for giver in givers})
 
 
 def held(*, wait_s: float = 0.0, **by: int) -> Prefix:
@@ -52,11 +52,11 @@ def test_a_policy_that_knows_no_transfers_gets_them_too() -> None:
 
 
 def far(made: Candidate) -> Candidate:
-    return made._replace(links={"h": link(bytes_per_s=1e6)})
+    return structs.replace(made, links={"h": link(bytes_per_s=1e6)})
 
 
 def closed(made: Candidate) -> Candidate:
-    return made._replace(links={"h": link()._replace(carries_kv=False)})
+    return structs.replace(made, links={"h": link()._replace(carries_kv=False)})
 
 
 @pytest.mark.parametrize(
@@ -102,13 +102,13 @@ def test_the_store_counts_as_what_the_target_has() -> None:
     """Where reading it is as fast as fetching."""
     view = request(tokens=TOKENS, prefix=held(h=HELD))
     there = target(stored=HELD)
-    there = there._replace(links={"h": link(bytes_per_s=there.engine.store_bytes_per_s)})
+    there = structs.replace(there, links={"h": link(bytes_per_s=there.engine.store_bytes_per_s)})
     assert pulled(view, there).unpulled is Unpulled.SLOWER
 
 
 def test_the_giver_is_the_one_that_is_done_first() -> None:
     locations = Location("busy", HELD, 0.3), Location("free", HELD - 640)
-    view = request(tokens=TOKENS, prefix=Prefix(locations, pullable=True))
+    view = request(tokens=TOKENS, prefix=Prefix(locations=locations, pullable=True))
     made = pulled(view, target("busy", "free"))
     assert (made.replicate_from, made.cached_tokens) == ("free", HELD - 640)
 
@@ -126,7 +126,7 @@ def test_headers_do_not_suffice_to_fetch() -> None:
 @pytest.mark.parametrize("carries", [True, False])
 def test_ear_names_the_host_only_where_its_kv_can_follow(carries: bool) -> None:
     hot = candidate("h", pending=100_000, cached=HELD)
-    there = target()._replace(links={"h": link()._replace(carries_kv=carries)})
+    there = structs.replace(target(), links={"h": link()._replace(carries_kv=carries)})
     view = request(tokens=TOKENS, of=session("h"), prefix=held(h=HELD))
     made = decide(view, [hot, there], "ear", Routing(policy=chosen("ear")), Random(0))
     assert isinstance(made, Decision)
@@ -136,7 +136,7 @@ def test_ear_names_the_host_only_where_its_kv_can_follow(carries: bool) -> None:
 
 def test_prefill_endpoints_give_too() -> None:
     p = candidate("p", cached=HELD)
-    p = p._replace(endpoint=replace(p.endpoint, role=Role.PREFILL))
+    p = structs.replace(p, endpoint=replace(p.endpoint, role=Role.PREFILL))
     view = request(tokens=TOKENS, prefix=held(p=HELD))
     assert pulled(view, target("p"), p).replicate_from == "p"
 
@@ -147,7 +147,7 @@ def test_prefill_endpoints_give_too() -> None:
 def offloaded(wait_s: float = 0.0, **by: int) -> Prefix:
     """Return who has how many tokens in host memory; all have HELD on their devices."""
     locations = tuple(Location(address, HELD, wait_s, tokens) for address, tokens in by.items())
-    return Prefix(locations, pullable=True, from_host=True)
+    return Prefix(locations=locations, pullable=True, from_host=True)
 
 
 def test_what_is_read_is_what_the_other_has_in_host_memory() -> None:
@@ -165,7 +165,7 @@ def test_what_the_target_has_in_its_own_host_memory_is_not_sent() -> None:
     """One that lacks a quarter loads the rest from its own."""
     view = request(tokens=TOKENS, prefix=offloaded(h=HELD))
     slow = link(bytes_per_s=9e8)
-    there = [target("h", host=host)._replace(links={"h": slow}) for host in (0, HELD * 3 // 4)]
+    there = [structs.replace(target("h", host=host), links={"h": slow}) for host in (0, HELD * 3 // 4)]
     assert [pulled(view, one).replicate_from for one in there] == ["", "h"]
 
 

@@ -16,7 +16,7 @@ def test_a_pool_holds_so_many_requests_at_once_whatever_their_endpoints() -> Non
     limits = PullLimits(Planner(NoLinks()), Handoffs(open_pulls.copies), open_pulls)
     tickets = [
         limits.began(
-            Move(subject="s", reason=MoveReason.PULL, source=f"a{i}", target=f"b{i}", transfer_bytes=1)
+            Move(subject="s", reason=MoveReason.PULL, source=f"a{i}", target=f"b{i}", transfer_bytes=1), 0.0
         )
         for i in range(AT_ONCE)
     ]

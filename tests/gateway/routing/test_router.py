@@ -80,7 +80,9 @@ def test_tokens_that_must_be_waited_for() -> None:
     rig = Rig(pool(), tokenizer=Slow())
     encode = rig.router.on_body(head("/v1/completions"), completion(range(20)))
     assert isinstance(encode, Encode)
-    routed = rig.router.on_tokens(encode, Tokens(20, TokenSource.ENGINE, list(range(20))), waited_s=0.5)
+    routed = rig.router.on_tokens(
+        encode, Tokens(count=20, source=TokenSource.ENGINE, ids=list(range(20))), waited_s=0.5
+    )
     assert isinstance(routed, Routed)
     assert rig.record(routed).timings_us["tokenize"] == 500_000
 
@@ -91,7 +93,9 @@ def test_weighing_keeps_nothing(rig: Rig, by: str) -> None:
     rig.stored(routed.destinations[0], range(40))
     rig.finish(routed)
     h = head("/v1/completions", x_session_id="s", content_length="400")
-    prompt = Prompt(48, TokenSource.LOCAL, blocks.chain(range(48), rig.block_size, 0), "m")
+    prompt = Prompt(
+        tokens=48, source=TokenSource.LOCAL, blocks=blocks.chain(range(48), rig.block_size, 0), model="m"
+    )
     session = rig.router.state.sessions.matching("s")[0]
     before = (repr(session), rig.pending(), len(rig.decisions))
     _, view, verdict = rig.router.weigh(h, None if by == "headers" else prompt, 1)

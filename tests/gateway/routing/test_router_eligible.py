@@ -70,7 +70,9 @@ def test_no_request_goes_where_it_may_not(policy, before, after, dead, turns) ->
         for name, tokens, subset, ends, wait_s in turns:
             rig.now += wait_s
             router.plan_moves()
-            asked = RequestHead("POST", "/v1/completions", {"x-session-id": name}, subset)
+            asked = RequestHead(
+                method="POST", path="/v1/completions", headers={"x-session-id": name}, subset=subset
+            )
             host = next((s.host for s in router.state.sessions.matching(name)), "")
             verdict = rig.ask(range(tokens), asked)
             if isinstance(verdict, Refusal):

@@ -9,11 +9,23 @@ from router_rig import USUAL, A, B, C, Rig, completion, pool
 from routing_objects import chosen, head
 
 from perilune_api.pool import EndpointSpec, Migration, MoveTrigger, Pool, Routing
-from perilune_gateway.model import H20_30B, DecisionRecord, MoveReason, Outcome, Phase, Reason, Routed
-from perilune_gateway.moves.planner import State
+from perilune_gateway.model import (
+    H20_30B,
+    Decision,
+    DecisionRecord,
+    MoveReason,
+    Outcome,
+    Phase,
+    Reason,
+    Routed,
+    TokenSource,
+)
+from perilune_gateway.moves.planner import Lapse, State
 from perilune_gateway.observe import moves as move_rows
 from perilune_gateway.observe.explain import to_json
 from perilune_gateway.observe.stats import Snapshot
+from perilune_gateway.request.block_hashes import chain
+from perilune_gateway.routing.context import Prompt
 
 DEFAULT = Routing().policy.name
 LONG = 32_000
@@ -95,15 +107,33 @@ def test_the_default_policy_moves_the_sessions_of_a_draining_endpoint_itself() -
     assert rig.states() == [State.LAPSED]
 
 
-def test_without_the_trigger_sticky_stays_until_the_endpoint_is_gone() -> None:
-    rig = Moving("sticky", MoveTrigger.REPLICATE)
+def test_weighing_a_turn_lets_no_offer_lapse() -> None:
+    rig = Moving(DEFAULT, MoveTrigger.DRAIN)
     host = rig.turn("s", text(1, 320)).target
     rig.drain(host)
     rig.router.plan_moves()
-    assert rig.turn("s", text(1, 480)).target == host
+    offers = rig.router.moves.planner.offers
+    prompt = Prompt(
+        tokens=480, source=TokenSource.LOCAL, blocks=chain(text(1, 480), rig.block_size, 0), model="m"
+    )
+    _, _, verdict = rig.router.weigh(head("/v1/completions", x_session_id="s"), prompt, 1)
+    assert isinstance(verdict, Decision)
+    assert verdict.moved_from == host, "the offer does not fit a session that the policy moves"
+    assert rig.router.moves.planner.offers == offers
+    assert rig.states() == []
+
+
+@pytest.mark.parametrize(("policy", "stays"), [("sticky", True), (DEFAULT, False)])
+def test_without_the_trigger_it_is_the_policy_that_leaves_or_stays(policy: str, stays: bool) -> None:
+    rig = Moving(policy, MoveTrigger.REPLICATE)
+    host = rig.turn("s", text(1, 320)).target
+    rig.drain(host)
+    rig.router.plan_moves()
+    assert (rig.turn("s", text(1, 480)).target == host) == stays
 
 
 def test_a_session_leaves_a_hot_host_and_the_header_only_path_makes_room_for_that() -> None:
+    """Under another policy than the default one, which judges hot hosts itself where no KV goes ahead."""
     rig = Moving("sticky", MoveTrigger.HOT_HOST)
     host = rig.turn("s", text(1, 320)).target
     others = [rig.send(f"t{i}", text(i + 2, LONG)) for i in range(6)]
@@ -125,7 +155,7 @@ def test_a_session_leaves_a_hot_host_and_the_header_only_path_makes_room_for_tha
 
 
 def test_a_prefix_that_many_begin_with_gets_a_copy() -> None:
-    rig = Moving("perilune", MoveTrigger.REPLICATE)
+    rig = Moving(DEFAULT, MoveTrigger.REPLICATE)
     system = text(9, 16_000)
     first = rig.turn("s0", [*system, *text(10, 320)]).target
     for i in range(1, 4):
@@ -140,8 +170,15 @@ def test_a_prefix_that_many_begin_with_gets_a_copy() -> None:
     assert {move.target for move in rig.router.moves.planner.offers} == {A, B, C} - {first, offer.target}
 
 
-def test_the_page_and_the_metrics_tell_all_of_it() -> None:
-    rig = Moving("sticky", MoveTrigger.DRAIN)
+@pytest.mark.parametrize(
+    ("policy", "state", "lapse"),
+    [
+        pytest.param("sticky", State.COMPLETED, None, id="sticky"),
+        pytest.param(DEFAULT, State.LAPSED, Lapse.POLICY, id="the default one leaves with the request"),
+    ],
+)
+def test_the_page_and_the_metrics_tell_all_of_it(policy: str, state: State, lapse: Lapse | None) -> None:
+    rig = Moving(policy, MoveTrigger.DRAIN)
     host = rig.turn("s", text(1, 320)).target
     rig.turn("t", text(2, 320))
     rig.drain(host)
@@ -158,11 +195,11 @@ def test_the_page_and_the_metrics_tell_all_of_it() -> None:
     assert page["budget"] == {"moves_left": None, "in_flight": []}
     rig.turn("s", text(1, 480))
     (ended,) = rig.page()["ended"]
-    assert (ended["state"], ended["lapse"], ended["target"]) == ("completed", None, offer["target"])
+    assert (ended["state"], ended["lapse"], ended["target"]) == (state, lapse, offer["target"])
     metrics = rig.metrics
     metrics.mirror(lambda: Snapshot(moves=rig.router.moves.planner.stats(rig.now)))
     shown = generate_latest(metrics.registry).decode()
-    assert 'perilune_moves_total{reason="drain",state="completed"} 1.0' in shown
+    assert f'perilune_moves_total{{reason="drain",state="{state}"}} 1.0' in shown
     assert 'perilune_moves_total{reason="hot_host",state="lapsed"} 0.0' in shown
     assert 'perilune_moves_lapsed_total{why="busy"} 0.0' in shown
     assert 'perilune_moves_refused_total{reason="nowhere"} 0.0' in shown

@@ -12,13 +12,13 @@ from perilune_gateway.state.facts import Unreached
 
 
 def test_only_endpoints_of_the_subset_hint_are_chosen(rig: Rig) -> None:
-    h = RequestHead("POST", "/v1/completions", {}, frozenset({B}))
+    h = RequestHead(method="POST", path="/v1/completions", headers={}, subset=frozenset({B}))
     assert rig.route(h=h).destinations == (B,)
 
 
 @pytest.mark.parametrize("subset", [frozenset(), frozenset({"1.1.1.1:1"})])
 def test_a_subset_without_an_endpoint_of_ours_is_refused(rig: Rig, subset: frozenset[str]) -> None:
-    refusal = rig.ask(h=RequestHead("POST", "/v1/completions", {}, subset))
+    refusal = rig.ask(h=RequestHead(method="POST", path="/v1/completions", headers={}, subset=subset))
     assert isinstance(refusal, Refusal)
     assert (refusal.reason, refusal.status) == (RefuseReason.SUBSET_EMPTY, 503)
 

@@ -179,8 +179,8 @@ class Knows:
 
     def now(self, request: ParsedRequest) -> Tokens:
         if request.previous_response_id:
-            return Tokens(20, TokenSource.ESTIMATE)
-        return Tokens(100, TokenSource.LOCAL, range(100))
+            return Tokens(count=20, source=TokenSource.ESTIMATE)
+        return Tokens(count=100, source=TokenSource.LOCAL, ids=range(100))
 
 
 @pytest.mark.parametrize(

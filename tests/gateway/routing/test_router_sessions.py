@@ -127,7 +127,7 @@ class Forgetful:
     rewrites_answers = True
 
     def now(self, request: ParsedRequest) -> Tokens:
-        return Tokens(20, TokenSource.LOCAL, range(20))
+        return Tokens(count=20, source=TokenSource.LOCAL, ids=range(20))
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/completions"])
@@ -190,9 +190,9 @@ class Exact:
         assert isinstance(request.prompt, ChatPrompt)
         text = bytes(request.prompt.messages)
         if b"custom_tool_call" in text:
-            return Tokens(len(text) // 4, TokenSource.ESTIMATE)
+            return Tokens(count=len(text) // 4, source=TokenSource.ESTIMATE)
         ids = [int.from_bytes(text[at : at + 3], "big") for at in range(0, len(text), 4)]
-        return Tokens(len(ids), TokenSource.LOCAL, ids)
+        return Tokens(count=len(ids), source=TokenSource.LOCAL, ids=ids)
 
 
 def test_a_turn_that_is_only_estimated_keeps_its_host_and_what_that_caches() -> None:
@@ -210,7 +210,7 @@ def test_a_turn_that_is_only_estimated_keeps_its_host_and_what_that_caches() -> 
     host = first.destinations[0]
     (session,) = rig.state.sessions.matching("s")
     rig.state.index.stored(host, Tier.DEVICE, session.chain, rig.now)
-    rig.router.on_applied(Applied(host, Tier.DEVICE, 0, tuple(session.chain)))
+    rig.router.on_applied(Applied(endpoint=host, tier=Tier.DEVICE, parent=0, stored=tuple(session.chain)))
     rig.finish(first)
     rig.now += 60.0
     rig.queue(host, 0.3)

@@ -34,13 +34,13 @@ def learnt(*prefills: tuple[InFlight, float]) -> list[Measured]:
 
 def test_a_prefill_on_an_idle_endpoint_took_its_overhead_too() -> None:
     prefill, ttft = learnt((sent(10.0), 13.0))
-    assert prefill == Measured(Measure.PREFILL, "a", 3.0, 1.5)
+    assert prefill == Measured(of=Measure.PREFILL, endpoint="a", observed_s=3.0, predicted_s=1.5)
     assert (ttft.of, ttft.observed_s, ttft.predicted_s) == (Measure.TTFT, 3.0, pytest.approx(4.5))
 
 
 def test_a_prefill_that_waited_ran_since_the_one_before() -> None:
     *_, prefill, ttft = learnt((sent(10.0), 13.0), (sent(11.0), 15.0))
-    assert prefill == Measured(Measure.PREFILL, "a", 2.0, 1.0)
+    assert prefill == Measured(of=Measure.PREFILL, endpoint="a", observed_s=2.0, predicted_s=1.0)
     assert ttft.observed_s == 4.0
 
 
@@ -50,7 +50,9 @@ def test_a_prefill_that_waited_ran_since_the_one_before() -> None:
 def test_fetching_took_what_prefill_and_overhead_do_not_explain(
     forecast: PrefillForecast, measure: Measure, source: str
 ) -> None:
-    assert learnt((sent(10.0, forecast), 15.0)) == [Measured(measure, "a", 3.5, 2.0, source)]
+    assert learnt((sent(10.0, forecast), 15.0)) == [
+        Measured(of=measure, endpoint="a", observed_s=3.5, predicted_s=2.0, source=source)
+    ]
 
 
 def test_fetching_behind_another_prefill_tells_nothing() -> None:

@@ -40,7 +40,7 @@ class Engine:
             extra_keys=keys,
         )
         parent = chain[after - 1] if after else block_hashes.prefix_root(lora, salt)
-        self.tokens.stored(event, Applied("e", parent=parent, stored=tuple(new)))
+        self.tokens.stored(event, Applied(endpoint="e", parent=parent, stored=tuple(new)))
         return chain[-1]
 
 
@@ -112,8 +112,10 @@ def test_a_prompt_whose_head_was_not_announced_is_not_known(tokens, engine) -> N
 
 def test_blocks_of_several_cache_groups_are_refused(tokens, engine) -> None:
     last = engine.stores(list(range(8)))
-    other = BlockStored([1], None, [1] * SIZE, SIZE, group_idx=1)
-    tokens.stored(other, Applied("e"))
+    other = BlockStored(
+        block_hashes=[1], parent_block_hash=None, token_ids=[1] * SIZE, block_size=SIZE, group_idx=1
+    )
+    tokens.stored(other, Applied(endpoint="e"))
     assert tokens.why_not(last) is Immovable.GROUPS
 
 

@@ -24,14 +24,16 @@ def test_a_stamp_is_later_than_all_that_was_seen() -> None:
 def test_each_change_is_taken_once() -> None:
     changes, woken = pending()
     changes.on_claimed(facts.Claimed("a", range(MAX_CLAIMED_BLOCKS + 1), 5.0, 7))
-    changes.on_measured(facts.Measured(Measured(Measure.PREFILL, "a", 2.0, 1.0)))
+    changes.on_measured(
+        facts.Measured(Measured(of=Measure.PREFILL, endpoint="a", observed_s=2.0, predicted_s=1.0))
+    )
     for here in (True, True, False):
         changes.on_load_changed(facts.LoadChanged("a", here))
     changes.on_offers_changed(facts.OffersChanged())
     assert len(woken) == 5
     assert changes.take_events() == [
         Claimed("a", packed(range(MAX_CLAIMED_BLOCKS)), 5.0, 7),
-        Measured(Measure.PREFILL, "a", 2.0, 1.0, at_us=NOW_US),
+        Measured(of=Measure.PREFILL, endpoint="a", observed_s=2.0, predicted_s=1.0, at_us=NOW_US),
     ]
     assert changes.take_loaded() == {"a"}
     assert changes.take_offers_changed()

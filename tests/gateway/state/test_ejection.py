@@ -48,7 +48,7 @@ class Pool:
         self, address: str, source: object = None, *, by_event: bool = False, tenant: str = ""
     ) -> InFlight:
         ticket = next(self._tickets)
-        session = None if source is None else Session(SessionKey(tenant, str(source)))
+        session = None if source is None else Session(key=SessionKey(tenant, str(source)))
         request = in_flight(
             ticket,
             address,

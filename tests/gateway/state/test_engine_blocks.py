@@ -35,7 +35,14 @@ class Pool:
 
 
 def stored(names=NAMES, tokens=TOKENS, parent=None, **more) -> BlockStored:
-    return BlockStored(tuple(names), parent, tuple(tokens), SIZE, medium=more.pop("medium", "GPU"), **more)
+    return BlockStored(
+        block_hashes=tuple(names),
+        parent_block_hash=parent,
+        token_ids=tuple(tokens),
+        block_size=SIZE,
+        medium=more.pop("medium", "GPU"),
+        **more,
+    )
 
 
 def test_a_prompt_stored_in_steps_is_one_chain():
@@ -50,7 +57,13 @@ def test_a_prompt_stored_in_steps_is_one_chain():
 
 def test_an_engines_longer_block_is_several_of_the_pools():
     pool, chain = Pool(), blocks.chain(TOKENS[:4] + TOKENS[:4], SIZE, 0)
-    long = BlockStored((101, 102), None, TOKENS[:4] + TOKENS[:4], 2 * SIZE, medium="GPU")
+    long = BlockStored(
+        block_hashes=(101, 102),
+        parent_block_hash=None,
+        token_ids=TOKENS[:4] + TOKENS[:4],
+        block_size=2 * SIZE,
+        medium="GPU",
+    )
     applied = pool.apply(long)
     assert (applied.stored, applied.stride) == (chain, 2)
     assert pool.device(TOKENS[:4] + TOKENS[:4]) == {"a": 4}
@@ -145,7 +158,9 @@ def test_host_tier():
     """Offloading connectors announce neither tokens nor parent."""
     pool = Pool()
     pool.apply(stored())
-    applied = pool.apply(BlockStored(NAMES, None, (), 0, medium="CPU"))
+    applied = pool.apply(
+        BlockStored(block_hashes=NAMES, parent_block_hash=None, token_ids=(), block_size=0, medium="CPU")
+    )
     assert (applied.tier, len(applied.stored)) == (Tier.HOST, 3)
     pool.apply(BlockRemoved(NAMES, "GPU"))
     chain = blocks.chain(TOKENS, SIZE, 0)
@@ -157,7 +172,11 @@ def test_host_tier():
 def test_store_tier_belongs_to_the_pool_and_is_never_removed():
     pool = Pool()
     pool.apply(stored())
-    pool.apply(BlockStored(NAMES, None, TOKENS, SIZE, medium="cpu"))
+    pool.apply(
+        BlockStored(
+            block_hashes=NAMES, parent_block_hash=None, token_ids=TOKENS, block_size=SIZE, medium="cpu"
+        )
+    )
     pool.apply(BlockRemoved(NAMES, "cpu"))
     pool.apply(AllBlocksCleared())
     assert pool.index.find_matches(blocks.chain(TOKENS, SIZE, 0), 0.0).of("b") == (0, 0, 3)
@@ -167,7 +186,12 @@ def test_store_tier_belongs_to_the_pool_and_is_never_removed():
     ("event", "why", "count"),
     [
         pytest.param(BlockRemoved((999,), "GPU"), Unused.UNKNOWN_BLOCK, 1, id="removal of an unknown block"),
-        pytest.param(BlockStored(NAMES[:1], None, TOKENS[:3], 3), Unused.BLOCK_SIZE, 1, id="block size"),
+        pytest.param(
+            BlockStored(block_hashes=NAMES[:1], parent_block_hash=None, token_ids=TOKENS[:3], block_size=3),
+            Unused.BLOCK_SIZE,
+            1,
+            id="block size",
+        ),
         pytest.param(stored(tokens=TOKENS[:5]), Unused.MALFORMED, 3, id="too few tokens"),
         pytest.param(stored(tokens=(-1, *TOKENS[1:])), Unused.MALFORMED, 3, id="impossible token"),
         pytest.param(
@@ -254,8 +278,14 @@ def test_what_is_removed_or_cleared_while_it_waits_does_not_join():
 
 def test_blocks_of_other_tiers_wait_for_their_names():
     pool = Pool()
-    pool.apply(BlockStored(NAMES, None, (), 0, medium="CPU"))
-    pool.apply(BlockStored(NAMES, None, TOKENS, SIZE, medium="cpu"))
+    pool.apply(
+        BlockStored(block_hashes=NAMES, parent_block_hash=None, token_ids=(), block_size=0, medium="CPU")
+    )
+    pool.apply(
+        BlockStored(
+            block_hashes=NAMES, parent_block_hash=None, token_ids=TOKENS, block_size=SIZE, medium="cpu"
+        )
+    )
     pool.apply(BlockRemoved((103,), "CPU"))
     pool.apply(stored(NAMES[:2], TOKENS[:4]), "b")
     assert pool.index.find_matches(blocks.chain(TOKENS, SIZE, 0), 0.0).of("a") == (0, 2, 2)
@@ -275,7 +305,15 @@ def test_host_rows_in_any_order():
     """Connectors announce what they have offloaded, not prompts."""
     pool = Pool()
     pool.apply(stored())
-    pool.apply(BlockStored((103, 101, 102, 101), None, (), 0, medium="CPU"))
+    pool.apply(
+        BlockStored(
+            block_hashes=(103, 101, 102, 101),
+            parent_block_hash=None,
+            token_ids=(),
+            block_size=0,
+            medium="CPU",
+        )
+    )
     pool.apply(BlockRemoved(NAMES, "GPU"))
     assert pool.index.find_matches(blocks.chain(TOKENS, SIZE, 0), 0.0).of("a") == (0, 3, 3)
     pool.apply(BlockRemoved((102, 103), "CPU"))
@@ -312,7 +350,13 @@ def test_groups_with_blocks_of_several_sizes():
     pool = Pool()
     pool.apply(stored(group_idx=0, kv_cache_spec_kind="full_attention"))
     long = BlockStored(
-        (102,), None, TOKENS[:4], 2 * SIZE, group_idx=1, kv_cache_spec_kind="mamba", medium="GPU"
+        block_hashes=(102,),
+        parent_block_hash=None,
+        token_ids=TOKENS[:4],
+        block_size=2 * SIZE,
+        group_idx=1,
+        kv_cache_spec_kind="mamba",
+        medium="GPU",
     )
     pool.apply(long)
     assert pool.device() == {"a": 2}
@@ -334,9 +378,17 @@ def events(draw):
     match draw(st.integers(0, 4)):
         case 0 | 1:
             tokens = tuple(range(first * SIZE, (first + len(names)) * SIZE))
-            return BlockStored(names, first - 1 if first else None, tokens, SIZE, medium="GPU")
+            return BlockStored(
+                block_hashes=names,
+                parent_block_hash=first - 1 if first else None,
+                token_ids=tokens,
+                block_size=SIZE,
+                medium="GPU",
+            )
         case 2:
-            return BlockStored(shuffled, None, (), 0, medium="CPU")
+            return BlockStored(
+                block_hashes=shuffled, parent_block_hash=None, token_ids=(), block_size=0, medium="CPU"
+            )
         case 3:
             return BlockRemoved(shuffled, draw(st.sampled_from(["GPU", "CPU"])))
         case _:

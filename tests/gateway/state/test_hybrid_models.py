@@ -90,7 +90,17 @@ def test_an_engine_that_tells_again_makes_a_late_gateway_know_all() -> None:
                 names = tuple(
                     map(blocks.low64, blocks.vllm_chain(tokens, size, Hashing(HashAlgorithm.SHA256_CBOR)))
                 )
-                engine.apply(ENGINE, BlockStored(names, None, tokens, size, medium="GPU"), 0.0)
+                engine.apply(
+                    ENGINE,
+                    BlockStored(
+                        block_hashes=names,
+                        parent_block_hash=None,
+                        token_ids=tokens,
+                        block_size=size,
+                        medium="GPU",
+                    ),
+                    0.0,
+                )
             for event in turn["events"]:
                 engine.apply(ENGINE, msgspec.convert(event, Event), 0.0)
     assert max(errors[True]) <= 0

@@ -41,7 +41,13 @@ def names(tokens=PROMPT, lora="", salt=""):
 
 
 def stored(names, tokens, parent=None, medium="GPU"):
-    return BlockStored(tuple(names), parent, tuple(tokens), SIZE, medium=medium)
+    return BlockStored(
+        block_hashes=tuple(names),
+        parent_block_hash=parent,
+        token_ids=tuple(tokens),
+        block_size=SIZE,
+        medium=medium,
+    )
 
 
 @pytest.mark.parametrize(

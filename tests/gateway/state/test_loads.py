@@ -48,7 +48,7 @@ def pending(loads: Loads, address: str = "a") -> tuple[int, float]:
 def stored(loads: Loads, address: str, blocks: list[int]) -> list[int]:
     """Announce these. Return the tickets of the requests whose prefill ends."""
     done = loads.awaiting(address, blocks)
-    loads.on_blocks_changed(BlocksChanged(Applied(address, stored=blocks), 0.0))
+    loads.on_blocks_changed(BlocksChanged(Applied(endpoint=address, stored=blocks), 0.0))
     return done
 
 

@@ -21,10 +21,10 @@ def announced(hashing=POOL, *, whole=False, size=SIZE, tokens=TOKENS, **how) -> 
     lora = [how["lora_name"]] if "lora_name" in how else []
     first = [*lora, how["salt"]] if "salt" in how else lora
     return BlockStored(
-        tuple(digests) if whole else tuple(map(blocks.low64, digests)),
-        None,
-        tuple(tokens),
-        size,
+        block_hashes=tuple(digests) if whole else tuple(map(blocks.low64, digests)),
+        parent_block_hash=None,
+        token_ids=tuple(tokens),
+        block_size=size,
         medium="GPU",
         lora_name=how.get("lora_name"),
         extra_keys=(first, *([lora] * (len(digests) - 1))) if first else None,
@@ -104,7 +104,9 @@ def test_every_disagreement_has_a_cure():
 def test_a_chain_is_followed_only_from_a_known_digest():
     it = check()
     names = announced().block_hashes
-    tail = BlockStored(names[1:], names[0], TOKENS[4:], SIZE)
+    tail = BlockStored(
+        block_hashes=names[1:], parent_block_hash=names[0], token_ids=TOKENS[4:], block_size=SIZE
+    )
     assert it.observe(ENGINE, tail) is None
     assert it.report(ENGINE).parity is Parity.UNKNOWN
     assert it.observe(ENGINE, announced()) is Parity.OK
@@ -113,7 +115,15 @@ def test_a_chain_is_followed_only_from_a_known_digest():
 
 def test_a_whole_digest_as_parent_is_enough():
     names = announced(whole=True).block_hashes
-    assert check().observe(ENGINE, BlockStored(names[1:], names[0], TOKENS[4:], SIZE)) is Parity.OK
+    assert (
+        check().observe(
+            ENGINE,
+            BlockStored(
+                block_hashes=names[1:], parent_block_hash=names[0], token_ids=TOKENS[4:], block_size=SIZE
+            ),
+        )
+        is Parity.OK
+    )
 
 
 def test_the_first_ones_then_one_in_k():
@@ -192,11 +202,30 @@ def test_where_events_come_late_missing_ones_say_nothing(lags_s):
 @pytest.mark.parametrize(
     "event",
     [
-        pytest.param(BlockStored((1,), None, TOKENS[:4], SIZE, medium="cpu"), id="store copy"),
-        pytest.param(BlockStored((1,), None, TOKENS[:4], SIZE, medium="CPU"), id="host copy"),
-        pytest.param(BlockStored((1,), None, TOKENS[:4], SIZE, group_idx=1), id="another group"),
-        pytest.param(BlockStored((1,), None, (), 0), id="no tokens"),
-        pytest.param(BlockStored((), None, (), 4), id="no blocks"),
+        pytest.param(
+            BlockStored(
+                block_hashes=(1,), parent_block_hash=None, token_ids=TOKENS[:4], block_size=SIZE, medium="cpu"
+            ),
+            id="store copy",
+        ),
+        pytest.param(
+            BlockStored(
+                block_hashes=(1,), parent_block_hash=None, token_ids=TOKENS[:4], block_size=SIZE, medium="CPU"
+            ),
+            id="host copy",
+        ),
+        pytest.param(
+            BlockStored(
+                block_hashes=(1,), parent_block_hash=None, token_ids=TOKENS[:4], block_size=SIZE, group_idx=1
+            ),
+            id="another group",
+        ),
+        pytest.param(
+            BlockStored(block_hashes=(1,), parent_block_hash=None, token_ids=(), block_size=0), id="no tokens"
+        ),
+        pytest.param(
+            BlockStored(block_hashes=(), parent_block_hash=None, token_ids=(), block_size=4), id="no blocks"
+        ),
     ],
 )
 def test_what_is_not_compared(event):

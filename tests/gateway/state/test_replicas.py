@@ -455,7 +455,7 @@ def test_what_a_failed_write_would_have_told_is_told_again():
     first.finish(kept)
     first.route(range(24), turn("kept"))
     first.state.facts.tell(facts.Judged(B, "", True))
-    first.state.facts.tell(facts.Measured(Measured(Measure.DECODE, A, 2.0)))
+    first.state.facts.tell(facts.Measured(Measured(of=Measure.DECODE, endpoint=A, observed_s=2.0)))
     lost = first.shared.take()
     first.shared.failed(lost)
     again = first.shared.take()
@@ -516,7 +516,7 @@ def test_an_ejection_ends_with_its_endpoint():
 
 
 def test_changes_of_a_newer_version_are_left_out_and_counted():
-    known = Loaded(5, A, 1)
+    known = Loaded(at_us=5, endpoint=A, in_flight=1)
     newer = ["loaded", 5, A, 1, 0, 0, 0.0, 0, "a field of tomorrow"]
     message = msgspec.msgpack.encode(["a", 3, [newer, ["a kind of tomorrow", 1], known]])
     assert decode(message) == Batch("a", [known, known], 3, 1)
@@ -592,21 +592,25 @@ HOSTS, NAMES, REPLICAS = (A, B, ""), (b"s" * 16, b"t" * 16), ("x", "y")
 stamps = st.integers(1, 6)
 changes: st.SearchStrategy[Change] = st.one_of(
     st.builds(
-        Bound, stamps, st.sampled_from(NAMES), st.sampled_from(HOSTS), context_tokens=st.integers(0, 3)
+        Bound,
+        at_us=stamps,
+        session=st.sampled_from(NAMES),
+        host=st.sampled_from(HOSTS),
+        context_tokens=st.integers(0, 3),
     ),
-    st.builds(Loaded, stamps, st.sampled_from((A, B)), st.integers(0, 3)),
+    st.builds(Loaded, at_us=stamps, endpoint=st.sampled_from((A, B)), in_flight=st.integers(0, 3)),
     st.builds(Counted, stamps, st.integers(0, 3), st.integers(0, 3)),
     st.builds(
         Offered,
-        stamps,
-        st.sampled_from(NAMES),
-        st.just(MoveReason.DRAIN),
-        st.just(A),
-        st.just(B),
-        st.sampled_from(OfferStage),
-        st.just(10.0),
-        st.sampled_from((None, 1.0)),
-        st.integers(0, 3),
+        at_us=stamps,
+        subject=st.sampled_from(NAMES),
+        reason=st.just(MoveReason.DRAIN),
+        source=st.just(A),
+        target=st.just(B),
+        stage=st.sampled_from(OfferStage),
+        seconds=st.just(10.0),
+        begun_s=st.sampled_from((None, 1.0)),
+        transfer_bytes=st.integers(0, 3),
     ),
     st.builds(Ejected, stamps, st.sampled_from((A, B)), st.sampled_from(("", *Cause))),
 )

@@ -21,7 +21,7 @@ def elsewhere(peers: Peers = Peers("a")) -> SessionsElsewhere:  # noqa: B008
 
 
 def bound(key: SessionKey, host: str = "h", **more: object) -> Bound:
-    return Bound(5, NAMES.session(key), host, **more)
+    return Bound(at_us=5, session=NAMES.session(key), host=host, **more)
 
 
 def test_a_session_is_taken_once_and_then_known_here() -> None:
@@ -97,7 +97,7 @@ def test_the_session_that_was_heard_of_least_recently_is_forgotten_first() -> No
 
 
 def test_a_turn_is_told_once_and_then_saved() -> None:
-    known, session = elsewhere(), Session(KEYS[0])
+    known, session = elsewhere(), Session(key=KEYS[0])
     known.changed(session)
     known.changed(session)
     assert session.stamp.replica == "a"
@@ -112,7 +112,7 @@ def test_a_turn_is_told_once_and_then_saved() -> None:
 
 def test_a_turn_runs_elsewhere_while_its_replica_is_alive() -> None:
     peers = Peers("a")
-    known, session = elsewhere(peers), Session(KEYS[0], runs_at="b")
+    known, session = elsewhere(peers), Session(key=KEYS[0], runs_at="b")
     assert not known.runs(session)
     peers.hear("b", 0.0)
     assert known.runs(session)

@@ -241,7 +241,7 @@ class TestOverHttp:
             pytest.param(
                 NoEngine.FALLEN,
                 ["http://e"],
-                "/metrics of http://e has counts that fell: an engine was started anew meanwhile, or"
+                "/metrics of http://e has counts that fell: an engine was restarted meanwhile, or"
                 " several answer there",
                 id="named already",
             ),

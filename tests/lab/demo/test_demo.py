@@ -88,7 +88,15 @@ def quantiles(value: float) -> report.Quantiles:
 
 def test_gains_compare_the_first_run_with_each_other():
     def run(policy, apc, ttft_s):
-        return report.Run(policy, 10, 10, 0, 1.0, apc=apc, ttft_s=quantiles(ttft_s))
+        return report.Run(
+            policy=policy,
+            requests=10,
+            succeeded=10,
+            rejected=0,
+            success_rate=1.0,
+            apc=apc,
+            ttft_s=quantiles(ttft_s),
+        )
 
     runs = [run("ear", 0.8, 0.1), run("round_robin", 0.4, 0.4), run("sticky", 0.8, 0.2)]
     console = Console(width=120, file=StringIO())

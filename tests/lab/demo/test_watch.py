@@ -19,7 +19,10 @@ async def test_scheduling_times_come_with_their_steps():
     registry = CollectorRegistry()
     timings_us = {"index": 200.0, "total": 500.0}
     record = DecisionRecord(
-        RequestView("r", 0, 10), Decision("h:1", Reason.HOST), "ear", timings_us=timings_us
+        view=RequestView(request_id="r", ordinal=0, prompt_tokens=10),
+        verdict=Decision("h:1", Reason.HOST),
+        policy="ear",
+        timings_us=timings_us,
     )
     Metrics(registry).decided(record)
 

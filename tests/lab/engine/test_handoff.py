@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from waiting import HANG
 
 BLOCK = 32
 FOREVER = "1000000"
@@ -85,7 +86,7 @@ async def usage(http, engine) -> float:
 
 
 async def until_free(http, engine) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG):
         while await usage(http, engine):  # noqa: ASYNC110 - the engine is another process
             await asyncio.sleep(0.01)
 

@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 from forked import Popen
 from prometheus_client.parser import text_string_to_metric_families
-from waiting import until_true
+from waiting import HANG, until_true
 
 from perilune_lab.vocabulary import LabTokenizer, Vocabulary
 
@@ -388,7 +388,7 @@ async def test_a_client_that_does_not_read_holds_nobody_up(start):
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         await reader.readline()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG):
             for i in range(20):
                 await ask(f"{engine.url}/v1/completions", completion([i] * 50, max_tokens=500))
 
@@ -398,7 +398,7 @@ async def test_a_client_that_does_not_read_holds_nobody_up(start):
 
             await until_true(done)
         received = b""
-        while chunk := await asyncio.wait_for(reader.read(1 << 20), 10):
+        while chunk := await asyncio.wait_for(reader.read(1 << 20), HANG):
             received += chunk
             if received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
                 break
@@ -407,17 +407,16 @@ async def test_a_client_that_does_not_read_holds_nobody_up(start):
         writer.close()
 
 
-async def test_sigterm_ends_within_a_second_even_amid_a_stream(start):
+async def test_sigterm_waits_for_no_stream(start):
     engine = start("--time-scale", "1")
     async with aiohttp.ClientSession() as http:
         body = completion(max_tokens=5000, stream=True)
         answer = await http.post(f"{engine.url}/v1/completions", json=body)
         await answer.content.readline()
-        begin = time.monotonic()
         engine.popen.send_signal(signal.SIGTERM)
-        status = await asyncio.to_thread(engine.popen.wait, 10)
-        assert time.monotonic() - begin < 1.0
-        answer.close()
+        status = await asyncio.to_thread(engine.popen.wait, HANG)
+        with pytest.raises(aiohttp.ClientError):
+            await answer.read()
     assert status == 0
     assert engine.popen.stderr.read() == ""
 
@@ -513,7 +512,7 @@ async def test_events_and_replay_carry_what_a_request_stored(start):
         while await live.poll(100):
             await live.recv_multipart()
         await ask(url, body, headers={"X-Session-ID": "header"})
-        batches = [await asyncio.wait_for(live.recv_multipart(), 5) for _ in range(2)]
+        batches = [await asyncio.wait_for(live.recv_multipart(), HANG) for _ in range(2)]
         assert batches[0][0] == b"kv@pod-0@sim-30b"
         first_seq = int.from_bytes(batches[0][1], "big")
         assert int.from_bytes(batches[1][1], "big") == first_seq + 1
@@ -527,7 +526,7 @@ async def test_events_and_replay_carry_what_a_request_stored(start):
         assert second[1][0]["parent_block_hash"] == events[0]["block_hashes"][-1]
         replay.connect(engine.facts["replay"])
         await replay.send_multipart([b"", first_seq.to_bytes(8, "big")])
-        answers = [await asyncio.wait_for(replay.recv_multipart(), 5) for _ in range(3)]
+        answers = [await asyncio.wait_for(replay.recv_multipart(), HANG) for _ in range(3)]
         assert answers[:2] == [[b"", *batch] for batch in batches]
         assert answers[2] == [b"", b"", b"\xff" * 8, b""]
     finally:

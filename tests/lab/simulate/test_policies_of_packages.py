@@ -38,7 +38,10 @@ def recorded(tmp_path: Path) -> str:
     """Return a decision log with one decision of ear."""
     writer, file = Writer("1"), tmp_path / "log.jsonl"
     record = DecisionRecord(
-        request(of=session("a")), Decision("a", Reason.HOST), "ear", tuple(fleet(a=5_000, b=0))
+        view=request(of=session("a")),
+        verdict=Decision("a", Reason.HOST),
+        policy="ear",
+        candidates=tuple(fleet(a=5_000, b=0)),
     )
     pool = Pool(Metadata("p"), Spec(Model(name="m")))
     file.write_bytes(writer.pool(pool, 0.0) + writer.decision(0, record))
@@ -87,7 +90,10 @@ def test_what_it_gets_wrong_is_left_out_and_said(tmp_path: Path, capsys) -> None
 )
 def test_explain_asks_it_too(tmp_path: Path, source: str, answer: dict[str, str]) -> None:
     record = DecisionRecord(
-        request(of=session("a")), Decision("a", Reason.HOST), "ear", tuple(fleet(a=5_000, b=0))
+        view=request(of=session("a")),
+        verdict=Decision("a", Reason.HOST),
+        policy="ear",
+        candidates=tuple(fleet(a=5_000, b=0)),
     )
     with installed(tmp_path, source):
         found = dict(counterfactual(record, POLICIES, PolicyChoice(), Random(0)))["mine"]

@@ -36,11 +36,13 @@ def trace(*sessions: Session) -> Trace:
 def test_a_small_trace_has_the_numbers_computed_by_hand():
     found = stats(trace(session("a", 100, 200, 300), session("b", 400)))
     assert (found.name, found.requests, found.sessions) == ("t", 4, 2)
-    assert found.input_tokens == Spread(250, 175, 250, 325, pytest.approx(370), pytest.approx(397), 400)
-    assert found.turns_per_session == Spread(2, 1.5, 2, 2.5, 2.8, 2.98, 3)
+    assert found.input_tokens == Spread(
+        mean=250, p25=175, p50=250, p75=325, p90=pytest.approx(370), p99=pytest.approx(397), max=400
+    )
+    assert found.turns_per_session == Spread(mean=2, p25=1.5, p50=2, p75=2.5, p90=2.8, p99=2.98, max=3)
     assert found.tokens_per_session.max == 600
     assert found.input_per_output == 25.0
-    assert found.gap_s == Spread(3, 2.5, 3, 3.5, 3.8, 3.98, 4)
+    assert found.gap_s == Spread(mean=3, p25=2.5, p50=3, p75=3.5, p90=3.8, p99=3.98, max=4)
     assert found.top_1_percent_share == 0.6
     assert found.hit_rate.any == found.hit_rate.intra_session == (110 + 210) / 1000
     assert found.reuse

@@ -24,17 +24,17 @@ NEVER_HOT = PolicyChoice(name="ear", ear=EarParams(hot_pending_tokens=10**9))
 
 def record(name: str, time: float, tokens: int, policy: str = "ear", **changes: object) -> DecisionRecord:
     base = DecisionRecord(
-        request(of=session(ENDPOINTS[0], id=name), tokens=tokens),
-        Decision(ENDPOINTS[0], Reason.HOST),
-        policy,
-        tuple(candidate(address) for address in ENDPOINTS),
+        view=request(of=session(ENDPOINTS[0], id=name), tokens=tokens),
+        verdict=Decision(ENDPOINTS[0], Reason.HOST),
+        policy=policy,
+        candidates=tuple(candidate(address) for address in ENDPOINTS),
         time=time,
     )
     return replace(base, **changes)
 
 
 def ending(seconds: float, prefilled_s: float | None = 0.5) -> Ending:
-    return Ending(Outcome.COMPLETED, seconds, prefilled_s=prefilled_s)
+    return Ending(outcome=Outcome.COMPLETED, duration_s=seconds, prefilled_s=prefilled_s)
 
 
 def read(*turns: tuple[DecisionRecord, Ending | None]) -> Recording:
@@ -196,6 +196,6 @@ def test_what_is_wrong_with_a_call_is_said(tmp_path: Path, options: list[str], s
 
 def test_what_is_wrong_with_a_log_is_said(tmp_path: Path, capsys) -> None:
     assert cli.main(["--log", str(tmp_path / "none.jsonl")]) == 2
-    assert "none.jsonl: No such file or directory - at `--log`" in capsys.readouterr().err
+    assert "none.jsonl: No such file or directory" in capsys.readouterr().err
     assert cli.main(["--log", written(tmp_path, sessions=3)]) == 2
     assert "record for longer - at `--log`" in capsys.readouterr().err

@@ -28,6 +28,7 @@ from perilune_gateway.model import (
 )
 from perilune_gateway.observe.decision_log import Logged, Writer
 from perilune_gateway.policy import POLICIES
+from perilune_lab.terminal import decision_logs
 from perilune_lab.whatif import cli
 from perilune_lab.whatif.arms import Arm, WhatIf
 from perilune_lab.whatif.text import busiest
@@ -38,7 +39,10 @@ ROUTING = Routing()
 def record(*candidates: Candidate, target: str = "a", **changes: object) -> DecisionRecord:
     """Of a session bound to a, which stays there."""
     base = DecisionRecord(
-        request(of=session("a")), Decision(target, Reason.HOST), "ear", candidates or tuple(fleet(a=0, b=9))
+        view=request(of=session("a")),
+        verdict=Decision(target, Reason.HOST),
+        policy="ear",
+        candidates=candidates or tuple(fleet(a=0, b=9)),
     )
     return replace(base, **changes)
 
@@ -129,7 +133,7 @@ def log(tmp_path: Path) -> Path:
     path.write_bytes(
         writer.pool(Pool(Metadata("p"), Spec(Model(name="m"), routing=ROUTING)), 0.0)
         + writer.decision(0, ear)
-        + writer.end(0, Ending(Outcome.COMPLETED, 1.0))
+        + writer.end(0, Ending(outcome=Outcome.COMPLETED, duration_s=1.0))
         + writer.decision(1, replace(ear, time=1060.0))
     )
     return path
@@ -182,7 +186,7 @@ class TestCommand:
         assert "2 decisions" in capsys.readouterr().out
 
     def test_progress_of_a_file_and_of_a_pipe(self, log, tmp_path, monkeypatch):
-        monkeypatch.setattr(cli, "PROGRESS_EVERY_S", 0.0)
+        monkeypatch.setattr(decision_logs, "PROGRESS_EVERY_S", 0.0)
         pipe = tmp_path / "pipe"
         os.mkfifo(pipe)
         Thread(target=pipe.write_bytes, args=(log.read_bytes(),)).start()

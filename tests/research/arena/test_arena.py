@@ -80,7 +80,16 @@ def test_a_recorded_load_is_another_part_of_the_recording_for_each_seed_with_wha
 
 def run(ttft_s: float, *, requests: int = 10, succeeded: int = 10) -> Run:
     times = Quantiles(ttft_s, ttft_s, ttft_s, ttft_s, ttft_s)
-    return Run("router", requests, succeeded, 0, 1.0, apc=0.5, ttft_s=times, e2e_s=times)
+    return Run(
+        policy="router",
+        requests=requests,
+        succeeded=succeeded,
+        rejected=0,
+        success_rate=1.0,
+        apc=0.5,
+        ttft_s=times,
+        e2e_s=times,
+    )
 
 
 def played(**ttfts_s: list[float]) -> list[tuple[Cell, Run]]:
@@ -107,7 +116,7 @@ def test_requests_that_failed_are_counted_over_seeds():
 
 
 def test_a_router_without_answers_has_no_times():
-    nothing = Run("smg", 5, 0, 0, 0.0)
+    nothing = Run(policy="smg", requests=5, succeeded=0, rejected=0, success_rate=0.0)
     assert (
         "| – | – | – | – | 5 of 5 | 1 |" in table.table([(Cell(BY_NAME["smg"], EASE, True, 0), nothing)])[2]
     )

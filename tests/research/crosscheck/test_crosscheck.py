@@ -29,7 +29,7 @@ def pair(
     plays: int = 1,
 ) -> Pair:
     times = Quantiles(live_s, live_s, live_s, live_s, live_s)
-    live = Run(policy, 10, 10, 0, 1.0, apc=apc, ttft_s=times)
+    live = Run(policy=policy, requests=10, succeeded=10, rejected=0, success_rate=1.0, apc=apc, ttft_s=times)
     return Pair(live, Simulated(simulated_s, simulated_s, 0.0, apc + off, spread), waited_s, plays)
 
 
@@ -103,7 +103,7 @@ def test_jitter_delays_a_little():
 
 
 def test_what_is_simulated_has_a_spread():
-    small = Crosscheck(Options(("round_robin",), seconds=8.0), Console(quiet=True))
+    small = Crosscheck(Options(policies=("round_robin",), seconds=8.0), Console(quiet=True))
     found = small.simulated("round_robin")
     assert 0 < found.ttft_p50_s < found.ttft_p90_s
     assert 0 < found.apc < 1

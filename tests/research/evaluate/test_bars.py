@@ -6,7 +6,7 @@ from perilune_research.evaluate.bars import Bar, Check, Verdict
 
 
 def check(value: float, low: float, high: float, limit: float = 1.0, *, at_most: bool = True) -> Check:
-    return Check("figure", value, low, high, limit, at_most)
+    return Check(what="figure", value=value, low=low, high=high, limit=limit, at_most=at_most)
 
 
 @pytest.mark.parametrize(

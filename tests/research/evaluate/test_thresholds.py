@@ -20,6 +20,6 @@ SURELY, PERHAPS = Estimate(1.2, 1.1, 1.3), Estimate(1.2, 0.9, 1.5)
 def test_the_default_stays_unless_another_is_surely_better(
     flat: tuple[float, ...], seeds: int, worse: Estimate, chosen: float, reason: str
 ) -> None:
-    choice = Choice("T_cool", (), 30.0, flat, 5.0, seeds, worse)
+    choice = Choice(name="T_cool", values=(), default=30.0, flat=flat, best=5.0, seeds=seeds, worse=worse)
     assert choice.chosen == chosen
     assert reason in choice.reason

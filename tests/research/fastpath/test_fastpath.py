@@ -6,6 +6,7 @@ from itertools import islice
 from random import Random
 
 import pytest
+from msgspec import structs
 from routing_objects import candidate, chosen, head, prefix
 
 from perilune_api.policies import PeriluneParams
@@ -70,17 +71,25 @@ ROUTING = Routing(policy=chosen("perilune", perilune=PeriluneParams(least_gain_s
 def side(
     tokens: int, rows: list[Candidate], held: Prefix, phase: Phase
 ) -> tuple[RequestContext, RequestView, object]:
-    session = SessionView("s", HOST, 1e6, tokens, turns=5)
-    view = RequestView("r", 0, tokens, phase, session, prefix=held)
+    session = SessionView(session_id="s", host=HOST, seconds_since_move=1e6, context_tokens=tokens, turns=5)
+    view = RequestView(
+        request_id="r", ordinal=0, prompt_tokens=tokens, phase=phase, session=session, prefix=held
+    )
     asked = RequestContext(
-        head(), 0.0, StepTimer(lambda: 0.0), Identity(), None, candidates=rows, prefix=held
+        head=head(),
+        now=0.0,
+        timer=StepTimer(lambda: 0.0),
+        identity=Identity(),
+        session=None,
+        candidates=rows,
+        prefix=held,
     )
     return asked, view, decide(view, rows, "perilune", ROUTING, Random(0))
 
 
 def row(address: str, tokens: int, held: int, pending_s: float = 0.0) -> Candidate:
     made = candidate(address, cached=held, pending_s=pending_s)
-    return made._replace(prefill_s=made.engine.prefill_s(tokens - held, held))
+    return structs.replace(made, prefill_s=made.engine.prefill_s(tokens - held, held))
 
 
 def pair(guess: tuple[int, int], truth: tuple[int, int, int], pending_s: float) -> Pair:
@@ -115,7 +124,7 @@ def test_the_cause_of_a_difference_is_named(guess, truth, pending_s, cause):
     assert found.by_headers[2].target == HOST
     assert found.by_body[2].target == OTHER
     assert cause_of(found) is cause
-    tally = Tally("perilune")
+    tally = Tally(policy="perilune")
     tally.add(found)
     assert (tally.turns, tally.equal, tally.read) == (1, 0, 0)
     assert [cause for cause, _ in tally.different] == [cause]
@@ -124,7 +133,7 @@ def test_the_cause_of_a_difference_is_named(guess, truth, pending_s, cause):
 
 def test_what_is_read_is_the_same():
     found = pair((40_000, 32_000), (40_000, 32_000, 0), 0.0)
-    tally = Tally("perilune")
+    tally = Tally(policy="perilune")
     tally.add(found)
     tally.add(replace(found, by_headers=(*found.by_headers[:2], NEED_BODY)))
     assert (tally.turns, tally.equal, tally.read, tally.same_share) == (2, 1, 1, 1.0)

@@ -22,7 +22,7 @@ MODERATE, PEAK = 0.6, 1.0
 
 
 def played(rate: float, seeds: int, *policies: str, deployment: Deployment) -> dict[str, Run]:
-    comparison = Comparison(policies, OfferedLoad(), deployment=deployment)
+    comparison = Comparison(policies=policies, load=OfferedLoad(), deployment=deployment)
     rows = [row for seed in range(1, seeds + 1) for row in piece(comparison, (rate, seed))]
     return {run.policy: run for run in pooled(comparison, rows)}
 

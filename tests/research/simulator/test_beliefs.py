@@ -29,7 +29,7 @@ def test_load_is_kept_as_the_gateway_keeps_it(seed: int):
     theirs = Fleet(H20.kv_pool_tokens, requests)
     theirs.set_endpoints(ours.endpoints, Topology())
     bound = {e.address: 0 for e in ours.endpoints}
-    sessions = [KnownSession(str(n)) for n in range(5)]
+    sessions = [KnownSession(name=str(n)) for n in range(5)]
     running: dict[int, tuple[int, int, float, int, bool]] = {}
     loads: dict[int, Load] = {}
     now = 1000.0

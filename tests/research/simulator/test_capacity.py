@@ -29,7 +29,15 @@ def run(p90: float, stretch: float, success: float = 1.0) -> Run:
     def at(value: float) -> Quantiles:
         return Quantiles(value, value, value, value, value)
 
-    return Run("p", 1, 1, 0, success, ttft_s=at(p90), stretch=at(stretch))
+    return Run(
+        policy="p",
+        requests=1,
+        succeeded=1,
+        rejected=0,
+        success_rate=success,
+        ttft_s=at(p90),
+        stretch=at(stretch),
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,8 +47,18 @@ def run(p90: float, stretch: float, success: float = 1.0) -> Run:
         pytest.param(run(5.1, 1.0), False, id="late first tokens"),
         pytest.param(run(1.0, 1.3), False, id="stretched sessions"),
         pytest.param(run(1.0, 1.0, 0.99), False, id="refused requests"),
-        pytest.param(Run("p", 0, 0, 0, 0.0), False, id="nothing measured"),
-        pytest.param(Run("p", 1, 1, 0, 1.0, ttft_s=run(1.0, 1.0).ttft_s), True, id="open loop"),
+        pytest.param(
+            Run(policy="p", requests=0, succeeded=0, rejected=0, success_rate=0.0),
+            False,
+            id="nothing measured",
+        ),
+        pytest.param(
+            Run(
+                policy="p", requests=1, succeeded=1, rejected=0, success_rate=1.0, ttft_s=run(1.0, 1.0).ttft_s
+            ),
+            True,
+            id="open loop",
+        ),
     ],
 )
 def test_a_run_meets_its_slos_or_not(measured: Run, holds: bool):
@@ -49,7 +67,7 @@ def test_a_run_meets_its_slos_or_not(measured: Run, holds: bool):
 
 def test_capacities_with_and_without_load_balancing():
     """What is found holds, what is 5 % above does not, and a hot host is worth leaving."""
-    comparison = Comparison(("ear", "sticky"), OfferedLoad(window_s=75.0, warmup_s=0.0))
+    comparison = Comparison(policies=("ear", "sticky"), load=OfferedLoad(window_s=75.0, warmup_s=0.0))
     ear, sticky = slo_capacity(comparison, [1, 2])
     for capacity in (ear, sticky):
         for seed, rate in zip((1, 2), capacity.by_seed, strict=True):

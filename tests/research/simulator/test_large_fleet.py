@@ -12,7 +12,15 @@ from perilune_research.simulator.routing import Seen
 
 
 def played(seen: Seen, peak_bytes: int = 2**20) -> Played:
-    return Played(1.0, 1, Run("ear", 1, 1, 0, 1.0), 1.0, 1.0, seen, peak_bytes)
+    return Played(
+        rate=1.0,
+        seed=1,
+        run=Run(policy="ear", requests=1, succeeded=1, rejected=0, success_rate=1.0),
+        simulated_s=1.0,
+        wall_s=1.0,
+        seen=seen,
+        peak_bytes=peak_bytes,
+    )
 
 
 def test_a_small_fleet_has_nothing_to_say():

@@ -87,7 +87,7 @@ def near(mine: object, theirs: object) -> bool:
 
 
 def test_means_and_intervals_over_seeds():
-    comparison = Comparison(("sticky", "round_robin"), SMALL)
+    comparison = Comparison(policies=("sticky", "round_robin"), load=SMALL)
     rows = [row for seed in (1, 2, 3) for row in piece(comparison, (1.0, seed))]
     sticky, robin = pooled(comparison, rows)
     p90 = [row.run.ttft_s.p90 for row in rows if row.run.policy == "sticky"]
@@ -100,7 +100,7 @@ def test_means_and_intervals_over_seeds():
 
 
 def test_seeds_are_paired():
-    comparison = Comparison(("sticky", "round_robin"), SMALL)
+    comparison = Comparison(policies=("sticky", "round_robin"), load=SMALL)
     a, b = piece(comparison, (1.0, 5))
     assert a.run.floor_ttft_s == b.run.floor_ttft_s
 
@@ -110,10 +110,11 @@ def test_the_interval_of_equal_values_is_a_point():
 
 
 def test_r_is_where_the_reference_is_five_times_above_the_floor():
-    comparison = Comparison(("ear",), OfferedLoad(window_s=150.0, warmup_s=0.0))
+    comparison = Comparison(policies=("ear",), load=OfferedLoad(window_s=150.0, warmup_s=0.0))
     rate = r_of(comparison, [1], "round_robin")
     regret = [
-        piece(Comparison(("round_robin",), comparison.load), (rate * x, 1))[0].run.regret for x in (0.8, 1.25)
+        piece(Comparison(policies=("round_robin",), load=comparison.load), (rate * x, 1))[0].run.regret
+        for x in (0.8, 1.25)
     ]
     assert regret[0] < 5.0 < regret[1] * 1.2
 
@@ -121,7 +122,7 @@ def test_r_is_where_the_reference_is_five_times_above_the_floor():
 def test_without_a_measured_request_there_is_no_r():
     nothing = OfferedLoad(window_s=0.002, warmup_s=0.001)
     with pytest.raises(NoRateError, match="no request is measured"):
-        r_of(Comparison((), nothing), [1])
+        r_of(Comparison(policies=(), load=nothing), [1])
 
 
 def test_gaps_between_tokens_are_pooled_over_sequences():
@@ -146,9 +147,9 @@ def test_weighted_quantiles_equal_those_of_repeated_values():
 
 def test_goodput_counts_who_was_in_time_twice():
     load = replace(SMALL, window_s=60.0, warmup_s=0.0)
-    (row,) = piece(Comparison(("round_robin",), load), (1.5, 1))
-    workload = load.workload(1.5, 1, Comparison(()).fleet.hardware.engine)
-    outcome = Comparison(("round_robin",), load).play("round_robin", workload, 1)
+    (row,) = piece(Comparison(policies=("round_robin",), load=load), (1.5, 1))
+    workload = load.workload(1.5, 1, Comparison(policies=()).fleet.hardware.engine)
+    outcome = Comparison(policies=("round_robin",), load=load).play("round_robin", workload, 1)
     good = [
         s
         for s in outcome.requests
@@ -160,8 +161,8 @@ def test_goodput_counts_who_was_in_time_twice():
 
 
 def test_the_legacy_factor_is_over_the_traces_own_span():
-    (row,) = piece(Comparison(("sticky",), SMALL), (1.0, 5))
-    workload = SMALL.workload(1.0, 5, Comparison(()).fleet.hardware.engine)
+    (row,) = piece(Comparison(policies=("sticky",), load=SMALL), (1.0, 5))
+    workload = SMALL.workload(1.0, 5, Comparison(policies=()).fleet.hardware.engine)
     at_s = [task.ideal_at_s for job in workload.jobs for task in job.tasks]
     assert row.run.wall_clock_factor_legacy == pytest.approx(row.simulated_s / (max(at_s) - min(at_s)))
     assert row.run.wall_clock_factor_legacy > row.run.wall_clock_factor

@@ -94,7 +94,7 @@ def test_the_budget_is_kept():
 
 def test_arms_of_the_ablation_are_policies_with_and_without_the_planner(busy: Workload):
     arms = ("sticky", "least_loaded" + PLANNER, "sticky" + PLANNER)
-    plan = Comparison(arms, LOAD)
+    plan = Comparison(policies=arms, load=LOAD)
     outcomes = {arm: plan.play(arm, busy, 1) for arm in arms}
     assert [outcome.policy for outcome in outcomes.values()] == list(arms)
     moves = {}

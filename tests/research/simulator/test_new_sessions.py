@@ -22,7 +22,7 @@ from perilune_research.simulator.simulation import SimulatedOutcome, simulate
 OFF = SessionAdmission()
 ON = SessionAdmission(enabled=True)
 SMALL = replace(H20, engine=replace(H20.engine, kv_pool_tokens=40_000))
-FLEET = SimulatedFleet(2, SMALL)
+FLEET = SimulatedFleet(endpoints=2, hardware=SMALL)
 LOAD = OfferedLoad(window_s=200.0, warmup_s=0.0, parameters=Agentic(context_tokens=30_000))
 
 
@@ -69,7 +69,9 @@ def test_without_it_rules_change_nothing(overload: Workload):
 
 
 def test_where_every_context_fits_no_session_waits(overload: Workload):
-    large = SimulatedFleet(2, replace(H20, engine=replace(H20.engine, kv_pool_tokens=100_000_000)))
+    large = SimulatedFleet(
+        endpoints=2, hardware=replace(H20, engine=replace(H20.engine, kv_pool_tokens=100_000_000))
+    )
     assert times(play(overload, ON, large)) == times(play(overload, OFF, large))
 
 
@@ -112,7 +114,9 @@ def test_the_command_line_turns_it_on():
 
 def test_long_sessions_are_not_starved_by_short_ones():
     """More come for minutes than fit, and all begin: of long and short ones nobody is lost."""
-    fleet = SimulatedFleet(4, replace(H20, engine=replace(H20.engine, kv_pool_tokens=80_000)))
+    fleet = SimulatedFleet(
+        endpoints=4, hardware=replace(H20, engine=replace(H20.engine, kv_pool_tokens=80_000))
+    )
     load = OfferedLoad(window_s=300.0, warmup_s=0.0, parameters=Agentic(context_tokens=60_000))
     outcome = play(load.workload(0.8, 3, fleet.hardware.engine), ON, fleet)
     first = [r for r in outcome.requests if r.task.number == 0]

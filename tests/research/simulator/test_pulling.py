@@ -59,7 +59,7 @@ def simulated(
 ) -> Simulation:
     workload = prepare(Trace("t", Style.TEXT, sessions), H20.engine)
     setting = Setting("round_robin", Routing(pull=rules), deployment=arm)
-    fleet = SimulatedFleet(endpoints, host_tokens=host_tokens)
+    fleet = SimulatedFleet(endpoints=endpoints, host_tokens=host_tokens)
     return Simulation(workload, setting, policy, fleet, Faults(), 1)
 
 
@@ -157,7 +157,7 @@ def test_a_giver_that_is_busier_than_known_costs_the_time_of_the_hold_and_a_reco
 def test_an_endpoint_that_dies_ends_its_pulls_and_everything_else_is_served(
     dead: int, arm: Deployment, busy: Workload
 ) -> None:
-    fleet = SimulatedFleet(4, store=arm.reach.stores)
+    fleet = SimulatedFleet(endpoints=4, store=arm.reach.stores)
     setting = Setting("round_robin" + PLANNER, Routing(pull=Pull(max_seconds=1.0)), deployment=arm)
     faults = Faults(dead_endpoint=dead, dead_at_s=40.0)
     run = Simulation(busy, setting, POLICIES["round_robin"], fleet, faults, 1)
@@ -169,7 +169,9 @@ def test_an_endpoint_that_dies_ends_its_pulls_and_everything_else_is_served(
 
 @pytest.fixture(scope="module")
 def busy() -> Workload:
-    return OfferedLoad(window_s=80.0, warmup_s=0.0).workload(0.5, 3, SimulatedFleet(4).hardware.engine)
+    return OfferedLoad(window_s=80.0, warmup_s=0.0).workload(
+        0.5, 3, SimulatedFleet(endpoints=4).hardware.engine
+    )
 
 
 # -- limits ------------------------------------------------------------------------------------------------
@@ -211,7 +213,7 @@ class Live(Handing):
         self.queue(A if end is Leg.GIVE else B, seconds)
 
     def sends(self, move: Move) -> None:
-        self.router.moves.planner.transfer_began(move)
+        self.router.moves.planner.transfer_began(move, 0.0)
 
 
 class Simulated:
@@ -249,7 +251,7 @@ class Simulated:
         self.run.beliefs.prefill_starts(0 if end is Leg.GIVE else 1, 9_999, seconds)
 
     def sends(self, move: Move) -> None:
-        self.run.gateway.moves.planner.transfer_began(move)
+        self.run.gateway.moves.planner.transfer_began(move, 0.0)
 
 
 @pytest.mark.parametrize("kind", [Live, Simulated])

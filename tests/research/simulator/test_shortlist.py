@@ -17,7 +17,7 @@ from perilune_research.simulator.setting import Setting
 from perilune_research.simulator.shortlist import CHEAPEST, LEAST_LOADED, Ranking, Shortlist
 from perilune_research.simulator.simulation import SimulatedOutcome, simulate
 
-MANY = SimulatedFleet(300)
+MANY = SimulatedFleet(endpoints=300)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_the_fewest_sessions_among_many_as_cheap():
         if e == 250:
             beliefs.start(e, 1000)
         else:
-            beliefs.bind(KnownSession(str(e)), e, 0.0)
+            beliefs.bind(KnownSession(name=str(e)), e, 0.0)
     assert 250 in shortlist.of({}, [], [], 0.0)
 
 

@@ -39,7 +39,7 @@ EVERYDAY = ("perilune", "round_robin", "ear", "dynamo", "static_pd")
     "policy", [pytest.param(p, marks=[pytest.mark.heavy] * (p not in EVERYDAY)) for p in POLICIES]
 )
 def test_every_policy_serves_everything(policy: str, busy: Workload):
-    outcome = Comparison((policy,)).play(policy, busy, 1)
+    outcome = Comparison(policies=(policy,)).play(policy, busy, 1)
     assert len(outcome.requests) == busy.requests
     for s in outcome.requests:
         assert s.submitted_s < s.first_token_s <= s.finished_s
@@ -162,7 +162,9 @@ def test_outliers_take_so_many_times_longer():
 
 def test_unequal_engines_differ_by_at_most_their_spread():
     lone = prepare(chat(*(100.0 * n for n in range(60))), H20.engine)
-    outcome = simulate(lone, Setting("round_robin"), SimulatedFleet(6), Faults(speed_spread=2.0), seed=3)
+    outcome = simulate(
+        lone, Setting("round_robin"), SimulatedFleet(endpoints=6), Faults(speed_spread=2.0), seed=3
+    )
     alone_s = [s.first_token_s - s.submitted_s for s in simulate(lone, Setting("round_robin")).requests]
     factors = {
         s.endpoint: (s.first_token_s - s.submitted_s) / alone_s[0]
@@ -216,9 +218,11 @@ def test_an_overloaded_fleet_refuses(busy: Workload):
 
 @pytest.mark.heavy
 def test_a_large_fleet_decides_from_a_shortlist_as_from_all():
-    workload = replace(LOAD, window_s=40.0).workload(16.0, 1, SimulatedFleet(100).hardware.engine)
-    short = simulate(workload, Setting("lmetric_plus_one"), SimulatedFleet(100))
-    whole = simulate(workload, Setting("lmetric_plus_one", shortlist_above=1000), SimulatedFleet(100))
+    workload = replace(LOAD, window_s=40.0).workload(16.0, 1, SimulatedFleet(endpoints=100).hardware.engine)
+    short = simulate(workload, Setting("lmetric_plus_one"), SimulatedFleet(endpoints=100))
+    whole = simulate(
+        workload, Setting("lmetric_plus_one", shortlist_above=1000), SimulatedFleet(endpoints=100)
+    )
     assert short.seen.audited > whole.seen.audited == 0
     p90 = [
         sorted(s.first_token_s - s.submitted_s for s in o.requests)[-workload.requests // 10]
@@ -270,5 +274,5 @@ def test_impossible_faults_are_refused(text: str, what: str):
 
 def test_generated_traces_play_in_whole():
     workload = prepare(generate(Agentic(gap_scale=0.01), 1, 30), H20.engine)
-    outcome = simulate(workload, Setting("ear"), SimulatedFleet(2))
+    outcome = simulate(workload, Setting("ear"), SimulatedFleet(endpoints=2))
     assert len(outcome.requests) == workload.requests

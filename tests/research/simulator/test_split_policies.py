@@ -4,6 +4,7 @@ from random import Random
 
 import pytest
 import routing_objects
+from msgspec import structs
 from msgspec.structs import replace
 from routing_objects import request, session
 
@@ -15,7 +16,9 @@ from perilune_research.simulator.policies.dynamo_disagg import QueuedPrefill
 
 
 def candidate(address: str, *, role: Role = Role.BOTH, **facts) -> Candidate:
-    return routing_objects.candidate(address, **facts)._replace(endpoint=Endpoint(address=address, role=role))
+    return structs.replace(
+        routing_objects.candidate(address, **facts), endpoint=Endpoint(address=address, role=role)
+    )
 
 
 def run(name: str, candidates, r=None) -> Decision:

@@ -72,7 +72,7 @@ GREETING = SETTINGS + number(Type.WINDOW_UPDATE, 0, limits.CONNECTION_WINDOW - f
 SETTINGS_ACK = frame(Type.SETTINGS, ACK, 0)
 
 
-class Stream(Struct, gc=False):
+class Stream(Struct, gc=False, kw_only=True):
     """One open stream."""
 
     window: int
@@ -322,7 +322,9 @@ class Connection:
             self._spend(self._allowances.resets, "streams that are refused")
             self._out.append(number(Type.RST_STREAM, stream_id, Code.REFUSED_STREAM))
             return
-        self.streams[stream_id] = Stream(limits.STREAM_WINDOW, self._peer_stream_window, Inbox(MESSAGE_BYTES))
+        self.streams[stream_id] = Stream(
+            window=limits.STREAM_WINDOW, send_window=self._peer_stream_window, inbox=Inbox(MESSAGE_BYTES)
+        )
         self._events.append(Opened(stream_id, path))
         if ends_stream:
             self._half_close(stream_id)

@@ -26,7 +26,7 @@ class Condition(StrEnum):
     DOWN = "down"
 
 
-class Point(Struct, frozen=True):
+class Point(Struct, frozen=True, kw_only=True):
     """The pool in one interval of the history."""
 
     at: float

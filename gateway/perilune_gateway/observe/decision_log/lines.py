@@ -131,17 +131,16 @@ class Writer:
 
     def _row(self, c: Candidate, linked: Collection[str], new: list[bytes]) -> tuple[object, ...]:
         """Return one candidate, with its links to the `linked` endpoints."""
-        endpoint, load, overlap, prefill_s, since_move_s, links, engine, decode_s, ttft_ratio = c
         return (
-            self._endpoints.of(endpoint, new),
-            load,
-            overlap,
-            prefill_s,
-            since_move_s,
-            {there: links[there] for there in linked if there in links},
-            self._engines.of(engine, new),
-            decode_s,
-            ttft_ratio,
+            self._endpoints.of(c.endpoint, new),
+            c.load,
+            c.overlap,
+            c.prefill_s,
+            c.seconds_since_move,
+            {there: c.links[there] for there in linked if there in c.links},
+            self._engines.of(c.engine, new),
+            c.decode_s,
+            c.ttft_ratio,
         )
 
 

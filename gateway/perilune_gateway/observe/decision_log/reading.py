@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_api.pool import Routing, SpecError
 from perilune_api.topology import Link
 from perilune_gateway.model import (
@@ -80,7 +81,7 @@ class _PoolLine(msgspec.Struct):
     columns: dict[str, tuple[str, ...]]
 
 
-class _VerdictLine(msgspec.Struct):
+class _VerdictLine(msgspec.Struct, kw_only=True):
     target: str
     reason: Reason
     costs: dict[str, float] = {}
@@ -94,7 +95,7 @@ class _VerdictLine(msgspec.Struct):
     estimated_tpot_s: float = 0.0
 
 
-class _DecisionLine(msgspec.Struct):
+class _DecisionLine(msgspec.Struct, kw_only=True):
     n: int
     time: float
     tenant: str
@@ -117,7 +118,7 @@ def read(lines: Iterable[bytes], name: str) -> Iterator[Logged | Ended | Cut]:
     for number, line in enumerate(lines, 1):
         try:
             values = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             if cut:
                 raise SpecError(f"{name}: line {cut} is not JSON: {error}") from None
             cut = number
@@ -182,16 +183,16 @@ class _Reader:
 
     def _decision(self, line: _DecisionLine, pool: _PoolLine) -> Logged:
         record = DecisionRecord(
-            _convert(line.view, RequestView),
-            _read_verdict(line.verdict),
-            line.policy,
-            tuple(self._candidate(row, pool.columns) for row in line.candidates),
-            line.excluded,
-            line.destinations,
-            line.cached_tokens,
-            line.timings_us,
-            line.time,
-            line.tenant,
+            view=_convert(line.view, RequestView),
+            verdict=_read_verdict(line.verdict),
+            policy=line.policy,
+            candidates=tuple(self._candidate(row, pool.columns) for row in line.candidates),
+            excluded=line.excluded,
+            destinations=line.destinations,
+            cached_tokens=line.cached_tokens,
+            timings_us=line.timings_us,
+            time=line.time,
+            tenant=line.tenant,
             seed=line.seed,
             canary=line.canary,
         )
@@ -210,7 +211,7 @@ class _Reader:
             for address, link in named.pop("links", {}).items()
         }
         plain = {name: float(value) for name, value in named.items() if name in CANDIDATE}
-        return Candidate(endpoint, load, overlap, links=links, engine=engine, **plain)
+        return Candidate(endpoint=endpoint, load=load, overlap=overlap, links=links, engine=engine, **plain)
 
 
 def _named(columns: Sequence[str], row: Sequence[Any]) -> dict[str, Any]:
@@ -249,8 +250,8 @@ def _read_verdict(values: dict[str, Any]) -> Decision | Refusal:
         line.target,
         line.reason,
         tuple(Cost(address, total, {}) for address, total in line.costs.items()),
-        line.moved_from,
-        line.prefill,
+        moved_from=line.moved_from,
+        prefill=line.prefill,
         unsplit=line.unsplit,
         unpulled=line.unpulled,
         replicate_from=line.replicate_from,

@@ -8,9 +8,10 @@
 3. After a decision it says Done, with the CPU time that the decision took.
 
 The two choices are compared by one yardstick, the predicted seconds to the first token (explain's
-`expected`, which is admission's prediction by policy/cost.py) on the facts of that moment. A policy that
-raises or answers nonsense has no opinion of that decision; after FAILURES in a row it is asked no more.
-Nothing that a policy prints reaches stdout.
+`expected`, which is admission's prediction by policy/cost.py) on the facts of that moment. Where a decision
+was taken by the headers and a policy asks for the body, it decides with what the headers let the gateway
+estimate. A policy that raises or answers nonsense has no opinion of that decision; after FAILURES in a row it
+is asked no more. Nothing that a policy prints reaches stdout.
 
 It ends with its input, dies with its parent, runs at the lowest priority, and gets MemoryError beyond
 MEMORY_BYTES.
@@ -30,11 +31,12 @@ from time import process_time
 from typing import BinaryIO
 
 import msgspec
+from msgspec.structs import replace
 
 from perilune_api.pool import Routing
-from perilune_gateway.model import Decision, DecisionRecord, NeedBody
+from perilune_gateway.model import Decision, DecisionRecord, NeedBody, Phase
 from perilune_gateway.observe.decision_log import Logged, read
-from perilune_gateway.observe.explain import expected
+from perilune_gateway.observe.explain import Expected, expected
 from perilune_gateway.observe.shadow.opinion import Agreement, Done, Opinion, Ready
 from perilune_gateway.policy.cost import target_of
 from perilune_gateway.routing.decide import decide
@@ -46,28 +48,40 @@ LOWEST_PRIORITY = 19
 PR_SET_PDEATHSIG = 1
 
 
-def opinion(record: DecisionRecord, policy: str, routing: Routing) -> Opinion:
-    """Return what the policy makes of a recorded decision. Raises what the policy raises, and AssertionError
-    or KeyError for an answer that is none."""
-    verdict = decide(record.view, record.candidates, policy, routing, Random(record.seed))
-    if isinstance(verdict, NeedBody):
-        return Opinion(policy, Agreement.NEEDS_BODY)
+def decided(record: DecisionRecord) -> Expected | None:
+    """Return what was to be expected of the decision itself; None if it sent the request nowhere."""
+    verdict, chosen = record.verdict, record.chosen
+    if not isinstance(verdict, Decision) or chosen is None:
+        return None
+    return expected(chosen, record.view, verdict)
+
+
+def opinion(record: DecisionRecord, here: Expected | None, policy: str, routing: Routing) -> Opinion:
+    """Return what the policy makes of a recorded decision, of which `here` was to be expected. Raises what
+    the policy raises, and AssertionError or KeyError for an answer that is none."""
+    view = record.view
+    verdict = decide(view, record.candidates, policy, routing, Random(record.seed))
+    if estimated := isinstance(verdict, NeedBody):
+        view = replace(view, phase=Phase.BODY)
+        verdict = decide(view, record.candidates, policy, routing, Random(record.seed))
+        assert not isinstance(verdict, NeedBody), "it has the body"
     recorded, reason = record.verdict, str(verdict.reason.value)
     if not isinstance(verdict, Decision):
         same = not isinstance(recorded, Decision)
-        return Opinion(policy, Agreement.SAME if same else Agreement.REFUSED, reason)
-    there = expected(target_of(verdict, record.candidates), record.view, verdict)
-    if not isinstance(recorded, Decision) or record.chosen is None:
-        return Opinion(policy, Agreement.OTHER, reason)
-    here = expected(record.chosen, record.view, recorded)
+        agreement = Agreement.SAME if same else Agreement.REFUSED
+        return Opinion(policy=policy, agreement=agreement, reason=reason, estimated=estimated)
+    if not isinstance(recorded, Decision) or here is None:
+        return Opinion(policy=policy, agreement=Agreement.OTHER, reason=reason, estimated=estimated)
+    there = expected(target_of(verdict, record.candidates), view, verdict)
     return Opinion(
-        policy,
-        Agreement.SAME if verdict.target == recorded.target else Agreement.OTHER,
-        reason,
+        policy=policy,
+        agreement=Agreement.SAME if verdict.target == recorded.target else Agreement.OTHER,
+        reason=reason,
         regret_s=there.ttft_s - here.ttft_s,
         prompt_tokens=record.prompt_tokens,
         cached_tokens=there.cached_tokens,
         decided_cached_tokens=here.cached_tokens,
+        estimated=estimated,
     )
 
 
@@ -80,16 +94,17 @@ class Judge:
 
     def opinions(self, logged: Logged) -> Iterator[Opinion]:
         """Yield the opinion of every policy that is still asked."""
+        here = decided(logged.record)
         for policy in self._policies:
             if self._failures[policy] >= FAILURES:
                 continue
             try:
-                made = opinion(logged.record, policy, logged.routing)
+                made = opinion(logged.record, here, policy, logged.routing)
             except Exception as error:
                 self._failures[policy] += 1
                 over = self._failures[policy] >= FAILURES
                 words = f"{type(error).__name__}: {error}"[:200]
-                yield Opinion(policy, Agreement.FAILED, problem=words, over=over)
+                yield Opinion(policy=policy, agreement=Agreement.FAILED, problem=words, over=over)
             else:
                 self._failures[policy] = 0
                 yield made

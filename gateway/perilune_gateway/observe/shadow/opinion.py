@@ -16,8 +16,6 @@ class Agreement(StrEnum):
     """It chooses another endpoint."""
     REFUSED = "refused"
     """It refuses what was routed."""
-    NEEDS_BODY = "needs_body"
-    """The decision was taken by the headers, and this policy would have read the body."""
     FAILED = "failed"
     """It raised, or answered nonsense."""
 
@@ -29,7 +27,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Seconds of CPU that its start took."""
 
 
-class Opinion(msgspec.Struct, frozen=True, tag="opinion"):
+class Opinion(msgspec.Struct, frozen=True, tag="opinion", kw_only=True):
     """What one policy makes of one decision."""
 
     policy: str
@@ -45,6 +43,9 @@ class Opinion(msgspec.Struct, frozen=True, tag="opinion"):
     """Prompt tokens predicted to be cached where the policy would have sent the request."""
     decided_cached_tokens: int = 0
     """The same of the decision."""
+    estimated: bool = False
+    """Whether the decision was taken by the headers and the policy would have read the body, so that it
+    decided with estimates."""
     problem: str = ""
     """Why it failed."""
     over: bool = False

@@ -98,7 +98,7 @@ class Shadow:
         self._shadow = self._pool.spec.routing.shadow
         self._budget = CpuBudget(self._shadow.cpu, self._clock())
         for policy in self._shadow.policies:
-            self._tallies.setdefault(policy, PolicyTally({})).off = ""
+            self._tallies.setdefault(policy, PolicyTally(by_reason={})).off = ""
         self._tallies = {policy: self._tallies[policy] for policy in self._shadow.policies}
         self._changed.set()
 

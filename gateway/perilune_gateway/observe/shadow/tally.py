@@ -45,7 +45,7 @@ class Judged(Struct):
         return self.agreement.total()
 
 
-class PolicyTally(Struct):
+class PolicyTally(Struct, kw_only=True):
     """The opinions of one policy since the gateway's start."""
 
     by_reason: dict[str, Judged]
@@ -54,6 +54,8 @@ class PolicyTally(Struct):
     decided_cached_tokens: int = 0
     compared: int = 0
     """Number of decisions whose regret is known."""
+    estimated: int = 0
+    """Number of decisions that were taken by the headers, and for which it would have read the body."""
     off: str = ""
     """Why it is asked no more; empty if it is asked."""
 
@@ -65,6 +67,7 @@ class PolicyTally(Struct):
         judged.slower_s += max(0.0, opinion.regret_s)
         judged.faster_s += max(0.0, -opinion.regret_s)
         self.compared += opinion.prompt_tokens > 0
+        self.estimated += opinion.estimated
         self.prompt_tokens += opinion.prompt_tokens
         self.cached_tokens += opinion.cached_tokens
         self.decided_cached_tokens += opinion.decided_cached_tokens
@@ -112,6 +115,7 @@ def row(name: str, tally: PolicyTally) -> dict[str, Any]:
         "policy": name,
         "off": tally.off,
         "decisions": {agreement.value: n for agreement, n in counts.items()},
+        "estimated": tally.estimated,
         "agreement": counts[Agreement.SAME] / decided if decided else None,
         "regret_s": regret_s / tally.compared if tally.compared else None,
         "hit_ratio": _share(tally.cached_tokens, tally.prompt_tokens),
@@ -140,6 +144,9 @@ def families(stats: ShadowStats) -> Iterator[Metric]:
     decisions = counter(
         "decisions", "Decisions judged by shadow policies, by agreement.", "policy", "reason", "agreement"
     )
+    estimated = counter(
+        "estimated", "Of these, judged by what the headers told, though it would read the body.", "policy"
+    )
     slower = counter(
         "slower_seconds", "Predicted TTFT that shadow policies would have added.", "policy", "reason"
     )
@@ -162,6 +169,7 @@ def families(stats: ShadowStats) -> Iterator[Metric]:
                 decisions.add_metric((name, reason, agreement.value), n)
             slower.add_metric((name, reason), judged.slower_s)
             faster.add_metric((name, reason), judged.faster_s)
+        estimated.add_metric((name,), tally.estimated)
         prompt.add_metric((name,), tally.prompt_tokens)
         cached.add_metric((name,), tally.cached_tokens)
         decided.add_metric((name,), tally.decided_cached_tokens)
@@ -173,4 +181,4 @@ def families(stats: ShadowStats) -> Iterator[Metric]:
         stopped.add_metric((cause.value,), n)
     cpu = counter("cpu_seconds", "CPU time that judging has taken.")
     cpu.add_metric((), stats.cpu_s)
-    yield from (decisions, slower, faster, prompt, cached, decided, skipped, stopped, cpu)
+    yield from (decisions, estimated, slower, faster, prompt, cached, decided, skipped, stopped, cpu)

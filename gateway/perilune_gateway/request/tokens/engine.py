@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 
 from perilune_api import pages
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_gateway.model import Tokens, TokenSource
 from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest, TextPrompt, TokenId
 from perilune_gateway.request.paths import Api
@@ -94,17 +95,27 @@ class EngineTokenizer:
             raise CannotTellError(Cause.ENGINE_UNREACHABLE, f"{endpoint} {error!r}") from None
         try:
             ids = _ANSWER.decode(content).tokens
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise CannotTellError(Cause.ENGINE_ANSWER, f"{endpoint} {error}") from None
         if len(ids) > most:
             raise CannotTellError(Cause.ENGINE_ANSWER, f"{endpoint} {len(ids)} tokens of at most {most}")
         rest = math.ceil(rest_bytes / self._bytes_per_token)
-        return Tokens(len(ids) + rest, TokenSource.ENGINE, ids, longest=len(ids) if rest else 0)
+        return Tokens(
+            count=len(ids) + rest, source=TokenSource.ENGINE, ids=ids, longest=len(ids) if rest else 0
+        )
 
 
 def question(request: ParsedRequest, bytes_per_token: float, form: Form = ANY_FORM) -> tuple[bytes, int]:
     """Return the body for /tokenize, and the number of bytes in further prompts, which it does not contain.
     Raises CannotTellError."""
+    try:
+        return _question(request, bytes_per_token, form)
+    except RecursionError:  # writing what nests almost too deeply takes more of the stack than reading it
+        raise CannotTellError(Cause.CONVERSATION, "it is nested too deeply") from None
+
+
+def _question(request: ParsedRequest, bytes_per_token: float, form: Form) -> tuple[bytes, int]:
+    """Return what `question` does. Raises CannotTellError, RecursionError."""
     match request.prompt:
         case ChatPrompt() as chat:
             conversation = text_conversation(request, chat, bytes_per_token, form)

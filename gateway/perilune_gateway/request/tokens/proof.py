@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_gateway.request.openai import parse
 from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest, TokenId
 from perilune_gateway.request.paths import PATHS, Api
@@ -119,7 +120,7 @@ def _thinking(chat: ChatPrompt) -> Thinking:
     elif chat.template_kwargs:
         try:
             wanted = _SWITCH.decode(chat.template_kwargs).enable_thinking
-        except msgspec.DecodeError:
+        except UNREADABLE:
             wanted = None
     if wanted is False:
         return Thinking.OFF
@@ -290,7 +291,7 @@ _COUNTED, _GENERATED = msgspec.json.Decoder(_Counted), msgspec.json.Decoder(_Gen
 async def ask(
     post: Post, wanted: Sequence[Kind], model: str, form: Form = ANY_FORM, *, generate: bool = False
 ) -> dict[Kind, Told]:
-    """Return what one engine tells of these kinds, the plainest of which come first. `form`: how the gateway
+    """Return what one engine shows for these kinds, the plainest of which come first. `form`: how the gateway
     converts conversations for /tokenize. `generate`: whether a Responses request for one token may be
     sent."""
     told: dict[Kind, Told] = {}
@@ -358,7 +359,7 @@ def _read(decoder: msgspec.json.Decoder[Any], answer: bytes | None) -> Any:
     """Return what an answer says; None for one of another shape."""
     try:
         return decoder.decode(answer or b"")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return None
 
 

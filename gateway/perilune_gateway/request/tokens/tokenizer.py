@@ -281,12 +281,14 @@ class Tokenizer:
                 self._note(CannotTellError(Cause.MEDIA, f"{len(placed) - n} parts"))
                 count = len(ids) + self._guess(text[at:], placed[n:])
                 awaited = self._awaited(text[end:], placed[n:])
-                return Tokens(count, TokenSource.ESTIMATE, ids, media=tuple(spans), awaited=awaited)
+                return Tokens(
+                    count=count, source=TokenSource.ESTIMATE, ids=ids, media=tuple(spans), awaited=awaited
+                )
             spans.append(known.span(len(ids)))
             ids.extend(known.ids)
         ids.extend(self.local.encode(text[at:]).ids)
         ids.extend(behind)
-        return Tokens(len(ids), TokenSource.LOCAL, ids, media=tuple(spans))
+        return Tokens(count=len(ids), source=TokenSource.LOCAL, ids=ids, media=tuple(spans))
 
     def _awaited(self, text: str, placed: Sequence[tuple[Medium, str]]) -> AwaitedMedium | None:
         """Return the first of these media, in whose place the text begins, and those after it, up to one that
@@ -346,7 +348,7 @@ class Tokenizer:
             self._note(why)
         count = why.estimate if why is not None else 0
         count = count or max(math.ceil(size_bytes(request) / self._bytes_per_token), 1)
-        return self._count(Tokens(count, TokenSource.ESTIMATE))
+        return self._count(Tokens(count=count, source=TokenSource.ESTIMATE))
 
     def _count(self, tokens: Tokens) -> Tokens:
         self.counts[tokens.source] += 1
@@ -365,9 +367,9 @@ def _given(prompt: TokenPrompt) -> Tokens:
 def _together(source: TokenSource, prompts: Sequence[Sequence[int]]) -> Tokens:
     """Return the tokens of a request with these prompts, at least one."""
     if len(prompts) == 1:
-        return Tokens(len(prompts[0]), source, prompts[0])
+        return Tokens(count=len(prompts[0]), source=source, ids=prompts[0])
     lengths = [len(ids) for ids in prompts]
-    return Tokens(sum(lengths), source, prompts[0], max(lengths))
+    return Tokens(count=sum(lengths), source=source, ids=prompts[0], longest=max(lengths))
 
 
 def _load(model: Model) -> tuple[IncrementalEncoder | None, ChatTemplates | None]:

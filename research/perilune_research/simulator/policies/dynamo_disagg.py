@@ -62,7 +62,7 @@ def dynamo_disagg(
 
 
 def prefill_remotely(request: RequestView, cached_tokens: int) -> bool:
-    """Whether the prompt goes into the prefill queue (step 2), where the decoding endpoint caches
+    """Return whether the prompt goes into the prefill queue (step 2), where the decoding endpoint caches
     `cached_tokens` of it."""
     hit_rate = cached_tokens / max(request.prompt_tokens, 1)
     uncached = int(request.prompt_tokens * (1.0 - hit_rate))

@@ -7,7 +7,7 @@ import struct
 import list_of_one
 import pytest
 from envoy_doubles import ID, PHASE, REFUSE, ROUTE, ScriptedRouter
-from waiting import until
+from waiting import HANG, until
 
 from perilune_api import extproc_pb2 as pb
 from perilune_api.names import EXT_PROC_SERVICE
@@ -221,7 +221,7 @@ async def test_malformed_frames_end_their_connection_and_no_other(rig):
         await until(lambda: len(rig.router.tickets) == 2)
         bad.write(frame(Type.PING, 0, 1, bytes(7)))
         assert await rig.router.outcome("bad") is Outcome.CANCELLED
-        await asyncio.wait_for(bad.reading, 10)
+        await asyncio.wait_for(bad.reading, HANG)
         good.write(frame(Type.DATA, 0, 1, response_headers()))
         await until(lambda: "good" in rig.router.responses)
 
@@ -289,7 +289,7 @@ async def test_a_flood_closes_its_connection_and_no_other(h2, caplog):
         bad.open(1, request_headers("headers"))
         await bad.answer(1)
         bad.write(frame(Type.PING, 0, 0, bytes(8)) * 2_000)
-        await asyncio.wait_for(bad.reading, 10)
+        await asyncio.wait_for(bad.reading, HANG)
         await closed(service, Closed.FLOOD, caplog)
         good.write(frame(Type.DATA, 0, 1, response_headers()))
         assert service.streams_open == 1
@@ -300,7 +300,7 @@ async def test_a_peer_that_says_nothing_is_closed(h2, caplog, monkeypatch):
     monkeypatch.setattr(limits, "HANDSHAKE_S", 0.1)
     service, port = h2
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    await asyncio.wait_for(reader.read(), 10)
+    await asyncio.wait_for(reader.read(), HANG)
     writer.close()
     await closed(service, Closed.HANDSHAKE_TIMEOUT, caplog)
 
@@ -311,7 +311,7 @@ async def test_an_idle_connection_is_closed(h2, caplog, monkeypatch):
     async with Peer(port) as peer:
         await until(lambda: (Type.GOAWAY, 0) in peer.came)
         peer.write(frame(Type.PING, ACK, 0, DRAIN_PING))
-        await asyncio.wait_for(peer.reading, 10)
+        await asyncio.wait_for(peer.reading, HANG)
     await closed(service, Closed.IDLE, caplog)
 
 

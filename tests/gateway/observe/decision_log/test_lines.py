@@ -53,16 +53,18 @@ CANDIDATES = (
     candidate("[::1]:80", draining=True),
 )
 RECORD = DecisionRecord(
-    request(ordinal=3, tokens=500, of=session("a"), prefix=prefix(a=64, b=32, score=0.5)),
-    Decision("a", Reason.HOST, tuple(Cost(c.address, 0.1 * i, {"x": 1.0}) for i, c in enumerate(CANDIDATES))),
-    "perilune",
-    CANDIDATES,
-    {"z": "ready"},
-    ("a", "b"),
-    64,
-    {"parse": 12.5, "total": 30.0},
-    1700000000.25,
-    "a tenant",
+    view=request(ordinal=3, tokens=500, of=session("a"), prefix=prefix(a=64, b=32, score=0.5)),
+    verdict=Decision(
+        "a", Reason.HOST, tuple(Cost(c.address, 0.1 * i, {"x": 1.0}) for i, c in enumerate(CANDIDATES))
+    ),
+    policy="perilune",
+    candidates=CANDIDATES,
+    excluded={"z": "ready"},
+    destinations=("a", "b"),
+    cached_tokens=64,
+    timings_us={"parse": 12.5, "total": 30.0},
+    time=1700000000.25,
+    tenant="a tenant",
     seed=2**53 - 1,
 )
 
@@ -111,14 +113,25 @@ class TestRoundTrip:
         assert decided(lines).record.moved_from == "a"
 
     def test_a_request_that_no_policy_saw(self):
-        plain = DecisionRecord(RequestView("r", 0, 0, Phase.HEADERS), Decision("a", Reason.PASS_THROUGH), "")
+        plain = DecisionRecord(
+            view=RequestView(request_id="r", ordinal=0, prompt_tokens=0, phase=Phase.HEADERS),
+            verdict=Decision("a", Reason.PASS_THROUGH),
+            policy="",
+        )
         assert decided(written(plain)).record == plain
 
     def test_an_ending_names_its_decision(self):
         writer = Writer("1.0")
-        ending = Ending(Outcome.FAILED, 1.5, "b", 503, 32)
-        lines = [writer.pool(POOL, 0.0), writer.end(17, ending), writer.end(18, Ending(Outcome.COMPLETED, 0))]
-        assert list(read(lines, "log")) == [Ended(17, ending), Ended(18, Ending(Outcome.COMPLETED, 0.0))]
+        ending = Ending(outcome=Outcome.FAILED, duration_s=1.5, served="b", status=503, cached_tokens=32)
+        lines = [
+            writer.pool(POOL, 0.0),
+            writer.end(17, ending),
+            writer.end(18, Ending(outcome=Outcome.COMPLETED, duration_s=0)),
+        ]
+        assert list(read(lines, "log")) == [
+            Ended(17, ending),
+            Ended(18, Ending(outcome=Outcome.COMPLETED, duration_s=0.0)),
+        ]
 
     def test_endpoints_and_engines_are_written_once_until_the_next_pool_line(self):
         writer = Writer("1.0")
@@ -127,13 +140,15 @@ class TestRoundTrip:
             return [json.loads(line)["kind"] for line in data.splitlines()]
 
         equal = structs.replace(
-            RECORD, candidates=tuple(c._replace(endpoint=replace(c.endpoint)) for c in CANDIDATES)
+            RECORD, candidates=tuple(structs.replace(c, endpoint=replace(c.endpoint)) for c in CANDIDATES)
         )
         assert kinds(writer.pool(POOL, 0.0) + writer.decision(0, RECORD)) == [
             "pool", "endpoint", "engine", "endpoint", "engine", "endpoint", "decision"
         ]  # fmt: skip
         assert kinds(writer.decision(1, equal)) == ["decision"]
-        moved = structs.replace(RECORD, candidates=(CANDIDATES[0]._replace(engine=PLAIN.scaled(1.1)),))
+        moved = structs.replace(
+            RECORD, candidates=(structs.replace(CANDIDATES[0], engine=PLAIN.scaled(1.1)),)
+        )
         assert kinds(writer.decision(2, moved)) == ["engine", "decision"]
         assert kinds(writer.pool(POOL, 0.0) + writer.decision(3, RECORD))[1:3] == ["endpoint", "engine"]
 
@@ -184,7 +199,9 @@ class TestDecidedAgain:
         if isinstance(verdict, NeedBody):
             return
         writer = Writer("1.0")
-        record = DecisionRecord(view, verdict, policy, tuple(candidates), seed=seed)
+        record = DecisionRecord(
+            view=view, verdict=verdict, policy=policy, candidates=tuple(candidates), seed=seed
+        )
         logged = decided((writer.pool(pool, 0.0) + writer.decision(0, record)).splitlines(keepends=True))
         r = logged.record
         again = decide(r.view, r.candidates, r.policy, logged.routing, Random(r.seed))

@@ -34,7 +34,9 @@ POOL = Pool(Metadata("p"), Spec(Model(name="m")))
 
 def record(n: int, rows: int = 2) -> DecisionRecord:
     candidates = tuple(candidate(chr(ord("a") + i)) for i in range(rows))
-    return DecisionRecord(request(ordinal=n), Decision("a", Reason.COLD), "ear", candidates)
+    return DecisionRecord(
+        view=request(ordinal=n), verdict=Decision("a", Reason.COLD), policy="ear", candidates=candidates
+    )
 
 
 def entries(*paths: Path) -> list[Logged | Ended | Cut]:
@@ -83,7 +85,9 @@ class TestDecisionLog:
             ring = Recorder(Metrics(CollectorRegistry()), Decisions(), log)
             first = in_flight()
             ring.on_recorded(Recorded(record(0), first))
-            ring.on_ended(over(first, Ending(Outcome.COMPLETED, 1.5, "a", 200)))
+            ring.on_ended(
+                over(first, Ending(outcome=Outcome.COMPLETED, duration_s=1.5, served="a", status=200))
+            )
             ring.on_recorded(Recorded(record(1), in_flight()))
         found = entries(tmp_path / "log")
         assert [type(entry) for entry in found] == [Logged, Ended, Logged]
@@ -104,7 +108,7 @@ class TestDecisionLog:
             first = in_flight()
             ring.on_recorded(Recorded(record(0), first))
             ring.on_recorded(Recorded(record(1), in_flight()))
-            ring.on_ended(over(first, Ending(Outcome.FAILED, 2.0)))
+            ring.on_ended(over(first, Ending(outcome=Outcome.FAILED, duration_s=2.0)))
         assert [e.number for e in entries(tmp_path / "log") if isinstance(e, Ended)] == [0]
 
     async def test_a_changed_pool_holds_from_the_next_decision_on(self, tmp_path):
@@ -278,7 +282,7 @@ class TestRotatedFile:
 def test_decisions_are_kept_without_a_log():
     ring = Decisions()
     number = ring.add(record(0))
-    ring.finish(number, Ending(Outcome.COMPLETED, 1.0))
+    ring.finish(number, Ending(outcome=Outcome.COMPLETED, duration_s=1.0))
     found = ring.get("r0")
     assert found is not None
     assert replace(found, ending=None) == record(0)

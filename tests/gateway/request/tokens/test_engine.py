@@ -7,6 +7,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 from token_requests import CHAT, CHATML, COMPLETIONS, HI, MESSAGES, RESPONSES, request
+from waiting import HANG
 
 from perilune_api.pool import Model
 from perilune_gateway.model import Tokens, TokenSource
@@ -182,14 +183,14 @@ async def test_a_long_question_is_asked_like_a_short_one(by_engine, engine):
 async def test_what_the_engine_is_asked(path, body, question, by_engine, engine):
     asked = request(path, **body)
     assert by_engine.now(asked) is None
-    assert await by_engine.encode(asked) == Tokens(3, TokenSource.ENGINE, [7, 8, 9])
+    assert await by_engine.encode(asked) == Tokens(count=3, source=TokenSource.ENGINE, ids=[7, 8, 9])
     assert engine.questions == [question | {"model": "m"}]
     assert by_engine.counts == {TokenSource.ENGINE: 1}
 
 
 async def test_further_texts_are_estimated(by_engine, engine):
     tokens = await by_engine.encode(request(COMPLETIONS, prompt=["hi", "x" * 40, "y" * 40]))
-    assert tokens == Tokens(3 + 20, TokenSource.ENGINE, [7, 8, 9], longest=3)
+    assert tokens == Tokens(count=3 + 20, source=TokenSource.ENGINE, ids=[7, 8, 9], longest=3)
     assert len(engine.questions) == 1
 
 
@@ -212,7 +213,7 @@ async def test_further_texts_are_estimated(by_engine, engine):
 async def test_an_engine_that_fails(status, answer, cause, by_engine, engine):
     engine.status, engine.answer = status, answer
     tokens = await by_engine.encode(request(COMPLETIONS, prompt="x" * 40))
-    assert tokens == Tokens(10, TokenSource.ESTIMATE)
+    assert tokens == Tokens(count=10, source=TokenSource.ESTIMATE)
     assert by_engine.causes == {cause: 1}
 
 
@@ -231,21 +232,27 @@ async def test_an_answer_without_end_is_not_read_to_its_end(by_engine, engine):
             left.set()
 
     engine.tokenize_instead = tokenize
-    assert await by_engine.encode(request(COMPLETIONS, prompt="x" * 40)) == Tokens(10, TokenSource.ESTIMATE)
+    assert await by_engine.encode(request(COMPLETIONS, prompt="x" * 40)) == Tokens(
+        count=10, source=TokenSource.ESTIMATE
+    )
     assert by_engine.causes == {Cause.ENGINE_ANSWER: 1}
-    await asyncio.wait_for(left.wait(), 10)
+    await asyncio.wait_for(left.wait(), HANG)
 
 
 async def test_an_engine_does_not_choose_whom_the_gateway_asks(by_engine, engine):
     engine.status, engine.headers = 307, {"location": f"http://{engine.address}/tokenize"}
-    assert await by_engine.encode(request(COMPLETIONS, prompt="x" * 40)) == Tokens(10, TokenSource.ESTIMATE)
+    assert await by_engine.encode(request(COMPLETIONS, prompt="x" * 40)) == Tokens(
+        count=10, source=TokenSource.ESTIMATE
+    )
     assert (by_engine.causes, len(engine.questions)) == ({Cause.ENGINE_STATUS: 1}, 1)
 
 
 async def test_an_engine_that_does_not_answer_in_time(engine):
     engine.gate.clear()
     tokenizer = Tokenizer(Model(name="m"), lambda: engine.address, timeout_s=0.05)
-    assert await tokenizer.encode(request(COMPLETIONS, prompt="x" * 40)) == Tokens(10, TokenSource.ESTIMATE)
+    assert await tokenizer.encode(request(COMPLETIONS, prompt="x" * 40)) == Tokens(
+        count=10, source=TokenSource.ESTIMATE
+    )
     assert tokenizer.causes == {Cause.TIMEOUT: 1}
     await tokenizer.close()
 
@@ -259,7 +266,9 @@ async def test_an_engine_that_does_not_answer_in_time(engine):
 )
 async def test_without_an_engine_to_ask_tokens_are_estimated(address, cause):
     tokenizer = Tokenizer(Model(name="m"), address)
-    assert await tokenizer.encode(request(COMPLETIONS, prompt="x" * 40)) == Tokens(10, TokenSource.ESTIMATE)
+    assert await tokenizer.encode(request(COMPLETIONS, prompt="x" * 40)) == Tokens(
+        count=10, source=TokenSource.ESTIMATE
+    )
     assert tokenizer.causes == {cause: 1}
     await tokenizer.close()
 
@@ -267,7 +276,7 @@ async def test_without_an_engine_to_ask_tokens_are_estimated(address, cause):
 async def test_engines_are_not_asked_more_at_once_than_allowed(by_engine, engine):
     engine.gate.clear()
     asked = [asyncio.create_task(by_engine.encode(request(COMPLETIONS, prompt="hi"))) for _ in range(6)]
-    async with engine.arrived, asyncio.timeout(5):
+    async with engine.arrived, asyncio.timeout(HANG):
         await engine.arrived.wait_for(lambda: engine.waiting == 2)
     engine.gate.set()
     assert {tokens.source for tokens in await asyncio.gather(*asked)} == {TokenSource.ENGINE}

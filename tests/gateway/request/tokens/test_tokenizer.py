@@ -19,13 +19,13 @@ from perilune_gateway.request.tokens.prompts import MEDIA_TOKENS, size_bytes
 @pytest.mark.parametrize(
     ("prompt", "tokens"),
     [
-        pytest.param([5, 6], Tokens(2, TokenSource.GIVEN, [5, 6]), id="ids"),
+        pytest.param([5, 6], Tokens(count=2, source=TokenSource.GIVEN, ids=[5, 6]), id="ids"),
         pytest.param(
             [[5, 6], [7, 8, 9]],
-            Tokens(5, TokenSource.GIVEN, [5, 6], longest=3),
+            Tokens(count=5, source=TokenSource.GIVEN, ids=[5, 6], longest=3),
             id="the first list's ids, everyone's count, the longest's length",
         ),
-        pytest.param([], Tokens(0, TokenSource.GIVEN, []), id="none"),
+        pytest.param([], Tokens(count=0, source=TokenSource.GIVEN, ids=[]), id="none"),
     ],
 )
 async def test_given_ids_are_taken_whatever_the_mode(mode, prompt, tokens):
@@ -183,7 +183,7 @@ async def test_what_cannot_be_encoded_is_estimated(path, body, cause, count, tok
     asked = request(path, **body)
     with caplog.at_level(logging.WARNING):
         for tokens in (tokenizer.now(asked), await tokenizer.encode(asked), tokenizer.now(asked)):
-            assert tokens == Tokens(count, TokenSource.ESTIMATE)
+            assert tokens == Tokens(count=count, source=TokenSource.ESTIMATE)
     assert tokenizer.causes == {cause: 3}
     assert tokenizer.counts == {TokenSource.ESTIMATE: 3}
     assert len(caplog.records) == 1
@@ -238,8 +238,8 @@ def test_a_picture_in_a_long_text_is_found(data, causes):
 async def test_an_estimate_counts_bytes(path, body, count):
     tokenizer = Tokenizer(Model(name="m", tokenize="estimate", bytes_per_token=2.5), lambda: "127.0.0.1:1")
     asked = request(path, **body)
-    assert tokenizer.now(asked) == Tokens(count, TokenSource.ESTIMATE)
-    assert await tokenizer.encode(asked) == Tokens(count, TokenSource.ESTIMATE)
+    assert tokenizer.now(asked) == Tokens(count=count, source=TokenSource.ESTIMATE)
+    assert await tokenizer.encode(asked) == Tokens(count=count, source=TokenSource.ESTIMATE)
     assert not tokenizer.causes
     await tokenizer.close()
 
@@ -258,7 +258,7 @@ async def test_nobody_looks_at_what_no_context_holds(mode, path, body, folder):
     local = str(folder) if mode == "auto" else ""
     tokenizer = Tokenizer(Model(name="m", tokenizer=local, tokenize=mode, context_tokens=100), lambda: "")
     asked = request(path, **body)
-    estimate = Tokens(math.ceil(size_bytes(asked) / 4), TokenSource.ESTIMATE)
+    estimate = Tokens(count=math.ceil(size_bytes(asked) / 4), source=TokenSource.ESTIMATE)
     assert tokenizer.now(asked) == estimate
     assert await tokenizer.encode(asked) == estimate
     assert tokenizer.causes == {Cause.TOO_MUCH: 2}, "and nothing else was tried"
