@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from handing_rig import Handing, text
+from property_examples import examples
 from router_rig import A, B, C, Rig, completion, pool
 from routing_objects import head
 
@@ -24,7 +25,7 @@ P = "10.0.0.9:8000"
 ROUTING = Routing(
     session_admission=SessionAdmission(enabled=True), disaggregation=Disaggregation(local_tokens=64)
 )
-ORDERS = 8
+ORDERS = examples(8)
 
 
 def known(rig: Rig) -> list[Any]:
