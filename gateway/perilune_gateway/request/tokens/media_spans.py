@@ -6,8 +6,8 @@
 How many tokens a medium has, only the model's processor tells, and the engine's name for it covers the model,
 the processor's arguments and, of sound and video, decoded samples. So nothing is decoded, nor hashed as the
 engine does it: the first prompt with a medium is exact up to it, and the engine's events of that prompt show
-the rest. The tokens there before the medium, and those after it, must be the prompt's, and the engine's name
-for it must be new. A medium is known by its bytes in the body; one that the engine has to fetch has none, and
+the rest, all media of it. The tokens there before a medium, and those after it, must be the prompt's, and the
+engine's name for it must be new. A medium is known by its bytes in the body; one that the engine has to fetch has none, and
 is never known.
 
 Learned are media that become a run of one token in place of one token of the template, as in Qwen's models.
