@@ -98,6 +98,8 @@ class Session:
         self._tokenizer.media = state.media
         self._blocks = EngineBlocks(state.index, BLOCK, store=False, media=state.media)
         self._vllm = vllm
+        self.told = True
+        """Whether full blocks show where all media of the last prompt end."""
 
     def ask(self, messages):
         """Return (source, tokens, cached tokens) as predicted, and (tokens, cached tokens) of vLLM."""
@@ -140,6 +142,8 @@ class Session:
                 ids += [token] * tokens
             else:
                 ids.append(token)
+        ends = [span["start"] + span["length"] for span in spans]
+        self.told = all(end < len(ids) // BLOCK * BLOCK for end in ends)
         self._vllm.stdin.write(json.dumps({"ids": ids, "media": spans}) + "\n")
         self._vllm.stdin.flush()
         return ids, json.loads(self._vllm.stdout.readline())
@@ -163,8 +167,9 @@ def session(environment, tmp_path):
 
 
 def test_conversations_with_pictures_and_sound_are_predicted_exactly(session):
-    """Every second turn brings a medium. What stands before it is known, and all of it one turn later."""
-    told = []
+    """Every second turn brings a medium. What stands before it is known, and all of it one turn later, or two
+    if no full block has shown where it ends."""
+    told, late = [], 0
     for number in range(8):
         rng = Random(number)
         messages = [{"role": "system", "content": [words(Random(1), 40)]}]
@@ -174,12 +179,20 @@ def test_conversations_with_pictures_and_sound_are_predicted_exactly(session):
                 new = sound(100 * number + turn) if turn == 2 else picture(100 * number + turn)
                 parts.insert(rng.randrange(2), new)
             messages.append({"role": "user", "content": parts})
+            known = session.told
             predicted, counted = session.ask(messages)
             told.append((predicted, counted))
-            assert predicted[2] == counted[1], told
-            assert turn % 2 == 0 or predicted == ("local", *counted), told
+            if turn % 2 == 0:
+                assert (predicted[0], predicted[2]) == ("estimate", counted[1]), told
+            elif known:
+                assert predicted == ("local", *counted), told
+            else:
+                late += 1
+                assert predicted[0] == "estimate", told
+                assert predicted[2] <= counted[1], told
             messages.append({"role": "assistant", "content": [words(rng, 10)]})
-    print(f"{len(told)} of {len(told)} turns exact, up to {max(cached for _, (_, cached) in told)} tokens")
+    most = max(cached for _, (_, cached) in told)
+    print(f"{len(told) - late} of {len(told)} turns exact, up to {most} tokens")
 
 
 def test_all_media_of_a_message_are_learned_at_once(session):

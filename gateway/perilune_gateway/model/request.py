@@ -95,7 +95,7 @@ class MediaSpan(NamedTuple):
 
 
 class AwaitedMedium(NamedTuple):
-    """A medium of a prompt that is not known."""
+    """A medium of a prompt that is not known, or that follows such a one."""
 
     key: bytes
     """A digest of its bytes in the body."""
@@ -104,7 +104,7 @@ class AwaitedMedium(NamedTuple):
     after: tuple[int, ...]
     """Some of the prompt's tokens after these; all up to the next medium if that is awaited, too."""
     then: AwaitedMedium | None = None
-    """The next medium, if it is not known either."""
+    """The next medium, if it is in the body."""
 
 
 class Tokens(Struct, frozen=True, gc=False, kw_only=True):

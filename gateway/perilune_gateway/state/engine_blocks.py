@@ -259,7 +259,7 @@ class EngineBlocks:
             ours = self._learn(parent, names, event.token_ids, group.stride, extra)
         except (ValueError, TypeError):
             return self._skip(endpoint, names, Unused.MALFORMED)
-        if self._media and extra and group.stride == 1:
+        if self._media and self._media.awaits and group.stride == 1:
             self._media.stored(parent, ours, event.token_ids, media_keys(event), now)
         whole = ours[group.stride - 1 :: group.stride]
         self._stored(endpoint, Tier.DEVICE, whole, now, group, 0 if above is None else parent)
@@ -455,7 +455,8 @@ def mm_of(event: BlockStored) -> list[tuple[Any, ...]]:
 
 def media_keys(event: BlockStored) -> list[list[tuple[str, int]]]:
     """Return the media that lie in each block, without keys of another form."""
-    return [[(key[0], key[1]) for key in keys if _is_medium(key)] for keys in mm_of(event)]
+    told = [[(key[0], key[1]) for key in keys if _is_medium(key)] for keys in mm_of(event)]
+    return [*told, *([] for _ in range(len(event.block_hashes) - len(told)))]
 
 
 def _is_medium(key: Any) -> bool:

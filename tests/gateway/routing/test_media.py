@@ -25,13 +25,15 @@ TEMPLATE = """\
     {{- '<|im_start|>' + m.role + '\\n' }}
     {%- if m.content is string %}{{- m.content }}{%- else %}
     {%- for part in m.content %}
-        {%- if part.type == 'image' %}{{- '<|im_start|><|endoftext|><|im_end|>' }}
+        {%- if part.type == 'image' %}{{- 'PLACE' }}
         {%- elif part.type == 'text' %}{{- part.text }}{%- endif %}
     {%- endfor %}{%- endif %}
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
+PLACE, BARE = "<|im_start|><|endoftext|><|im_end|>", "<|endoftext|>"
+"""What a template writes for a picture."""
 PAD, RUN = 0, 9000
 """The template's token for a picture, and the one that the engine puts there many times."""
 
@@ -48,7 +50,8 @@ def text(words: str) -> dict[str, object]:
 class Engine:
     """An engine that reads pictures, and announces what it caches."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, place: str) -> None:
+        self._place = place
         self._template = Tokenizer(Model(name="m", tokenizer=str(folder)))
         self._names = count(1)
         self._cached: dict[tuple[object, ...], int] = {}
@@ -78,9 +81,7 @@ class Engine:
         """Return the template's tokens, by a conversation that writes its pictures as text."""
         for message in body["messages"]:
             if not isinstance(message["content"], str):
-                message["content"] = "".join(
-                    part.get("text", "<|im_start|><|endoftext|><|im_end|>") for part in message["content"]
-                )
+                message["content"] = "".join(part.get("text", self._place) for part in message["content"])
         request = parse(CHAT, json.dumps(body).encode())
         assert isinstance(request, ParsedRequest)
         ids = self._template.local_ids(request)
@@ -126,10 +127,13 @@ class Engine:
 class Session:
     """A gateway and its engine."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, place: str = PLACE) -> None:
+        folder = folder_with(folder, TEMPLATE.replace("PLACE", place))
+        self.pause = 120.0
+        """Seconds between two requests."""
         model = Model(name="m", tokenizer=str(folder), context_tokens=32_000)
         document = pool(model=model, engine=USUAL, endpoints=[A])
-        self.engine = Engine(folder)
+        self.engine = Engine(folder, place)
         tokenizer = Tokenizer(model, stopwatch=lambda: 0.0)
         self.rig = Rig(document, tokenizer=tokenizer)
         state = self.rig.state
@@ -143,7 +147,7 @@ class Session:
         for event in events:
             self.rig.router.on_applied(self.blocks.apply(A, event, self.rig.now))
         self.rig.finish(routed)
-        self.rig.now += 120.0
+        self.rig.now += self.pause
         return self.rig.record(routed), cached
 
     def refuse(self, *parts: dict[str, object]) -> None:
@@ -158,7 +162,7 @@ class Session:
 
 @pytest.fixture
 def session(tmp_path: Path) -> Session:
-    return Session(folder_with(tmp_path, TEMPLATE))
+    return Session(tmp_path)
 
 
 LOOK = text("look at this " * 3)
@@ -186,7 +190,9 @@ def test_another_picture_of_the_same_size_is_another_prompt(session: Session) ->
     assert SIZE <= record.cached_tokens == cached < 70, "what stands before it"
 
 
-def test_all_pictures_of_a_prompt_are_learned(session: Session) -> None:
+@pytest.mark.parametrize("step", [1, 2, 3, 5, 1000])
+def test_all_pictures_of_a_prompt_are_learned(session: Session, step: int) -> None:
+    session.engine.blocks_of_a_step = step
     cat, dog, owl = ("cat", 40), ("dog", 55), ("owl", 17)
     parts = LOOK, picture(1), text("a cat " * 99), picture(2), picture(3), text("a dog and an owl " * 9)
     session.ask(*parts, pictures=[cat, dog, owl])
@@ -195,12 +201,67 @@ def test_all_pictures_of_a_prompt_are_learned(session: Session) -> None:
     assert record.cached_tokens == cached > 17 + 40 + 55
 
 
-def test_a_picture_whose_prefill_takes_several_steps_is_learned(session: Session) -> None:
-    session.engine.blocks_of_a_step = 2
-    session.ask(LOOK, picture(1), text("what is it? " * 9), pictures=[("cat", 90)])
-    record, cached = session.ask(LOOK, picture(1), text("what is it? " * 9), pictures=[("cat", 90)])
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_picture_whose_prefill_takes_several_steps_is_learned(session: Session, step: int) -> None:
+    """Wherever a step ends: the blocks that show where the picture ends may have no medium."""
+    session.engine.blocks_of_a_step = step
+    for number in range(SIZE):
+        cat = (f"cat {number}", 90 + number)
+        session.ask(LOOK, picture(number), text("what is it? " * 9), pictures=[cat])
+        record, cached = session.ask(
+            LOOK, picture(number), text("what is it? " * 9 + "and where?"), pictures=[cat]
+        )
+        assert record.token_source is TokenSource.LOCAL
+        assert record.cached_tokens == cached > 90
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+@pytest.mark.parametrize("place", [PLACE, BARE])
+def test_pictures_side_by_side_are_told_apart(tmp_path: Path, place: str, step: int) -> None:
+    """Though all of them are runs of the same token, and may share a block."""
+    session = Session(tmp_path, place)
+    session.engine.blocks_of_a_step = step
+    names = [("cat", 40), ("dog", 5), ("owl", 4), ("fox", 33)]
+    parts = picture(1), picture(2), picture(3), picture(4), text("which is it? " * 9)
+    session.ask(*parts, pictures=names)
+    record, cached = session.ask(*parts, pictures=names)
     assert record.token_source is TokenSource.LOCAL
-    assert record.cached_tokens == cached > 90
+    assert record.cached_tokens == cached > 82
+
+
+def test_a_picture_behind_one_that_was_seen_before_is_learned(session: Session) -> None:
+    cat, dog, owl = ("cat", 40), ("dog", 55), ("owl", 17)
+    session.ask(LOOK, picture(1), text("what is it? " * 9), pictures=[cat])
+    parts = picture(2), picture(1), picture(2), picture(3), text("which is it? " * 9)
+    session.ask(*parts, pictures=[dog, cat, dog, owl])
+    record, cached = session.ask(*parts, pictures=[dog, cat, dog, owl])
+    assert record.token_source is TokenSource.LOCAL
+    assert record.cached_tokens == cached > 40 + 55 + 55 + 17
+
+
+def test_a_learned_picture_is_not_awaited_any_more(session: Session) -> None:
+    """Else another one after equal words, a moment later, could be either."""
+    session.engine.blocks_of_a_step, session.pause = 1, 1.0
+    for number, name in ((1, "cat"), (2, "dog"), (1, "cat"), (2, "dog")):
+        record, cached = session.ask(LOOK, picture(number), text("what is it? " * 9), pictures=[(name, 70)])
+        assert record.cached_tokens == cached
+    assert record.token_source is TokenSource.LOCAL
+    assert cached > 70
+
+
+def test_a_picture_that_ends_in_the_last_block_is_learned_when_that_becomes_full(session: Session) -> None:
+    session.pause = 600.0
+    cat = ("cat", 78)
+    session.ask(LOOK, picture(1), pictures=[cat])
+    turn = text(
+        "<|im_end|>\n<|im_start|>assistant\na cat<|im_end|>\n<|im_start|>user\n" + "where is it? " * 9
+    )
+    record, cached = session.ask(LOOK, picture(1), turn, pictures=[cat])
+    assert record.token_source is TokenSource.ESTIMATE
+    assert record.cached_tokens < cached
+    record, cached = session.ask(LOOK, picture(1), turn, pictures=[cat])
+    assert record.token_source is TokenSource.LOCAL
+    assert record.cached_tokens == cached
 
 
 def test_what_the_engine_announces_of_another_prompt_is_no_picture_of_this_one(session: Session) -> None:

@@ -6,8 +6,8 @@
 How many tokens a medium has, only the model's processor tells, and the engine's name for it covers the model,
 the processor's arguments and, of sound and video, decoded samples. So nothing is decoded, nor hashed as the
 engine does it: the first prompt with a medium is exact up to it, and the engine's events of that prompt show
-the rest. The tokens there before the medium, and those after it, must be the prompt's, and the engine's name
-for it must be new. A medium is known by its bytes in the body; one that the engine has to fetch has none, and
+the rest, all media of it. The tokens there before a medium, and those after it, must be the prompt's, and the
+engine's name for it must be new. A medium is known by its bytes in the body; one that the engine has to fetch has none, and
 is never known.
 
 Learned are media that become a run of one token in place of one token of the template, as in Qwen's models.
@@ -30,8 +30,9 @@ AFTER = 32
 """Tokens after a medium that are compared."""
 MOST_PLACES = 16
 """Media that are awaited after one block."""
-EXPECTED_S = 60.0
-"""Seconds for which a medium is awaited: an engine may queue the prompt first."""
+EXPECTED_S, BEGUN_S = 60.0, 3600.0
+"""Seconds for which a medium is awaited, since an engine may queue the prompt first, and for which the rest
+of a begun one is: the next turn may be the first to fill the block in which it ends."""
 MmKeys = Sequence[tuple[str, int]]
 """Media that lie in one block: (identifier, position relative to the block's first token)."""
 
@@ -87,6 +88,11 @@ class MediaSpans:
         """Our hash of the block before → what may come after it."""
 
     @property
+    def awaits(self) -> bool:
+        """Whether stored blocks may tell something."""
+        return bool(self._expected)
+
+    @property
     def learns(self) -> bool:
         """Whether some medium is known, so that others will be."""
         return bool(self._known)
@@ -112,29 +118,22 @@ class MediaSpans:
         keys: Sequence[MmKeys],
         now: float,
     ) -> None:
-        """Learn from stored blocks with these hashes after `parent`, and the media that lie in each."""
+        """Learn from stored blocks with these hashes after `parent`, and the media that lie in each. Blocks
+        without a medium count, too: they show where one ends."""
         for n, above in enumerate((parent, *ours[:-1]) if self._expected else ()):
             at = n * self._block_size
             here = [one for one in self._expected.get(above, ()) if one.until > now]
             told = [
                 one._replace(ids=(*one.ids, *token_ids[at:]), keys=(*one.keys, *keys[n:])) for one in here
             ]
-            match [(one, *seen) for one in told if (seen := self._seen(one))]:
-                case [(one, None)]:
-                    self._await(ours[-1], one, now)
-                case [(one, Known() as known)]:
-                    self._learn(one.awaited.key, known)
-                    here = [other for other in here if other.awaited is not one.awaited]
-                    if then := one.awaited.then:
-                        begun = (*one.head, *known.ids, *one.awaited.after)
-                        place = min(len(begun), len(one.ids)) // self._block_size
-                        follows = place - len(one.ids) // self._block_size + len(ours) - 1
-                        head = begun[place * self._block_size :]
-                        if follows >= n:  # else a medium shares its first block with the one before
-                            self._await(ours[follows], _Expected(then, head, one.until), now)
-                case _:
-                    continue  # nothing, or it is not clear whose it is
-            self._expected[above] = here
+            fitting = [(one, *seen) for one in told if (seen := self._seen(one))]
+            for one, known in fitting:
+                if known is None:
+                    self._await(ours[-1], one._replace(until=now + BEGUN_S), now)
+                elif len(fitting) == 1:  # else it is not clear whose it is
+                    self._expected[above] = [other for other in here if other.awaited is not one.awaited]
+                    if begun := self._learn_all(one, known):
+                        self._await(ours[-1], begun._replace(until=now + BEGUN_S), now)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -148,6 +147,23 @@ class MediaSpans:
             del self._expected[next(iter(self._expected))]
         self._expected[above] = [*others, expected][-MOST_PLACES:]
 
+    def _learn_all(self, expected: _Expected, known: Known | None) -> _Expected | None:
+        """Learn a medium and those after it, as far as they are stored; return the one that is to come next,
+        if any."""
+        while known:
+            (key, _, after, then), head, until, ids, keys = expected
+            self._learn(key, known)
+            if then is None:
+                return None
+            begun = (*head, *known.ids, *after)
+            block = min(len(begun), len(ids)) // self._block_size
+            at = block * self._block_size
+            expected = _Expected(then, begun[at:], until, ids[at:], keys[block:])
+            if (seen := self._seen(expected)) is None:
+                return None
+            (known,) = seen
+        return expected
+
     def _learn(self, key: bytes, known: Known) -> None:
         self._known[key] = known
         self._identifiers.add(known.identifier)
@@ -158,31 +174,38 @@ class MediaSpans:
     def _seen(self, expected: _Expected) -> tuple[Known | None] | None:
         """Return the medium that is expected, or None in its place if it does not end in these blocks; None
         if something else is there."""
-        (_, own, after, _), head, _, ids, keys = expected
+        (key, own, after, then), head, _, ids, keys = expected
         begin = len(head)
-        medium = self._medium(begin, keys) if ids[:begin] == head else None
-        if medium is None or medium[1] >= len(ids) or medium[0] in self._identifiers:
+        if ids[:begin] != head[: len(ids)]:
             return None
-        identifier, start = medium
+        media = self._media(begin, keys)
+        if not media:  # the blocks end before it
+            return (None,) if ids[begin:] == own[: max(len(ids) - begin, 0)] else None
+        identifier, start = media[0]
+        stop = min(media[1][1], len(ids)) if media[1:] else len(ids)
+        known = self._known.get(key)
+        if start >= len(ids) or (
+            identifier != known.identifier if known else identifier in self._identifiers
+        ):
+            return None
         lead, end = start - begin, start + 1
         if lead >= len(own) or ids[begin:start] != own[:lead]:
             return None
-        while end < len(ids) and ids[end] == ids[start]:
+        while end < stop and ids[end] == ids[start]:
             end += 1
         rest = (own[lead + 1 :] + after)[: len(ids) - end]
-        if not rest:
+        if not rest and (end == len(ids) or then is None):
             return (None,)
         if ids[end : end + len(rest)] != rest or not self._covers(identifier, start, end, keys):
             return None
         return (Known((*own[:lead], *ids[start:end], *own[lead + 1 :]), lead, end - start, identifier),)
 
-    def _medium(self, begin: int, keys: Sequence[MmKeys]) -> tuple[str, int] | None:
-        """Return (identifier, position) of the first medium from `begin` on."""
-        for n in range(begin // self._block_size, len(keys)):
-            for identifier, offset in keys[n]:
-                if (start := n * self._block_size + offset) >= begin:
-                    return identifier, start
-        return None
+    def _media(self, begin: int, keys: Sequence[MmKeys]) -> list[tuple[str, int]]:
+        """Return (identifier, position) of the media from `begin` on, in their order."""
+        placed = (
+            (identifier, n * self._block_size + at) for n, of in enumerate(keys) for identifier, at in of
+        )
+        return [*dict.fromkeys((identifier, start) for identifier, start in placed if start >= begin)]
 
     def _covers(self, identifier: str, start: int, end: int, keys: Sequence[MmKeys]) -> bool:
         """Return whether just the blocks with tokens between `start` and `end` name the medium."""

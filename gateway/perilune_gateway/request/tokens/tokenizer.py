@@ -292,11 +292,11 @@ class Tokenizer:
 
     def _awaited(self, text: str, placed: Sequence[tuple[Medium, str]]) -> AwaitedMedium | None:
         """Return the first of these media, in whose place the text begins, and those after it, up to one that
-        is known or that the engine has to fetch; None if it is such a one."""
+        the engine has to fetch; None if it is such a one."""
         assert self.local is not None
         chain, at = list[tuple[bytes, str, str]](), 0
         for n, (medium, place) in enumerate(placed[:AWAITED_AT_ONCE]):
-            if not medium.key or self.media.find(medium.key):
+            if not medium.key:
                 break
             at += len(place)
             end = text.find(placed[n + 1][1], at) if n + 1 < len(placed) else len(text)
