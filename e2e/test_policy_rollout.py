@@ -168,11 +168,29 @@ def released(kube, edge, operator, state_image, cluster, wheel, tmp_path_factory
     pool.delete()
 
 
-def test_parameters_of_a_package_are_free_form_for_kubectl_and_a_misspelt_name_is_refused(released) -> None:
+def test_parameters_of_a_package_are_free_form_for_kubectl_and_a_misspelt_name_is_not_accepted(
+    released,
+) -> None:
     told = released.kube.ctl("explain", "ipool.spec.routing.policy.outside")
     assert "FIELD: outside <map[string]Object>" in " ".join(told.split())
-    with pytest.raises(ClusterError, match="unknown policy; a policy of a package needs its block"):
-        released.patch(routing={"policy": {"name": "least_bussy"}})
+    before = released.get()["spec"]["routing"]["policy"]["name"]
+    document = told_to_gateways(released)
+    released.patch(routing={"policy": {"name": "least_bussy"}})
+    eventually(lambda: refuses(released, "Unknown policy 'least_bussy'"))
+    assert told_to_gateways(released) == document
+    with pytest.raises(ClusterError, match="Unsupported value"):
+        released.patch(routing={"policy": {"name": "least_bussy", "outside": None}})
+    released.patch(routing={"policy": {"name": before}})
+    eventually(lambda: accepts(released))
+
+
+def refuses(pool: LivePool, words: str) -> None:
+    assert pool.conditions()["Accepted"] == ("False", "Invalid")
+    assert words in pool.message("Accepted")
+
+
+def accepts(pool: LivePool) -> None:
+    assert pool.conditions()["Accepted"] == ("True", "Valid")
 
 
 @dataclass(frozen=True)

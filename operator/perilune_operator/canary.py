@@ -26,6 +26,10 @@ WORDS: Mapping[Measure, str] = {
     Measure.TPOT: "output tokens come",
     Measure.FAILURES: "requests fail",
 }
+UNKNOWN_SPEED = (
+    " The speed of output tokens was not known and is not compared: for that, answers have to pass through"
+    " the gateway (full duplex) and say how many tokens they have."
+)
 MOST_RESTARTS = 3
 """Restarts of gateways with which a canary is rolled back. One may have any cause."""
 
@@ -102,8 +106,10 @@ def _message(routing: Routing, verdict: Verdict) -> str:
         few = " Too few sessions are known yet." if verdict.reason is Reason.TOO_FEW_SESSIONS else ""
         return f"{name} decides for {share:.3g} of the sessions, {routing.policy.name} for the others.{few}"
     told = "; ".join(_told(measure, found) for measure, found in verdict.differences.items())
-    what = "decides for all sessions" if verdict.state is State.PROMOTED else "decides no more"
-    return f"{name} {what}. Under it {told}."
+    if verdict.state is State.ROLLED_BACK:
+        return f"{name} decides no more. Under it {told}."
+    unknown = "" if Measure.TPOT in verdict.differences else UNKNOWN_SPEED
+    return f"{name} decides for all sessions. Under it {told}.{unknown}"
 
 
 def _told(measure: Measure, found: Difference) -> str:

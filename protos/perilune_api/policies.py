@@ -13,7 +13,7 @@ themselves are in `perilune_gateway.policy`.
 from enum import StrEnum
 from typing import Annotated, Any
 
-from msgspec import Meta, field
+from msgspec import Meta, field, to_builtins
 from msgspec.structs import replace
 
 from perilune_api.fields import Factor, Positive, Share, Struct, Weight
@@ -190,6 +190,15 @@ class PolicyChoice(PolicyParams, frozen=True, kw_only=True):
     def is_known(self) -> bool:
         """Whether the policy is one of Perilune's, or one of a package that has its block."""
         return self.name in tuple(PolicyName) or self.name in self.outside
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The parameters of the policy itself: what its block gives, and of ours only what is no default."""
+        block = getattr(self, self.name, None) if self.name in tuple(PolicyName) else None
+        if block is None:
+            return self.outside.get(self.name, {})
+        given, defaults = to_builtins(block), to_builtins(type(block)())
+        return {name: value for name, value in given.items() if value != defaults[name]}
 
     def of(self, name: str) -> "PolicyChoice":
         """Return the choice of another policy, with the same parameters. One of a package gets an empty

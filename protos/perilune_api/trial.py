@@ -131,12 +131,13 @@ def _added(tallies: Iterable[Tally]) -> Tally:
 
 
 def trial_of(routing: Routing) -> str:
-    """Return the name of the comparison that the pool document asks for: another one when a policy, its
-    parameters or the share is another. Empty without a canary."""
-    if routing.canary is None:
+    """Return the name of the comparison that the pool document asks for: another one when a policy, a
+    parameter of it or the share is another. Other policies' blocks do not count. Empty without a canary."""
+    if (canary := routing.canary) is None:
         return ""
-    what = [routing.policy, msgspec.structs.replace(routing.canary, tolerance=1.0)]
-    return hashlib.sha256(msgspec.json.encode(what)).hexdigest()[:12]
+    choices = (routing.policy, canary.policy)
+    what = [canary.share, *((choice.name, choice.parameters) for choice in choices)]
+    return hashlib.sha256(msgspec.json.encode(what, order="deterministic")).hexdigest()[:12]
 
 
 # -- measures ------------------------------------------------------------------------------------------

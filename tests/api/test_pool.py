@@ -144,6 +144,27 @@ def test_the_smallest_document() -> None:
             id="a policy of the simulator",
         ),
         pytest.param(
+            document(routing={"policy": {"name": "least_bussy", "outside": {"least_busy": {}}}}),
+            "outside: {least_bussy: {}} - at `$.spec.routing.policy.name`",
+            id="a misspelt policy beside the block of another",
+        ),
+        pytest.param(
+            document(
+                routing={
+                    "policy": {"name": "ear", "ear": {"cooldownSeconds": 30}},
+                    "canary": {"policy": {"name": "ear", "outside": {"mine": {}}}},
+                }
+            ),
+            "The canary is the pool's policy with the same parameters: remove it, or change one of them"
+            " - at `$.spec.routing.canary.policy`",
+            id="a canary that is the pool's policy",
+        ),
+        pytest.param(
+            document(routing={"shadow": {"policies": ["ear", "sticky", "ear"]}}),
+            "ear is listed twice: leave one out - at `$.spec.routing.shadow.policies[2]`",
+            id="a shadow policy twice",
+        ),
+        pytest.param(
             document(routing={"policy": "ear"}),
             "Write `policy: {name: ear}`: a policy is an object - at `$.spec.routing.policy`",
             id="a policy as it was written before",

@@ -4,10 +4,11 @@ from math import exp, log
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 from property_examples import examples
 
 from perilune_api.conditions import Reason
-from perilune_api.policies import PolicyChoice
+from perilune_api.policies import EarParams, PeriluneParams, PolicyChoice
 from perilune_api.pool import Canary, Routing
 from perilune_api.trial import (
     ALPHA,
@@ -153,6 +154,47 @@ def test_sums_of_another_trial_do_not_count():
 )
 def test_another_comparison_has_another_name(changed: Routing, same: bool):
     assert (trial_of(changed) == trial_of(Routing(canary=CANARY))) is same
+
+
+OTHERS = PolicyChoice(name="sticky", outside={"mine": {"gain": 1}}, ear=EarParams(cooldown_seconds=9))
+MINE = PolicyChoice(name="mine", outside={"mine": {"gain": 1}})
+
+
+@pytest.mark.parametrize(
+    ("policy", "canary", "same"),
+    [
+        pytest.param(
+            PolicyChoice(name="sticky", outside={"shadow": {"gain": 3}}),
+            MINE,
+            True,
+            id="another block of the pool's",
+        ),
+        pytest.param(
+            OTHERS,
+            replace(MINE, outside={**MINE.outside, "shadow": {}}),
+            True,
+            id="another block of the canary's",
+        ),
+        pytest.param(
+            OTHERS, replace(MINE, perilune=PeriluneParams(least_gain_seconds=9)), True, id="a block of ours"
+        ),
+        pytest.param(OTHERS, replace(MINE, outside={"mine": {"gain": 2}}), False, id="its own block"),
+        pytest.param(replace(OTHERS, name="ear"), MINE, False, id="the pool's name"),
+    ],
+)
+def test_only_the_blocks_of_the_policies_that_decide_count(
+    policy: PolicyChoice, canary: PolicyChoice, same: bool
+) -> None:
+    begun = trial_of(Routing(policy=OTHERS, canary=Canary(policy=MINE, share=0.5)))
+    assert (trial_of(Routing(policy=policy, canary=Canary(policy=canary, share=0.5))) == begun) is same
+
+
+def test_a_policys_own_parameters_count_without_the_defaults() -> None:
+    def named(block: EarParams) -> str:
+        return trial_of(Routing(canary=Canary(policy=PolicyChoice(name="ear", ear=block), share=0.5)))
+
+    assert named(EarParams(cooldown_seconds=9)) != named(EarParams())
+    assert PolicyChoice(name="ear", ear=EarParams(cooldown_seconds=9)).parameters == {"cooldownSeconds": 9}
 
 
 def test_without_a_canary_there_is_no_trial():

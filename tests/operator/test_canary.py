@@ -90,6 +90,29 @@ def test_one_that_is_no_worse_is_promoted_with_its_parameters() -> None:
     assert plan.status.canary.policy_in_force == "ear"
 
 
+def test_a_promotion_says_whether_the_speed_of_output_was_known() -> None:
+    assert "The speed of output tokens was not known" in condition(planned(told(slower=0.5))).message
+    sums = told(slower=0.5)
+    for arm, tallies in sums.arms.items():
+        for i, tally in enumerate(tallies):
+            for _ in range(400):
+                tally.output((1 + i % 3) * (0.01 if arm is Arm.CANARY else 0.02))
+    message = condition(planned(sums)).message
+    assert "output tokens come -50 % later" in message
+    assert "not known" not in message
+
+
+def test_a_roll_back_lasts_when_a_block_for_a_shadow_policy_comes() -> None:
+    first = planned(told(slower=3.0))
+    more = {
+        **ROUTING,
+        "policy": {"name": "perilune", "outside": {"mine": {}}},
+        "shadow": {"policies": ["mine"]},
+    }
+    later = planned(routing=more, before=stored(first))
+    assert (condition(later).status, document(later).spec.routing.canary) == ("False", None)
+
+
 def test_the_counts_of_all_gateways_are_summed() -> None:
     alone = [told(slower=1.15, requests=1), told(slower=1.15, requests=1)]
     for sums in alone:

@@ -117,3 +117,5 @@ class RequestContext(Struct, gc=False, kw_only=True):
     """Where it counts in the trial of a canary. None if it counts nowhere."""
     by_canary: bool = False
     """Whether the canary's policy decides."""
+    fell_back: bool = False
+    """Whether another policy decided in its place."""

@@ -3,12 +3,14 @@ its place, with the KV that is fetched for it.
 
     context ─▶ the request as a policy sees it ─▶ decide.py ─▶ a planned move, limits of fetching ─▶ Choice
 
-Where a policy of a package fails, another one decides in its place (policy_watch.py).
+Where a policy of a package fails, another one decides in its place, with the pool's parameters
+(policy_watch.py).
 `choose` changes nothing. `settle` records what else follows from a choice that counts.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 
 from msgspec import Struct
@@ -31,13 +33,16 @@ from perilune_gateway.policy import PolicyError
 from perilune_gateway.policy.cost import target_of
 from perilune_gateway.routing.candidates import CandidateBuilder
 from perilune_gateway.routing.context import RequestContext
-from perilune_gateway.routing.decide import Run, decide
+from perilune_gateway.routing.decide import decide, run_policy
 from perilune_gateway.routing.kv_moves import KvMoves
 from perilune_gateway.routing.objectives import objectives
-from perilune_gateway.routing.policy_watch import PolicyWatch
+from perilune_gateway.routing.policy_watch import Asked, PolicyWatch
 from perilune_gateway.routing.pull import pull, without
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.session import Session
+
+Faults = tuple[tuple[Asked, PolicyError], ...]
+"""Policies that should have given a verdict, and how they failed."""
 
 
 class Choice(Struct, frozen=True, kw_only=True):
@@ -48,8 +53,9 @@ class Choice(Struct, frozen=True, kw_only=True):
     verdict: Verdict
     policy: str
     """The policy that gave the verdict."""
-    fault: tuple[str, PolicyError] | None = None
-    """The policy that should have given it, and how it failed."""
+    fell_back: bool = False
+    """Whether another policy gave it than the one that was asked for."""
+    faults: Faults = ()
     prefix: tuple[int, int] | None = None
     """Last block and tokens of the cached prefix that a new session begins with. None if there is none."""
     lapsed: tuple[Move, Lapse] | None = None
@@ -76,45 +82,66 @@ class Deciding:
         self.candidates.configure(pool)
         self.moves.configure(pool)
         self._routing = self._canary = routing = pool.spec.routing
-        choices = [routing.policy]
         if routing.canary:
             self._canary = replace(routing, policy=routing.canary.policy)
-            choices.append(routing.canary.policy)
-        self.watch.configure(*choices)
+        self.watch.configure(routing.policy, routing.canary.policy if routing.canary else None)
         self._model = pool.spec.model.name
 
     def policy(self, context: RequestContext) -> str:
         """Return the name of the policy that decides: the pool's, or the canary's."""
         return str((self._canary if context.by_canary else self._routing).policy.name)
 
-    def choose(self, context: RequestContext, policy: str, request_id: str, ordinal: int, run: Run) -> Choice:
+    def choose(
+        self, context: RequestContext, policy: str, request_id: str, ordinal: int, *, watched: bool
+    ) -> Choice:
         """Choose by the policy, or by another one where it is off or fails. `ordinal`: the number of verdicts
-        so far. `run` runs policies."""
-        view, policy = self._view(context, request_id, ordinal), self.watch.standing(policy)
-        routing, fault = self._canary if context.by_canary else self._routing, None
-        try:
-            verdict = decide(view, context.candidates, policy, routing, Random(context.seed), run)
-        except PolicyError as error:
-            fault, policy = (policy, error), self.watch.in_place(policy)
-            verdict = decide(view, context.candidates, policy, routing, Random(context.seed), run)
+        so far. `watched`: whether the policies are timed."""
+        view, asked = self._view(context, request_id, ordinal), Asked(policy, context.by_canary)
+        verdict, decided, faults = self._decide(view, context, asked, watched)
+        policy, fell_back = decided.policy, decided != asked
         prefix, lapsed = None, None
         if isinstance(verdict, Decision):
             prefix = self._prefix(context)
             if offer := self._offer(context, prefix):
                 if view.phase is Phase.HEADERS:  # only the body tells what its target holds of the prompt
-                    return Choice(view=view, verdict=NEED_BODY, policy=policy, fault=fault)
+                    return Choice(view=view, verdict=NEED_BODY, policy=policy, faults=faults)
                 moved = self.moves.planner.redirected(offer, verdict, view, context.candidates, context.now)
                 if isinstance(moved, Lapse):
                     lapsed, moved = (offer, moved), verdict
                 verdict = pull(view, moved, context.candidates, self._routing.pull)
         if isinstance(verdict, Decision) and verdict.replicate_from:
             verdict = self._with_room(verdict, view, context)
-        return Choice(view=view, verdict=verdict, policy=policy, fault=fault, prefix=prefix, lapsed=lapsed)
+        return Choice(
+            view=view,
+            verdict=verdict,
+            policy=policy,
+            fell_back=fell_back,
+            faults=faults,
+            prefix=prefix,
+            lapsed=lapsed,
+        )
+
+    def _decide(
+        self, view: RequestView, context: RequestContext, asked: Asked, watched: bool
+    ) -> tuple[Verdict, Asked, Faults]:
+        """Return the verdict of the policy, or of the one in its place; which one that is; and how others
+        failed before it."""
+        decides = self.watch.standing(asked)
+        faults: Faults = ()
+        while True:
+            routing = self._canary if decides.by_canary else self._routing
+            run = partial(self.watch.run, decides.by_canary) if watched else run_policy
+            try:
+                rng = Random(context.seed)
+                return decide(view, context.candidates, decides.policy, routing, rng, run), decides, faults
+            except PolicyError as error:  # never of the default, which is no policy of a package
+                faults = (*faults, (decides, error))
+                decides = self.watch.in_place(decides)
 
     def settle(self, choice: Choice, now: float) -> None:
         """Record what was found out while a verdict was chosen that counts."""
-        if choice.fault:
-            self.watch.failed(*choice.fault)
+        for asked, error in choice.faults:
+            self.watch.failed(asked, error)
         if choice.prefix:
             self.moves.planner.saw(*choice.prefix)
         if choice.lapsed:

@@ -1,10 +1,11 @@
 """Watches the policies of packages, so that a bad one costs a request nothing but a little time.
 
-    standing(name) ─▶ the policy that decides ─▶ run, timed ─▶ Verdict
-                                                   └─ PolicyError ─▶ failed ─▶ the policy in its place
+    standing(asked) ─▶ the policy that decides ─▶ run, timed ─▶ Verdict
+                                                    └─ PolicyError ─▶ failed ─▶ the policy in its place
 
 - A policy that raises or answers nonsense does not decide that request: the pool's own does, or Perilune's
-  default if that is the pool's.
+  default if that is the pool's or cannot decide either. Both have the pool's parameters. The canary's policy
+  is watched for itself, also where it is the pool's with other parameters.
 - A policy whose last WATCHED calls had too many faults of one kind (SWITCHED_OFF) is switched off, until the
   pool's policy or parameters change or the gateway restarts. So is one that the pool names and nobody
   brings, or whose parameters are wrong.
@@ -21,6 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import NamedTuple
 
 from perilune_api.policies import PolicyChoice, PolicyParams
 from perilune_gateway.model import Candidate, RequestView, Verdict
@@ -38,11 +40,26 @@ SWITCHED_OFF: Mapping[FaultKind, int] = {FaultKind.RAISED: 5, FaultKind.NONSENSE
 and is no fault of the policy's."""
 
 
+class Asked(NamedTuple):
+    """A policy that may decide, and whose parameters it gets."""
+
+    policy: str
+    by_canary: bool = False
+    """Whether it gets the canary's parameters; else the pool's."""
+
+    def __str__(self) -> str:
+        return f"{self.policy} of the canary" if self.by_canary else self.policy
+
+
+DEFAULT = Asked(FALLBACK.value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyState:
     """How a policy of a package does, for health."""
 
     name: str
+    """With whose parameters, if that is the canary."""
     off: str
     """Why it is switched off; empty if it decides."""
     in_place: str
@@ -71,84 +88,90 @@ class PolicyWatch:
         self._stopwatch = stopwatch
         self._tell = tell
         self._choices: tuple[PolicyChoice, ...] = ()
-        self._watched: dict[str, _Watched] = {}
+        self._own = DEFAULT
+        self._watched: dict[Asked, _Watched] = {}
 
-    def configure(self, *choices: PolicyChoice) -> None:
-        """Take over the policies and parameters that decide, the pool's own first. If they changed, all
-        policies are on again, except those that cannot run."""
+    def configure(self, own: PolicyChoice, canary: PolicyChoice | None = None) -> None:
+        """Take over the policies and parameters that decide, the pool's own and the canary's. If they
+        changed, all policies are on again, except those that cannot run."""
+        choices = (own, canary) if canary else (own,)
         if choices == self._choices:
             return
-        self._choices = choices
-        self._watched = {}
-        for choice in choices:
+        self._choices, self._own, self._watched = choices, Asked(own.name), {}
+        for by_canary, choice in enumerate(choices):
             for name, wrong in self._policies.wrong(choice).items():
-                self._of(name).off = wrong
-                log.error("policy not used policy=%s error=%s", name, wrong)
+                asked = Asked(name, bool(by_canary))
+                self._of(asked).off = wrong
+                log.error("policy not used policy=%s error=%s", asked, wrong)
 
-    def standing(self, name: str) -> str:
-        """Return the policy that decides where `name` is asked for: another one if that is off."""
-        watched = self._watched.get(name)
-        return self.in_place(name) if watched and watched.off else name
+    def standing(self, asked: Asked) -> Asked:
+        """Return the policy that decides where one is asked for: another one if that is off."""
+        watched = self._watched.get(asked)
+        return self.in_place(asked) if watched and watched.off else asked
 
-    def in_place(self, name: str) -> str:
-        """Return the policy that decides where `name` does not: the pool's if it is ours, else the
-        default."""
-        own = str(self._choices[0].name) if self._choices else FALLBACK.value
-        return own if own in OURS and own != name else FALLBACK.value
+    def in_place(self, asked: Asked) -> Asked:
+        """Return the policy that decides where another one does not: the pool's own if it can, else the
+        default, which runs always."""
+        return DEFAULT if asked == self._own else self.standing(self._own)
 
     def run(
         self,
+        by_canary: bool,
         name: str,
         request: RequestView,
         candidates: Sequence[Candidate],
         params: PolicyParams,
         rng: Random,
     ) -> Verdict:
-        """Return the policy's verdict. Raises PolicyError for one of a package."""
+        """Return the policy's verdict, with the parameters of the canary or the pool's. Raises PolicyError
+        for one of a package."""
         policy = self._policies[name]
         if name in OURS:
             return policy(request, candidates, params, rng)
         began = self._stopwatch()
         verdict = policy(request, candidates, params, rng)
-        took_s = self._stopwatch() - began
+        took_s, asked = self._stopwatch() - began, Asked(name, by_canary)
         if took_s > BOUND_S:
-            self._fault(name, FaultKind.SLOW, f"it took more than {BOUND_S * 1000:g} ms")
+            self._fault(asked, FaultKind.SLOW, f"it took more than {BOUND_S * 1000:g} ms")
         else:
-            self._of(name).recent.append(None)
+            self._of(asked).recent.append(None)
         return verdict
 
-    def failed(self, name: str, fault: PolicyError) -> None:
+    def failed(self, asked: Asked, fault: PolicyError) -> None:
         """Record that a policy gave no answer that counts."""
-        self._fault(name, fault.kind, str(fault), fault.__cause__)
+        self._fault(asked, fault.kind, str(fault), fault.__cause__)
 
     def states(self) -> Sequence[PolicyState]:
         """Return how the policies do that are off or had faults."""
         return [
             PolicyState(
-                name=name,
+                name=str(asked),
                 off=watched.off,
-                in_place=self.in_place(name),
+                in_place=self.in_place(asked).policy,
                 faults=dict(watched.faults),
                 last=watched.last,
             )
-            for name, watched in self._watched.items()
+            for asked, watched in self._watched.items()
             if watched.off or watched.faults
         ]
 
-    def _fault(self, name: str, kind: FaultKind, what: str, cause: BaseException | None = None) -> None:
-        watched = self._of(name)
+    def _fault(self, asked: Asked, kind: FaultKind, what: str, cause: BaseException | None = None) -> None:
+        watched = self._of(asked)
         watched.recent.append(kind)
         watched.faults[kind] += 1
         watched.last = what
         if watched.faults[kind] == 1:
-            log.warning("policy failed policy=%s kind=%s error=%s", name, kind, what, exc_info=cause)
+            log.warning("policy failed policy=%s kind=%s error=%s", asked, kind, what, exc_info=cause)
         found = watched.recent.count(kind)
         if not watched.off and found >= SWITCHED_OFF[kind]:
             watched.off = f"{found} of its last {len(watched.recent)} decisions were bad ({kind}: {what})"
             log.error(
-                "policy switched off policy=%s cause=%s in_place=%s", name, watched.off, self.in_place(name)
+                "policy switched off policy=%s cause=%s in_place=%s",
+                asked,
+                watched.off,
+                self.in_place(asked).policy,
             )
-        self._tell(PolicyFailed(name, kind))
+        self._tell(PolicyFailed(asked.policy, kind))
 
-    def _of(self, name: str) -> _Watched:
-        return self._watched.setdefault(name, _Watched())
+    def _of(self, asked: Asked) -> _Watched:
+        return self._watched.setdefault(asked, _Watched())

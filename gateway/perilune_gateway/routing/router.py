@@ -54,7 +54,6 @@ from perilune_gateway.routing import admission
 from perilune_gateway.routing.candidates import wanted_by
 from perilune_gateway.routing.context import Prompt, RequestContext, StepTimer, TimeAndDice
 from perilune_gateway.routing.conversations import Conversations
-from perilune_gateway.routing.decide import run_policy
 from perilune_gateway.routing.deciding import Deciding
 from perilune_gateway.routing.new_sessions import NewSessions, Queued
 from perilune_gateway.routing.objectives import wrong_slo
@@ -411,8 +410,9 @@ class Router:
             context.by_canary = self.trial.by_canary(context.place)
         policy = wanted or self._deciding.policy(context)
         request_id, ordinal = self._verdicts.request_id(head), self._verdicts.ordinal
-        choice = self._deciding.choose(context, policy, request_id, ordinal, self.policies.run)
+        choice = self._deciding.choose(context, policy, request_id, ordinal, watched=True)
         self._deciding.settle(choice, context.now)
+        context.fell_back = choice.fell_back
         view, verdict, policy = choice.view, choice.verdict, choice.policy
         if isinstance(verdict, NeedBody):
             return verdict
@@ -448,7 +448,7 @@ class Router:
         context.by_canary = self.trial.by_canary(self.trial.place(identity, seed))
         request_id, ordinal = self._verdicts.request_id(head), self._verdicts.ordinal
         policy = self._deciding.policy(context)
-        choice = self._deciding.choose(context, policy, request_id, ordinal, run_policy)
+        choice = self._deciding.choose(context, policy, request_id, ordinal, watched=False)
         return context, choice.view, choice.verdict
 
     # -- without a policy --------------------------------------------------------------------------

@@ -60,7 +60,6 @@ class Trial:
         routing = pool.spec.routing
         self._pool = f"{pool.metadata.namespace}/{pool.metadata.name}"
         self.canary = routing.canary
-        self._names = {True: routing.canary.policy.name if routing.canary else "", False: routing.policy.name}
         if (trial := trial_of(routing)) != self.sums.trial:
             self.sums, self._ended = Sums.begin(trial), None
 
@@ -99,11 +98,9 @@ class Trial:
             log.warning("canary over policy=%s state=%s reason=%s", name, verdict.state, verdict.reason)
 
     def on_recorded(self, fact: Recorded) -> None:
-        """Count a refusal after a policy was asked, and remember that another policy decided in its place."""
+        """Count a refusal after a policy was asked."""
         if fact.tally:
             fact.tally.ended(failed=True)
-        elif fact.request and fact.request.tally:
-            fact.request.fell_back = fact.record.policy != self._names[fact.record.canary]
 
     def on_decided(self, fact: Decided) -> None:
         request = fact.request

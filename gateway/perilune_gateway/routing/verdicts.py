@@ -112,7 +112,7 @@ class Verdicts:
                 seed=context.seed,
                 queued_s=context.queued_s,
                 trace=context.head.trace,
-                canary=context.by_canary,
+                canary=context.by_canary and not context.fell_back,
             )
             routed = self._answer(context.head, request, record)
             return replace(routed, fields=self._engine_fields(context, decision.target, priority))
@@ -168,7 +168,7 @@ class Verdicts:
             seed=context.seed if context else 0,
             queued_s=context.queued_s if context else 0.0,
             trace=head.trace,
-            canary=context.by_canary if context else False,
+            canary=context is not None and context.by_canary and not context.fell_back,
         )
         place = context.place if context else None
         self._state.facts.tell(Recorded(record, tally=place.tally if place else None))
@@ -239,6 +239,7 @@ class Verdicts:
             arrived_at=context.head.arrived_at,
             name=context.head.name,
             tally=context.place.tally if context.place else None,
+            fell_back=context.fell_back,
         )
 
     def _priority(self, tenant: str, prefill_s: float) -> int | None:

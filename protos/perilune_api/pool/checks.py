@@ -9,6 +9,7 @@ from perilune_api.pool.document import Pool
 from perilune_api.pool.endpoints import Role
 from perilune_api.pool.engine import Selector
 from perilune_api.pool.errors import SpecError
+from perilune_api.pool.routing import Routing
 
 
 def check(pool: Pool) -> None:
@@ -18,10 +19,7 @@ def check(pool: Pool) -> None:
         raise SpecError(
             "Name the model, as requests do: only engines that are selected tell it - at `$.spec.model.name`"
         )
-    if not spec.routing.policy.is_known:
-        raise SpecError(f"{unknown_policy(spec.routing.policy.name)} - at `$.spec.routing.policy.name`")
-    if (canary := spec.routing.canary) and not canary.policy.is_known:
-        raise SpecError(f"{unknown_policy(canary.policy.name)} - at `$.spec.routing.canary.policy.name`")
+    _check_policies(spec.routing)
     if spec.engine.selector is not None:
         _check_ports(spec.engine.selector)
     seen: set[str] = set()
@@ -51,6 +49,21 @@ def check(pool: Pool) -> None:
     for model, times in Counter(models).items():
         if times > 1:
             raise SpecError(f"Model name {model!r} is given twice - at `$.spec.model`")
+
+
+def _check_policies(routing: Routing) -> None:
+    policy, canary, shadows = routing.policy, routing.canary, routing.shadow.policies
+    if not policy.is_known:
+        raise SpecError(f"{unknown_policy(policy.name)} - at `$.spec.routing.policy.name`")
+    if canary and not canary.policy.is_known:
+        raise SpecError(f"{unknown_policy(canary.policy.name)} - at `$.spec.routing.canary.policy.name`")
+    if canary and (canary.policy.name, canary.policy.parameters) == (policy.name, policy.parameters):
+        words = "The canary is the pool's policy with the same parameters: remove it, or change one of them"
+        raise SpecError(f"{words} - at `$.spec.routing.canary.policy`")
+    for i, name in enumerate(shadows):
+        if name in shadows[:i]:
+            words = f"{name} is listed twice: leave one out"
+            raise SpecError(f"{words} - at `$.spec.routing.shadow.policies[{i}]`")
 
 
 def _check_ports(selector: Selector) -> None:

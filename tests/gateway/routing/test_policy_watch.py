@@ -10,12 +10,13 @@ from prometheus_client import generate_latest
 from router_rig import A, B, C, Rig, pool
 from routing_objects import fleet, head, request
 
-from perilune_api.policies import PolicyChoice
-from perilune_api.pool import Routing
+from perilune_api.policies import PeriluneParams, PolicyChoice
+from perilune_api.pool import Canary, Routing
+from perilune_api.trial import Arm
 from perilune_gateway.model import Decision, Routed
 from perilune_gateway.observe import health
 from perilune_gateway.policy import POLICIES, PolicyError
-from perilune_gateway.routing.policy_watch import BOUND_S, PolicyWatch
+from perilune_gateway.routing.policy_watch import BOUND_S, Asked, PolicyWatch
 
 RAISES = answering("1 / 0")
 
@@ -160,7 +161,7 @@ def slow_watch(step_s: float) -> tuple[PolicyWatch, list[object]]:
 
 
 def run(watch: PolicyWatch, name: str) -> None:
-    watch.run(name, request(), fleet(a=0), PolicyChoice(), Random(0))
+    watch.run(False, name, request(), fleet(a=0), PolicyChoice(), Random(0))
 
 
 def test_time_is_measured_after_it_returns_and_its_answer_counts(tmp_path: Path) -> None:
@@ -168,9 +169,9 @@ def test_time_is_measured_after_it_returns_and_its_answer_counts(tmp_path: Path)
         watch, told = slow_watch(BOUND_S * 1.01)
         for _ in range(49):
             run(watch, "mine")
-        assert (len(told), watch.standing("mine")) == (49, "mine")
+        assert (len(told), watch.standing(Asked("mine"))) == (49, Asked("mine"))
         run(watch, "mine")
-        assert watch.standing("mine") == "perilune"
+        assert watch.standing(Asked("mine")) == Asked("perilune")
         assert "50 of its last 50 decisions were bad (slow: it took more than 5 ms)" in watch.states()[0].off
 
 
@@ -192,5 +193,106 @@ def test_policies_fail_each_for_itself(tmp_path: Path) -> None:
         for _ in range(5):
             with pytest.raises(PolicyError) as caught:
                 run(watch, "mine")
-            watch.failed("mine", caught.value)
-        assert [watch.standing(name) for name in ("mine", "good")] == ["perilune", "good"]
+            watch.failed(Asked("mine"), caught.value)
+        assert [watch.standing(Asked(name)).policy for name in ("mine", "good")] == ["perilune", "good"]
+
+
+# -- what decides in place of a canary's policy, or of the pool's ---------------------------------------
+
+
+def with_canary(own: PolicyChoice, canary: PolicyChoice) -> Rig:
+    """Return a router whose canary decides for all sessions but few."""
+    return Rig(
+        pool(endpoints=[A, B, C], routing=Routing(policy=own, canary=Canary(policy=canary, share=0.999)))
+    )
+
+
+def outside(name: str, **block: object) -> PolicyChoice:
+    return PolicyChoice(name=name, outside={name: block})
+
+
+COUNTS = answering(
+    "Decision('10.0.0.1:8000', Reason.COLD, (Cost('10.0.0.1:8000', parameters.gain, {}),))"
+).replace(
+    "    def decide(",
+    """    class Given(Parameters, frozen=True):
+        gain: float = 4.0
+
+        def __post_init__(self):
+            if self.gain < 0:
+                raise ValueError("gain is below 0")
+
+
+    def decide(""",
+)
+"""A policy whose decision tells its parameter."""
+COUNTS = COUNTS.replace("decide=decide,", "decide=decide, parameters=Given,")
+
+
+def gains(made: Rig, n: int) -> list[tuple[str, float]]:
+    """Return who decided each of `n` requests, and what its decision tells of its parameters."""
+    found = []
+    for _ in range(n):
+        routed = made.route(h=head("/v1/completions", x_session_id="s"))
+        record = made.record(routed)
+        assert isinstance(record.verdict, Decision)
+        assert not record.canary, "a replay would take the canary's parameters"
+        found.append((record.policy, record.verdict.costs[0].total))
+        made.finish(routed)
+    return found
+
+
+@pytest.mark.parametrize("broken", [RAISES, "import nothing_like_it"], ids=["raises", "cannot be loaded"])
+def test_the_pools_policy_of_a_package_takes_the_place_of_a_canary(tmp_path: Path, broken: str) -> None:
+    install(tmp_path, COUNTS)
+    install(tmp_path, broken, "other", package="others")
+    with on_path(tmp_path):
+        made = with_canary(outside("mine", gain=77.0), outside("other"))
+        assert gains(made, 7) == [("mine", 77.0)] * 7
+        (problem,) = problems(made)
+        assert problem.message.startswith("policy other of the canary is switched off")
+        assert problem.effect == "mine decides in its place"
+
+
+def test_what_takes_the_place_of_a_canary_has_the_parameters_of_the_pool(tmp_path: Path) -> None:
+    def moves(made: Rig) -> list[str]:
+        """Return who decided the second turn of a session whose host has a long queue, and why."""
+        routed = made.route(range(20), head("/v1/completions", x_session_id="s"))
+        host = made.record(routed).target
+        made.finish(routed)
+        made.queue(host, 20.0)
+        record = made.record(made.route(range(20), head("/v1/completions", x_session_id="s")))
+        return [record.policy, "stays" if record.target == host else "moves"]
+
+    with installed(tmp_path, RAISES):
+        keeps = PeriluneParams(least_gain_seconds=77.0)
+        own = PolicyChoice(perilune=keeps)
+        assert moves(with_canary(own, outside("mine"))) == ["perilune", "stays"]
+        assert moves(Rig(pool(endpoints=[A, B, C], routing=Routing(policy=own)))) == ["perilune", "stays"]
+        assert moves(with_canary(PolicyChoice(), outside("mine"))) == ["perilune", "moves"]
+        failing = PolicyChoice(name="mine", outside={"mine": {}}, perilune=keeps)
+        assert moves(Rig(pool(endpoints=[A, B, C], routing=Routing(policy=failing)))) == ["perilune", "stays"]
+        assert moves(with_canary(failing, PolicyChoice(name="mine", outside={"mine": {}, "more": {}}))) == [
+            "perilune",
+            "stays",
+        ]
+
+
+def test_where_both_policies_fail_the_default_decides_and_both_are_at_fault(tmp_path: Path) -> None:
+    install(tmp_path, RAISES)
+    install(tmp_path, RAISES, "other", package="others")
+    with on_path(tmp_path):
+        made = with_canary(outside("mine"), outside("other"))
+        assert policies(made, 6, x_session_id="s") == ["perilune"] * 6
+        assert [problem.message.split(" is ")[0] for problem in problems(made)] == [
+            "policy other of the canary",
+            "policy mine",
+        ]
+
+
+def test_a_canary_with_other_parameters_does_not_switch_off_the_pools_policy(tmp_path: Path) -> None:
+    with installed(tmp_path, COUNTS):
+        made = with_canary(outside("mine", gain=2.0), outside("mine", gain=-1.0))
+        assert gains(made, 7) == [("mine", 2.0)] * 7
+        tally = made.router.trial.sums.whole(Arm.CANARY)
+        assert (tally.requests, tally.failed) == (7, 7)
