@@ -25,6 +25,7 @@ from random import Random
 from perilune_api.policies import PolicyChoice, PolicyParams
 from perilune_gateway.model import Candidate, RequestView, Verdict
 from perilune_gateway.policy import FALLBACK, OURS, FaultKind, Policies, PolicyError
+from perilune_gateway.policy.registry import AT_CANARY, AT_POOL
 from perilune_gateway.state.facts import PolicyFailed, Tell
 
 log = logging.getLogger(__name__)
@@ -80,8 +81,8 @@ class PolicyWatch:
             return
         self._choices = choices
         self._watched = {}
-        for choice in choices:
-            for name, wrong in self._policies.wrong(choice).items():
+        for at, choice in zip((AT_POOL, AT_CANARY), choices, strict=False):
+            for name, wrong in self._policies.wrong(choice, at).items():
                 self._of(name).off = wrong
                 log.error("policy not used policy=%s error=%s", name, wrong)
 
