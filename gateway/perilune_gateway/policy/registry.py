@@ -104,7 +104,7 @@ class Policies(Mapping[str, Policy]):
 
 def outside(found: packages.Found) -> Policy:
     """Return the policy of a package as the router calls it, with its own block of the parameters. It raises
-    PolicyError, and SpecError for wrong parameters."""
+    PolicyError, also for wrong parameters."""
     policy, name = found.policy, found.name
     assert policy is not None, "it can be used"
 
@@ -112,7 +112,10 @@ def outside(found: packages.Found) -> Policy:
         request: RequestView, candidates: Sequence[Candidate], params: PolicyParams, rng: Random
     ) -> Verdict:
         block = params.outside.get(name, {}) if isinstance(params, PolicyChoice) else {}
-        typed = packages.typed(name, policy, block, f"{AT_POOL}.outside.{name}")
+        try:
+            typed = packages.typed(name, policy, block, f"{AT_POOL}.outside.{name}")
+        except SpecError as error:
+            raise packages.PolicyError(packages.FaultKind.RAISED, str(error)) from error
         return packages.call(policy, request, candidates, typed, rng)
 
     return decide
