@@ -30,6 +30,15 @@ SHARED_TOKENS = 4_000
 """Of the system prompt that all sessions begin with."""
 
 
+class Given:
+    """Stands for the tokenizer: tokens are given."""
+
+    rewrites_answers = False
+
+    def now(self, request: ParsedRequest) -> None:
+        """Leave it to the caller."""
+
+
 class Rig:
     """Sessions with prompts of about 33.6k tokens, each cached on one endpoint; turns grow them, engines
     announce what they prefill, and forget sessions that have grown too long."""
@@ -52,7 +61,7 @@ class Rig:
         self.router = new_router(
             pool,
             state,
-            None,  # type: ignore[arg-type]  # tokens are given
+            Given(),
             (Recorder(Metrics(CollectorRegistry()), self.decisions), *listeners),
             clock=lambda: self.now,
             rng=self.dice,

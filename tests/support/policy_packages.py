@@ -55,9 +55,17 @@ def answering(expression: str) -> str:
     """Return a module whose policy answers with this expression of request, candidates and rng."""
     return f"""
     import math
+    from asyncio import CancelledError
+    from fractions import Fraction
 
     from perilune_gateway.model import *
     from perilune_gateway.policy.contract import *
+
+    Float, Text = type("Float", (float,), {{}}), type("Text", (str,), {{}})
+
+
+    def raised(error):
+        raise error
 
 
     def decide(request, candidates, parameters, rng):

@@ -33,7 +33,7 @@ STALLED_S = 5.0
 def refuse_unusable(pool: Pool) -> None:
     """Refuse a file that selects pods, or names a policy that cannot run here. Raises SpecError. (On
     Kubernetes, where the document also brings the endpoints, such a policy is switched off instead.)"""
-    for wrong in POLICIES.wrong(pool.spec.routing.policy).values():
+    for wrong in POLICIES.refused(pool.spec.routing):
         raise SpecError(wrong)
     if pool.spec.engine.selector is not None:
         words = "A file lists its engines in spec.endpoints; only on Kubernetes can they be selected"

@@ -15,11 +15,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import EntryPoint
-from math import isfinite
+from inspect import signature
 from pathlib import Path
 from random import Random
-from traceback import extract_tb
-from typing import Any
+from sys import float_info
+from traceback import extract_tb, format_exception_only
+from types import MappingProxyType
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -41,6 +43,8 @@ from perilune_gateway.policy.contract import VERSION, OutsidePolicy, Parameters
 
 NOT_CHOSEN = frozenset({Reason.PASS_THROUGH, Reason.FORCED, Reason.PLANNED, Reason.REPLICA, Reason.AWAITS_KV})
 """Reasons that only the gateway itself gives."""
+SURROGATES = re.compile("[\ud800-\udfff]")
+"""Characters that UTF-8 does not have."""
 
 
 class FaultKind(StrEnum):
@@ -105,22 +109,55 @@ def _load(entry: EntryPoint) -> tuple[OutsidePolicy | None, str]:
     """Return the policy of an entry point, or None and what is wrong with it."""
     try:
         policy = entry.load()
-    except (Exception, SystemExit) as error:
-        return None, f"{entry.value} cannot be imported: {type(error).__name__}: {error}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return None, f"{entry.value} cannot be imported: {_words(error)}"
     if not isinstance(policy, OutsidePolicy):
         return None, f"{entry.value} is no OutsidePolicy, but {type(policy).__name__}: see docs/policies.md"
-    if policy.contract != VERSION:
-        return None, (
-            f"it is written for version {policy.contract} of the contract of policies, and this Perilune has"
+    problem = _wrong_contract(policy.contract) or _wrong_decide(policy) or _wrong_defaults(policy.parameters)
+    return (None if problem else policy), problem
+
+
+def _wrong_contract(contract: object) -> str:
+    if type(contract) is not int:
+        return f"its contract is {contract!r:.100}, which is no int: write contract={VERSION}"
+    if contract != VERSION:
+        return (
+            f"it is written for version {contract} of the contract of policies, and this Perilune has"
             f" version {VERSION}: install the releases that fit each other"
         )
+    return ""
+
+
+def _wrong_decide(policy: OutsidePolicy) -> str:
     try:
-        if not issubclass(policy.parameters, Parameters):
-            return None, f"its parameters are no subclass of {Parameters.__name__}: see docs/policies.md"
-        policy.parameters()
-    except (TypeError, ValueError) as error:
-        return None, f"its parameters lack defaults: {error}: give each field one"
-    return policy, ""
+        signature(policy.decide).bind("request", "candidates", "parameters", "rng")
+    except TypeError as error:
+        return f"its decide cannot be called with (request, candidates, parameters, rng): {error}"
+    except ValueError:  # as some functions written in C, it does not say what it takes
+        pass
+    return ""
+
+
+def _wrong_defaults(parameters: object) -> str:
+    """Return what is wrong with a policy's parameters. Their defaults are read as those of a document are."""
+    if not isinstance(parameters, type):
+        return f"its parameters are no class, but a value of {type(parameters).__name__}: name the class"
+    if not issubclass(parameters, Parameters):
+        return f"its parameters are no subclass of {Parameters.__name__}: see docs/policies.md"
+    try:
+        msgspec.convert(msgspec.to_builtins(parameters()), parameters)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return f"its parameters lack defaults that fit: {_words(error)}: give each field one"
+    return ""
+
+
+def _words(error: BaseException) -> str:
+    """Return type and message of an exception, whatever its class."""
+    return format_exception_only(error)[-1].strip()
 
 
 def _origin(entry: EntryPoint) -> str:
@@ -144,6 +181,10 @@ def typed(
         if "unknown field" in words:
             words += f"; {name} knows {known or 'none'}"
         raise SpecError(f"{words} - at `{at}{path.rstrip('`')}`") from None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # of the class's own checks
+        raise SpecError(f"{_words(error)} - at `{at}`") from None
 
 
 # -- deciding --------------------------------------------------------------------------------------------
@@ -159,57 +200,79 @@ def call(
     """Return the policy's verdict. Raises PolicyError."""
     try:
         verdict = policy.decide(request, tuple(candidates), parameters, rng)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # decide is no coroutine, so that a CancelledError is its own, too
         raise PolicyError(FaultKind.RAISED, f"{type(error).__name__}{_place(error)}") from error
     try:
         wrong = nonsense(verdict, request, candidates)
-    except (TypeError, ValueError, AttributeError) as error:
-        wrong = f"an answer with a value of a wrong type ({error})"
+    except Exception as error:
+        wrong = f"an answer with a value of a wrong type ({type(error).__name__})"
     if wrong:
         raise PolicyError(FaultKind.NONSENSE, wrong)
     return verdict
 
 
 def nonsense(verdict: object, request: RequestView, candidates: Sequence[Candidate]) -> str:
-    """Return what is wrong with an answer; empty if it can be carried out."""
-    match verdict:
-        case Decision():
-            return _wrong_decision(verdict, request, {c.address for c in candidates})
-        case NeedBody():
-            return "" if request.phase is Phase.HEADERS else "NEED_BODY for a body that it has"
-        case Refusal():
-            known = isinstance(verdict.reason, RefuseReason) and isinstance(verdict.message, str)
-            return "" if known and _is_time(verdict.retry_after_s) else "a Refusal with a wrong field"
+    """Return what is wrong with an answer; empty if it can be carried out, and written to the decision log.
+    Types are exact, since the log's encoder knows no subclasses such as numpy.float64."""
+    if type(verdict) is Decision:
+        return _wrong_decision(verdict, request, {c.address for c in candidates})
+    if type(verdict) is Refusal:
+        known = type(verdict.reason) is RefuseReason and _is_text(verdict.message)
+        return "" if known and _is_time(verdict.retry_after_s) else "a Refusal with a wrong field"
+    if type(verdict) is NeedBody:
+        return "" if request.phase is Phase.HEADERS else "NEED_BODY for a body that it has"
     return f"{type(verdict).__name__} instead of Decision, Refusal or NEED_BODY"
 
 
 def _wrong_decision(decision: Decision, request: RequestView, addresses: Collection[str]) -> str:
     host = request.session.host if request.session else ""
     sources = ("", *(location.address for location in request.prefix.locations))
+    filled_in = (decision.prefill, decision.move, decision.unsplit, decision.unpulled)
+    if not all(map(_is_text, (decision.target, decision.moved_from, decision.replicate_from))):
+        return "an address that is no str"
     if decision.target not in addresses:
         return "a target that is no candidate"
-    if not isinstance(decision.reason, Reason) or decision.reason in NOT_CHOSEN:
+    if type(decision.reason) is not Reason or decision.reason in NOT_CHOSEN:
         return "a reason that no policy gives"
     if decision.moved_from and (decision.moved_from != host or decision.target == host):
         return "moved_from, although the session does not leave its host"
-    if decision.prefill or decision.move or decision.unsplit or decision.unpulled:
+    if filled_in != ("", None, None, None):
         return "prefill, move, unsplit or unpulled, which the gateway fills in"
     if decision.replicate_from not in sources:
         return "replicate_from that is no location of the prefix"
-    if not 0 <= decision.cached_tokens <= request.prompt_tokens:
-        return "cached_tokens that are not between 0 and those of the prompt"
+    if type(decision.cached_tokens) is not int or not 0 <= decision.cached_tokens <= request.prompt_tokens:
+        return "cached_tokens that are no int between 0 and those of the prompt"
     if not (_is_time(decision.estimated_ttft_s) and _is_time(decision.estimated_tpot_s)):
         return "an estimated time that is no number of seconds"
-    for cost in decision.costs:
-        if not isinstance(cost, Cost) or cost.address not in addresses:
-            return "a cost of no candidate"
-        if not isfinite(cost.total) or not isfinite(sum(cost.terms.values())):
-            return "a cost that is no finite number"
+    if type(decision.costs) not in (tuple, list):
+        return "costs that are no tuple or list"
+    return next(filter(None, (_wrong_cost(cost, addresses) for cost in decision.costs)), "")
+
+
+def _wrong_cost(cost: object, addresses: Collection[str]) -> str:
+    if type(cost) is not Cost or not _is_text(cost.address) or cost.address not in addresses:
+        return "a cost of no candidate"
+    if type(cost.terms) not in (dict, MappingProxyType) or not all(map(_is_text, cost.terms)):
+        return "terms of a cost that are no dict with names"
+    if not all(map(_is_number, (cost.total, *cost.terms.values()))):
+        return "a cost that is no finite float or int"
     return ""
 
 
-def _is_time(seconds: float) -> bool:
-    return isfinite(seconds) and seconds >= 0
+def _is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is a finite number that JSON can have. (An int may be too large for a float.)"""
+    return (type(value) is float or type(value) is int) and abs(value) <= float_info.max
+
+
+def _is_time(seconds: object) -> bool:
+    return _is_number(seconds) and seconds >= 0
+
+
+def _is_text(value: object) -> bool:
+    """Return whether a value is a text that UTF-8 can encode."""
+    return type(value) is str and (value.isascii() or not SURROGATES.search(value))
 
 
 def _place(error: BaseException) -> str:

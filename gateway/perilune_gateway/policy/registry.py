@@ -12,13 +12,15 @@ from importlib.metadata import EntryPoint
 from random import Random
 
 from perilune_api.policies import PolicyChoice, PolicyName, PolicyParams
-from perilune_api.pool import SpecError
+from perilune_api.pool import Routing, SpecError
 from perilune_gateway.model import Candidate, RequestView, Verdict
 from perilune_gateway.policy import packages
 
 Policy = Callable[[RequestView, Sequence[Candidate], PolicyParams, Random], Verdict]
 """A policy as the router calls it, with the parameters of all policies. That of a package may raise
 PolicyError."""
+AT_POOL, AT_CANARY = "$.spec.routing.policy", "$.spec.routing.canary.policy"
+"""Paths of the choices that a pool document has."""
 
 
 class Policies(Mapping[str, Policy]):
@@ -64,10 +66,18 @@ class Policies(Mapping[str, Policy]):
             " (one of a package must be installed where this runs)"
         )
 
-    def wrong(self, choice: PolicyChoice) -> Mapping[str, str]:
+    def refused(self, routing: Routing) -> Iterator[str]:
+        """Yield what is wrong with the policies that decide, and those that are asked beside them."""
+        yield from self.wrong(routing.policy).values()
+        if routing.canary:
+            yield from self.wrong(routing.canary.policy, AT_CANARY).values()
+        for number, name in enumerate(routing.shadow.policies):
+            if name not in self:
+                yield f"{self.why_not(name)} - at `$.spec.routing.shadow.policies[{number}]`"
+
+    def wrong(self, choice: PolicyChoice, at: str = AT_POOL) -> Mapping[str, str]:
         """Return, for each policy of a package that the choice names or gives parameters, what is wrong with
-        it or with them; nothing for those that can run."""
-        at = "$.spec.routing.policy"
+        it or with them; nothing for those that can run. `at`: path of the choice."""
         wrong: dict[str, str] = {}
         for name in dict.fromkeys((choice.name, *choice.outside)):
             if name in self._ours and name not in choice.outside:
@@ -94,7 +104,7 @@ class Policies(Mapping[str, Policy]):
 
 def outside(found: packages.Found) -> Policy:
     """Return the policy of a package as the router calls it, with its own block of the parameters. It raises
-    PolicyError, and SpecError for wrong parameters."""
+    PolicyError, also for wrong parameters."""
     policy, name = found.policy, found.name
     assert policy is not None, "it can be used"
 
@@ -102,7 +112,10 @@ def outside(found: packages.Found) -> Policy:
         request: RequestView, candidates: Sequence[Candidate], params: PolicyParams, rng: Random
     ) -> Verdict:
         block = params.outside.get(name, {}) if isinstance(params, PolicyChoice) else {}
-        typed = packages.typed(name, policy, block, f"$.spec.routing.policy.outside.{name}")
+        try:
+            typed = packages.typed(name, policy, block, f"{AT_POOL}.outside.{name}")
+        except SpecError as error:
+            raise packages.PolicyError(packages.FaultKind.RAISED, str(error)) from error
         return packages.call(policy, request, candidates, typed, rng)
 
     return decide

@@ -27,6 +27,7 @@ from typing import NamedTuple
 from perilune_api.policies import PolicyChoice, PolicyParams
 from perilune_gateway.model import Candidate, RequestView, Verdict
 from perilune_gateway.policy import FALLBACK, OURS, FaultKind, Policies, PolicyError
+from perilune_gateway.policy.registry import AT_CANARY, AT_POOL
 from perilune_gateway.state.facts import PolicyFailed, Tell
 
 log = logging.getLogger(__name__)
@@ -98,9 +99,9 @@ class PolicyWatch:
         if choices == self._choices:
             return
         self._choices, self._own, self._watched = choices, Asked(own.name), {}
-        for by_canary, choice in enumerate(choices):
-            for name, wrong in self._policies.wrong(choice).items():
-                asked = Asked(name, bool(by_canary))
+        for at, by_canary, choice in zip((AT_POOL, AT_CANARY), (False, True), choices, strict=False):
+            for name, wrong in self._policies.wrong(choice, at).items():
+                asked = Asked(name, by_canary)
                 self._of(asked).off = wrong
                 log.error("policy not used policy=%s error=%s", asked, wrong)
 

@@ -20,6 +20,9 @@ from perilune_gateway.policy import OURS
 from perilune_gateway.policy.contract import VERSION
 from perilune_lab.terminal.exits import wrong_call
 
+RESERVED = ("all", "static_pd", "pull", "migration", "engine_priority")
+"""Names that mean something else where options name policies or their parameters."""
+
 _EPILOG = """\
 example:
   perilune policy new mine && cd mine
@@ -52,8 +55,8 @@ def write(name: str, folder: Path) -> list[Path]:
         raise SpecError(
             f"{name!r} is no name of a policy: small letters, digits and _, a letter first - at `NAME`"
         )
-    if name in OURS:
-        raise SpecError(f"Perilune has a policy {name!r}: choose another name - at `NAME`")
+    if name in (*OURS, *RESERVED):
+        raise SpecError(f"Perilune uses the name {name!r} itself: choose another name - at `NAME`")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SpecError(f"{folder} is there and not empty: choose another with `--folder`")
     module = f"{name}_policy"

@@ -117,6 +117,22 @@ class TestPoolFile:
         assert polls(file, 3) == [None, None, None]
         assert error in file.last_error
 
+    @pytest.mark.parametrize(
+        ("beside", "error"),
+        [
+            (
+                "canary: {policy: {name: mine, outside: {mine: {}}}}",
+                "- at `$.spec.routing.canary.policy.name`",
+            ),
+            ("shadow: {policies: [ear, earr]}", "- at `$.spec.routing.shadow.policies[1]`"),
+        ],
+    )
+    def test_neither_can_one_beside_it(self, file, path, beside, error):
+        path.write_text(document(1, 2) + f"  routing: {{{beside}}}\n")
+        assert polls(file, 3) == [None, None, None]
+        assert file.last_error.startswith("Unknown policy ")
+        assert file.last_error.endswith(error)
+
     def test_mending_a_bad_edit_clears_the_error(self, file, path):
         path.write_text("a: [")
         polls(file, 2)

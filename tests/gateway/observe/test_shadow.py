@@ -6,16 +6,18 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from contextlib import suppress
+from fractions import Fraction
 from random import Random
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from router_rig import A, Rig, pool
 from routing_objects import head
 
 from perilune_api.pool import Routing
 from perilune_api.pool import Shadow as Spec
-from perilune_gateway.model import DecisionRecord, Phase
+from perilune_gateway.model import Cost, Decision, DecisionRecord, Phase, Reason
 from perilune_gateway.observe.decision_log import Writer
 from perilune_gateway.observe.shadow import Shadow, ShadowStats, judge
 from perilune_gateway.observe.shadow.budget import CpuBudget
@@ -143,7 +145,7 @@ class Judged:
         self.pool = pool(routing=Routing(shadow=spec))
         loop = asyncio.get_running_loop()
         self.shadow = Shadow(self.pool, "test", loop.time, Random(1), **options)  # type: ignore[arg-type]
-        self._records = recorded()
+        self.records = recorded()
 
     @property
     def stats(self) -> ShadowStats:
@@ -156,7 +158,7 @@ class Judged:
         task = asyncio.create_task(self.shadow.run())
         try:
             while not condition(self.stats):
-                for record in self._records:
+                for record in self.records:
                     self.shadow.on_recorded(Recorded(record))
                 await asyncio.sleep(0.01)
         finally:
@@ -188,6 +190,20 @@ async def test_a_policy_with_which_the_process_ends_is_asked_no_more(text: str, 
     await judged.until(lambda stats: all(tally.off for tally in stats.policies.values()))
     assert judged.stats.stopped[why] == 2
     assert judged.shadow.asked == []
+
+
+async def test_a_decision_that_cannot_be_encoded_is_no_fault_of_theirs() -> None:
+    judged = Judged(Spec(policies=("perilune",), cpu=1.0))
+    good = judged.records[0]
+    bad = replace(good, verdict=Decision(good.target, Reason.COLD, [Cost(good.target, Fraction(1))]))
+    judged.records = [bad, *judged.records]
+    await judged.until(
+        lambda stats: (
+            stats.skipped[Skipped.UNFIT] > 2 and stats.policies["perilune"].count(Agreement.SAME) > 2
+        )
+    )
+    assert judged.shadow.asked == ["perilune"]
+    assert sum(judged.stats.stopped.values()) == 0
 
 
 async def test_a_change_of_the_policies_asks_all_of_them_again_and_one_of_endpoints_does_not() -> None:

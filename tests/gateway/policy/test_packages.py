@@ -8,6 +8,7 @@ from policy_packages import MINE, answering, install, installed, on_path
 from routing_objects import candidate, fleet, request, session
 
 from perilune_api.policies import PolicyChoice, PolicyName, PolicyParams
+from perilune_api.pool import Canary, Routing, Shadow
 from perilune_gateway.model import NEED_BODY, Decision, Phase, Reason
 from perilune_gateway.policy import OURS, POLICIES, FaultKind, PolicyError
 
@@ -55,8 +56,56 @@ def test_it_cannot_reorder_what_others_see(tmp_path: Path) -> None:
         ),
         (MINE.replace("Meta(ge=0)] = 1000", "Meta(ge=0)]"), "its parameters lack defaults"),
         (MINE.replace("parameters=MineParameters", "parameters=int"), "its parameters are no subclass of"),
+        (
+            "import asyncio; raise asyncio.CancelledError",
+            "cannot be imported: asyncio.exceptions.CancelledError",
+        ),
+        (
+            MINE.replace("contract=1", "contract='1'"),
+            "its contract is '1', which is no int: write contract=1",
+        ),
+        (
+            MINE.replace("=MineParameters", "=MineParameters()"),
+            "its parameters are no class, but a value of MineParameters: name the class",
+        ),
+        (
+            MINE.replace("] = 1000", "] = -5"),
+            "lack defaults that fit: msgspec.ValidationError: Expected `int` >= 0",
+        ),
+        (
+            MINE.replace("longest_gain: int", "longest_gain: 'Nope'"),
+            "lack defaults that fit: NameError: name 'Nope' is not",
+        ),
+        (
+            MINE.replace("longest_gain: int", "longest_gain: int | Meta"),
+            "lack defaults that fit: TypeError: ",
+        ),
+        (MINE.replace("if self", "assert not 1, 'no'\n            if self"), "AssertionError: no"),
+        (MINE.replace("if self", "exit(3)\n            if self"), "lack defaults that fit: SystemExit: 3"),
+        (
+            MINE.replace("decide=decide", "decide=None"),
+            "its decide cannot be called with (request, candidates,",
+        ),
+        (MINE.replace("candidates, parameters, rng):", "candidates):"), "too many positional arguments"),
     ],
-    ids=["import", "exits", "another object", "another contract", "no default", "no parameters"],
+    ids=[
+        "import",
+        "exits",
+        "another object",
+        "another contract",
+        "no default",
+        "no parameters",
+        "cancelled",
+        "contract as a text",
+        "a value as parameters",
+        "default out of range",
+        "unknown annotation",
+        "annotation without values",
+        "defaults that its check refuses",
+        "defaults that exit",
+        "no function",
+        "too few arguments",
+    ],
 )
 def test_one_that_cannot_be_used_is_not_there_and_says_why(tmp_path: Path, source: str, said: str) -> None:
     with installed(tmp_path, source):
@@ -107,6 +156,33 @@ def test_what_is_wrong_with_its_parameters_names_the_field(
         assert POLICIES.wrong(mine()) == {}
 
 
+@pytest.mark.parametrize(
+    ("check", "said"),
+    [
+        ("assert self.gain_tokens < 5000, 'too many'", "AssertionError: too many"),
+        ("{}[1] if self.gain_tokens > 5000 else 0", "KeyError: 1"),
+        ("exit(3) if self.gain_tokens > 5000 else 0", "SystemExit: 3"),
+        ("self.gain_tokens > 5000 and self.__post_init__()", "RecursionError: maximum recursion depth"),
+    ],
+)
+def test_whatever_its_own_check_raises_refuses_the_block(tmp_path: Path, check: str, said: str) -> None:
+    with installed(tmp_path, MINE.replace("if self", f"{check}\n            if self")):
+        wrong = POLICIES.wrong(mine(gainTokens=6000))["mine"]
+        assert wrong.startswith(said)
+        assert wrong.endswith("- at `$.spec.routing.policy.outside.mine`")
+        assert POLICIES.wrong(mine()) == {}
+
+
+def test_what_a_pool_document_has_beside_its_policy_is_refused_by_its_field(tmp_path: Path) -> None:
+    with installed(tmp_path, MINE):
+        canary = Canary(policy=mine(gainTokens=-1))
+        routing = Routing(policy=mine(), canary=canary, shadow=Shadow(policies=("ear", "mine", "earr")))
+        parameter, shadow = POLICIES.refused(routing)
+    assert parameter == "Expected `int` >= 0 - at `$.spec.routing.canary.policy.outside.mine.gainTokens`"
+    assert shadow.startswith("Unknown policy 'earr', known are conductor, ")
+    assert shadow.endswith("- at `$.spec.routing.shadow.policies[2]`")
+
+
 def test_blocks_of_policies_that_are_not_there_or_ours(tmp_path: Path) -> None:
     wrong = POLICIES.wrong(PolicyChoice(outside={"gone": {}, "ear": {}}))
     assert wrong["gone"].startswith("Unknown policy 'gone', known are conductor, ")
@@ -126,13 +202,37 @@ def test_blocks_of_policies_that_are_not_there_or_ours(tmp_path: Path) -> None:
         ("Decision('a', Reason.MOVED, moved_from='a')", "moved_from, although the session does not leave"),
         ("Decision('a', Reason.HOST, prefill='b')", "prefill, move, unsplit or unpulled"),
         ("Decision('a', Reason.HOST, replicate_from='z')", "replicate_from that is no location"),
-        ("Decision('a', Reason.HOST, cached_tokens=10**9)", "cached_tokens that are not between"),
+        ("Decision('a', Reason.HOST, cached_tokens=10**9)", "cached_tokens that are no int between"),
         ("Decision('a', Reason.HOST, estimated_ttft_s=math.nan)", "an estimated time that is no number"),
-        ("Decision('a', Reason.HOST, [Cost('a', math.nan)])", "a cost that is no finite number"),
-        ("Decision('a', Reason.HOST, [Cost('a', 1.0, {'x': math.inf})])", "a cost that is no finite number"),
+        ("Decision('a', Reason.HOST, [Cost('a', math.nan)])", "a cost that is no finite float or int"),
+        (
+            "Decision('a', Reason.HOST, [Cost('a', 1.0, {'x': math.inf})])",
+            "a cost that is no finite float or int",
+        ),
         ("Decision('a', Reason.HOST, [Cost('z', 1.0)])", "a cost of no candidate"),
-        ("Decision('a', Reason.HOST, [Cost('a', 'much')])", "an answer with a value of a wrong type"),
-        ("Decision(['a'], Reason.HOST)", "an answer with a value of a wrong type"),
+        ("Decision('a', Reason.HOST, [Cost('a', 'much')])", "a cost that is no finite float or int"),
+        ("Decision('a', Reason.HOST, [Cost('a', 10**400)])", "a cost that is no finite float or int"),
+        ("Decision('a', Reason.HOST, [Cost('a', True)])", "a cost that is no finite float or int"),
+        ("Decision('a', Reason.HOST, [Cost('a', Fraction(1))])", "a cost that is no finite float or int"),
+        ("Decision('a', Reason.HOST, [Cost('a', Float(1))])", "a cost that is no finite float or int"),
+        ("Decision('a', Reason.HOST, [Cost('a', 1, {'x': Float(1)})])", "a cost that is no finite float"),
+        ("Decision('a', Reason.HOST, [Cost('a', 1, {3: 1.0})])", "terms of a cost that are no dict"),
+        ("Decision('a', Reason.HOST, [Cost('a', 1, None)])", "terms of a cost that are no dict"),
+        ("Decision('a', Reason.HOST, (Cost('a', 1) for _ in 'a'))", "costs that are no tuple or list"),
+        ("Decision('a', Reason.HOST, None)", "costs that are no tuple or list"),
+        ("Decision('a', Reason.HOST, [('a', 1.0, {})])", "a cost of no candidate"),
+        ("Decision('a', Reason.HOST, cached_tokens=1.0)", "cached_tokens that are no int"),
+        ("Decision('a', Reason.HOST, cached_tokens=False)", "cached_tokens that are no int"),
+        ("Decision('a', Reason.HOST, estimated_ttft_s=10**400)", "an estimated time that is no number"),
+        ("Decision('a', Reason.HOST, estimated_tpot_s=Float(1))", "an estimated time that is no number"),
+        ("Decision('a', Reason.HOST, estimated_tpot_s=None)", "an estimated time that is no number"),
+        ("Decision(['a'], Reason.HOST)", "an address that is no str"),
+        ("Decision(Text('a'), Reason.HOST)", "an address that is no str"),
+        ("Decision('a', Reason.HOST, moved_from=None)", "an address that is no str"),
+        ("Decision('a', Reason.HOST, replicate_from=None)", "an address that is no str"),
+        ("Decision('a', Reason.HOST, prefill=None)", "prefill, move, unsplit or unpulled"),
+        ("Refusal(RefuseReason.OVERLOADED, 'no \\ud800')", "a Refusal with a wrong field"),
+        ("Refusal(RefuseReason.OVERLOADED, 'no', 10**400)", "a Refusal with a wrong field"),
         ("Refusal('no', 'no')", "a Refusal with a wrong field"),
     ],
 )
@@ -145,9 +245,12 @@ def test_nonsense_does_not_count(tmp_path: Path, expression: str, said: str) -> 
 @pytest.mark.parametrize(
     ("expression", "said"),
     [
-        ("1 / 0", "ZeroDivisionError in my_policies_mine.py:9"),
-        ("{}[request.session.session_id]", "KeyError in my_policies_mine.py:9"),
+        ("1 / 0", "ZeroDivisionError in my_policies_mine.py:17"),
+        ("{}[request.session.session_id]", "KeyError in my_policies_mine.py:17"),
         ("exit(1)", "SystemExit in "),
+        ("raised(OverflowError())", "OverflowError in my_policies_mine.py"),
+        ("raised(GeneratorExit())", "GeneratorExit in my_policies_mine.py"),
+        ("raised(CancelledError())", "CancelledError in my_policies_mine.py"),
     ],
 )
 def test_an_exception_says_where_it_was_raised_and_nothing_of_the_request(

@@ -19,6 +19,12 @@ from perilune_gateway.policy import POLICIES, PolicyError
 from perilune_gateway.routing.policy_watch import BOUND_S, Asked, PolicyWatch
 
 RAISES = answering("1 / 0")
+BREAKS = (
+    MINE.replace("class Mine", "BROKEN = []\n\n    class Mine")
+    .replace("if self", "assert not BROKEN, 'broken'\n            if self")
+    .replace("best, host =", "BROKEN.append(1)\n        raise KeyError\n        best, host =")
+)
+"""A policy whose parameters raise, too, once it was called."""
 
 
 def routing(name: str = "mine", **block: object) -> Routing:
@@ -60,9 +66,19 @@ def test_one_that_is_right_decides(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", [RAISES, answering("Decision('z', Reason.HOST)")], ids=["raises", "nonsense"]
+    ("source", "kind"),
+    [
+        (RAISES, "raised"),
+        (answering("raised(CancelledError())"), "raised"),
+        (BREAKS, "raised"),
+        (answering("Decision('z', Reason.HOST)"), "nonsense"),
+        (answering("Decision('10.0.0.1:8000', Reason.HOST, estimated_ttft_s=10**400)"), "nonsense"),
+    ],
+    ids=["raises", "cancels", "takes its parameters no more", "nonsense", "a number above all floats"],
 )
-def test_one_that_fails_does_not_decide_is_counted_and_switched_off(tmp_path: Path, source: str) -> None:
+def test_one_that_fails_does_not_decide_is_counted_and_switched_off(
+    tmp_path: Path, source: str, kind: str
+) -> None:
     with installed(tmp_path, source):
         made = rig()
         assert policies(made, 4) == ["perilune"] * 4
@@ -73,7 +89,6 @@ def test_one_that_fails_does_not_decide_is_counted_and_switched_off(tmp_path: Pa
         assert problem.message.startswith("policy mine is switched off: 5 of its last 5 decisions were bad")
         assert problem.effect == "perilune decides in its place"
     metrics = generate_latest(made.metrics.registry).decode()
-    kind = "raised" if source == RAISES else "nonsense"
     assert f'perilune_policy_faults_total{{kind="{kind}",policy="mine"}} 5.0' in metrics
 
 
@@ -132,6 +147,13 @@ def test_one_that_cannot_run_leaves_the_pool_to_the_default(
         made = rig(**block)
         assert policies(made, 2) == ["perilune"] * 2
         assert said in problems(made)[0].message
+
+
+def test_what_is_wrong_with_a_canarys_parameters_names_its_field(tmp_path: Path) -> None:
+    canary = Canary(policy=PolicyChoice(name="mine", outside={"mine": {"gainTokens": -1}}))
+    with installed(tmp_path, MINE):
+        made = Rig(pool(endpoints=[A, B, C], routing=Routing(canary=canary)))
+        assert "$.spec.routing.canary.policy.outside.mine.gainTokens" in problems(made)[0].message
 
 
 def test_an_unknown_policy_in_a_header_is_refused_with_what_is_there(tmp_path: Path) -> None:

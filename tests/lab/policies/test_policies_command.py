@@ -57,11 +57,18 @@ def test_an_unknown_one_is_an_error(capsys) -> None:
     assert "Unknown policy 'yours', known are conductor" in capsys.readouterr().err
 
 
+RESERVED = ("all", "static_pd", "pull", "migration", "engine_priority")
+"""Names that options use for something else."""
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
         ("My-Policy", "'My-Policy' is no name of a policy: small letters, digits and _"),
-        ("ear", "Perilune has a policy 'ear': choose another name"),
+        *(
+            (name, f"Perilune uses the name '{name}' itself: choose another name")
+            for name in ("ear", *RESERVED)
+        ),
     ],
 )
 def test_what_is_wrong_with_a_name_is_said(tmp_path: Path, name: str, says: str, capsys) -> None:

@@ -9,6 +9,7 @@ disk.
    with breaks for other tasks, and appends the lines to the file in a thread.
 3. A batch that cannot be written (the disk is full) is dropped and counted. The log says once that writing
    fails and once that it works again. The file never contains a part of such a batch.
+4. An entry that cannot be encoded is dropped and counted too. The log says so once.
 
 A gateway that is killed loses the entries of the last 0.1 s.
 """
@@ -40,7 +41,8 @@ BATCH_BYTES = 2**20
 """Approximate number of bytes written at once."""
 
 
-Entry = Pool | tuple[int, DecisionRecord] | tuple[int, Ending] | HandoffRecord
+Record = tuple[int, DecisionRecord] | tuple[int, Ending] | HandoffRecord
+Entry = Pool | Record
 
 
 class DecisionLog:
@@ -67,6 +69,8 @@ class DecisionLog:
         self._max_rows = max_rows
         self._rows = 0
         self._queue: deque[Entry] = deque()
+        self._unfit = False
+        """Whether there was an entry that cannot be encoded."""
         self._headed = False
         """Whether the last `pool` line in the file is still valid. Otherwise a new one is written first."""
         self._stopping = asyncio.Event()
@@ -80,15 +84,16 @@ class DecisionLog:
         self._queue.append(pool)
 
     def decided(self, number: int, record: DecisionRecord) -> None:
-        self._put((number, record), _rows(record))
+        self._put((number, record))
 
     def ended(self, number: int, ending: Ending) -> None:
-        self._put((number, ending), 1)
+        self._put((number, ending))
 
     def handed_over(self, record: HandoffRecord) -> None:
-        self._put(record, 1)
+        self._put(record)
 
-    def _put(self, entry: Entry, rows: int) -> None:
+    def _put(self, entry: Record) -> None:
+        rows = _rows(entry)
         if self._rows + rows > self._max_rows:
             self.dropped += 1
             return
@@ -154,18 +159,32 @@ class DecisionLog:
         if isinstance(entry, Pool):
             self._pool, self._headed = entry, False
             return b"", 0
-        head = b"" if self._headed else self._writer.pool(self._pool, self._wall_clock())
+        rows = _rows(entry)
+        self._rows -= rows
+        try:
+            head = b"" if self._headed else self._writer.pool(self._pool, self._wall_clock())
+            line = self._line(entry)
+        except Exception as error:
+            self._left_out(error)
+            return b"", 0
         self._headed = True
+        return head + line, rows
+
+    def _line(self, entry: Record) -> bytes:
         if isinstance(entry, HandoffRecord):
-            self._rows -= 1
-            return head + self._writer.handoff(entry), 1
+            return self._writer.handoff(entry)
         number, value = entry
         if isinstance(value, Ending):
-            line, rows = self._writer.end(number, value), 1
-        else:
-            line, rows = self._writer.decision(number, value), _rows(value)
-        self._rows -= rows
-        return head + line, rows
+            return self._writer.end(number, value)
+        return self._writer.decision(number, value)
+
+    def _left_out(self, error: Exception) -> None:
+        """Count an entry that cannot be encoded. Lines that define numbers are lost with it."""
+        self._headed = False
+        self.dropped += 1
+        if not self._unfit:
+            log.error("decision log leaves out what cannot be encoded error=%s", error)
+        self._unfit = True
 
     def _failed(self, error: OSError, entries: int) -> None:
         """Count the lost entries. The next batch begins with a `pool` line, because lines that define numbers
@@ -177,5 +196,7 @@ class DecisionLog:
         self.error = str(error)
 
 
-def _rows(record: DecisionRecord) -> int:
-    return max(1, len(record.candidates))
+def _rows(entry: Record) -> int:
+    if isinstance(entry, tuple) and isinstance(entry[1], DecisionRecord):
+        return max(1, len(entry[1].candidates))
+    return 1

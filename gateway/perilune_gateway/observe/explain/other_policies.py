@@ -11,7 +11,6 @@ from random import Random
 from typing import Any
 
 from perilune_api.policies import PolicyParams
-from perilune_api.pool import SpecError
 from perilune_gateway.model import DecisionRecord, NeedBody, Refusal, Verdict
 from perilune_gateway.observe.explain.expectation import expected
 from perilune_gateway.policy import Policy, PolicyError
@@ -33,7 +32,7 @@ def counterfactual(
                 continue
             try:
                 yield name, _alternative(record, policy(record.view, record.candidates, params, rng))
-            except (PolicyError, SpecError) as error:
+            except PolicyError as error:
                 yield name, {"failed": str(error)}
 
 

@@ -216,12 +216,20 @@ class Shadow:
                 self._work.clear()
                 while self._queue:
                     record, began_s = self._queue.popleft(), thread_time()
+                    head = b"" if self._headed else writer.pool(self._pool, 0.0)
+                    try:
+                        line = writer.decision(0, record)
+                    except Exception as error:  # no fault of a policy that judges
+                        self._headed = False  # lines that define numbers are lost
+                        self._skipped[Skipped.UNFIT] += 1
+                        if self._skipped[Skipped.UNFIT] == 1:
+                            log.error("decision cannot be sent to shadow policies error=%s", error)
+                        continue
                     if not self._sent:
                         self._heard_at = self._clock()
                     self._sent += 1
-                    head = b"" if self._headed else writer.pool(self._pool, 0.0)
                     self._headed = True
-                    process.stdin.write(head + writer.decision(0, record))
+                    process.stdin.write(head + line)
                     self._spend(thread_time() - began_s)
                     await process.stdin.drain()
                     await asyncio.sleep(0)

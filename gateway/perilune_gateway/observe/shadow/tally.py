@@ -20,6 +20,8 @@ class Skipped(StrEnum):
     """Judging has taken all the CPU time that it may."""
     BEHIND = "behind"
     """Too many decisions wait to be judged, or the process starts."""
+    UNFIT = "unfit"
+    """It contains a value that cannot be encoded."""
 
 
 class Stopped(StrEnum):

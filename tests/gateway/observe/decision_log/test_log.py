@@ -9,6 +9,7 @@ import stat
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from routing_objects import candidate, chosen, request
 from waiting import until
 
 from perilune_api.pool import Metadata, Model, Pool, Routing, Spec
-from perilune_gateway.model import Decision, DecisionRecord, Ending, Outcome, Reason
+from perilune_gateway.model import Cost, Decision, DecisionRecord, Ending, Outcome, Reason
 from perilune_gateway.observe.decision_log import Cut, DecisionLog, Ended, Logged, RotatedFile, read
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.metrics import Metrics
@@ -152,6 +153,16 @@ class TestDecisionLog:
         assert numbers(tmp_path / "log") == [0, 3]
         assert log.error == ""
         assert [r.levelname for r in caplog.records if "decision log" in r.message] == ["ERROR", "WARNING"]
+
+    async def test_what_cannot_be_encoded_is_left_out_and_said_once(self, tmp_path, caplog):
+        log = DecisionLog(RotatedFile(tmp_path / "log", 10**6, 1), POOL, "1", lambda: 7.0)
+        bad = replace(record(1), verdict=Decision("a", Reason.COLD, [Cost("a", Fraction(1))]))
+        async with running(log):
+            for n, one in enumerate((record(0), bad, record(2), bad, record(4))):
+                log.decided(n, one)
+        assert numbers(tmp_path / "log") == [0, 2, 4]
+        assert (log.written, log.dropped, log.stats().queued, log.error) == (3, 2, 0, "")
+        assert [r.levelname for r in caplog.records if "cannot be encoded" in r.message] == ["ERROR"]
 
     async def test_a_folder_that_goes_away_stops_neither_gateway_nor_log(self, tmp_path):
         folder = tmp_path / "logs"
