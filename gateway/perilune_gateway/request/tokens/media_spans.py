@@ -7,8 +7,8 @@ How many tokens a medium has, only the model's processor tells, and the engine's
 the processor's arguments and, of sound and video, decoded samples. So nothing is decoded, nor hashed as the
 engine does it: the first prompt with a medium is exact up to it, and the engine's events of that prompt show
 the rest, all media of it. The tokens there before a medium, and those after it, must be the prompt's, and the
-engine's name for it must be new. A medium is known by its bytes in the body; one that the engine has to fetch has none, and
-is never known.
+engine's name for it must be new. A medium is known by its bytes in the body; one that the engine has to fetch
+has none, and is never known.
 
 Learned are media that become a run of one token in place of one token of the template, as in Qwen's models.
 Of two media that are awaited at the same place of equal prompts, neither is learned.
@@ -64,6 +64,8 @@ class _Expected(NamedTuple):
     """The tokens from the block's begin that were stored already."""
     keys: tuple[MmKeys, ...] = ()
     """The media in their blocks."""
+    begun: bool = False
+    """Whether it is awaited after blocks of its prompt that were stored meanwhile."""
 
 
 def extra_keys(spans: Sequence[MediaSpan], blocks: int, block_size: int) -> list[bytes | None]:
@@ -128,12 +130,16 @@ class MediaSpans:
             ]
             fitting = [(one, *seen) for one in told if (seen := self._seen(one))]
             for one, known in fitting:
-                if known is None:
-                    self._await(ours[-1], one._replace(until=now + BEGUN_S), now)
-                elif len(fitting) == 1:  # else it is not clear whose it is
-                    self._expected[above] = [other for other in here if other.awaited is not one.awaited]
-                    if begun := self._learn_all(one, known):
-                        self._await(ours[-1], begun._replace(until=now + BEGUN_S), now)
+                if known and len(fitting) > 1:
+                    continue  # it is not clear whose it is
+                if known or one.begun:
+                    others = [
+                        other for other in self._expected.get(above, ()) if other.awaited is not one.awaited
+                    ]
+                    self._expected[above] = others
+                if rest := self._learn_all(one, known):
+                    rest = rest._replace(until=now + BEGUN_S, begun=True)
+                    self._await(ours[-1], self._without_past(rest), now)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -148,21 +154,25 @@ class MediaSpans:
         self._expected[above] = [*others, expected][-MOST_PLACES:]
 
     def _learn_all(self, expected: _Expected, known: Known | None) -> _Expected | None:
-        """Learn a medium and those after it, as far as they are stored; return the one that is to come next,
-        if any."""
+        """Learn a medium, if it is known now, and those after it, as far as they are stored; return the one
+        that is to come next, if any."""
         while known:
-            (key, _, after, then), head, until, ids, keys = expected
+            key, _, after, then = expected.awaited
             self._learn(key, known)
             if then is None:
                 return None
-            begun = (*head, *known.ids, *after)
-            block = min(len(begun), len(ids)) // self._block_size
-            at = block * self._block_size
-            expected = _Expected(then, begun[at:], until, ids[at:], keys[block:])
+            head = (*expected.head, *known.ids, *after)
+            expected = self._without_past(expected._replace(awaited=then, head=head))
             if (seen := self._seen(expected)) is None:
                 return None
             (known,) = seen
         return expected
+
+    def _without_past(self, expected: _Expected) -> _Expected:
+        """Return it without the stored blocks before the medium."""
+        blocks = min(len(expected.head), len(expected.ids)) // self._block_size
+        at = blocks * self._block_size
+        return expected._replace(head=expected.head[at:], ids=expected.ids[at:], keys=expected.keys[blocks:])
 
     def _learn(self, key: bytes, known: Known) -> None:
         self._known[key] = known
@@ -174,7 +184,7 @@ class MediaSpans:
     def _seen(self, expected: _Expected) -> tuple[Known | None] | None:
         """Return the medium that is expected, or None in its place if it does not end in these blocks; None
         if something else is there."""
-        (key, own, after, then), head, _, ids, keys = expected
+        (key, own, after, then), head, _, ids, keys, _ = expected
         begin = len(head)
         if ids[:begin] != head[: len(ids)]:
             return None
@@ -194,9 +204,11 @@ class MediaSpans:
         while end < stop and ids[end] == ids[start]:
             end += 1
         rest = (own[lead + 1 :] + after)[: len(ids) - end]
-        if not rest and (end == len(ids) or then is None):
+        if end == len(ids):
             return (None,)
-        if ids[end : end + len(rest)] != rest or not self._covers(identifier, start, end, keys):
+        if not (rest or then) or ids[end : end + len(rest)] != rest:
+            return None
+        if not self._covers(identifier, start, end, keys):
             return None
         return (Known((*own[:lead], *ids[start:end], *own[lead + 1 :]), lead, end - start, identifier),)
 
