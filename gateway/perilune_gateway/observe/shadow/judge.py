@@ -38,6 +38,7 @@ from perilune_gateway.model import Decision, DecisionRecord, NeedBody, Phase
 from perilune_gateway.observe.decision_log import Logged, read
 from perilune_gateway.observe.explain import Expected, expected
 from perilune_gateway.observe.shadow.opinion import Agreement, Done, Opinion, Ready
+from perilune_gateway.policy import POLICIES
 from perilune_gateway.policy.cost import target_of
 from perilune_gateway.routing.decide import decide
 
@@ -45,6 +46,8 @@ FAILURES = 3
 """A policy that fails so often in a row is asked no more."""
 MEMORY_BYTES = 2**30
 LOWEST_PRIORITY = 19
+MOST_WORDS = 400
+"""Number of characters that say why a policy failed."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -103,8 +106,11 @@ class Judge:
             except Exception as error:
                 self._failures[policy] += 1
                 over = self._failures[policy] >= FAILURES
-                words = f"{type(error).__name__}: {error}"[:200]
-                yield Opinion(policy=policy, agreement=Agreement.FAILED, problem=words, over=over)
+                known = policy in POLICIES
+                words = f"{type(error).__name__}: {error}" if known else POLICIES.why_not(policy)
+                yield Opinion(
+                    policy=policy, agreement=Agreement.FAILED, problem=words[:MOST_WORDS], over=over
+                )
             else:
                 self._failures[policy] = 0
                 yield made
