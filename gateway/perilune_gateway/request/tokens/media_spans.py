@@ -109,7 +109,7 @@ class MediaSpans:
         """Await a medium after a prompt's tokens, whose full blocks have these hashes after `root`."""
         if awaited.key not in self._known:
             head = tuple(ids[len(blocks) * self._block_size :])
-            expected = _Expected(awaited, head, now + EXPECTED_S)
+            expected = _Expected(awaited=awaited, head=head, until=now + EXPECTED_S)
             self._await(blocks[-1] if blocks else root, expected, now)
 
     def stored(
