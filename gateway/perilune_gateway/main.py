@@ -93,7 +93,7 @@ class Gateway:
     ) -> None:
         """Without `tls`, ext_proc is served in plain text. `pages_to_anyone`: whether admin pages with
         session ids answer clients on other machines. `conformance`, `authorization` and `trace` are for
-        extproc's `Service`. `others`: which pools come and go while the gateway runs; None: none does. Raises
+        extproc's `Service`. `others`: which pools come and go while the gateway runs, or None. Raises
         SpecError for names of several pools that cannot tell their pages apart."""
         self.pools = tuple(pools)
         """Those that get requests, the gateway's own first."""

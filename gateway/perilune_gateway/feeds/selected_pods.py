@@ -58,7 +58,7 @@ class Published:
     """Where an engine publishes KV events."""
 
     port: int = 0
-    """Of its first rank. 0 if it publishes none, or not at a port of its own."""
+    """The port of its first rank's events. 0 if it publishes none, or sends them elsewhere."""
     replay_port: int = 0
     ranks: int = 1
     elsewhere: str = ""

@@ -259,7 +259,7 @@ class BlockMap:
         return row, end - start
 
     def _change(self, run: _Run, start: int, end: int, value: int) -> None:
-        """Give a part of a run another value, or drop it if nobody holds it any more."""
+        """Give a part of a run another value, or drop that part if no endpoint holds its blocks any more."""
         if value <= BORN:
             self._drop(run, start, end)
             return

@@ -263,6 +263,6 @@ class Observed:
     demands: Demands = field(default_factory=dict)
     """What the gateways reported of the endpoints of each duty since their number last changed."""
     overwritten_by: str = ""
-    """Who has lately set the pool's replicas to another number than the operator had. Empty if nobody."""
+    """Others that have lately changed the pool's number of replicas, which the operator sets."""
     is_turn: bool = True
     """Few enough other pools follow a new version of the operator at present that this one may, too."""

@@ -27,7 +27,7 @@ and the queue never asks for more."""
 
 
 def retry_after_s(request: SimulatedRequest, refused: Refused) -> float | None:
-    """Return the seconds after which the client of a refused request sends it again; None: it gives up."""
+    """Return the seconds until a refused request's client sends it again, or None if it gives up."""
     return None if request.refusals > RETRIES else float(ceil(refused.retry_after_s))
 
 
