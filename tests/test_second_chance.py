@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import HANG
 
 SUPPORT = Path(__file__).parent / "support"
 CONFTEST = f"""
@@ -47,7 +48,7 @@ def run(folder: Path, files: dict[str, str]) -> tuple[int, str]:
     # `-n 0` of the run alone needs xdist; other plugins would only take time
     env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p xdist.plugin"}
     done = subprocess.run(
-        command, cwd=folder, env=env, capture_output=True, text=True, timeout=100, check=False
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=HANG, check=False
     )
     return done.returncode, done.stdout
 

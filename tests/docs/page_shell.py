@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-PATIENCE_S = 60
+from waiting import HANG
+
 DEFAULTS = {
     "perilune-gateway": "--listen 127.0.0.1:9002 --admin 127.0.0.1:9003",
     "perilune envoy": "--gateway 127.0.0.1:9002 --listen 127.0.0.1:10000",
@@ -58,7 +59,7 @@ class Shell:
                 _listens(self._ports["10000"])
             return ""
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=self.folder, check=False
+            command, capture_output=True, text=True, timeout=HANG, cwd=self.folder, check=False
         )
         assert done.returncode == status, done.stderr
         if to is not None:
@@ -99,7 +100,7 @@ def _said_until(process: subprocess.Popen[str], words: str) -> None:
 
 
 def _listens(port: str) -> None:
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + HANG
     while True:
         with socket.socket() as connection:
             if connection.connect_ex(("127.0.0.1", int(port))) == 0:

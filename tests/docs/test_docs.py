@@ -17,6 +17,7 @@ import fast_yaml
 import msgspec
 import pytest
 from pages import NAMES, ROOT, Block, anchors, blocks, commands, inline_code, links
+from waiting import HANG
 
 from perilune_api import pool
 from perilune_api.inference_pool import arguments, checks
@@ -236,7 +237,7 @@ def test_every_kind_of_page_is_reached_from_the_index():
 
 def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
     assert (done.returncode, done.stderr) == (0, "")
     loaded = [
         target

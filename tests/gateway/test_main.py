@@ -275,7 +275,7 @@ def test_a_signal_drains_the_gateway(tmp_path, number: signal.Signals) -> None:
     try:
         assert re.search(READY, running.stdout.readline())
         running.send_signal(number)
-        _, said = running.communicate(timeout=60)
+        _, said = running.communicate(timeout=HANG)
     finally:
         running.kill()
     assert running.returncode == 0
@@ -315,7 +315,7 @@ def test_a_gateway_loads_no_slow_package_that_it_does_not_need() -> None:
     tokenizer and chat template another 15%."""
     code = "import sys, perilune_gateway.main; print(*{name.split('.')[0] for name in sys.modules})"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG, check=True
     )
     loaded = set(done.stdout.split())
     assert "perilune_gateway" in loaded

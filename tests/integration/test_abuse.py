@@ -28,7 +28,7 @@ import pytest_asyncio
 import zmq
 import zmq.asyncio
 from running_envoy import Envoy
-from waiting import until_true
+from waiting import HANG, until_true
 
 from perilune_api import pool as spec
 from perilune_gateway.extproc import Transport
@@ -593,7 +593,7 @@ async def test_a_tokenizer_that_is_not_there_ends_the_start_and_says_so(
         [sys.executable, "-m", "perilune_gateway.main", "--pool", file, "--listen", "127.0.0.1:0"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG,
     )
     assert ended.returncode == 2
     assert said in ended.stderr

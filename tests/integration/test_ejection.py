@@ -15,7 +15,7 @@ import pytest_asyncio
 from perilune_api import pool as spec
 from perilune_lab.processes.stack import EngineOptions, Stack
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ROUTING = spec.Routing(limits=spec.Limits(decision_seconds=30.0))
 PROMPT = "one two three four five six seven " * 120

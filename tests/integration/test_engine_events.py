@@ -52,7 +52,6 @@ class Sink:
                 await self._changed.wait()
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("algorithm", list(HashAlgorithm))
 async def test_predicted_hits_equal_the_engines(algorithm):
     """Conversations that outgrow its cache, plain, salted and with an adapter, one after the other."""

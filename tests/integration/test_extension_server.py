@@ -20,7 +20,7 @@ import ports
 import pytest
 import pytest_asyncio
 from envoy_gateway_calls import EnvoyGateway, inference_pool
-from waiting import until, until_true
+from waiting import HANG, until, until_true
 
 from perilune_api import pool as spec
 from perilune_lab.processes import envoy, envoy_process
@@ -34,7 +34,6 @@ OPTIONS = EngineOptions(time_scale=50.0, kv_tokens=100_000)
 ONE_ADDRESS = spec.Routing(fallbacks=0, limits=spec.Limits(decision_seconds=30.0))
 """Envoy reads one address in a picker's answer, here."""
 DECISION = "x-perilune-decision"
-START_S = 60.0
 
 
 @dataclass
@@ -111,7 +110,7 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
             os.environ,
             folder,
         )
-        facts = await second.until_ready(START_S)
+        facts = await second.until_ready(HANG)
         made = Rig(
             stack,
             http,
@@ -131,7 +130,7 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
         ]
         proxy = await start("envoy", command, os.environ, folder)
         try:
-            made.envoy_admin, _ = await envoy_process.serving(proxy, folder, START_S)
+            made.envoy_admin, _ = await envoy_process.serving(proxy, folder, HANG)
             await until_true(lambda: answers(made))
             yield made
         finally:

@@ -44,7 +44,6 @@ async def test_a_deleted_engines_sessions_leave_with_their_kv_before_it_ends(tmp
         assert all(found >= 0.95 * held for found, held in stack.moved), stack.moved
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.heavy
 async def test_a_rolling_update_takes_each_session_along_once(tmp_path: Path) -> None:
     """New engines come one after the other, as a Deployment makes them, and the operator's own decisions say

@@ -6,6 +6,7 @@ from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
+from waiting import HANG
 
 from perilune_api.pool import SpecError
 from perilune_lab import cli
@@ -127,7 +128,7 @@ def test_reader_of_the_pipe_left(how: str):
         printing(PRINTS[how]), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     process.stdout.close()
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=HANG)
     assert (process.returncode, errors) == (PIPE_CLOSED, "")
 
 

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import pytest
 from run_processes import processes
+from waiting import HANG
 
 from perilune_lab.processes.stack import RUN_VARIABLE
 
@@ -22,8 +23,6 @@ GATEWAY = (sys.executable, "-m", "perilune_gateway.main")
 DEFAULT = "import os, signal as s, sys; s.signal(s.SIGINT, s.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
 """Runs a command with SIGINT's default action. Tests that a shell runs in its background ignore SIGINT, which
 their child processes inherit."""
-ENDS_WITHIN_S = 30.0
-"""Limit for a busy machine; by itself each command ends in less than one second."""
 POOL = Path(__file__).parents[2] / "examples" / "local" / "pool.yaml"
 
 
@@ -134,7 +133,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         assert process.stdout
         yield "http://" + process.stdout.readline().split("http=")[1].split()[0]
         os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(20) in (0, 130), "this is a Ctrl-C, too"
+        assert process.wait(HANG) in (0, 130), "this is a Ctrl-C, too"
 
 
 @pytest.fixture
@@ -173,7 +172,7 @@ def test_ctrl_c_ends_a_command_at_once_with_a_sentence(
             before += line
         os.killpg(process.pid, signal.SIGINT)
         try:
-            after, _ = process.communicate(timeout=ENDS_WITHIN_S)
+            after, _ = process.communicate(timeout=HANG)
         finally:
             process.kill()
     assert long.at_work in before

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from ports import free_port
 from running_envoy import Envoy
+from waiting import HANG
 
 from perilune_api import paths
 from perilune_api.names import DESTINATION_HEADER, INTERNAL_HEADERS
@@ -142,7 +143,7 @@ def test_command_line_prints_the_bootstrap():
         [sys.executable, "-m", "perilune_lab.processes.envoy", *argv],
         capture_output=True,
         check=True,
-        timeout=60,
+        timeout=HANG,
     )
     assert json.loads(done.stdout) == config(ENDPOINTS, GATEWAY, mode=Mode.FULL_DUPLEX, listen="127.0.0.1:4")
 

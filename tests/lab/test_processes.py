@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import pytest
+from waiting import HANG
 
 from perilune_lab.terminal.processes import mapped
 
@@ -55,6 +56,6 @@ def test_ctrl_c_ends_the_work_at_once():
         assert process.stdout is not None
         assert process.stdout.readline() == "at work\n"
         os.killpg(process.pid, signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=HANG)
     assert process.returncode == -signal.SIGINT
     assert said.rstrip().endswith("KeyboardInterrupt")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from openai_server import Server, sse, usage, words
+from waiting import HANG
 
 from perilune_lab import replay
 
@@ -28,7 +29,7 @@ class Thread:
 
     def __enter__(self) -> "Thread":
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(HANG)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -249,7 +249,7 @@ async def test_a_second_interrupt_kills_at_once_and_leaves_no_folder(run, parts)
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not stack.folder.exists()
-    await asyncio.wait({child.ended for child in stack.children.values()}, timeout=10)
+    await asyncio.wait({child.ended for child in stack.children.values()}, timeout=HANG)
 
 
 async def test_who_ignores_sigterm_is_killed_after_the_grace(run, parts):

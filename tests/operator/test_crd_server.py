@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from api_server import program
+from waiting import HANG
 
 from perilune_api.inference_pool.checks import convert
 from perilune_api.kube import MERGE, ApiError, Client
@@ -73,7 +74,7 @@ def test_kubectl_explain_reads_like_documentation(api_server: Any, path: str, wo
     """Every field that it lists has a text."""
     kubectl = program("kubectl")
     access = (f"--kubeconfig={api_server.kubeconfig()}", f"--cache-dir={api_server.folder / 'kubectl'}")
-    until = time.monotonic() + 30
+    until = time.monotonic() + HANG
     while True:  # the server publishes a new kind's documentation some seconds after the kind
         command = [kubectl, *access, "explain", f"ipool.{path}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from waiting import HANG
 
 from perilune_api import names
 from perilune_operator.render.drain_hook import DRAIN, WORKER_DRAIN
@@ -52,7 +53,7 @@ ELSEWHERE = {"http_proxy": "http://127.0.0.1:1", "no_proxy": ""}
 
 def drain(url: str, seconds: float = 30.0) -> None:
     command = [sys.executable, "-c", DRAIN, str(seconds), "0", "2", url]
-    subprocess.run(command, env=os.environ | ELSEWHERE, timeout=60, check=True)
+    subprocess.run(command, env=os.environ | ELSEWHERE, timeout=HANG, check=True)
 
 
 def drain_worker(leader: str, seconds: float) -> None:
@@ -62,7 +63,7 @@ def drain_worker(leader: str, seconds: float) -> None:
         os.environ | ELSEWHERE | {"LWS_LEADER_ADDRESS": leader, "PATH": f"{folder}:{os.environ['PATH']}"}
     )
     command = ["/bin/sh", "-c", WORKER_DRAIN, DRAIN, str(seconds), "0", "2"]
-    subprocess.run(command, env=environment, timeout=60, check=True)
+    subprocess.run(command, env=environment, timeout=HANG, check=True)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from plans import NOW
+from waiting import HANG
 
 from perilune_api.inference_pool.checks import convert
 from perilune_api.inference_pool.document import pool_document
@@ -46,13 +47,13 @@ def running(program: str, args: list[str]) -> Iterator[dict[str, str]]:
         yield dict(word.split("=", 1) for word in words if "=" in word)
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(HANG)
         assert process.stdout is not None
         process.stdout.close()
 
 
 def page(address: str, path: str) -> Any:
-    with DIRECT.open(f"http://{address}{path}", timeout=10) as answer:
+    with DIRECT.open(f"http://{address}{path}", timeout=HANG) as answer:
         return json.loads(answer.read() or b"null")
 
 
@@ -87,7 +88,7 @@ def test_a_gateway_hears_an_engine_whose_address_is_ipv6(tmp_path: Path) -> None
         args = [arg for arg in with_free_ports(made["p-gateway"]["args"]) if "--kubernetes" not in arg]
         with running("perilune-gateway", [*args, f"--pool={file}"]) as gateway:
             admin = f"[::1]:{gateway['admin'].rpartition(':')[2]}"
-            until = time.monotonic() + 30
+            until = time.monotonic() + HANG
             while not page(admin, "/api/nodes/stats")["nodes"][0]["events"]["connected"]:
                 assert time.monotonic() < until, page(admin, "/api/nodes/stats")
                 time.sleep(0.1)

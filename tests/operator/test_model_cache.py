@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from plans import made
+from waiting import HANG
 
 from perilune_api.inference_pool.checks import convert
 from perilune_api.kube import ApiError, Client
@@ -216,12 +217,12 @@ OLD = {"config.json": b"{}", "pytorch_model.bin": WEIGHTS}
 )
 def test_pods_that_share_a_cache_download_a_model_once(hub: Hub, wanted: set[str], tmp_path: Path) -> None:
     pods = [fetching(hub, tmp_path) for _ in range(3)]
-    said = [each.communicate(timeout=120) for each in pods]
+    said = [each.communicate(timeout=HANG) for each in pods]
     assert [each.returncode for each in pods] == [0, 0, 0], said
     assert hub.read == dict.fromkeys(wanted, 1)
     hub.stop()
     again = fetching(hub, tmp_path)
-    out, error = again.communicate(timeout=120)
+    out, error = again.communicate(timeout=HANG)
     assert again.returncode == 0, f"a pod without the hub: {error}"
     kept = Path(out.splitlines()[-1].removeprefix("complete: "))
     assert {file.name for file in kept.iterdir()} == wanted

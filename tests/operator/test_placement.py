@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from waiting import HANG
 
 from perilune_api import kube
 from perilune_api.conditions import Condition
@@ -141,7 +142,7 @@ class Racks:
         )
         for kind in ("deployments", "replicasets"):
             await self.client.request("DELETE", f"/apis/apps/v1/{here}/{kind}", now)
-        until = time.monotonic() + 20
+        until = time.monotonic() + HANG
         while await self.pods() and time.monotonic() < until:
             await self.client.request("DELETE", f"/api/v1/{here}/pods", now)
             await asyncio.sleep(0.1)
@@ -178,7 +179,7 @@ class Racks:
 
     async def bound(self, number: int, pending: int = 0) -> list[str]:
         """Nodes of the engines, once `number` are bound and the scheduler has given up on `pending`."""
-        until = time.monotonic() + 40
+        until = time.monotonic() + HANG
         while True:
             pods = await self.pods()
             nodes = [p["spec"]["nodeName"] for p in pods if p["spec"].get("nodeName")]

@@ -24,7 +24,6 @@ pytestmark = [
     pytest.mark.api_server,
     pytest.mark.heavy,  # test_golden.py holds such a pool's objects against an API server
     pytest.mark.xdist_group("groups"),
-    pytest.mark.timeout(180),
 ]
 Object = dict[str, Any]
 ENGINES, NODES = 2, 8

@@ -12,6 +12,7 @@ import pytest
 from api_server import ROOT, ApiServer, new_namespace, program, until
 from operator_process import Operator
 from pool_objects import becomes, condition, config_maps, deployments, merge, pool, pools
+from waiting import HANG
 
 from perilune_api.inference_pool.checks import convert
 from perilune_api.kube import APPLY, ApiError, Client
@@ -238,13 +239,13 @@ async def test_kubectl_wait_and_the_columns_tell_the_truth(
     await client.request("POST", pools(namespace), pool(gateway={"mode": "none"}))
     for part in ("engine", "gateway"):
         await finish_rollout(client, namespace, f"p-{part}")
-    waited = await run("wait", "--for=condition=Ready", "ipool/p", "--timeout=60s")
+    waited = await run("wait", "--for=condition=Ready", "ipool/p", f"--timeout={HANG:.0f}s")
     assert waited.returncode == 0, waited.stderr
     columns = row((await run("get", "ipool", "p")).stdout)
     assert (columns["ENDPOINTS"], columns["READY"], columns["STALLED"]) == ("1/1", "True", "")
 
     await merge(client, pools(namespace, "/p"), {"spec": {"engine": {"args": ["--listen=x"]}}})
-    stalled = await run("wait", "--for=condition=Stalled", "ipool/p", "--timeout=60s")
+    stalled = await run("wait", "--for=condition=Stalled", "ipool/p", f"--timeout={HANG:.0f}s")
     assert stalled.returncode == 0, stalled.stderr
     ready = await run("wait", "--for=condition=Ready", "ipool/p", "--timeout=1s")
     assert ready.returncode != 0  # it is of the generation before
@@ -254,6 +255,6 @@ async def test_kubectl_wait_and_the_columns_tell_the_truth(
     await client.request(
         "POST", pools(namespace), pool("q", engine={"kind": "simulated", "args": ["--name=x"]})
     )
-    assert (await run("wait", "--for=condition=Stalled", "ipool/q", "--timeout=60s")).returncode == 0
+    assert (await run("wait", "--for=condition=Stalled", "ipool/q", f"--timeout={HANG:.0f}s")).returncode == 0
     columns = row((await run("get", "ipool", "q")).stdout)
     assert (columns["READY"], columns["STATUS"], columns["STALLED"]) == ("False", "Invalid", "Invalid")

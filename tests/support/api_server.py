@@ -24,6 +24,7 @@ import pytest
 import yaml
 from kubernetes.aio.client.configuration import Configuration
 from ports import free_port
+from waiting import HANG
 
 from perilune_api import kube
 from testbed import programs
@@ -38,14 +39,12 @@ KUBELET_TOKEN, KUBELET = "kubelet-token", "system:node:n1"
 CHART = ROOT / "charts/perilune"
 RARE_GC = {"GOGC": "off", "GOMEMLIMIT": "1GiB"}
 """For Go programs: a third of an API server's CPU time at its start collects garbage."""
-PATIENCE_S = 60.0
-"""For what comes to be."""
 Object = dict[str, Any]
 
 
 async def until(what: Callable[[], Awaitable[Any]], true: Callable[[Any], bool]) -> Any:
     """Ask again until it holds; a refusal counts as not yet."""
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + HANG
     while True:
         try:
             said = await what()
@@ -210,7 +209,7 @@ def _die_with_parent() -> None:
 
 async def _healthy(server: ApiServer, running: Collection[subprocess.Popen[bytes]]) -> None:
     """Wait until it says that it is healthy, which takes about 5 s."""
-    until = time.monotonic() + 90
+    until = time.monotonic() + HANG
     headers = {"Authorization": f"Bearer {TOKEN}"}
     async with aiohttp.ClientSession(headers=headers) as http:
         while True:
@@ -229,7 +228,7 @@ async def _healthy(server: ApiServer, running: Collection[subprocess.Popen[bytes
 async def _install_ours(server: ApiServer) -> None:
     """Install our CRD, until it is served, and the operator's ClusterRole."""
     client = kube.Client(server.access)
-    until = time.monotonic() + 60
+    until = time.monotonic() + HANG
     crd = fast_yaml.load((ROOT / "crds/inferencepools.perilune.dev.yaml").read_text())
     try:
         await client.request("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd)

@@ -73,14 +73,14 @@ class Forked:
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         if self.poll() is None:
             process = os.pidfd_open(self.pid)
             try:
                 ended, _, _ = select.select([process], [], [], timeout)
             finally:
                 os.close(process)
-            if not ended:
+            if timeout is not None and not ended:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout)
         code = self.poll()
         assert code is not None, "it has ended"
@@ -121,10 +121,10 @@ class Popen:
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
 
-    def wait(self, timeout: float = 60.0) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         return self._forked.wait(timeout)
 
-    def communicate(self, timeout: float = 60.0) -> tuple[str, str]:
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Wait for its end. What it has written since fits into a pipe."""
         self.wait(timeout)
         written = (

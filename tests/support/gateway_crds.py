@@ -5,6 +5,7 @@ import time
 
 import yaml
 from api_server import ApiServer
+from waiting import HANG
 
 from perilune_api import kube
 from perilune_operator.kinds import KINDS
@@ -38,7 +39,7 @@ async def install(server: ApiServer) -> None:
     try:
         for crd in crds:
             await client.request("POST", where, crd)
-        until = time.monotonic() + 60
+        until = time.monotonic() + HANG
         for crd in crds:
             while True:
                 said = await client.request("GET", f"{where}/{crd['metadata']['name']}")

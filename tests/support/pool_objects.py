@@ -12,8 +12,9 @@ from ipaddress import IPv4Address
 from typing import Any
 
 from aiohttp import web
-from api_server import PATIENCE_S, until
+from api_server import until
 from operator_process import Operator
+from waiting import HANG
 
 from perilune_api import names
 from perilune_api.kube import MERGE, Client
@@ -120,7 +121,7 @@ async def gateway_page(client: Client, namespace: str) -> AsyncIterator[GatewayP
 async def quiet(operator: Operator) -> dict[str, float]:
     """Return the writes by kind, once no pool can be resting between two rounds any more and no write was
     made."""
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + HANG
     seen: dict[str, float] = {}
     while True:
         found = re.findall(

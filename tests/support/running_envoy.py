@@ -5,11 +5,13 @@ import tempfile
 from pathlib import Path
 from typing import Self
 
+from waiting import HANG
+
 from perilune_lab.processes import envoy_process
 from perilune_lab.processes.child import Child, start
 from perilune_lab.processes.envoy import Json
 
-START_S, STOP_S = 20.0, 5.0
+STOP_S = 5.0
 
 
 class Envoy:
@@ -33,7 +35,7 @@ class Envoy:
         command = envoy_process.command(self._bootstrap, folder, (), *flush)
         try:
             self._child = await start("envoy", command, os.environ, folder)
-            self.admin_url, self.url = await envoy_process.serving(self._child, folder, START_S)
+            self.admin_url, self.url = await envoy_process.serving(self._child, folder, HANG)
         except BaseException:
             await self.__aexit__()
             raise

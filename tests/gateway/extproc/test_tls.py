@@ -12,7 +12,7 @@ import list_of_one
 import pytest
 from envoy_doubles import ScriptedRouter
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from waiting import until
+from waiting import HANG, until
 
 from perilune_api.pool import SpecError
 from perilune_gateway import main
@@ -43,7 +43,7 @@ async def liveness(port: int, trusted: bytes, client: tuple[bytes, bytes] = (Non
     credentials = grpc.ssl_channel_credentials(trusted, client[1], client[0])
     async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options) as channel:
         asked = health_pb2.HealthCheckRequest(service="liveness")
-        return (await health_pb2_grpc.HealthStub(channel).Check(asked, timeout=10)).status
+        return (await health_pb2_grpc.HealthStub(channel).Check(asked, timeout=HANG)).status
 
 
 def read(pair) -> tuple[bytes, bytes]:
@@ -61,7 +61,7 @@ async def test_a_client_that_trusts_the_certificate_is_served_and_no_other(tmp_p
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as plain:
             asked = health_pb2.HealthCheckRequest(service="liveness")
             with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
-                await health_pb2_grpc.HealthStub(plain).Check(asked, timeout=10)
+                await health_pb2_grpc.HealthStub(plain).Check(asked, timeout=HANG)
 
 
 @by_both

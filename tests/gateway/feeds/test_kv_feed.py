@@ -303,7 +303,7 @@ class Process:
 
     def end(self) -> int:
         """End the process, and return the number of messages that it put into replies."""
-        said, _ = self._process.communicate("end", timeout=30)
+        said, _ = self._process.communicate("end", timeout=HANG)
         return int(said)
 
 

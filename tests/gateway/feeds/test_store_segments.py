@@ -96,7 +96,7 @@ async def test_a_page_that_cannot_be_read_costs_that_page(followed, page):
     await until(seen, master.segments)
     master.page = page
     master.answered.clear()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG):
         await master.answered.wait()
     master.page, master.segments = b"", {"10.246.0.11:12741": 7000}
     await until(seen, master.segments)

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from rich.console import Console
 from run_processes import processes
+from waiting import HANG
 
 from perilune_lab import report
 from perilune_lab.demo import live, text
@@ -22,7 +23,6 @@ from perilune_lab.load.result import Result
 from perilune_lab.processes.stack import RUN_VARIABLE, Death, EngineOptions
 from perilune_lab.terminal.exits import PIPE_CLOSED
 
-WAIT_S = 60
 UNDER_LOAD = " APC "
 """In every line of progress."""
 
@@ -240,7 +240,7 @@ class Running:
         raise AssertionError(f"{words!r} never came:\n{''.join(self.lines)}{self.process.stderr.read()}")
 
     def end(self) -> tuple[int, str, str]:
-        out, errors = self.process.communicate(timeout=WAIT_S)
+        out, errors = self.process.communicate(timeout=HANG)
         return self.process.returncode, "".join(self.lines) + out, errors
 
 
@@ -322,7 +322,7 @@ def test_reader_of_the_pipe_left(start, tmp_path):
     running = start("--seconds", "60", "--compare", "")
     running.until(UNDER_LOAD)
     running.process.stdout.close()
-    status, errors = running.process.wait(WAIT_S), running.process.stderr.read()
+    status, errors = running.process.wait(HANG), running.process.stderr.read()
     assert (status, errors) == (PIPE_CLOSED, "")
     assert list((tmp_path / "tmp").iterdir()) == []
 

@@ -7,6 +7,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from forked import Popen
+from waiting import HANG
 
 
 @dataclass
@@ -32,7 +33,7 @@ def engines() -> Iterator[Start]:
         popen = Popen("perilune_lab.engine.main", arguments)
         started.append(popen)
         line = popen.stdout.readline().split()
-        assert line[:2] == ["perilune-engine", "ready"], popen.communicate(timeout=10)
+        assert line[:2] == ["perilune-engine", "ready"], popen.communicate(timeout=HANG)
         return Process(popen, dict(fact.split("=", 1) for fact in line[2:]))
 
     try:

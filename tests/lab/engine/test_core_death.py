@@ -4,6 +4,7 @@ import signal
 
 import aiohttp
 import pytest
+from waiting import HANG
 
 BODY = {"model": "sim-30b", "prompt": "ba be bi", "max_tokens": 4}
 DEAD = "EngineCore encountered an issue"
@@ -53,6 +54,6 @@ async def test_the_process_ends_after_the_first_500(start):
         if status == 500:
             break
     assert status == 500
-    _, error = engine.popen.communicate(timeout=10)
+    _, error = engine.popen.communicate(timeout=HANG)
     assert engine.popen.returncode == 1
     assert "the engine core has died" in error

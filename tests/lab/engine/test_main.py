@@ -376,7 +376,7 @@ def test_clients_that_leave_at_once_are_no_error(start):
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     assert asyncio.run(ask(f"{engine.url}/v1/completions", completion()))[0] == 200
     engine.popen.terminate()
-    assert engine.popen.communicate(timeout=20)[1] == ""
+    assert engine.popen.communicate(timeout=HANG)[1] == ""
 
 
 async def test_a_client_that_does_not_read_holds_nobody_up(start):
@@ -424,7 +424,7 @@ async def test_sigterm_waits_for_no_stream(start):
 def test_sigint_exits_130(start):
     engine = start()
     engine.popen.send_signal(signal.SIGINT)
-    assert engine.popen.wait(10) == 130
+    assert engine.popen.wait(HANG) == 130
 
 
 @pytest.mark.parametrize(
@@ -446,10 +446,10 @@ def test_an_argument_that_cannot_be_used_is_named_and_ends_without_a_traceback(a
 def test_metrics_have_a_port_of_their_own_with_nothing_else(start):
     engine = start("--metrics-listen", "127.0.0.1:0")
     alone = f"http://{engine.facts['metrics']}"
-    with urlopen(f"{alone}/metrics", timeout=10) as page:
+    with urlopen(f"{alone}/metrics", timeout=HANG) as page:
         assert b"vllm:num_requests_running" in page.read()
     with pytest.raises(HTTPError, match="404"):
-        urlopen(f"{alone}/v1/models", timeout=10)
+        urlopen(f"{alone}/v1/models", timeout=HANG)
 
 
 @pytest.mark.parametrize(

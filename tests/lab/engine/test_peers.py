@@ -167,7 +167,7 @@ async def test_host_memory_is_announced_and_what_leaves_it_too(start):
 def test_a_taken_port_for_peers_is_one_clear_line(pair: Pair):
     taken = pair.h.facts["peer"]
     command = [sys.executable, "-P", "-m", "perilune_lab.engine.main", "--host-tokens", "64", "--peer", taken]
-    second = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    second = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
     assert second.returncode == 1
     assert second.stderr.startswith(f"perilune engine: cannot listen on {taken}: ")
     assert second.stderr.count("\n") == 1

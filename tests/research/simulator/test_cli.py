@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import HANG
 
 from perilune_lab import report
 from perilune_lab.terminal.exits import PIPE_CLOSED
@@ -145,7 +146,7 @@ def test_the_report_is_there_before_anybody_reads_the_table(tmp_path: Path):
         [sys.executable, "-c", code, *argv], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
     process.stdout.close()
-    assert process.wait(60) == PIPE_CLOSED
+    assert process.wait(HANG) == PIPE_CLOSED
     assert [run.policy for run in report.decode(path.read_bytes()).runs] == ["ear"]
 
 
