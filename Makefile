@@ -47,7 +47,7 @@ test-programs: api-server collector browser prometheus state-server ## all of th
 # One worker more than a small machine has cores, since some tests wait.
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest tests -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --second-chance
-TESTS  := $(PYTEST) -m "not e2e and not bench and not heavy"
+TESTS  := $(PYTEST) --ignore=tests/bench -m "not e2e and not bench and not heavy"
 test: $(STAMP) ## unit, property and integration tests (real Envoy) but the heavy ones; says first what it leaves out; minutes
 	@$(BIN)/python tests/support/optional_programs.py
 	$(TESTS) $(ARGS)
@@ -84,7 +84,7 @@ verify: $(STAMP) ## all that is too heavy for each change: genuine vLLM, a real 
 	PYTHONPATH=e2e $(BIN)/python e2e/verify.py $(ARGS)
 
 e2e: $(STAMP) ## everything full-size: demo, trace replay, and (as root) the scenarios on a real cluster
-	$(BIN)/python -m pytest tests e2e -m "e2e or cluster" --side-by-side $(ARGS)
+	$(BIN)/python -m pytest tests e2e -m "(e2e or cluster) and not long" --side-by-side $(ARGS)
 
 cluster: $(STAMP) ## the whole thing on one Linux machine (root; or KIND=1): eight nodes, Envoy Gateway, a pool
 	$(BIN)/python e2e/cluster.py up $(ARGS)
@@ -105,16 +105,17 @@ e2e-real-long: $(STAMP) ## the same with 600 requests in its longest phases, int
 	REQUESTS=600 RESULTS=docs/real-engines.md $(BIN)/python -m pytest e2e/real/test_traffic.py e2e/real/test_ranks.py \
 	  e2e/real/test_moves.py e2e/real/test_tensor_parallel.py e2e/real/test_window.py -m real -s $(ARGS)
 
-e2e-long: $(STAMP) ## a real cluster: eight engines rolled, drained and deleted under load; a minute without Valkey; one gateway or four; the inference extension's conformance suite (root)
+e2e-long: $(STAMP) ## a real cluster: eight engines rolled, drained and deleted under load; a minute without Valkey; one gateway or four; all orders of an upgrade; the inference extension's conformance suite (root)
 	ENGINES=8 ABSENT_S=60 COMPARE=1 CONFORMANCE=1 $(BIN)/python -m pytest e2e/test_leaving.py e2e/test_gateways.py \
 	  e2e/test_one_gateway_or_four.py e2e/test_conformance.py e2e/test_conformance_of_plain_envoy_gateway.py \
 	  -m cluster -s $(ARGS)
+	$(BIN)/python -m pytest tests e2e -m long -s $(ARGS) || test $$? = 5  # ARGS=-k may leave none
 
 e2e-cluster: $(STAMP) ## scenarios on a cluster of their own: Envoy Gateway, our gateway, engines (root)
-	$(BIN)/python -m pytest e2e -m cluster $(ARGS)
+	$(BIN)/python -m pytest e2e -m "cluster and not long" $(ARGS)
 
 # MINUTES=1: less of it. ARGS="bodies --seed 7": one kind, again; ARGS=--help lists them.
-fuzz: $(STAMP) ## every reader of bytes that others write, fuzzed for MINUTES each (Linux; first installs atheris); two hours
+fuzz: $(STAMP) ## every reader of bytes that others write, fuzzed for MINUTES each (Linux; first installs atheris); an hour and a half
 	test -e .venv-fuzz || $(PYTHON) -m venv .venv-fuzz
 	.venv-fuzz/bin/python -m pip install --quiet --disable-pip-version-check atheris==3.0.0
 	echo "$$PWD"/.venv/lib/python3*/site-packages > $$(echo .venv-fuzz/lib/python3*/site-packages)/ours.pth

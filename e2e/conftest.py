@@ -60,7 +60,9 @@ ON_A_SECOND_CLUSTER = (
     "test_extension_server.py",
     "test_inference_extension.py",
     "test_killed_operators.py",
+    "test_one_url.py",
     "test_operators.py",
+    "test_policy_rollout.py",
     "test_upgrade.py",
 )
 """About half of all cluster scenarios, by time; none of them has the pool of the others."""

@@ -62,7 +62,9 @@ def test_a_cluster_that_is_up_is_left_alone():
     assert [m.pid for m in machines(Cluster(NAME))] == before
 
 
-@pytest.mark.parametrize("after_s", [0.3, 1.5, 4, 7])
+@pytest.mark.parametrize(
+    "after_s", [1.5, 7, *(pytest.param(each, marks=pytest.mark.long) for each in (0.3, 4))]
+)
 def test_what_a_killed_up_left_is_cleaned_by_down(after_s):
     up = subprocess.Popen([*COMMAND, "up", "--nodes", "2"])
     time.sleep(after_s)  # a moment of its life, not a wait for anything

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from testbed.http import HANG_S
 from testbed.lanes import IN_A_LANE
 from testbed.shell import until
 
@@ -65,7 +66,7 @@ def project(tmp_path):
 
 def test_a_failure_in_a_lane_fails_the_session_and_is_shown(project):
     session = project("pass")
-    said, _ = session.communicate(timeout=60)
+    said, _ = session.communicate(timeout=HANG_S)
     assert session.returncode == 1
     assert "1 failed, 5 passed" in said.splitlines()[-1]
     assert "AssertionError: wrong" in said
@@ -74,7 +75,7 @@ def test_a_failure_in_a_lane_fails_the_session_and_is_shown(project):
 
 def test_a_lane_that_dies_fails_what_it_did_not_tell(project):
     session = project("print('last words', flush=True); os._exit(7)")
-    said, _ = session.communicate(timeout=60)
+    said, _ = session.communicate(timeout=HANG_S)
     assert session.returncode == 1
     assert "1 failed, 3 passed, 2 errors" in said.splitlines()[-1]
     assert "lane 'b' ended with status 7 before this was told" in said
@@ -82,9 +83,9 @@ def test_a_lane_that_dies_fails_what_it_did_not_tell(project):
 
 def test_an_interrupted_session_lets_its_lanes_clean_up(project, tmp_path):
     session = project("time.sleep(30)")
-    until((tmp_path / "up-b").exists, "the fixture is up", timeout_s=60)
+    until((tmp_path / "up-b").exists, "the fixture is up", timeout_s=HANG_S)
     session.send_signal(signal.SIGINT)
-    said, _ = session.communicate(timeout=60)
+    said, _ = session.communicate(timeout=HANG_S)
     assert session.returncode == 2
     assert "KeyboardInterrupt" in said
     assert list(tmp_path.glob("up-*")) == []

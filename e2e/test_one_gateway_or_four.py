@@ -58,7 +58,7 @@ def measured(pool: LivePool, name: str) -> Measured:
     with agents(pool.client, AGENTS, name) as turns:
         turns.goes_on(5 * AGENTS)
         at, (cpu_before_s, decided_before) = time.monotonic(), spent(pool)
-        turns.goes_on(TURNS, timeout_s=300)
+        turns.goes_on(TURNS)
         cpu_s, decided = spent(pool)
     assert turns.failures == []
     later: list[Turn] = turns.since(at)

@@ -253,6 +253,7 @@ def test_a_policy_is_tried_in_the_shadow_promoted_as_a_canary_and_a_bad_one_roll
     assert not any(turn.moved for turn in switched if turn.number), "nothing had to move"
 
 
+@pytest.mark.long
 def test_a_policy_that_never_returns_is_rolled_back_and_fails_no_request(released) -> None:
     """Envoy sends requests on without a gateway that stands still, and the liveness probe ends it."""
     pool = released

@@ -34,7 +34,7 @@ def rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("policy", ["ear", "round_robin"])
+@pytest.mark.parametrize("policy", ["ear", pytest.param("round_robin", marks=pytest.mark.long)])
 async def test_2000_requests_at_high_speed(tmp_path: Path, policy: str):
     if not TRACE.exists():
         pytest.skip(f"the trace is not there: {TRACE}")

@@ -41,15 +41,19 @@ class Suite:
 
 
 SUITES = (
-    Suite("engines", "genuine vLLM engines with Mooncake behind Envoy and the gateway", ("e2e-real",)),
+    Suite(
+        "engines",
+        "genuine vLLM engines with Mooncake behind Envoy and the gateway",
+        ("e2e-real", "REQUESTS=70"),
+    ),
     Suite("cluster", "the demo's promises, and scenarios on a real cluster", ("e2e",)),
     Suite(
         "heavy", "heavier tests of what `make test` shows, and all examples of properties", ("test-heavy",)
     ),
     Suite(
         "fuzz",
-        "each reader of bytes that others write, fuzzed for 20 seconds",
-        ("fuzz", "MINUTES=0.33"),
+        "each reader of bytes that others write, fuzzed for 10 seconds",
+        ("fuzz", "MINUTES=0.17"),
         False,
     ),
     Suite(

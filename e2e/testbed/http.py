@@ -17,6 +17,9 @@ from perilune_api.names import DECISION_HEADER
 from perilune_lab.engine.http import NAME_HEADER
 from testbed.shell import ClusterError
 
+HANG_S = 300.0
+"""Seconds after which what a scenario waits for will never come. How soon it comes decides nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -136,7 +139,7 @@ class Load:
         def enough() -> None:
             assert self.succeeded >= wanted, self.outcomes
 
-        eventually(enough, timeout_s=60)
+        eventually(enough)
 
 
 @contextmanager
@@ -207,7 +210,7 @@ class NewPrompts:
         def enough() -> None:
             assert len(self.ended) >= wanted
 
-        eventually(enough, timeout_s=60)
+        eventually(enough)
 
     def _ask(self, number: int, stop: threading.Event) -> None:
         while not stop.is_set():
@@ -224,7 +227,7 @@ class NewPrompts:
                 self.failures.append(f"{answer.status} {answer.body[:200]!r}")
 
 
-def eventually(check: Callable[[], None], timeout_s: float = 30, every_s: float = 0.2) -> None:
+def eventually(check: Callable[[], None], timeout_s: float = HANG_S, every_s: float = 0.2) -> None:
     """Repeat `check` until it has nothing to complain of; its last complaint is raised when time is over."""
     deadline = time.monotonic() + timeout_s
     while True:

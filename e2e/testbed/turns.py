@@ -61,14 +61,14 @@ class Turns:
         """Return the turns that began since then, without the first turn of each session."""
         return [turn for turn in self.done if turn.number and turn.began >= at]
 
-    def goes_on(self, count: int, timeout_s: float = 120) -> None:
+    def goes_on(self, count: int) -> None:
         """Wait for so many more turns."""
         wanted = len(self.done) + count
 
         def enough() -> None:
             assert len(self.done) >= wanted
 
-        eventually(enough, timeout_s)
+        eventually(enough)
 
 
 @dataclass(frozen=True, slots=True)

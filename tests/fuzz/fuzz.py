@@ -2,22 +2,24 @@
 
     python tests/fuzz/fuzz.py [KIND …] --minutes 10 [--seed N] [--folder build/fuzz]
 
-Each kind runs in a process of its own: new inputs for so many minutes, then those that it kept again and
-again, to see whether memory grows. An input that ends a reader, or takes it longer than SLOW_S, is kept in
-the folder and named. Exits with 1 if any kind failed.
+Each kind runs in a process of its own, JOBS of them at once: new inputs for so many minutes, then those that
+it kept again and again, to see whether memory grows. An input that ends a reader, or takes it longer than
+SLOW_S, is kept in the folder and named. Exits with 1 if any kind failed.
 """
 
 import argparse
 import gc
+import os
 import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-if "search" in sys.argv:
+if "--instrumented" in sys.argv:
     import atheris
 
     with atheris.instrument_imports(include=["perilune_gateway", "perilune_api", "perilune_operator"]):
@@ -31,7 +33,7 @@ HANGS_S = 300
 MAX_BYTES = 4096
 RSS_LIMIT_MB = 2048
 ROUNDS_S = 10.0
-"""Seconds for which the inputs that were kept are read again."""
+"""Seconds for which the inputs that were kept are read again, at most half as long as the search lasts."""
 GROWTH = 0.05
 """Share of its memory by which a process may grow meanwhile."""
 
@@ -44,46 +46,86 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=Path("build/fuzz"), help="for inputs (default: build/fuzz)"
     )
-    parser.add_argument("--alone", choices=("search", "again"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="kinds at once (default: one for each core)"
+    )
+    parser.add_argument("--instrumented", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     kinds: list[str] = arguments.kinds or list(TARGETS)
     if unknown := set(kinds) - set(TARGETS):
         parser.error(f"unknown kinds: {', '.join(sorted(unknown))}; there are {', '.join(TARGETS)}")
     corpus = {kind: arguments.folder.resolve() / kind for kind in kinds}
-    if arguments.alone == "search":
-        search(kinds[0], corpus[kinds[0]], arguments.minutes, arguments.seed)
-    if arguments.alone == "again":
-        again(kinds[0], corpus[kinds[0]])
-    failed = []
+    if arguments.instrumented:
+        search_all(corpus, arguments.minutes, arguments.seed, arguments.jobs)
+        return
     print(f"seed {arguments.seed}, {arguments.minutes:g} minutes for each kind", flush=True)
-    for kind in kinds:
-        corpus[kind].mkdir(parents=True, exist_ok=True)
+    for kind, folder in corpus.items():
+        folder.mkdir(parents=True, exist_ok=True)
         for at, seed in enumerate(SEEDS[kind]):
-            corpus[kind].joinpath(f"seed-{at}").write_bytes(seed)
-        log = arguments.folder / f"{kind}.log"
-        with log.open("wb") as written:
-            for task in ("search", "again"):
-                options = [
-                    "--minutes",
-                    f"{arguments.minutes}",
-                    "--seed",
-                    f"{arguments.seed}",
-                    "--alone",
-                    task,
-                ]
-                command = [sys.executable, __file__, kind, *options, "--folder", str(arguments.folder)]
-                ended = subprocess.run(command, stdout=written, stderr=written, check=False)
-                if ended.returncode:
-                    failed.append(kind)
-                    break
-        lines = [
-            line
-            for line in log.read_text(errors="replace").splitlines()
-            if line.startswith(("Done", "again"))
-        ]
-        outcome = "FAILED, see" if kind in failed else "fine:"
-        print(f"{kind:10} {outcome} {log if kind in failed else '; '.join(lines)}", flush=True)
-    sys.exit(bool(failed))
+            folder.joinpath(f"seed-{at}").write_bytes(seed)
+        log_of(folder).unlink(missing_ok=True)
+    options = ("--minutes", "--seed", "--jobs", "--folder")
+    values = (arguments.minutes, arguments.seed, arguments.jobs, arguments.folder)
+    given = [word for pair in zip(options, map(str, values), strict=True) for word in pair]
+    command = [sys.executable, __file__, *kinds, *given, "--instrumented"]
+    rounds_s = min(ROUNDS_S, arguments.minutes * 60 / 2)
+    failed = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as searching:
+        assert searching.stdout is not None
+        for line in searching.stdout:
+            kind, status = line.split()
+            log = log_of(corpus[kind])
+            if int(status) or ended(forked(log, again, kind, corpus[kind], rounds_s)):
+                failed.append(kind)
+            lines = [
+                line
+                for line in log.read_text(errors="replace").splitlines()
+                if line.startswith(("Done", "again"))
+            ]
+            outcome = f"FAILED, see {log}" if kind in failed else f"fine: {'; '.join(lines)}"
+            print(f"{kind:10} {outcome}", flush=True)
+    sys.exit(bool(failed or searching.returncode))
+
+
+def log_of(corpus: Path) -> Path:
+    return corpus.with_name(f"{corpus.name}.log")
+
+
+def search_all(corpus: Mapping[str, Path], minutes: float, seed: int, jobs: int) -> None:
+    """Search in children of this process, which has instrumented all code once. Print how each ended."""
+    waiting, running = list(corpus), dict[int, str]()
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            kind = waiting.pop(0)
+            running[forked(log_of(corpus[kind]), search, kind, corpus[kind], minutes, seed)] = kind
+        pid, status = os.wait()
+        print(running.pop(pid), os.waitstatus_to_exitcode(status), flush=True)
+
+
+def forked(log: Path, task: Callable[..., NoReturn], *arguments: object) -> int:
+    """Run a task in a child that writes into a log; return its pid."""
+    sys.stdout.flush()
+    if pid := os.fork():
+        return pid
+    written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(written, stream)
+    try:
+        task(*arguments)
+    except SystemExit as exit_:
+        if isinstance(exit_.code, str):
+            print(exit_.code)
+        status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def ended(pid: int) -> int:
+    """Wait for a child; return its exit status."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def search(kind: str, corpus: Path, minutes: float, seed: int) -> NoReturn:
@@ -116,11 +158,11 @@ def in_time(target: Callable[[bytes], None]) -> Callable[[bytes], None]:
     return run
 
 
-def again(kind: str, corpus: Path) -> NoReturn:
+def again(kind: str, corpus: Path, rounds_s: float) -> NoReturn:
     """Play the inputs that were kept, in rounds. Exit with an error if memory grows after the first round."""
     inputs = [path.read_bytes() for path in sorted(corpus.iterdir())]
     sizes_mb, rounds, slowest_s = [], 0, 0.0
-    end = time.monotonic() + ROUNDS_S
+    end = time.monotonic() + rounds_s
     while rounds < 3 or time.monotonic() < end:
         for data in inputs:
             began = time.process_time()
