@@ -4,6 +4,7 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from _pytest.terminal import TerminalReporter
@@ -11,6 +12,7 @@ from second_chance import SecondChance, plain
 from xdist.remote import Producer
 from xdist.scheduler import LoadGroupScheduling
 
+HERE = Path(__file__).parent
 LONGEST = ("integration", "research", "lab", "operator")
 """Folders of the longest files, the longest first."""
 
@@ -43,10 +45,34 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadGro
     return FilesAndGroups(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Collect without the garbage collector, which looks at thousands of tests again and again and finds
+    nothing; and on each worker from another folder on: what one has compiled the others only read."""
+    session.config.args = rotated(session.config)
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+def rotated(config: pytest.Config) -> list[str]:
+    """Return what a worker collects: what it was told to, or the parts of the whole folder in an order of its
+    own."""
+    number = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if not number.isdigit() or config.args != [HERE.name] or config.rootpath != HERE.parent:
+        return config.args
+    inside = [part for part in HERE.iterdir() if part.name[0] not in "._"]
+    parts = sorted(f"{HERE.name}/{part.name}" for part in inside if part.is_dir() or part.match("test_*.py"))
+    first = int(number) * len(parts) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    return parts[first:] + parts[:first]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Put the groups first, then the folders with the longest files, so that short files fill the workers at
-    the end."""
+    the end. All workers have one order, wherever they began."""
 
     def rank(item: pytest.Item) -> int:
         if item.get_closest_marker("xdist_group"):
@@ -54,6 +80,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         found = (n for n, folder in enumerate(LONGEST, 1) if folder in item.path.parts)
         return next(found, len(LONGEST) + 1)
 
+    items.sort(key=lambda item: item.path.parts)
+    yield
     items.sort(key=rank)
     for item in items:
         if "PYTEST_XDIST_WORKER" in os.environ and (group := item.get_closest_marker("xdist_group")):
@@ -62,8 +90,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from looking at thousands of collected tests again and again, and let it
-    look seldom: a seventh of all CPU time of the unit tests was its."""
+    """Keep the garbage collector from what was collected, and let it look seldom: a seventh of all CPU time
+    of the unit tests was its."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)

@@ -10,16 +10,19 @@ from waiting import HANG
 
 SUPPORT = Path(__file__).parent / "support"
 CONFTEST = f"""
-import sys
+import os, sys
 sys.path.insert(0, {str(SUPPORT)!r})
-from second_chance import SecondChance
+from second_chance import SecondChance, run_alone
+
+def told(config, nodeid):
+    return os.environ["ALONE"] == "passes"
 
 def pytest_addoption(parser):
     parser.addoption("--second-chance", action="store_true")
 
 def pytest_configure(config):
     if config.option.second_chance:
-        config.pluginmanager.register(SecondChance())
+        config.pluginmanager.register(SecondChance(told if "ALONE" in os.environ else run_alone))
 """
 FAILS_ONCE = """
 import pathlib
@@ -35,8 +38,9 @@ def test_fails_once(number):
 FAILS_ALWAYS = "def test_fails_always():\n    raise ValueError('every time')\n"
 
 
-def run(folder: Path, files: dict[str, str]) -> tuple[int, str]:
-    """Run pytest, and return the exit status and the output."""
+def run(folder: Path, files: dict[str, str], **env: str) -> tuple[int, str]:
+    """Run pytest, and return the exit status and the output. `ALONE`: what comes of tests that run
+    alone, which then do not run."""
     for name, text in {
         "tests/conftest.py": CONFTEST,
         "pytest.ini": "[pytest]\naddopts = --import-mode=importlib\n",
@@ -46,9 +50,9 @@ def run(folder: Path, files: dict[str, str]) -> tuple[int, str]:
         (folder / name).write_text(text)
     command = [sys.executable, "-m", "pytest", "-q", "--second-chance", "tests"]
     # `-n 0` of the run alone needs xdist; other plugins would only take time
-    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p xdist.plugin"}
+    env |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p xdist.plugin"}
     done = subprocess.run(
-        command, cwd=folder, env=env, capture_output=True, text=True, timeout=HANG, check=False
+        command, cwd=folder, env=os.environ | env, capture_output=True, text=True, timeout=HANG, check=False
     )
     return done.returncode, done.stdout
 
@@ -63,27 +67,38 @@ def test_a_test_with_processes_that_passes_alone_is_named_and_passes_the_run(tmp
 
 
 @pytest.mark.parametrize(
-    ("files", "words"),
+    ("files", "alone", "words"),
     [
-        pytest.param({"tests/integration/test_it.py": FAILS_ALWAYS}, "1 failed", id="it fails alone, too"),
-        pytest.param({"tests/unit/test_it.py": FAILS_ONCE.format(many=1)}, "1 failed", id="a unit test"),
+        pytest.param(
+            {"tests/integration/test_it.py": FAILS_ALWAYS}, "fails", "1 failed", id="it fails alone, too"
+        ),
+        pytest.param(
+            {"tests/unit/test_it.py": FAILS_ONCE.format(many=1)}, "passes", "1 failed", id="a unit test"
+        ),
         pytest.param(
             {
                 "tests/unit/test_it.py": FAILS_ALWAYS,
                 "tests/integration/test_it.py": FAILS_ONCE.format(many=1),
             },
+            "passes",
             "2 failed",
             id="beside a unit test",
         ),
         pytest.param(
-            {"tests/integration/test_it.py": FAILS_ONCE.format(many=3)}, "3 flaky", id="more than two"
+            {"tests/integration/test_it.py": FAILS_ONCE.format(many=3)},
+            "passes",
+            "3 flaky",
+            id="more than two",
         ),
         pytest.param(
-            {"tests/integration/test_it.py": FAILS_ONCE.format(many=7)}, "7 failed", id="far too many"
+            {"tests/integration/test_it.py": FAILS_ONCE.format(many=7)},
+            "passes",
+            "7 failed",
+            id="far too many",
         ),
     ],
 )
-def test_a_run_fails_all_the_same(tmp_path: Path, files: dict[str, str], words: str) -> None:
-    status, said = run(tmp_path, files)
+def test_a_run_fails_all_the_same(tmp_path: Path, files: dict[str, str], alone: str, words: str) -> None:
+    status, said = run(tmp_path, files, ALONE=alone)
     assert status == 1, said
     assert words in said.strip().splitlines()[-1]

@@ -2,7 +2,7 @@
 
 A start takes 6 s of CPU time, and a server that nobody uses takes a fortieth of a core from what follows.
 So tests of one kind run one after the other, on one worker of xdist, and `Servers` ends a server when
-the next test needs another kind or none.
+the next test needs another kind or none. Those that restart it or change its CRD come last.
 """
 
 import asyncio
@@ -18,14 +18,19 @@ from operator_process import Operator
 
 from perilune_api import kube
 
-KINDS = ("api_server", "own_server", "scheduled_server", "routed_server")
-"""The fixtures that are API servers."""
+KINDS = {
+    "api_server": "plain",
+    "routed_server": "routed",
+    "scheduled_server": "scheduled",
+    "own_server": "scheduled",
+}
+"""Fixture → the kind of API server that it is."""
 
 
 def kind_of(item: pytest.Item | None) -> str:
-    """Return the API server that a test needs; empty if it needs none."""
+    """Return the kind of API server that a test needs; empty if it needs none."""
     names = getattr(item, "fixturenames", ())
-    return next((kind for kind in KINDS if kind in names), "")
+    return next((kind for fixture, kind in KINDS.items() if fixture in names), "")
 
 
 class Servers:
@@ -40,8 +45,8 @@ class Servers:
         if self._server is None or kind != self._kind:
             self.keep_only("")
             with ExitStack() as starting:
-                server = starting.enter_context(started(scheduler=kind == "scheduled_server"))
-                if kind == "routed_server":
+                server = starting.enter_context(started(scheduler=kind == "scheduled"))
+                if kind == "routed":
                     asyncio.run(gateway_crds.install(server))
                 self._running = starting.pop_all()
             self._kind, self._server = kind, server
@@ -64,7 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(kind))
         elif "helm" in getattr(item, "fixturenames", ()):
             item.add_marker("api_server")
-    items.sort(key=kind_of)
+    items.sort(key=lambda item: (kind_of(item), "own_server" in getattr(item, "fixturenames", ())))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -76,19 +81,19 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Generator[None]:
 @pytest.fixture
 def api_server() -> ApiServer:
     """For most tests."""
-    return servers.get("api_server")
+    return servers.get("plain")
 
 
 @pytest.fixture
 def own_server() -> ApiServer:
-    """One for tests that restart it or change its CRD."""
-    return servers.get("own_server")
+    """For tests that restart it or change its CRD, and leave it as it was."""
+    return servers.get("scheduled")
 
 
 @pytest.fixture
 def scheduled_server() -> ApiServer:
     """One whose pods are bound to nodes, by the real scheduler."""
-    return servers.get("scheduled_server")
+    return servers.get("scheduled")
 
 
 @pytest.fixture
@@ -96,7 +101,7 @@ def routed_server() -> ApiServer:
     """One with the CRDs of Gateway API, Envoy Gateway and the inference extension."""
     if missing := gateway_crds.missing():
         pytest.skip(f"NO CRDS: {', '.join(missing)} is missing; `make api-server` downloads it")
-    return servers.get("routed_server")
+    return servers.get("routed")
 
 
 @pytest.fixture
