@@ -7,9 +7,10 @@ import signal
 from itertools import takewhile
 from pathlib import Path
 
+import aiohttp
 import pytest
 from routing_objects import chosen
-from waiting import HANG
+from waiting import until
 
 from perilune_api import pool as spec
 from perilune_api.policies import EarParams, PeriluneParams
@@ -51,11 +52,37 @@ async def recorded(folder: Path, policy: str, *, kill: bool = False) -> Path:
         results = await run_load(sessions, plan, Vocabulary().words_for)
         assert sum(result.succeeded for result in results) > 5
         if kill:
-            async with asyncio.timeout(HANG):
-                while log.stat().st_size < 10_000:  # noqa: ASYNC110 - another process writes it
-                    await asyncio.sleep(0.02)
+            await a_host_is_hot(stack, log)
             os.kill(stack.children["gateway"].pid, signal.SIGKILL)
     return log
+
+
+def decided(log: Path) -> int:
+    return log.read_bytes().count(b'"kind":"decision"')
+
+
+async def a_host_is_hot(stack: Stack, log: Path) -> None:
+    """Send a session's turns to engines that stand still until the log has them: each after the first finds
+    tokens pending on its host."""
+
+    async def turn(http: aiohttp.ClientSession) -> None:
+        body = {"model": stack.options.model, "prompt": "once more " * 200, "max_tokens": 1}
+        async with http.post(f"{stack.url}/v1/completions", json=body, headers={"x-session-id": "hot"}):
+            pass
+
+    engines = [child.pid for name, child in stack.children.items() if name.startswith("engine")]
+    async with aiohttp.ClientSession() as http:
+        await turn(http)
+        known = decided(log)
+        for pid in engines:
+            os.kill(pid, signal.SIGSTOP)
+        turns = [asyncio.create_task(turn(http)) for _ in range(4)]
+        await until(lambda: decided(log) >= known + len(turns))
+        for task in turns:
+            task.cancel()
+        await asyncio.gather(*turns, return_exceptions=True)
+        for pid in engines:
+            os.kill(pid, signal.SIGCONT)
 
 
 def replayed(log: Path, *arguments: str) -> dict[str, object]:
