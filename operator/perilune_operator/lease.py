@@ -138,7 +138,7 @@ class Lease(LeaseLock):
         try:
             written = await self._in_time(writing)
         except OSError as error:
-            log.warning("Lease not written error=%s", error or type(error).__name__)
+            log.warning("Lease not written error=%s", str(error) or type(error).__name__)
             return False
         if written:
             won = self.remaining_s() <= 0

@@ -127,6 +127,8 @@ class Client:
                 method, path, params or {}, body, content_type, aiohttp.ClientTimeout(total=timeout_s)
             )
             text = await response.read()
+        except TimeoutError as error:
+            raise _late(method, path, timeout_s) from error
         except aiohttp.ClientError as error:
             raise _unreachable(error) from error
         if response.status >= 400:
@@ -149,6 +151,8 @@ class Client:
                 if len(text) > most_bytes:
                     response.close()
                     raise ValueError(f"more than {most_bytes} bytes")
+        except TimeoutError as error:
+            raise _late(method, path, timeout_s) from error
         except aiohttp.ClientError as error:
             raise _unreachable(error) from error
         return response.status, bytes(text)
@@ -200,6 +204,10 @@ class Client:
         answer = await self.api.call_api(method, url, headers, body, _request_timeout=limits)
         response: aiohttp.ClientResponse = answer.response
         return response
+
+
+def _late(method: str, path: str, timeout_s: float) -> OSError:
+    return TimeoutError(f"no answer to {method} {path} within {timeout_s:.1f} s")
 
 
 def _unreachable(error: aiohttp.ClientError) -> OSError:
@@ -254,7 +262,7 @@ async def follow(
             if isinstance(error, ApiError) and error.status == 410:
                 version = ""
             else:
-                log.warning("watch failed path=%s error=%s", path, error or type(error).__name__)
+                log.warning("watch failed path=%s error=%s", path, str(error) or type(error).__name__)
         await asyncio.sleep(_pause_s(failures, retry_s))
 
 

@@ -31,6 +31,10 @@ class Server:
         self.seen.append((request.query_string, request.headers["Authorization"]))
         return web.json_response({"you": "are"})
 
+    async def hang(self, _: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
 
 def item(name: str, version: int = 1) -> Object:
     return {"metadata": {"name": name, "namespace": "ns", "resourceVersion": str(version)}}
@@ -55,7 +59,8 @@ async def server() -> AsyncIterator[Server]:
     made = Server()
     app = web.Application()
     app.router.add_get("/x", made.answer)
-    runner = web.AppRunner(app)
+    app.router.add_get("/hangs", made.hang)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     made.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
@@ -71,6 +76,17 @@ async def test_a_kubeconfigs_current_context_counts(server: Server, tmp_path: Pa
     with pytest.raises(ApiError) as error:
         await client.request("GET", "/missing")
     assert error.value.status == 404
+    await client.close()
+
+
+async def test_a_request_that_is_not_answered_in_time_says_which(server: Server, tmp_path: Path) -> None:
+    file = kubeconfig(tmp_path / "k", {"server": server.url}, {"token": "t"})
+    client = await kube.connect({"KUBECONFIG": str(file)})
+    words = r"^no answer to GET /hangs within 0\.1 s$"
+    with pytest.raises(OSError, match=words):
+        await client.request("GET", "/hangs", timeout_s=0.1)
+    with pytest.raises(OSError, match=words):
+        await client.fetch("GET", "/hangs", most_bytes=1, timeout_s=0.1)
     await client.close()
 
 

@@ -110,7 +110,7 @@ async def cluster(server: ApiServer) -> AsyncIterator[Client]:
 
 
 async def measure(server: ApiServer, routed: bool) -> None:
-    operator = Operator(server, NAMESPACE, lease_s=10)  # as it is unless somebody says otherwise
+    operator = Operator(server, NAMESPACE)
     try:
         async with cluster(server) as client:
             async with asyncio.timeout(60):

@@ -17,7 +17,6 @@ from forked import Forked
 from ports import free_port
 from waiting import HANG
 
-LEASE_S = 3
 MODULE = "perilune_operator.main"
 
 
@@ -40,7 +39,6 @@ class Operator:
         namespace: str,
         name: str = "one",
         token: str = "operator-token",
-        lease_s: int = LEASE_S,
         flags: tuple[str, ...] = (),
         start: Callable[[Sequence[str], Mapping[str, str], Path], Forked | subprocess.Popen[bytes]] = fork,
     ) -> None:
@@ -52,7 +50,6 @@ class Operator:
             f"--own-namespace={namespace}",
             f"--identity={name}",
             f"--listen=127.0.0.1:{self.port}",
-            f"--lease-seconds={lease_s}",
             *flags,
         ]
         env = {"KUBECONFIG": str(api_server.kubeconfig(token))}
