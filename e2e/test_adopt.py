@@ -110,7 +110,12 @@ def adopt(pool: LivePool, **selector: object) -> None:
     )
 
 
-@pytest.fixture(params=[{}, {"eventsPort": 5557, "replayPort": 5558}], ids=["without-events", "with-events"])
+@pytest.fixture(
+    params=[
+        pytest.param({}, id="without-events", marks=pytest.mark.long),
+        pytest.param({"eventsPort": 5557, "replayPort": 5558}, id="with-events"),
+    ]
+)
 def adopted(request, kube, edge, theirs):
     """Return the pool, once a request was routed, and what it was asked with."""
     pool = LivePool(kube, edge, "adopted", NAMESPACE)

@@ -262,6 +262,7 @@ class Killer:
         self.kills.append(f"{self._step}: {words}")
 
 
+@pytest.mark.long
 def test_a_chart_is_installed_though_its_operators_are_killed(cluster, kube, edge, operator):
     """A pool waits for the first that acts: it is made by whoever comes after them."""
     dice = random.Random(SEED)

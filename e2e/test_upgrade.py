@@ -38,23 +38,23 @@ USUAL = ("follows", "gateway-operator-engine", "engine-operator-gateway")
 """Each part once before the operator, and once after it; `make e2e-long` takes all orders."""
 
 
-@pytest.fixture(scope="module")
-def released(cluster, kube, edge):
-    """Run the last release instead of ours, and ours again afterwards."""
-    cluster.load(perilune_image.release_archive(releases.LAST))
-    perilune.uninstall(kube)
-    perilune.install_release(kube, releases.LAST)
-    yield
-    perilune.install(kube)
-
-
 @pytest.fixture(
     scope="module",
     params=[pytest.param(USUAL, id="usual"), pytest.param((*ORDERS,), marks=pytest.mark.long, id="all")],
 )
-def pools(request, kube, edge, released):
+def released(request, cluster, kube, edge):
+    """Run the last release instead of ours, and ours again afterwards. Yield the names of pools to make."""
+    cluster.load(perilune_image.release_archive(releases.LAST))
+    perilune.uninstall(kube)
+    perilune.install_release(kube, releases.LAST)
+    yield request.param
+    perilune.install(kube)
+
+
+@pytest.fixture(scope="module")
+def pools(kube, edge, released):
     """Yield a pool for each of these orders, by name: two engines and a gateway, all of the release."""
-    pools = {name: LivePool(kube, edge, name) for name in request.param}
+    pools = {name: LivePool(kube, edge, name) for name in released}
     for name, pool in pools.items():
         pinned = {} if name == "follows" else {"image": OLD}
         gateway = {"parent": {"name": "edge", "namespace": "edge"}, "hostnames": [f"{name}.test"]}

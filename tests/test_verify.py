@@ -1,5 +1,6 @@
 """What `make verify` says of the suites that it ran."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -22,6 +23,11 @@ def test_each_file_of_tests_is_a_scenario() -> None:
         ("e2e/test_tls.py", 2.0, "1 skipped"),
     ]
     assert [row.failed for row in found] == [True, False]
+
+
+def test_every_suite_is_a_target_of_the_makefile() -> None:
+    targets = re.findall(r"^([a-z0-9-]+):.*##", (verify.ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {suite.command[0] for suite in verify.SUITES} <= set(targets)
 
 
 def told(suite: str) -> verify.Told:
