@@ -126,7 +126,7 @@ soak: $(STAMP) ## streams while engines are killed, one is bad and the gateway i
 	MINUTES=$(or $(MINUTES),30) STREAMS=$(or $(STREAMS),500) \
 	  $(BIN)/python -m pytest tests/integration/test_soak.py -m bench -n 0 -s $(ARGS)
 
-BENCHES := growing new_prompts decision index tokens parse start
+BENCHES := growing new_prompts decision decision_log shadow index tokens parse start
 # ARGS=--strict-bars: a missed bar, which is only said otherwise, fails its benchmark.
 # ARGS="--against OTHER/.venv/bin/python": another checkout's gateway is measured in turn with this one's.
 bench: $(STAMP) ## what the gateway costs, first for growing conversations and new prompts, into docs/benchmarks.md; minutes

@@ -292,7 +292,6 @@ class ServedPool:
             yield token_proofs.run(self.proofs, self._ready_engines, self._key)
         yield self._tick()
         yield self._plan_moves()
-        yield self.waiting.begin_sessions()
         yield self._hand_over()
 
     async def _hand_over(self) -> None:
@@ -312,10 +311,11 @@ class ServedPool:
             )
 
     async def _tick(self) -> None:
-        """Let time pass while no request comes."""
+        """Let time pass while no request comes, and waiting sessions begin."""
         while True:
             await asyncio.sleep(TICK_S)
             self.router.tick()
+            self.waiting.begin_sessions()
 
     async def _plan_moves(self) -> None:
         """Run the migration planner at the interval of the pool document."""

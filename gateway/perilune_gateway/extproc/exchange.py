@@ -53,7 +53,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from functools import partial
 from typing import Any, ClassVar, Literal, Protocol
 
 from msgspec import Struct
@@ -519,22 +518,24 @@ class Exchange:
         replaces the body, `headers` are added to the request."""
         if trace := self._head.trace:
             headers = (*headers, (TRACEPARENT_HEADER, trace.traceparent))
-        pick = partial(
-            Pick,
+        with_body = self.state is not State.START and self._head.has_body
+        answers_body = with_body and not self._duplex
+        if answers_body and changed is None and self._decoded:
+            changed = body
+        pick = Pick(
+            to=Kind.REQUEST_BODY if answers_body else Kind.REQUEST_HEADERS,
             destinations=routed.destinations,
             rank=routed.rank,
             authorization=self._authorization,
             headers=headers,
             decoded=self._decoded,
+            body=changed if answers_body else None,
+            override=None if with_body or self._duplex else KEEP_BODY,
         )
+        effects: list[Effect] = [Send(pick)]
         if not self._duplex:
-            if self.state is State.START or not self._head.has_body:
-                return [Send(pick(to=Kind.REQUEST_HEADERS, override=KEEP_BODY))]
-            if changed is None and self._decoded:
-                changed = body
-            return [Send(pick(to=Kind.REQUEST_BODY, body=changed))]
-        effects: list[Effect] = [Send(pick(to=Kind.REQUEST_HEADERS))]
-        if self.state is not State.START and self._head.has_body:
+            return effects
+        if with_body:
             whole = body if changed is None else changed
             effects += _echo(Kind.REQUEST_BODY, whole, end_of_stream=not self._trailers)
         if self._trailers:

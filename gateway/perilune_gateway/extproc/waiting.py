@@ -24,9 +24,6 @@ from perilune_gateway.routing.router import Encode
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.1
-"""Seconds after which the router is asked again which sessions begin."""
-
 
 class Tokenizer(Protocol):
     """The part of tokens.Tokenizer that streams need."""
@@ -104,13 +101,11 @@ class Waiting:
         finally:
             del self._beginning[queued.ticket]
 
-    async def begin_sessions(self) -> None:
-        """Let the waiting sessions begin when the router says so, until cancelled."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            for ticket, refusal in self.router.due():
-                if (waiting := self._beginning.get(ticket)) and not waiting.done():
-                    waiting.set_result(refusal)
+    def begin_sessions(self) -> None:
+        """Let the waiting sessions begin that the router names now; called several times per second."""
+        for ticket, refusal in self.router.due():
+            if (waiting := self._beginning.get(ticket)) and not waiting.done():
+                waiting.set_result(refusal)
 
     def begin_all(self) -> None:
         """Let all waiting sessions begin, because the gateway stops."""

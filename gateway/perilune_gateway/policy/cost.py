@@ -174,9 +174,8 @@ class Seconds(Struct, frozen=True, gc=False, kw_only=True):
     def total_s(self) -> float:
         return self.fetch_s + self.prefill_s + self.interference_s + (self.queue_s + self.decode_s)
 
-    @property
-    def terms(self) -> dict[str, float]:
-        return {
+    def cost(self, address: str) -> Cost:
+        terms = {
             "queue_s": self.queue_s,
             "fetch_s": self.fetch_s,
             "prefill_s": self.prefill_s,
@@ -184,9 +183,7 @@ class Seconds(Struct, frozen=True, gc=False, kw_only=True):
             "interference_s": self.interference_s,
             "cached_tokens": float(self.cached_tokens),
         }
-
-    def cost(self, address: str) -> Cost:
-        return Cost(address, self.total_s, self.terms)
+        return Cost(address, self.total_s, terms)
 
 
 def seconds(candidate: Candidate, request: RequestView, params: PeriluneParams = USUAL) -> Seconds:

@@ -42,7 +42,7 @@ def perilune(
     request: RequestView, candidates: Sequence[Candidate], params: PeriluneParams, rng: Random
 ) -> Decision | NeedBody:
     """Choose the host, or the lowest cost if leaving the host saves enough."""
-    here = {c.address: seconds(c, request, params) for c in candidates}
+    here = {c.endpoint.address: seconds(c, request, params) for c in candidates}
     costs = [there.cost(address) for address, there in here.items()]
     host, by_headers = host_of(request, candidates), request.phase is Phase.HEADERS
     if host is None or request.session is None:

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from msgspec import Struct
+
 from perilune_api.paths import SUPPORTED
 from perilune_api.pool import Limits, Role
 from perilune_gateway.model import (
@@ -30,8 +32,7 @@ from perilune_gateway.request import paths
 from perilune_gateway.state.fleet import EndpointView
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(Struct, frozen=True, gc=False):
     """The properties of a request that determine where it may go."""
 
     subset: frozenset[str] | None = None
@@ -99,13 +100,13 @@ def unsupported(head: RequestHead) -> Refusal | None:
     """Return why no pool serves the request's path or protocol; None if one may."""
     if "websocket" in head.headers.get("upgrade", "").lower():
         return Refusal(RefuseReason.UPGRADE, "Web sockets are not supported: send the request by HTTP")
+    if paths.is_supported(head.path):
+        return None
     if paths.is_engine_page(head.path):
         message = f"{head.path[:200]} is a page about a single engine. Ask that engine itself, not the pool"
         return Refusal(RefuseReason.NOT_FOUND, message)
-    if not paths.is_supported(head.path):
-        known = ", ".join(SUPPORTED)
-        return Refusal(RefuseReason.NOT_FOUND, f"{head.path[:200]} is not supported. Supported are {known}")
-    return None
+    known = ", ".join(SUPPORTED)
+    return Refusal(RefuseReason.NOT_FOUND, f"{head.path[:200]} is not supported. Supported are {known}")
 
 
 def split(views: Sequence[EndpointView], wanted: Wanted) -> tuple[list[EndpointView], dict[str, str]]:
@@ -118,12 +119,13 @@ def split(views: Sequence[EndpointView], wanted: Wanted) -> tuple[list[EndpointV
     """
     eligible: list[EndpointView] = []
     excluded: dict[str, str] = {}
+    usual = wanted.subset is None and not (wanted.trial or wanted.failing)
     for view in views:
-        if why := exclusion(view, wanted):
+        if why := "" if usual and view.usual else exclusion(view, wanted):
             excluded[view.endpoint.address] = why
         else:
             eligible.append(view)
-    if any(view.endpoint.address == wanted.holder for view in eligible):
+    if wanted.holder and any(view.endpoint.address == wanted.holder for view in eligible):
         others = (v.endpoint.address for v in eligible if v.endpoint.address != wanted.holder)
         excluded.update(dict.fromkeys(others, "earlier_response"))
         eligible = [view for view in eligible if view.endpoint.address == wanted.holder]

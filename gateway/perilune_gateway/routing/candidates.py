@@ -11,7 +11,8 @@ Reads state and changes nothing. Costs some µs per endpoint, and 2 µs per 256 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from perilune_api.pool import Pool, Role
 from perilune_api.topology import Link
@@ -64,25 +65,29 @@ class CandidateBuilder:
         only if no other is left."""
         state, now = self._state, context.now
         views = state.fleet.recent(now, state.sessions.bound)
-        wanted = self._wanted(context, views)
+        wanted = self._wanted(context)
         context.eligible, context.excluded = admission.split(views, wanted)
+        if context.excluded and (trial := self._trial(context, wanted, views)):
+            wanted = replace(wanted, trial=trial)
+            context.eligible, context.excluded = admission.split(views, wanted)
         if not context.eligible:
             views = state.fleet.as_last_resort(views, now)
             wanted = replace(wanted, failing="")
             context.eligible, context.excluded = admission.split(views, wanted)
 
-    def _wanted(self, context: RequestContext, views: Sequence[EndpointView]) -> admission.Wanted:
+    def _wanted(self, context: RequestContext) -> admission.Wanted:
         """Return what admission must know of the request."""
         wanted, session = wanted_by(context), context.session
-        if session and session.failures >= self._session_failures:
-            wanted = replace(wanted, failing=session.host)
-        if paths.is_model_path(context.head.path) and context.head.method == "POST":
-            trial = self._state.ejection.trial(
-                context.now, new_session=not wanted.host, may=lambda address: _tried(address, wanted, views)
-            )
-            if trial:
-                wanted = replace(wanted, trial=trial)
-        return wanted
+        failing = session is not None and session.failures >= self._session_failures
+        return replace(wanted, failing=wanted.host) if failing else wanted
+
+    def _trial(self, context: RequestContext, wanted: admission.Wanted, views: Sequence[EndpointView]) -> str:
+        """Return the ejected endpoint for which this request is the trial; empty if it is none."""
+        if not paths.is_model_path(context.head.path) or context.head.method != "POST":
+            return ""
+        return self._state.ejection.trial(
+            context.now, new_session=not wanted.host, may=lambda address: _tried(address, wanted, views)
+        )
 
     def estimate_from_session(self, context: RequestContext, session: Session, body_bytes: int) -> None:
         """Fill in prompt, prefix and candidates from the session and the body's length alone."""
@@ -213,14 +218,16 @@ class CandidateBuilder:
     def _overlaps(self, matches: Matches, limit: int) -> dict[str, Overlap]:
         """Return what each endpoint itself holds, in tokens, at most `limit`."""
         size, again, overlaps = self._block_size, self._state.computed_again, {}
-        alike: dict[tuple[tuple[int, int, int], int], Overlap] = {}  # many endpoints hold equally much
+        alike: dict[tuple[int, int, int, int], Overlap] = {}  # many endpoints hold equally much
         for address in matches.reach:
-            key = held, less = matches.of(address), again.tokens(address)
-            if key not in alike:
-                device, host, store = (min(blocks * size, limit) for blocks in held)
-                used = max(0, device - less)
-                alike[key] = Overlap(used, host if host > device else used, store if store > device else used)
-            overlaps[address] = alike[key]
+            key = *matches.of(address), again.tokens(address)
+            overlap = alike.get(key)
+            if overlap is None:
+                device, host, store = (min(blocks * size, limit) for blocks in key[:3])
+                used = max(0, device - key[3])
+                overlap = Overlap(used, host if host > device else used, store if store > device else used)
+                alike[key] = overlap
+            overlaps[address] = overlap
         return overlaps
 
     def _locations(self, matches: Matches, limit: int, waits: Mapping[str, float]) -> tuple[Location, ...]:

@@ -76,6 +76,8 @@ class Deciding:
         self.watch = watch
         self.candidates = candidates
         self.moves = moves
+        self._dice = Random()
+        """Seeded for each decision, since a new generator costs twice as much."""
 
     def configure(self, pool: Pool) -> None:
         """Take over a (changed) pool document."""
@@ -132,8 +134,9 @@ class Deciding:
             routing = self._canary if decides.by_canary else self._routing
             run = partial(self.watch.run, decides.by_canary) if watched else run_policy
             try:
-                rng = Random(context.seed)
-                return decide(view, context.candidates, decides.policy, routing, rng, run), decides, faults
+                self._dice.seed(context.seed)
+                verdict = decide(view, context.candidates, decides.policy, routing, self._dice, run)
+                return verdict, decides, faults
             except PolicyError as error:  # never of the default, which is no policy of a package
                 faults = (*faults, (decides, error))
                 decides = self.watch.in_place(decides)

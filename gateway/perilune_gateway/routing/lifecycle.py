@@ -1,9 +1,10 @@
 """Follows every routed request to its end: turns what Envoy and the engines say into facts.
 
-    begun ──▶ on_response ──▶ on_usage, on_output (each 0 or 1 times) ──▶ finished (exactly once)
+    begin ──▶ on_response ──▶ on_usage, on_output (each 0 or 1 times) ──▶ finished (exactly once)
                 └─ on_applied, whenever an engine announces blocks
 
-1. `begun`: the record of the request begins. Within its block verdicts.py completes the verdict.
+1. `begin`: the record of the request begins, and verdicts.py completes the verdict; or `withdraw`, if that
+   raises.
 2. `on_applied`: a KV event that covers the prompt's last block ends its prefill. An event that continues a
    session's blocks moves the session's known context forward.
 3. `on_response`: the answer's head says which endpoint really serves; the record follows.
@@ -26,8 +27,7 @@ not decide.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from perilune_gateway.model import (
     Candidate,
@@ -77,23 +77,21 @@ class Lifecycle:
 
     # -- the beginning -----------------------------------------------------------------------------
 
-    @contextmanager
-    def begun(
+    def begin(
         self,
         request: InFlight,
         view: RequestView,
         decision: Decision,
         candidates: Sequence[Candidate] = (),
-    ) -> Iterator[None]:
-        """Begin a request. If the block raises, the request is taken back, and leaves nothing behind."""
+    ) -> None:
+        """Begin a request. If this or the rest of its verdict raises, call `withdraw`."""
         self._state.requests.add(request)
-        try:
-            self._tell(Decided(request, view, decision, candidates, request.started_at))
-            yield
-        except BaseException:
-            self._state.requests.pop(request.ticket)
-            self._tell(Withdrawn(request, self._clock()))
-            raise
+        self._tell(Decided(request, view, decision, candidates, request.started_at))
+
+    def withdraw(self, request: InFlight) -> None:
+        """Take a request back that has begun and is not sent. It leaves nothing behind."""
+        self._state.requests.pop(request.ticket)
+        self._tell(Withdrawn(request, self._clock()))
 
     def prefills_itself(self, ticket: int) -> None:
         """Record that the KV does not come from another endpoint after all: the target, to which the request

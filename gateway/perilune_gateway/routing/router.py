@@ -159,8 +159,9 @@ class Router:
             self.moves.handing_over.follow(session)
         forced = self._conformance and names.CONFORMANCE_SELECTION_HEADER in head.headers
         has_body = head.has_body and head.method == "POST"
-        for_model = has_body and paths.is_model_path(head.path)
-        body_bytes, response_id = head.content_length, paths.response_of(head.path)
+        api = paths.api_of(head.path)
+        for_model = has_body and api is not None
+        body_bytes, response_id = head.content_length, "" if api else paths.response_of(head.path)
         if refusal := self.unsupported(head):
             return self._verdicts.refused(head, refusal, timer)
         if has_body and head.encoded and not response_id:
@@ -170,7 +171,6 @@ class Router:
                 return self._verdicts.refused(head, self._too_large(), timer)
             if session is None or not session.host or not body_bytes:
                 return NEED_BODY  # a body of unknown length may be too long
-            api = paths.api_of(head.path)
             if api in (paths.Api.RESPONSES, paths.Api.POOLING):
                 return NEED_BODY  # it may name an earlier response, which one endpoint has; or has no session
             if not self.state.knows(session, body_bytes) or self.state.reports.wanted(session.host):

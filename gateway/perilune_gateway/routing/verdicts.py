@@ -9,9 +9,9 @@ Each verdict is applied once, and at once. Does not decide.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-from msgspec.structs import replace
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from operator import attrgetter
 
 from perilune_api import names
 from perilune_api.pool import Pool
@@ -97,7 +97,8 @@ class Verdicts:
         session = self._turns.bind(context, chosen.endpoint)
         priority = self._priority(identity.tenant, work.calibrated_s)
         request = self._in_flight(context, decision, chosen, work, session)
-        with self.lifecycle.begun(request, view, decision, context.candidates):
+        try:
+            self.lifecycle.begin(request, view, decision, context.candidates)
             record = DecisionRecord(
                 view=view,
                 verdict=decision,
@@ -114,8 +115,11 @@ class Verdicts:
                 trace=context.head.trace,
                 canary=context.by_canary and not context.fell_back,
             )
-            routed = self._answer(context.head, request, record)
-            return replace(routed, fields=self._engine_fields(context, decision.target, priority))
+            fields = self._engine_fields(context, decision.target, priority)
+            return self._answer(context.head, request, record, fields)
+        except BaseException:
+            self.lifecycle.withdraw(request)
+            raise
 
     def unprompted(self, context: RequestContext, order: Sequence[EndpointView], reason: Reason) -> Routed:
         """Send the request to the first of `order`; the rest are fallbacks. No policy was asked."""
@@ -132,18 +136,22 @@ class Verdicts:
             started_at=context.now,
             sent_at=context.now,
         )
-        with self.lifecycle.begun(request, view, decision):
+        try:
+            self.lifecycle.begin(request, view, decision)
             record = DecisionRecord(
                 view=view,
                 verdict=decision,
                 policy="",
                 excluded=context.excluded,
-                destinations=self._servers(target, [e.endpoint.address for e in order]),
+                destinations=self._servers(target, (e.endpoint.address for e in order)),
                 timings_us=context.timer.total(),
                 time=self._wall_clock(),
                 trace=context.head.trace,
             )
             return self._answer(context.head, request, record)
+        except BaseException:
+            self.lifecycle.withdraw(request)
+            raise
 
     def refused(
         self,
@@ -264,16 +272,19 @@ class Verdicts:
 
     def _destinations(self, decision: Decision) -> tuple[str, ...]:
         """Return the target, then the cheapest other candidates as fallbacks."""
-        by_cost = sorted(decision.costs, key=lambda cost: cost.total)
-        return self._servers(decision.target, [cost.address for cost in by_cost])
+        by_cost = sorted(decision.costs, key=attrgetter("total"))
+        return self._servers(decision.target, (cost.address for cost in by_cost))
 
-    def _servers(self, target: str, others: Sequence[str]) -> tuple[str, ...]:
+    def _servers(self, target: str, others: Iterable[str]) -> tuple[str, ...]:
         """Return the `ip:port` of the target, then of its fallbacks. All get the same headers, so a fallback
         serves with the rank that was chosen."""
-        alike = [a for a in others if a != target and rank_of(a) == rank_of(target)]
-        return tuple(server_of(address) for address in (target, *alike[: self._fallbacks]))
+        rank = rank_of(target)
+        alike = (address for address in others if address != target and rank_of(address) == rank)
+        return server_of(target), *map(server_of, islice(alike, self._fallbacks))
 
-    def _answer(self, head: RequestHead, request: InFlight, record: DecisionRecord) -> Routed:
+    def _answer(
+        self, head: RequestHead, request: InFlight, record: DecisionRecord, fields: EngineFields = NO_FIELDS
+    ) -> Routed:
         """Complete the verdict. Return the answer for Envoy, with what comes from another endpoint."""
         self._state.facts.tell(Recorded(record, request))
         wants_header = head.headers.get(names.DECISION_HEADER, "") not in NO_DECISION_HEADER
@@ -288,6 +299,7 @@ class Verdicts:
             destinations=record.destinations,
             request_id=record.request_id,
             decision_header=header,
+            fields=fields,
             rank=rank_of(record.target),
             remote=transfer.remote if isinstance(transfer, Prefilling) else None,
             pull=transfer.pull if isinstance(transfer, Pull) else None,

@@ -49,6 +49,9 @@ class EndpointView(Struct, frozen=True, gc=False, kw_only=True):
     """Why the endpoint is ejected; empty if it is not, or if it would not be ready anyway."""
     asleep: bool = False
     """Whether the endpoint is not ready because its engine sleeps."""
+    usual: bool = False
+    """Whether any request may go there that has no wish of its own: it is ready, not ejected, and does not
+    drain."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -305,6 +308,7 @@ class Fleet:
             links=state.links,
             ejected=ejected,
             asleep=asleep,
+            usual=endpoint.ready and not (ejected or endpoint.draining),
         )
 
     def use(self, server: str) -> tuple[int, int]:
