@@ -57,8 +57,9 @@ PREVIOUS_SECRET = "PERILUNE_ENGINE_SECRET_PREVIOUS"
 ENGINE_API_KEY = "PERILUNE_ENGINE_API_KEY"
 """Environment variable with the key that engines demand (vLLM's --api-key)."""
 OTHERS_S, AGAIN_S, LEAVE_S = 20.0, 5.0, 0.1
-"""Seconds for which a gateway in Kubernetes does not start without the other pools that it serves, until it
-looks again at one that is invalid, and between looks at whether the requests of one that left have ended."""
+"""Seconds for which a gateway in Kubernetes does not start while the API server has not told of the other
+pools that it serves, until it looks again at one that is invalid, and between looks at whether the requests
+of one that left have ended."""
 ABSENT = "there is no such pool"
 STATE_PASSWORD = "PERILUNE_STATE_PASSWORD"
 STATE_KEY = "PERILUNE_STATE_KEY"
@@ -141,7 +142,7 @@ class Gateway:
             admin_port = await self.admin.start(host, int(port))
             async with asyncio.TaskGroup() as tasks:
                 for pool in self.pools:
-                    await pool.start(tasks)
+                    pool.start(tasks)
                 await asyncio.gather(*(pool.warm() for pool in self.pools))
                 try:
                     ext_proc_port = await self.server.start(listen)
@@ -192,7 +193,7 @@ class Gateway:
                 pool = await self._found(name)
                 mine.append(pool)
                 self._open.add(pool)
-                await pool.start(tasks)
+                pool.start(tasks)
                 await pool.warm()
                 self.service.add(pool.waiting)
                 self._waiting.pop(name, None)
@@ -323,8 +324,8 @@ async def pools_present(
     source: KubernetesPool, watch: Callable[[str], KubernetesPool], wait_s: float = OTHERS_S
 ) -> list[tuple[Pool, PoolSource]]:
     """Return the gateway's own pool, as soon as it is there, and those of the others that it names that are
-    valid and there `wait_s` later. `watch`: as in Others. Raises SpecError that names the gateway's own
-    pool."""
+    valid and there, too. It waits until the API server has told of each, `wait_s` at most. `watch`: as in
+    Others. Raises SpecError that names the gateway's own pool."""
     try:
         found: list[tuple[Pool, PoolSource]] = [(await source.first(), source)]
     except SpecError as error:
@@ -332,18 +333,30 @@ async def pools_present(
     others = [watch(name) for name in source.serves]
     if not others:
         return found
-    looking = [asyncio.create_task(other.first()) for other in others]
+    looking = [asyncio.create_task(_if_present(other)) for other in others]
     try:
         _, late = await asyncio.wait(looking, timeout=wait_s)
     finally:
         for task in looking:
             task.cancel()
     for task, other in zip(looking, others, strict=True):
-        if why := ABSENT if task in late else str(task.exception() or ""):
-            log.error("pool not served yet pool=%s/%s error=%s", other.namespace, other.name, why)
+        why = ABSENT if task in late else str(task.exception() or "")
+        if not why and (there := task.result()):
+            found.append((there, other))
         else:
-            found.append((task.result(), other))
+            log.error("pool not served yet pool=%s/%s error=%s", other.namespace, other.name, why or ABSENT)
     return found
+
+
+async def _if_present(pool: KubernetesPool) -> Pool | None:
+    """Return the pool, or None once it is known not to be there. Raises SpecError for one that is invalid."""
+    first, missing = asyncio.create_task(pool.first()), asyncio.create_task(pool.missing.wait())
+    try:
+        await asyncio.wait((first, missing), return_when=asyncio.FIRST_COMPLETED)
+        return first.result() if first.done() else None
+    finally:
+        first.cancel()
+        missing.cancel()
 
 
 async def _serve(

@@ -66,8 +66,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WARM_S = 1.5
-"""Most seconds for which a gateway that starts reads what its engines had announced before it serves. What it
-decided without would bind sessions to engines that lack their KV."""
+"""Most seconds for which a gateway that starts reads what its engines had announced, and what other gateways
+know, before it serves. What it decided without would bind sessions to engines that lack their KV."""
 LOOK_S = 0.02
 TICK_S = 0.1
 TOKENS_SHARE = 0.9
@@ -240,17 +240,20 @@ class ServedPool:
         """The pool's name in paths and labels."""
         return self.router.pool.metadata.name
 
-    async def start(self, tasks: asyncio.TaskGroup) -> None:
+    def start(self, tasks: asyncio.TaskGroup) -> None:
         """Start all feeds and the decision log, which `stop` ends."""
         if self.decision_log:
             tasks.create_task(self.decision_log.run())
         self._running += [tasks.create_task(feed) for feed in self._feeds()]
         self.events.follow(self.state.fleet.endpoints())
-        if self.shared:
-            await self.shared.warm()
 
     async def warm(self) -> None:
-        """Wait until it is known what the engines cache, WARM_S at most."""
+        """Wait until it is known what the engines cache and what other gateways know. Both are read at the
+        same time, for WARM_S at most."""
+        shared = [self.shared.warm()] if self.shared else []
+        await asyncio.gather(self._events_read(), *shared)
+
+    async def _events_read(self) -> None:
         try:
             async with asyncio.timeout(WARM_S):
                 while not self.events.caught_up():  # noqa: ASYNC110 - a short wait, once

@@ -33,7 +33,8 @@ ENDPOINTS = 8
 BACK_WITHIN_S = 3.0
 """A gateway that is replaced is to be back after so long on a free core."""
 SHOWN = 8
-IMPORTS = "import perilune_gateway.main"
+IMPORTS = "import gc; gc.disable(); import perilune_gateway.main"
+"""As `perilune-gateway` imports it."""
 KUBERNETES = f"{IMPORTS}, kubernetes.aio.client"
 COMPILED = f"""{IMPORTS}, sys
 for name, module in list(sys.modules.items()):
@@ -64,7 +65,7 @@ def of_code(code: str) -> Took:
 def of_gateway(pool: Path) -> Took:
     """Start a gateway, and kill it once it is ready."""
     began = monotonic()
-    command = [sys.executable, "-P", "-m", "perilune_gateway.main", "--pool", str(pool)]
+    command = [sys.executable, "-P", "-m", "perilune_gateway", "--pool", str(pool)]
     command += ["--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--log-level", "error"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=WITH_BYTECODE) as gateway:
         try:

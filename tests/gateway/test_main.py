@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from math import nan
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -17,6 +18,7 @@ import aiohttp
 import grpc.aio
 import pytest
 import replaying_engine
+import virtual_time
 from forked import Popen
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from msgspec import structs
@@ -40,6 +42,7 @@ from perilune_api.pool import (
 )
 from perilune_gateway import main
 from perilune_gateway.feeds.pool_file import PoolFile
+from perilune_gateway.feeds.shared_state import Server
 from perilune_gateway.model import (
     EngineMetrics,
     Outcome,
@@ -49,7 +52,7 @@ from perilune_gateway.model import (
     Tier,
     TokenSource,
 )
-from perilune_gateway.served_pool import ServedPool
+from perilune_gateway.served_pool import WARM_S, ServedPool
 from perilune_gateway.state.facts import Unreached
 
 READY = r"ext_proc=(\S+) admin=(\S+)"
@@ -332,9 +335,14 @@ class Announced:
     namespace: str = "ns"
     serves: list[str] = field(default_factory=list)
     serves_others: asyncio.Event = field(default_factory=asyncio.Event)
+    missing: asyncio.Event = field(default_factory=asyncio.Event)
+    answers: bool = True
+    """Whether the API server tells of it."""
 
     async def first(self) -> Pool:
         if self.document is None:
+            if self.answers:
+                self.missing.set()
             await asyncio.Event().wait()
         if isinstance(self.document, SpecError):
             raise self.document
@@ -346,14 +354,64 @@ class Announced:
         self.serves_others.set()
 
 
-async def test_a_pool_that_is_missing_or_invalid_does_not_hold_up_the_others(caplog) -> None:
+def test_a_pool_that_is_missing_or_invalid_does_not_hold_up_the_others(caplog) -> None:
     own = Announced("p", pool(A), serves=["absent", "broken", "q"])
     broken = Announced("broken", SpecError("Expected `int` - at `$.spec.x`"))
     others = {o.name: o for o in (Announced("absent", None), broken, Announced("q", pool(model="n")))}
-    found = await main.pools_present(own, others.__getitem__, wait_s=0.05)
+    found = virtual_time.run(lambda: main.pools_present(own, others.__getitem__, wait_s=600.0))
     assert [source for _, source in found] == [own, others["q"]]
     assert "pool=ns/absent error=there is no such pool" in caplog.text
     assert "pool=ns/broken error=Expected `int`" in caplog.text
+
+
+def test_a_pool_of_which_the_api_server_tells_nothing_is_waited_for_for_a_while() -> None:
+    async def start() -> tuple[int, float]:
+        own = Announced("p", pool(A), serves=["q"])
+        found = await main.pools_present(own, lambda name: Announced(name, None, answers=False))
+        return len(found), asyncio.get_running_loop().time()
+
+    assert virtual_time.run(start) == (1, main.OTHERS_S)
+
+
+class Silent(Server):
+    """A server of shared state that does not answer."""
+
+    def client(self, node: str = "") -> "Silent":
+        return self
+
+    async def time(self) -> None:
+        await asyncio.Event().wait()
+
+    async def aclose(self) -> None: ...
+
+
+class Stop(asyncio.Event):
+    """The gateway is to stop as soon as it is ready."""
+
+    waited_for_at = nan
+
+    async def wait(self) -> bool:
+        self.waited_for_at = asyncio.get_running_loop().time()
+        return True
+
+
+def test_all_that_a_start_waits_for_is_waited_for_at_the_same_time(tmp_path) -> None:
+    """Two pools, each with an engine that tells nothing and a server of shared state that does not answer."""
+
+    silent = Silent("redis://127.0.0.1:1")
+    stop = Stop()
+
+    async def start() -> None:
+        pools = []
+        for name in ("p", "q"):
+            endpoint = EndpointSpec(address="127.0.0.1:1", events=("tcp://127.0.0.1:1",))
+            spec = structs.replace(pool().spec, endpoints=(endpoint,), model=Model(name=name))
+            named = Pool(Metadata(name), spec)
+            pools.append(ServedPool(named, PoolFile(tmp_path / name, named), state_server=silent))
+        await main.Gateway(pools).run("127.0.0.1:0", "127.0.0.1:0", 0.0, stop)
+
+    virtual_time.run(start)
+    assert stop.waited_for_at == pytest.approx(WARM_S, abs=0.1)
 
 
 async def test_a_gateway_without_its_own_pool_does_not_start() -> None:

@@ -212,6 +212,8 @@ class KubernetesPool:
         """The document in force."""
         self.pods: list[Object] = []
         """All engine pods of the pool, as the API server reported them last."""
+        self.missing = asyncio.Event()
+        """Set once the API server has told that there is no pool yet that can be served."""
 
     async def first(self) -> Pool:
         """Wait for the ConfigMap, and with engine.selector for an engine that tells what it is; return the
@@ -235,6 +237,7 @@ class KubernetesPool:
                     if why != waits_for:
                         log.warning("waiting for an engine that tells what it is error=%s", why)
                     waits_for = why
+                self.missing.set()
             except (OSError, kube.ApiError) as error:
                 log.warning("waiting for the API server error=%s", error)
             await asyncio.sleep(FIRST_S)

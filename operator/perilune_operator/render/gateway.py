@@ -225,12 +225,13 @@ def _tracing(spec: GatewaySpec) -> list[str]:
 
 def _probes(args: Sequence[str]) -> Object:
     """Return the probes. They are patient: a gateway that is killed because its node is starved has to start
-    again there, and until it is ready it gets no requests anyway."""
-    alive = {"httpGet": {"path": "/healthz", "port": "admin"}}
+    again there, and until it is ready it gets no requests anyway. One that starts is asked every second
+    whether it is ready, and its readiness follows at once."""
+    alive, ready = {"httpGet": {"path": "/healthz", "port": "admin"}}, _readiness(args)
     return {
-        "startupProbe": {**alive, "periodSeconds": 1, "timeoutSeconds": 5, "failureThreshold": 300},
+        "startupProbe": {**ready, "periodSeconds": 1, "timeoutSeconds": 5, "failureThreshold": 300},
         "readinessProbe": {
-            **_readiness(args),
+            **ready,
             "periodSeconds": 2,
             "timeoutSeconds": 2,
             "failureThreshold": 2,
