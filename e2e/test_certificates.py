@@ -10,6 +10,7 @@ gateway verify them, whose certificate the operator asks for too.
 
 import socket
 import ssl
+import time
 
 import pytest
 
@@ -28,7 +29,8 @@ GATEWAY = names.gateway_name(NAME)
 GATEWAY_SECRET = f"{GATEWAY}-tls"
 ENGINE, ENGINE_SECRET, ENGINE_TRUSTED = "sealed-engine", "sealed-engine-tls", "sealed-engine-trusted"
 REFRESH_S = 180
-"""A kubelet takes a minute or two until a pod's files are those of a changed Secret."""
+"""A kubelet takes a minute or two until a pod's files are those of a changed Secret; less if the pod
+changes."""
 
 
 def certificates():
@@ -159,6 +161,13 @@ def of_engines(pool):
     return {presented(pod["status"]["podIP"], 8000, client(None, None)) for pod in pool.pods()}
 
 
+def looked_at(pool):
+    """Have kubelets look at the files of the pool's pods now, for which a changed pod is a reason."""
+    pods = [pod["metadata"]["name"] for part in ("engine", "gateway") for pod in pool.pods(part)]
+    look = f"{HOST}/look={time.monotonic_ns()}"
+    pool.kube.ctl("annotate", "pod", *pods, "-n", NAMESPACE, "--overwrite", look)
+
+
 def not_scraped(pool):
     """Return how often the gateway could not read an engine's metrics."""
     page = pool.kube.page(f"deployment/{GATEWAY}", NAMESPACE, "/metrics")
@@ -227,10 +236,12 @@ def test_nothing_drops_while_all_certificates_are_renewed(sealed, kube, tmp_path
         eventually(lambda: assert_equal(of_listener(sealed), new), REFRESH_S)
         short.goes_on()
         new = cert_manager.der(renewed(kube, GATEWAY, GATEWAY_SECRET))
+        looked_at(sealed)
         eventually(lambda: assert_equal(of_gateway(sealed, tmp_path), new), REFRESH_S)
         short.goes_on()
         for _ in range(2):  # a kubelet's second change of a link has been overlooked before
             new = cert_manager.der(renewed(kube, ENGINE, ENGINE_SECRET))
+            looked_at(sealed)
             eventually(lambda: assert_equal(of_engines(sealed), {new}), REFRESH_S)  # noqa: B023
             short.goes_on()
         long.goes_on(2)
@@ -270,6 +281,7 @@ def test_nothing_drops_while_another_ca_takes_the_place_of_the_old_one(sealed, k
     with under_load(sealed.client, sessions=4) as load:
         load.goes_on()
         both = trust(kube, CA, NEXT_CA, secret=ENGINE_TRUSTED)
+        looked_at(sealed)
         eventually(lambda: assert_equal(trusted_of_engines(kube), both), REFRESH_S)
         sealed.client.trust = ssl.create_default_context(cadata=trust(kube, CA, NEXT_CA))
         sealed.patch(gateway={"tls": {"caSecret": TRUSTED}})
@@ -282,11 +294,13 @@ def test_nothing_drops_while_another_ca_takes_the_place_of_the_old_one(sealed, k
             name: cert_manager.der(cert_manager.issued(kube, name, NAMESPACE)["tls.crt"])
             for name in (GATEWAY_SECRET, LISTENER, ENGINE_SECRET)
         }
+        looked_at(sealed)
         eventually(lambda: assert_equal(of_listener(sealed), new[LISTENER]), REFRESH_S)
         eventually(lambda: assert_equal(of_gateway(sealed, tmp_path), new[GATEWAY_SECRET]), REFRESH_S)
         eventually(lambda: assert_equal(of_engines(sealed), {new[ENGINE_SECRET]}), REFRESH_S)
         load.goes_on()
         alone = trust(kube, NEXT_CA, secret=ENGINE_TRUSTED)
+        looked_at(sealed)
         eventually(lambda: assert_equal(trusted_of_engines(kube), alone), REFRESH_S)
         sealed.client.trust = ssl.create_default_context(cadata=trust(kube, NEXT_CA))
         load.goes_on(20)

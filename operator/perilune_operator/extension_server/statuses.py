@@ -76,6 +76,8 @@ class Statuses:
                 await self._judge(pool)
             except (kube.ApiError, OSError) as error:  # changed meanwhile, or gone: the next look comes
                 log.warning("status not written pool=%s error=%s", pool["metadata"]["name"], error)
+            except Exception:  # the other pools' statuses, and routes, do not depend on this one
+                log.exception("status not made pool=%s", pool["metadata"]["name"])
 
     async def _judge(self, pool: Object) -> None:
         """Write a pool's status if it differs. Raises ApiError and OSError."""
