@@ -16,7 +16,6 @@ from perilune_api.inference_pool.engine import EngineKind
 from perilune_api.inference_pool.gateway import GatewayMode
 from perilune_api.pool import SpecError
 from perilune_operator.observe.facts import Object
-from perilune_operator.render import routing
 from perilune_operator.render.engine_door import TLS_FILES
 from perilune_operator.render.objects import Context
 
@@ -76,13 +75,13 @@ def ca_mounts(pool: Context) -> list[Object]:
     return [] if pool.spec.engine.tls is None else [CA_MOUNT]
 
 
-def objects(pool: Context) -> Iterator[Object]:
-    """Yield the certificate, and the policy by which Envoy asks engines over TLS. Raises SpecError where the
-    cluster cannot have them."""
+def objects(pool: Context, mode: GatewayMode) -> Iterator[Object]:
+    """Yield the certificate, and the policy by which Envoy asks engines over TLS. `mode`: what
+    `routing.mode` says. Raises SpecError where the cluster cannot have them."""
     given = pool.spec.engine.tls
     if given is None:
         return
-    mode, hostname = routing.mode(pool), engine_hostname(pool.name, pool.namespace, pool.spec)
+    hostname = engine_hostname(pool.name, pool.namespace, pool.spec)
     if mode is GatewayMode.INFERENCE_EXTENSION:
         words = "Implementations of the inference extension ask engines in plain text: leave it out"
         raise SpecError(f"{words} - at `$.spec.engine.tls`")

@@ -49,6 +49,7 @@ from perilune_operator.render.objects import (
 )
 from perilune_operator.render.placement import placement
 from perilune_operator.render.pod_template import overlaid
+from perilune_operator.render.routing import mode
 
 EVICTABLE = "10%"
 """Share of the engines of a workload that may be evicted at a time, at least one of them. Of endpoints that
@@ -63,7 +64,7 @@ index, and its pods carry a label of the StatefulSet's name and a hash."""
 
 def engines(pool: Context) -> Iterator[Object]:
     """Yield all objects of the engines; of those that others run only the Service. Raises SpecError."""
-    yield from engine_tls.objects(pool)
+    yield from engine_tls.objects(pool, mode(pool))
     if (selector := pool.spec.engine.selector) is not None:
         yield _service(pool, selector.labels, selector.port, *selector.further_ports)
         return
