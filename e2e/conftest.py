@@ -47,6 +47,8 @@ _KIND = bool(os.environ.get("KIND"))
 _EXISTING = _KIND or os.environ.get("USE_EXISTING_CLUSTER") == "true"
 _ARCHIVES = pytest.StashKey[list[Path] | ClusterError]()
 MANIFESTS = Path(__file__).parent / "manifests"
+EXTENSION_VALUES = perilune.CHART / "envoy-gateway-values.yaml"
+"""What docs/adopt.md gives Envoy Gateway, so that it asks our extension server."""
 
 
 PLAIN_CONFORMANCE = "test_conformance_of_plain_envoy_gateway.py"
@@ -335,3 +337,23 @@ def static_pool(kube: Kube, edge: str) -> StaticPool:
     pool = StaticPool(kube, edge)
     pool.start()
     return pool
+
+
+@pytest.fixture(scope="module")
+def inference_pools(cluster, kube, edge, operator, tmp_path_factory):
+    """Envoy Gateway takes InferencePools by our extension server; afterwards everything is as it was. The
+    picker's image is in clusters of our own only."""
+    cluster.load(epp.archive())
+    pools = programs.module(*programs.INFERENCE_EXTENSION) / "config/crd/bases"
+    crds = [word for file in (pools, *epp.kinds()) for word in ("-f", str(file))]
+    kube.ctl("apply", "--server-side", *crds)
+    kube.wait("condition=Established", *crds)
+    folder = tmp_path_factory.mktemp("envoy-gateway")
+    perilune.install(kube, "extensionServer.enabled=true")
+    envoy_gateway.install(kube, folder, EXTENSION_VALUES)
+    envoy_gateway.restart(kube)
+    yield
+    envoy_gateway.install(kube, folder)
+    envoy_gateway.restart(kube)
+    perilune.install(kube)
+    kube.ctl("delete", *crds, "--wait", "--timeout=60s", timeout_s=70)

@@ -4,11 +4,13 @@ A client verifies the Gateway's listener, whose certificate is the Gateway's own
 gateway, whose certificate the operator asks for (`gateway.tls.issuer`). With `clientCertificates` our gateway
 also verifies who asks it; Envoy Gateway 1.9.1 never hands its Envoys their certificate for that (its
 translator forgets the Secret of an external processor), so a client of the test's asks instead. Then another
-CA takes the place of the one that has signed all. Engines are asked in plain text.
+CA takes the place of the one that has signed all. Engines speak TLS alone (`engine.tls`): Envoy and our
+gateway verify them, whose certificate the operator asks for too.
 """
 
 import socket
 import ssl
+import time
 
 import pytest
 
@@ -25,8 +27,10 @@ ROOT, CA, NEXT_CA, TRUSTED = "sealed-root", "sealed-ca", "sealed-next-ca", "seal
 LISTENER, CLIENT = "sealed-listener", "sealed-client"
 GATEWAY = names.gateway_name(NAME)
 GATEWAY_SECRET = f"{GATEWAY}-tls"
+ENGINE, ENGINE_SECRET, ENGINE_TRUSTED = "sealed-engine", "sealed-engine-tls", "sealed-engine-trusted"
 REFRESH_S = 180
-"""A kubelet takes a minute or two until a pod's files are those of a changed Secret."""
+"""A kubelet takes a minute or two until a pod's files are those of a changed Secret; less if the pod
+changes."""
 
 
 def certificates():
@@ -86,8 +90,14 @@ def sealed(cluster, kube, edge, operator):
         pool.client.trust = ssl.create_default_context(
             cadata=cert_manager.issued(kube, LISTENER, NAMESPACE)["ca.crt"]
         )
+        trust(kube, CA, secret=ENGINE_TRUSTED)
         pool.apply(
             replicas=2,
+            engine={
+                "kind": "simulated",
+                "imagePullPolicy": "Never",
+                "tls": {"issuer": CA, "caSecret": ENGINE_TRUSTED},
+            },
             gateway={
                 "parent": {"name": NAME},
                 "hostnames": [HOST],
@@ -106,7 +116,7 @@ def sealed(cluster, kube, edge, operator):
             issued = (CA, NEXT_CA, LISTENER, CLIENT)
             kube.ctl("delete", "certificate", *issued, "-n", NAMESPACE, "--ignore-not-found")
             kube.ctl("delete", "issuer", ROOT, CA, NEXT_CA, "-n", NAMESPACE, "--ignore-not-found")
-            secrets = (*issued, GATEWAY_SECRET, TRUSTED)
+            secrets = (*issued, GATEWAY_SECRET, ENGINE_SECRET, TRUSTED, ENGINE_TRUSTED)
             kube.ctl("delete", "secret", *secrets, "-n", NAMESPACE, "--ignore-not-found")
 
 
@@ -146,6 +156,25 @@ def of_gateway(pool, folder):
     return presented(pod["status"]["podIP"], 9002, client(folder, pool.kube))
 
 
+def of_engines(pool):
+    """Return the certificates of the engines, each by each."""
+    return {presented(pod["status"]["podIP"], 8000, client(None, None)) for pod in pool.pods()}
+
+
+def looked_at(pool):
+    """Have kubelets look at the files of the pool's pods now, for which a changed pod is a reason."""
+    pods = [pod["metadata"]["name"] for part in ("engine", "gateway") for pod in pool.pods(part)]
+    look = f"{HOST}/look={time.monotonic_ns()}"
+    pool.kube.ctl("annotate", "pod", *pods, "-n", NAMESPACE, "--overwrite", look)
+
+
+def not_scraped(pool):
+    """Return how often the gateway could not read an engine's metrics."""
+    page = pool.kube.page(f"deployment/{GATEWAY}", NAMESPACE, "/metrics")
+    lines = [line for line in page.splitlines() if line.startswith("perilune_scrape_errors_total")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
 def answers_a_preface(pod, trust):
     """Return whether the gateway speaks HTTP/2 with a client of that trust. With TLS 1.3 the handshake alone
     does not tell a client that it is refused."""
@@ -177,15 +206,27 @@ def assert_equal(found, wanted):
 
 def test_each_part_has_what_was_issued(sealed, kube, tmp_path):
     issued = {
-        name: cert_manager.issued(kube, name, NAMESPACE)["tls.crt"] for name in (LISTENER, GATEWAY_SECRET)
+        name: cert_manager.issued(kube, name, NAMESPACE)["tls.crt"]
+        for name in (LISTENER, GATEWAY_SECRET, ENGINE_SECRET)
     }
     assert of_listener(sealed) == cert_manager.der(issued[LISTENER])
     assert of_gateway(sealed, tmp_path) == cert_manager.der(issued[GATEWAY_SECRET])
+    assert of_engines(sealed) == {cert_manager.der(issued[ENGINE_SECRET])}
+
+
+def test_engines_are_asked_over_tls_by_envoy_and_gateway(sealed):
+    """They have no other port for requests, so an answer came over TLS; the second turn stays, and is
+    cached, because the gateway reads what they cache."""
+    turns = [sealed.client.complete("sealed " * 400, session="sealed") for _ in range(3)]
+    assert [turn.status for turn in turns] == [200] * 3
+    assert len({turn.served for turn in turns}) == 1
+    assert turns[-1].json["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
 def test_nothing_drops_while_all_certificates_are_renewed(sealed, kube, tmp_path):
     """Short requests on connections of their own, and answers that are streamed while certificates change."""
     (pod,) = sealed.pods("gateway")
+    engines, failed = {pod["metadata"]["uid"] for pod in sealed.pods()}, not_scraped(sealed)
     with (
         under_load(sealed.client, sessions=4) as short,
         under_load(sealed.client, sessions=2, stream=True, max_tokens=2_000, ignore_eos=True) as long,
@@ -195,20 +236,34 @@ def test_nothing_drops_while_all_certificates_are_renewed(sealed, kube, tmp_path
         eventually(lambda: assert_equal(of_listener(sealed), new), REFRESH_S)
         short.goes_on()
         new = cert_manager.der(renewed(kube, GATEWAY, GATEWAY_SECRET))
+        looked_at(sealed)
         eventually(lambda: assert_equal(of_gateway(sealed, tmp_path), new), REFRESH_S)
         short.goes_on()
+        for _ in range(2):  # a kubelet's second change of a link has been overlooked before
+            new = cert_manager.der(renewed(kube, ENGINE, ENGINE_SECRET))
+            looked_at(sealed)
+            eventually(lambda: assert_equal(of_engines(sealed), {new}), REFRESH_S)  # noqa: B023
+            short.goes_on()
         long.goes_on(2)
+    assert not_scraped(sealed) == failed
+    assert engines == {pod["metadata"]["uid"] for pod in sealed.pods()}, "no engine was restarted"
     assert short.failures + long.failures == []
     (after,) = sealed.pods("gateway")
     assert after["metadata"]["uid"] == pod["metadata"]["uid"], "the gateway was not restarted"
 
 
-def trust(kube, *authorities):
-    """Write the Secret with the certificates of these CAs."""
-    files = "".join(cert_manager.issued(kube, name, NAMESPACE)["tls.crt"] for name in authorities)
-    meta = {"name": TRUSTED, "namespace": NAMESPACE}
+def trust(kube, *authorities, secret=TRUSTED):
+    """Write a Secret with the certificates of these CAs."""
+    files = "".join(cert_manager.issued(kube, name, NAMESPACE)["tls.crt"] for name in authorities).strip()
+    meta = {"name": secret, "namespace": NAMESPACE}
     kube.apply({"apiVersion": "v1", "kind": "Secret", "metadata": meta, "stringData": {"ca.crt": files}})
     return files
+
+
+def trusted_of_engines(kube):
+    """Return the CA certificates that the gateway sees."""
+    file = f"{names.ENGINE_CA_FOLDER}/ca.crt"
+    return kube.ctl("exec", f"deployment/{GATEWAY}", "-n", NAMESPACE, "--", "cat", file).strip()
 
 
 def signed_by(kube, folder, name, secret):
@@ -222,25 +277,35 @@ def test_nothing_drops_while_another_ca_takes_the_place_of_the_old_one(sealed, k
     """As docs/security.md says: both are trusted, the new one signs, the old one is trusted no more. Envoys
     that start afterwards know nothing of the old one."""
     (pod,) = sealed.pods("gateway")
+    failed = not_scraped(sealed)
     with under_load(sealed.client, sessions=4) as load:
         load.goes_on()
+        both = trust(kube, CA, NEXT_CA, secret=ENGINE_TRUSTED)
+        looked_at(sealed)
+        eventually(lambda: assert_equal(trusted_of_engines(kube), both), REFRESH_S)
         sealed.client.trust = ssl.create_default_context(cadata=trust(kube, CA, NEXT_CA))
         sealed.patch(gateway={"tls": {"caSecret": TRUSTED}})
         load.goes_on()
-        sealed.patch(gateway={"tls": {"issuer": NEXT_CA}})
+        sealed.patch(gateway={"tls": {"issuer": NEXT_CA}}, engine={"tls": {"issuer": NEXT_CA}})
         kube.apply(cert_manager.certificate(LISTENER, NAMESPACE, NEXT_CA, dnsNames=[HOST]))
-        for secret in (GATEWAY_SECRET, LISTENER):
+        for secret in (GATEWAY_SECRET, LISTENER, ENGINE_SECRET):
             eventually(lambda: assert_equal(signed_by(kube, tmp_path, NEXT_CA, secret), True), 60)  # noqa: B023
         new = {
             name: cert_manager.der(cert_manager.issued(kube, name, NAMESPACE)["tls.crt"])
-            for name in (GATEWAY_SECRET, LISTENER)
+            for name in (GATEWAY_SECRET, LISTENER, ENGINE_SECRET)
         }
+        looked_at(sealed)
         eventually(lambda: assert_equal(of_listener(sealed), new[LISTENER]), REFRESH_S)
         eventually(lambda: assert_equal(of_gateway(sealed, tmp_path), new[GATEWAY_SECRET]), REFRESH_S)
+        eventually(lambda: assert_equal(of_engines(sealed), {new[ENGINE_SECRET]}), REFRESH_S)
         load.goes_on()
+        alone = trust(kube, NEXT_CA, secret=ENGINE_TRUSTED)
+        looked_at(sealed)
+        eventually(lambda: assert_equal(trusted_of_engines(kube), alone), REFRESH_S)
         sealed.client.trust = ssl.create_default_context(cadata=trust(kube, NEXT_CA))
         load.goes_on(20)
     assert load.failures == []
+    assert not_scraped(sealed) == failed
     (after,) = sealed.pods("gateway")
     assert after["metadata"]["uid"] == pod["metadata"]["uid"], "the gateway was not restarted"
     kube.ctl("delete", "pod", *of_our_gateway())

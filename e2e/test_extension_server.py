@@ -9,40 +9,19 @@ import json
 
 import pytest
 
-from testbed import envoy_gateway, epp, perilune, perilune_image, programs
+from testbed import epp, perilune, perilune_image
 from testbed.http import Client, eventually, under_load
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 NAMESPACE = "extended"
 THEIRS = "inferencepools.inference.networking.k8s.io"
-VALUES = perilune.CHART / "envoy-gateway-values.yaml"
 MODEL = "their-30b"
 OURS = "qwen-perilune"
 
 
 @pytest.fixture(scope="module")
-def extension(cluster, kube, edge, operator, tmp_path_factory):
-    """Envoy Gateway takes InferencePools; afterwards everything is as it was. The picker's image is in
-    clusters of our own only."""
-    cluster.load(epp.archive())
-    pools = programs.module(*programs.INFERENCE_EXTENSION) / "config/crd/bases"
-    crds = [word for file in (pools, *epp.kinds()) for word in ("-f", str(file))]
-    kube.ctl("apply", "--server-side", *crds)
-    kube.wait("condition=Established", *crds)
-    folder = tmp_path_factory.mktemp("envoy-gateway")
-    perilune.install(kube, "extensionServer.enabled=true")
-    envoy_gateway.install(kube, folder, VALUES)
-    envoy_gateway.restart(kube)
-    yield
-    envoy_gateway.install(kube, folder)
-    envoy_gateway.restart(kube)
-    perilune.install(kube)
-    kube.ctl("delete", *crds, "--wait", "--timeout=60s", timeout_s=70)
-
-
-@pytest.fixture(scope="module")
-def pool(kube, edge, extension):
+def pool(kube, edge, inference_pools):
     """Return a client of an InferencePool with three engines and the extension's own picker."""
     kube.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
     kube.apply(*epp.objects("epp", NAMESPACE, "qwen"), engines(), inference_pool(), route())

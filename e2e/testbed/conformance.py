@@ -7,12 +7,9 @@ of the same echo server → for our gateways each pool's document, once its pods
 program (`../conformance`), which applies no base manifests of its own.
 """
 
-import json
 import re
 import subprocess
-import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,6 @@ from testbed import epp, images, perilune_image, programs
 from testbed.kube import Kube
 from testbed.paths import GO_MODULES
 from testbed.pki import server_secret
-from testbed.shell import ClusterError
 
 CLASS = "conformance"
 NAMESPACES = ("inference-conformance-infra", "inference-conformance-app-backend")
@@ -45,7 +41,6 @@ schedulingProfiles:
   plugins: [{pluginRef: header-based-testing-filter}, {pluginRef: random-picker}]
 """
 """The extension's picker obeys the header that names endpoints, as the suite's tests want it."""
-_THEIRS = "inferencepools.inference.networking.k8s.io"
 _RESULT = re.compile(r"^    --- (PASS|FAIL|SKIP): Conformance/(\w+) ", re.MULTILINE)
 
 Object = dict[str, Any]
@@ -99,65 +94,6 @@ def run(kube: Kube, skipped: Iterable[str], timeout_s: float) -> Mapping[str, st
     )
     print(ended.stdout)
     return {name: result for result, name in _RESULT.findall(ended.stdout)}
-
-
-@contextmanager
-def parents_told(kube: Kube) -> Iterator[None]:
-    """While inside, each InferencePool's status names the Gateways of the routes that lead to it, as a
-    Gateway's implementation should write it. Plain Envoy Gateway does not, nor does our extension server; the
-    suite's tests wait for it before they send requests."""
-    over = threading.Event()
-
-    def tell() -> None:
-        told: dict[tuple[str, str], list[Object]] = {}
-        while not over.wait(1.0):
-            try:
-                routes = kube.get("httproute", "-A")
-                for pool in kube.get(_THEIRS, "-A"):
-                    key = pool["metadata"]["namespace"], pool["metadata"]["name"]
-                    if told.get(key) != (parents := _parents(pool, routes)):
-                        where = (_THEIRS, key[1], "-n", key[0], "--subresource=status", "--type=merge")
-                        kube.ctl("patch", *where, "-p", json.dumps({"status": {"parents": parents}}))
-                        told[key] = parents
-            except ClusterError as error:  # what was listed is gone
-                print(error)
-
-    teller = threading.Thread(target=tell)
-    teller.start()
-    try:
-        yield
-    finally:
-        over.set()
-        teller.join()
-
-
-def _parents(pool: Object, routes: Iterable[Object]) -> list[Object]:
-    """Return the status of a pool: that each of its Gateways has accepted it."""
-    name, namespace = pool["metadata"]["name"], pool["metadata"]["namespace"]
-    of = {
-        (parent.get("namespace", route["metadata"]["namespace"]), parent["name"])
-        for route in routes
-        for rule in route["spec"].get("rules") or ()
-        for backend in rule.get("backendRefs") or ()
-        for parent in route["spec"].get("parentRefs") or ()
-        if backend.get("kind") == "InferencePool"
-        and backend["name"] == name
-        and backend.get("namespace", route["metadata"]["namespace"]) == namespace
-    }
-    since = {
-        "lastTransitionTime": "2026-01-01T00:00:00Z",
-        "observedGeneration": pool["metadata"]["generation"],
-    }
-    accepted = {"type": "Accepted", "status": "True", "reason": "Accepted", "message": "", **since}
-    group = "gateway.networking.k8s.io"
-    return [
-        {
-            "parentRef": {"group": group, "kind": "Gateway", "namespace": at, "name": gateway},
-            "controllerName": "perilune.test/conformance",
-            "conditions": [accepted],
-        }
-        for at, gateway in sorted(of)
-    ]
 
 
 def _be_theirs(pod: Object) -> None:

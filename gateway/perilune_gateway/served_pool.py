@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import aiohttp
 from prometheus_client import CollectorRegistry
 
-from perilune_api import names
+from perilune_api import engine_calls, names
 from perilune_api.pool import Pool, SpecError
 from perilune_gateway.extproc.waiting import Waiting
 from perilune_gateway.feeds import (
@@ -113,6 +113,7 @@ class ServedPool:
         the key of the hashes that name sessions there; `state_cluster`: a name of the cluster, if the server
         has pools of several. `traces`: URL of the collector of spans, if there is one."""
         spec = pool.spec
+        engine_calls.check(spec.engine.tls)
         self._clock, self._rng = clock, Random(seed)
         self._key = {names.AUTHORIZATION_HEADER: authorization} if authorization else {}
         self._trust = {names.ENGINE_SECRET_HEADER: secret} if secret else {}
@@ -140,6 +141,7 @@ class ServedPool:
             self._least_busy,
             timeout_s=TOKENS_SHARE * spec.routing.limits.decision_seconds,
             headers=self._key,
+            tls=spec.engine.tls,
             media=self.state.media,
         )
         registry.register(TokenMetrics(self.tokenizer))
@@ -284,6 +286,7 @@ class ServedPool:
             self._clock,
             self._rng,
             block_size=lambda: self.router.pool.spec.engine.block_size,
+            tls=self.router.pool.spec.engine.tls,
         )
         if master := self.router.pool.spec.engine.store_master:
             yield store_segments.run(master, self.blocks.segments)
@@ -292,7 +295,9 @@ class ServedPool:
             yield self.shared.run()
         yield self.shadow.run()
         if self.tokenizer.has_tokens:
-            yield token_proofs.run(self.proofs, self._ready_engines, self._key)
+            yield token_proofs.run(
+                self.proofs, self._ready_engines, self._key, self.router.pool.spec.engine.tls
+            )
         yield self._tick()
         yield self._plan_moves()
         yield self._hand_over()
@@ -300,10 +305,11 @@ class ServedPool:
     async def _hand_over(self) -> None:
         """Ask the engines whether they hand KV over, and send the legs of hand-offs."""
         connectors = self.state.connectors
-        async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+        async with engine_calls.session(
+            self.router.pool.spec.engine.tls,
+            self._key | self._trust,
+            limit=0,
             timeout=aiohttp.ClientTimeout(),
-            headers=self._key | self._trust,
         ) as http:
             await asyncio.gather(
                 bootstrap_pages.run(self.state.fleet.endpoints, connectors, http),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from perilune_api import names
 from perilune_api.conditions import Condition
-from perilune_api.inference_pool.engine import Cache, EngineSpec
+from perilune_api.inference_pool.engine import Cache, EngineSpec, EngineTlsSpec
 from perilune_api.inference_pool.gateway import GatewaySpec, TlsSpec
 from perilune_api.inference_pool.spec import InferencePoolSpec, PrefillScaling, Rollout, Scaling
 from perilune_api.inference_pool.topology import TopologySpec
@@ -96,6 +96,11 @@ RULES: Mapping[type, Sequence[Rule]] = {
             "a pool keeps running engines of its own, or selecting those of others: make another pool",
             ".selector",
         ),
+        Rule(
+            "has(self.tls) == has(oldSelf.tls)",
+            "engines keep TLS or plain text, which nobody could ask half of them: make another pool",
+            ".tls",
+        ),
     ),
     TopologySpec: (
         Rule(
@@ -138,6 +143,13 @@ RULES: Mapping[type, Sequence[Rule]] = {
         Rule(
             "(has(self.secret) && self.secret != '') || (has(self.issuer) && self.issuer != '')",
             "tls needs a secret, or an issuer that writes one",
+        ),
+    ),
+    EngineTlsSpec: (
+        Rule(
+            "(has(self.secret) && self.secret != '') || (has(self.issuer) && self.issuer != '') || "
+            "(has(self.caSecret) && self.caSecret != '')",
+            "tls needs a secret, or an issuer that writes one; with engine.selector caSecret",
         ),
     ),
     Scaling: (
@@ -185,7 +197,10 @@ NAME_RULE = Rule(
 )
 """The rule and message for the whole object."""
 
-DERIVED: Mapping[type, frozenset[str]] = {EngineSpec: frozenset({"store", "store_master"})}
+DERIVED: Mapping[type, frozenset[str]] = {
+    EngineSpec: frozenset({"store", "store_master"}),
+    EngineTlsSpec: frozenset({"ca_file"}),
+}
 """Fields that the operator fills in: not part of what users write."""
 
 NAMED: Mapping[tuple[type, str], type[StrEnum]] = {(PolicyChoice, "name"): PolicyName}

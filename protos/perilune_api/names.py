@@ -158,6 +158,8 @@ ENGINE_PORT = 8000
 """Port at which an engine pod serves HTTP."""
 METRICS_PORT = 8001
 """Port at which an engine pod serves its metrics and nothing else."""
+ENGINE_CA_FOLDER = "/etc/perilune/engine-ca"
+"""Folder in a gateway's pod with ca.crt: the CA certificates by which it trusts engines (engine.tls)."""
 ADMIN_PORT = 9003
 """Port at which a gateway pod serves its metrics and admin pages."""
 BUSY_INGEST = 0.5

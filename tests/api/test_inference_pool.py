@@ -147,8 +147,8 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
         ),
         pytest.param(
             spec(engine={"args": ["--ssl_keyfile=/k"]}),
-            "--ssl-keyfile is not possible: Envoy, gateways and probes speak plain HTTP to engines:"
-            " end TLS at the Gateway - at `$.spec.engine.args[0]`",
+            "--ssl-keyfile is not possible: set engine.tls, of which Envoy, gateways and probes know too"
+            " - at `$.spec.engine.args[0]`",
             id="TLS",
         ),
         pytest.param(

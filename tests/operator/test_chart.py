@@ -19,6 +19,7 @@ from perilune_api import names
 from perilune_api.inference_pool.checks import convert
 from perilune_gateway.config import arguments as gateway_arguments
 from perilune_operator.extension_server import main as extension_server
+from perilune_operator.extension_server import statuses
 from perilune_operator.kinds import KINDS
 from perilune_operator.lease import NAME
 from perilune_operator.main import arguments
@@ -333,7 +334,12 @@ def test_the_extension_server_is_where_envoy_gateways_values_say(
     (watched,) = manager["backendResources"]
     assert (rule["apiGroups"], watched["kind"]) == ([watched["group"]], "InferencePool")
     assert set(rule["verbs"]) == {"get", "list", "watch"}
-    assert "serviceAccountName" not in pod["spec"]
+    assert pod["spec"]["serviceAccountName"] == "perilune-extension-server"
+    rights = made["ClusterRole/perilune-extension-server"]["rules"]
+    writes = [rule for rule in rights if not {"get", "list", "watch"} >= set(rule["verbs"])]
+    assert [(rule["resources"], rule["verbs"]) for rule in writes] == [(["inferencepools/status"], ["patch"])]
+    asked = extension_server.arguments(container["args"])
+    assert (asked.write_status, asked.controller) == (True, statuses.ENVOY_GATEWAY)
 
 
 def test_a_picker_alone_is_all_that_is_installed_for_an_inference_pool(

@@ -13,7 +13,7 @@ import pytest
 from waiting import HANG
 
 from perilune_api import names
-from perilune_operator.render.drain_hook import DRAIN, WORKER_DRAIN
+from perilune_operator.render.drain_hook import DRAIN, command
 
 BUSY = 'vllm:num_requests_running{engine="0"} 1.0\nvllm:num_requests_waiting{engine="0"} 0.0\n'
 IDLE = BUSY.replace(" 1.0", " 0.0")
@@ -52,8 +52,8 @@ ELSEWHERE = {"http_proxy": "http://127.0.0.1:1", "no_proxy": ""}
 
 
 def drain(url: str, seconds: float = 30.0) -> None:
-    command = [sys.executable, "-c", DRAIN, str(seconds), "0", "2", url]
-    subprocess.run(command, env=os.environ | ELSEWHERE, timeout=HANG, check=True)
+    hook = [sys.executable, "-c", DRAIN, str(seconds), "0", "2", url]
+    subprocess.run(hook, env=os.environ | ELSEWHERE, timeout=HANG, check=True)
 
 
 def drain_worker(leader: str, seconds: float) -> None:
@@ -62,8 +62,8 @@ def drain_worker(leader: str, seconds: float) -> None:
     environment = (
         os.environ | ELSEWHERE | {"LWS_LEADER_ADDRESS": leader, "PATH": f"{folder}:{os.environ['PATH']}"}
     )
-    command = ["/bin/sh", "-c", WORKER_DRAIN, DRAIN, str(seconds), "0", "2"]
-    subprocess.run(command, env=environment, timeout=HANG, check=True)
+    shell = [*command(1, serve=False)[:4], str(seconds), "0", "2"]
+    subprocess.run(shell, env=environment, timeout=HANG, check=True)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,13 @@ def test_a_worker_stays_while_its_leader_has_requests() -> None:
     with engine(pages) as url:  # what follows the address is cut off as a fragment
         drain_worker(url.removeprefix("http://") + "#", 1e6)
     assert pages == ["end"]
-    assert str(names.ENGINE_PORT) in WORKER_DRAIN
+    assert f":{names.ENGINE_PORT}/metrics" in command(1, serve=False)[2]
+
+
+@pytest.mark.parametrize("serve", [True, False])
+def test_where_engines_speak_tls_it_reads_the_port_with_metrics_alone(serve: bool) -> None:
+    (url,) = [word for word in command(1, serve=serve, port=names.METRICS_PORT) if "/metrics" in word]
+    assert f":{names.METRICS_PORT}/metrics" in url
 
 
 def test_a_leader_that_is_gone_is_not_waited_for() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from ports import free_port
 
 from perilune_api import names
 from perilune_gateway.main import ENGINE_SECRET, PREVIOUS_SECRET
+from perilune_operator.render import engine_door
 from perilune_operator.render.engine_door import (
     HEAD_BYTES,
     HEADER,
@@ -19,6 +21,7 @@ from perilune_operator.render.engine_door import (
     PREVIOUS,
     SECRET,
     TARGET,
+    TLS_FILES,
     App,
     Door,
 )
@@ -289,3 +292,55 @@ async def test_a_taken_port_of_metrics_keeps_no_engine_from_serving(
         await Door(engine)({"type": "lifespan"}, never, never)
     assert served == ["lifespan"]
     assert "metrics have no port of their own" in caplog.text
+
+
+async def test_a_renewed_certificate_is_read_each_time_the_kubelet_changes_its_link(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The kubelet makes a new folder, and lets a link lead to it in one step."""
+
+    def issue(number: int) -> None:
+        made = tmp_path / f"..{number}"
+        made.mkdir()
+        for name in ("tls.crt", "tls.key"):
+            (made / name).write_text(f"{number}")
+        (tmp_path / "..data_tmp").symlink_to(made.name)
+        (tmp_path / "..data_tmp").rename(tmp_path / "..data")
+
+    issue(1)
+    files = [tmp_path / name for name in ("tls.crt", "tls.key")]
+    for file in files:
+        file.symlink_to(f"..data/{file.name}")
+    loaded: list[str] = []
+    seen = asyncio.Event()
+
+    def load_cert_chain(cert: str, key: str) -> None:
+        loaded.append(Path(cert).read_text() + Path(key).read_text())
+        seen.set()
+
+    async def engine(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setenv(TLS_FILES, ":".join(map(str, files)))
+    monkeypatch.setattr(engine_door, "TLS_LOOK_S", 0.01)
+    config = SimpleNamespace(ssl=SimpleNamespace(load_cert_chain=load_cert_chain))
+    app = SimpleNamespace(state=SimpleNamespace(server=SimpleNamespace(config=config)))
+    running = asyncio.create_task(Door(engine)({"type": "lifespan", "app": app}, no_message, no_answer))
+    for _ in range(9):
+        await asyncio.sleep(0)  # until it has looked for the first time
+    for number in (2, 3):
+        issue(number)
+        await asyncio.wait_for(seen.wait(), 30)
+        seen.clear()
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+    assert loaded == ["22", "33"]
+
+
+async def no_message() -> Any:
+    raise AssertionError
+
+
+async def no_answer(message: Any) -> None:
+    raise AssertionError

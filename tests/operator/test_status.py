@@ -247,6 +247,13 @@ def test_what_is_wrong_has_a_reason(
             id="Envoy cannot ask over TLS",
         ),
         pytest.param(
+            seen(verdict("BackendTLSPolicy", "False", name="p")),
+            "",
+            Reason.ROUTE_REFUSED,
+            "BackendTLSPolicy p: Because: words",
+            id="Envoy cannot reach engines over TLS",
+        ),
+        pytest.param(
             seen(verdict("HTTPRoute", "False", "parents", name="p-refused")),
             "",
             Reason.ROUTE_REFUSED,

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 import aiohttp
 import msgspec
 
+from perilune_api import engine_calls
 from perilune_api.foreign_bytes import UNREADABLE
 from perilune_gateway.feeds import pages
 from perilune_gateway.model import Endpoint, rank_of
@@ -60,7 +61,9 @@ async def ask(http: aiohttp.ClientSession, bootstrap: str, rank: int | None = No
     try:
         async with (
             asyncio.timeout(PAGE_S),
-            http.get(f"http://{bootstrap}/query", allow_redirects=False) as answer,
+            http.get(
+                f"http://{bootstrap}/query", allow_redirects=False, middlewares=engine_calls.PLAIN
+            ) as answer,
         ):
             if answer.status != 200:
                 return None

@@ -27,6 +27,8 @@ from random import Random
 
 import aiohttp
 
+from perilune_api import engine_calls
+from perilune_api.pool import EngineTls
 from perilune_gateway.feeds import pages
 from perilune_gateway.model import EngineMetrics, rank_of, server_of
 
@@ -167,12 +169,13 @@ async def run(
     block_size: Callable[[], int] = lambda: 0,
     interval: Callable[[int], float] = interval_s,
     timeout_s: float = TIMEOUT_S,
+    tls: EngineTls | None = None,
 ) -> None:
     """Scrape `http://<server>/metrics` of every endpoint until cancelled; the ranks of one server together.
 
     `addresses` and `block_size` (the pool's, or 0 for no comparison) are called again each time, so both may
-    change. Every endpoint has a task of its own, so a slow one delays only itself. An exception of the sink
-    is a bug and ends the feed.
+    change. `tls`: of the engines. Every endpoint has a task of its own, so a slow one delays only itself. An
+    exception of the sink is a bug and ends the feed.
     """
     watches: dict[tuple[str, tuple[str, ...]], asyncio.Task[None]] = {}
     """(Server, addresses of its endpoints) → the task that scrapes it."""
@@ -181,7 +184,7 @@ async def run(
     def period() -> float:
         return interval(len(watches))
 
-    client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=_HEADERS)
+    client = engine_calls.session(tls, _HEADERS, limit=0)
     async with client as session, asyncio.TaskGroup() as group:
         while True:
             present: dict[str, tuple[str, ...]] = {}

@@ -28,10 +28,10 @@ from perilune_gateway.model.engine_facts import EngineFacts, ServedModel
 
 MODELS = "/v1/models"
 HTTPS = (
-    "it speaks HTTPS, and Perilune speaks HTTP to engines: start it without --ssl-keyfile and --ssl-certfile,"
-    " and encrypt between nodes where needed (WireGuard, a mesh)"
+    "it speaks HTTPS: name the CA that signed its certificate in the pool (engine.tls), or start it without"
+    " --ssl-keyfile and --ssl-certfile"
 )
-"""Why an engine cannot be asked that has a certificate of its own."""
+"""Why an engine cannot be asked that has a certificate which the pool does not know of."""
 ASK_S, LOOK_S = 30.0, 1.0
 """Seconds between two questions to one engine that has answered, and to one that has not."""
 PAGE_S = 2.0
@@ -125,7 +125,8 @@ def directly(http: aiohttp.ClientSession, server: str, page_s: float = PAGE_S) -
         except TimeoutError:
             return f"{path} does not answer within {page_s:g} s"
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            if path == MODELS and await _speaks_tls(at, page_s):
+            sealed = isinstance(error, aiohttp.ClientSSLError)
+            if path == MODELS and not sealed and await _speaks_tls(at, page_s):
                 return HTTPS
             return f"{path}: {type(error).__name__} {error}".strip()[:200]
 

@@ -35,10 +35,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import aiohttp
 import msgspec
 
-from perilune_api import kube, names
+from perilune_api import engine_calls, kube, names
 from perilune_api.pool import EndpointSpec, NodePlace, Pool, Role, SpecError, check, parse_known
 from perilune_gateway.feeds import engine_words, selected_pods
 from perilune_gateway.feeds.engine_words import EngineWords
@@ -263,7 +262,7 @@ class KubernetesPool:
             return ""
         endpoints = with_pods(document, self.pods).spec.endpoints
         why = f"no started pod has the labels {selected(document)['labelSelector']}"
-        async with aiohttp.ClientSession(headers=self._headers) as http:
+        async with engine_calls.session(document.spec.engine.tls, self._headers) as http:
             for endpoint in sorted(endpoints, key=lambda e: (not e.ready, e.address)):
                 told = await engine_words.ask(engine_words.directly(http, endpoint.address))
                 try:
@@ -314,7 +313,8 @@ class KubernetesPool:
 
     async def _ask(self, on_pool: Callable[[Pool], None], leaving: Leaving) -> None:
         """Asks selected engines what they are; one that serves another model leaves."""
-        async with aiohttp.ClientSession(headers=self._headers) as http:
+        assert self._accepted is not None
+        async with engine_calls.session(self._accepted.spec.engine.tls, self._headers) as http:
             while True:
                 before = dict(self.words.known)
                 await self.words.look(self.current.spec.endpoints if self.current else (), http)

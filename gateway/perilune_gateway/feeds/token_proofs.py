@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
+from perilune_api import engine_calls
 from perilune_api import pages as limits
+from perilune_api.pool import EngineTls
 from perilune_gateway.feeds import pages
 from perilune_gateway.request.tokens import Tokenizer
 from perilune_gateway.request.tokens.proof import (
@@ -163,10 +165,13 @@ def _directly(http: aiohttp.ClientSession, server: str) -> Post:
 
 
 async def run(
-    proofs: TokenProofs, engines: Callable[[], Iterable[tuple[str, str]]], headers: Mapping[str, str]
+    proofs: TokenProofs,
+    engines: Callable[[], Iterable[tuple[str, str]]],
+    headers: Mapping[str, str],
+    tls: EngineTls | None = None,
 ) -> None:
-    """Look until cancelled. `headers`: those of every question."""
-    async with aiohttp.ClientSession(headers={**limits.PLAIN, **headers}) as http:
+    """Look until cancelled. `headers`: those of every question. `tls`: of the engines."""
+    async with engine_calls.session(tls, {**limits.PLAIN, **headers}) as http:
         while True:
             await proofs.look(engines(), http)
             await asyncio.sleep(LOOK_S)

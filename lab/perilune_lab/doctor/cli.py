@@ -25,7 +25,7 @@ from typing import Any
 
 import aiohttp
 
-from perilune_api import kube, names, pages
+from perilune_api import engine_calls, kube, names, pages
 from perilune_api.pool import Pool, SpecError, load
 from perilune_gateway.feeds.selected_pods import completed
 from perilune_gateway.main import ENGINE_API_KEY, authorization
@@ -100,19 +100,22 @@ async def _examined(p: argparse.ArgumentParser, args: argparse.Namespace) -> Map
     """Return the report. Raises SpecError, OSError and kube.ApiError."""
     key = authorization(os.environ.get(ENGINE_API_KEY, ""))
     headers = {names.AUTHORIZATION_HEADER: key} if key else {}
-    async with aiohttp.ClientSession(headers={**pages.PLAIN, **headers}) as http:
+    pool = None
+    if args.pool:
+        try:
+            pool = load(args.pool)
+        except SpecError as error:
+            raise SpecError(f"{args.pool}: {error}") from None
+    tls = pool.spec.engine.tls if pool else None
+    async with engine_calls.session(tls, {**pages.PLAIN, **headers}) as http:
         if args.namespace:
             client = await kube.connect()
             try:
-                pool, patients = await pods.pool(client, args.namespace, args.engines[0], http)
-                return await reported(pool, patients, generate=args.generate)
+                found, patients = await pods.pool(client, args.namespace, args.engines[0], http)
+                return await reported(found, patients, generate=args.generate)
             finally:
                 await client.close()
-        if args.pool:
-            try:
-                pool = load(args.pool)
-            except SpecError as error:
-                raise SpecError(f"{args.pool}: {error}") from None
+        if pool:
             return await reported(pool, of_document(http, pool), generate=args.generate)
         try:
             urls = [url(given if "://" in given else f"http://{given}") for given in args.engines]

@@ -43,7 +43,7 @@ async def pool(
         for e in endpoints:
             of, port = pod["metadata"]["name"], e.address.rpartition(":")[2]
             called = of if len(endpoints) == 1 else f"{of}:{port}"
-            proxy = f"{at}/pods/{of}:{port}/proxy"
+            proxy = f"{at}/pods/{'https:' if document.spec.engine.tls else ''}{of}:{port}/proxy"
             made = direct(http, f"http://{e.address}", called) if within else _proxied(client, proxy, called)
             patients.append(made.known(e.events, e.replay, transfers=bool(e.bootstrap or e.peer)))
     return document, patients

@@ -31,6 +31,7 @@ from aiohttp import web
 from perilune_api.names import ENGINE_KEY_VARIABLE
 from perilune_api.topology import Bandwidth
 from perilune_gateway.model.engine_model import H20_30B, EngineModel
+from perilune_lab.engine.certificate import Certificate
 from perilune_lab.engine.connector import BootstrapPage, Connector
 from perilune_lab.engine.events import Publisher, publishers
 from perilune_lab.engine.hashing import Algorithm, BlockHasher, Namespace
@@ -121,6 +122,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY",
         help=f"demand one of these keys, as vLLM does [{ENGINE_KEY_VARIABLE}, else none]",
     )
+    add("--ssl-certfile", type=Path, metavar="FILE", help="serve TLS, as vLLM does; renewed files are read")
+    add("--ssl-keyfile", type=Path, metavar="FILE", help="private key of that certificate")
     add("--responses-store", action="store_true", help="keep responses, for `previous_response_id`")
     add(
         "--keep-alive-on-core-death",
@@ -338,6 +341,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error("--peer needs --host-tokens, and does not go with --bootstrap")
         if args.data_parallel_size > 1 and args.peer.endswith(":0"):
             parser.error("--peer needs a port where there are several ranks")
+    if (args.ssl_certfile is None) != (args.ssl_keyfile is None):
+        parser.error("--ssl-certfile and --ssl-keyfile go together")
     listening: list[socket.socket] = []
     for option, wanted in (("--listen", args.listen), ("--metrics-listen", args.metrics_listen)):
         try:
@@ -436,13 +441,16 @@ async def _serve(
         shutdown_timeout=0.1,
     )
     await runner.setup()
-    await web.SockSite(runner, listening, backlog=1024).start()
+    certificate = Certificate(args.ssl_certfile, args.ssl_keyfile) if args.ssl_certfile else None
+    context = certificate.context if certificate else None
+    await web.SockSite(runner, listening, backlog=1024, ssl_context=context).start()
     scraped = web.AppRunner(server.metrics_app(), access_log=None, shutdown_timeout=0.1)
     await scraped.setup()
     if scraped_at is not None:
         await web.SockSite(scraped, scraped_at).start()
     page = await BootstrapPage.of(connectors, args.bootstrap) if connectors else None
     cores = [asyncio.create_task(service.run()) for service in ranks]
+    renewing = asyncio.create_task(certificate.renew()) if certificate else None
     replays = [asyncio.create_task(publisher.serve_replay()) for publisher in published if publisher]
     _die_on_signal(ranks, replays, server, stop, stay=args.keep_alive_on_core_death)
     gc.collect()
@@ -454,7 +462,7 @@ async def _serve(
     try:
         return await _first_end(stop, [*cores, *replays])
     finally:
-        for task in (*cores, *replays):
+        for task in (*cores, *replays, *([renewing] if renewing else ())):
             task.cancel()
         await asyncio.gather(*cores, *replays, return_exceptions=True)
         await runner.cleanup()

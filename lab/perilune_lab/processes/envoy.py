@@ -96,6 +96,7 @@ def config(
     keepalive_s: float = 0.0,
     health_check_s: float = 0.0,
     processor_ca: Path | None = None,
+    engine_tls: pool.EngineTls | None = None,
     filters_before: Sequence[Json] = (),
     allowed: Sequence[str] = paths.EXACT,
     processing_mode: Json | None = None,
@@ -110,9 +111,10 @@ def config(
     `grpc_retries`: how often a gateway is asked again; None for as often as fits, see `_asked_again`.
     `status_on_error` 0 keeps Envoy's own 500; `keepalive_s` 0 sends no pings; `health_check_s` is how often
     gateways are asked whether they are ready; 0 for never. `processor_ca`: PEM file of the CA that signed the
-    gateways' certificates; None without TLS. `filters_before` run before ours. `allowed`: the paths that may
-    be asked for, and with them paths.PREFIXES; empty for all. `processing_mode` and `ext_proc` replace fields
-    of that message and of the filter, for tests of Envoy itself.
+    gateways' certificates; None without TLS. `engine_tls`: of the pool document. `filters_before` run before
+    ours. `allowed`: the paths that may be asked for, and with them paths.PREFIXES; empty for all.
+    `processing_mode` and `ext_proc` replace fields of that message and of the filter, for tests of Envoy
+    itself.
     """
     return {
         "admin": {"address": _address(admin)},
@@ -159,7 +161,7 @@ def config(
                 }
             ],
             "clusters": [
-                _endpoint_cluster(cluster, endpoints, buffer_bytes, connect_timeout_s),
+                _endpoint_cluster(cluster, endpoints, buffer_bytes, connect_timeout_s, engine_tls),
                 _processor_cluster(
                     processors, buffer_bytes, connect_timeout_s, keepalive_s, health_check_s, processor_ca
                 ),
@@ -332,13 +334,18 @@ def _breaker() -> Json:
 
 
 def _endpoint_cluster(
-    kind: Cluster, endpoints: Sequence[str], buffer_bytes: int, connect_timeout_s: float
+    kind: Cluster,
+    endpoints: Sequence[str],
+    buffer_bytes: int,
+    connect_timeout_s: float,
+    tls: pool.EngineTls | None,
 ) -> Json:
     common: Json = {
         "name": "endpoints",
         "connect_timeout": f"{connect_timeout_s}s",
         "per_connection_buffer_limit_bytes": buffer_bytes,
         "circuit_breakers": _breaker(),
+        **({"transport_socket": _engine_tls(tls)} if tls else {}),
     }
     metadata_key = {"key": DESTINATION_NAMESPACE, "path": [{"key": DESTINATION_HEADER}]}
     if kind is not Cluster.OVERRIDE_HOST:
@@ -405,6 +412,20 @@ def _processor_cluster(
     }
 
 
+def _engine_tls(tls: pool.EngineTls) -> Json:
+    """Return the TLS settings towards engines, whose certificate is for one name."""
+    validation = {
+        "trusted_ca": {"filename": tls.ca_file},
+        "match_typed_subject_alt_names": [{"san_type": "DNS", "matcher": {"exact": tls.hostname}}],
+    }
+    return _named(
+        "envoy.transport_sockets.tls",
+        "transport_sockets.tls.v3.UpstreamTlsContext",
+        sni=tls.hostname,
+        common_tls_context={"validation_context": validation},
+    )
+
+
 def _tls(ca: Path) -> Json:
     """Return the TLS settings towards gateways, which accept a certificate signed by `ca`."""
     common = {"alpn_protocols": ["h2"], "validation_context": {"trusted_ca": {"filename": str(ca)}}}
@@ -446,16 +467,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     endpoints: Sequence[str] = args.endpoints
     pools: Sequence[Path] = args.pool or ()
+    engine_tls: set[pool.EngineTls | None] = set()
     for file in pools:
         try:
-            listed = [endpoint.address for endpoint in pool.load(file).spec.endpoints]
+            spec = pool.load(file).spec
         except OSError as error:
             return wrong_call("perilune envoy", f"{file} cannot be read: {error.strerror}")
         except pool.SpecError as error:
             return wrong_call("perilune envoy", f"{file}: {error}")
-        if not listed:
+        if not spec.endpoints:
             return wrong_call("perilune envoy", f"{file} lists no endpoints - at `$.spec.endpoints`")
-        endpoints = [*endpoints, *listed]
+        endpoints = [*endpoints, *(endpoint.address for endpoint in spec.endpoints)]
+        engine_tls.add(spec.engine.tls)
+    if len(engine_tls) > 1:
+        words = "all pools behind one Envoy have the same - at `$.spec.engine.tls`"
+        return wrong_call("perilune envoy", words)
     ca = args.gateway_ca.resolve() if args.gateway_ca else None
     if ca and not ca.is_file():
         return wrong_call("perilune envoy", f"{args.gateway_ca} is no file - at `--gateway-ca`")
@@ -466,6 +492,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         mode=args.mode,
         listen=args.listen,
         processor_ca=ca,
+        engine_tls=next(iter(engine_tls), None),
         fail_open=len(pools) < 2,  # Envoy by itself cannot tell which endpoint serves a request's model
     )
     if args.run:

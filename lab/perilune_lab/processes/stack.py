@@ -71,6 +71,8 @@ class EngineOptions:
     """Tokens that one engine keeps in host memory, where the others read them; 0 for none."""
     prefill: int = 0
     """Number of engines, from the first, that only prefill. They need `handoff`."""
+    tls: spec.EngineTls | None = None
+    """How gateway and Envoy trust engines, whose `arguments` name a certificate."""
     arguments: tuple[str, ...] = ()
     """Further arguments of `perilune engine`."""
     each: tuple[tuple[str, ...], ...] = ()
@@ -183,6 +185,7 @@ def pool_of(options: EngineOptions, routing: spec.Routing, engines: Sequence[dic
                 kv_pool_tokens=options.kv_tokens,
                 prefill_scale=1.0 / options.time_scale,
                 store=options.store_tokens > 0,
+                tls=options.tls,
             ),
             routing=structs.replace(in_engine_time(routing, options.time_scale), decision_header="address"),
             topology=places(len(engines)),
@@ -339,7 +342,9 @@ class Stack:
     async def _start_envoy(self) -> None:
         timeout_s = self.routing.message_timeout_s
         serving = self.endpoints[self.options.prefill :]
-        bootstrap = envoy.config(serving, [self.ext_proc], message_timeout_s=timeout_s)
+        bootstrap = envoy.config(
+            serving, [self.ext_proc], message_timeout_s=timeout_s, engine_tls=self.options.tls
+        )
         child = await self._run("envoy", envoy_process.command(bootstrap, self.folder, self.programs.envoy))
         self.envoy_admin_url, self.url = await envoy_process.serving(child, self.folder, self.ready_timeout_s)
 

@@ -23,7 +23,8 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from perilune_api import envoy_gateway_pb2 as pb
-from perilune_operator.extension_server import hooks
+from perilune_api import kube
+from perilune_operator.extension_server import hooks, statuses
 from perilune_operator.extension_server.recent import Recent
 
 log = logging.getLogger(__name__)
@@ -106,6 +107,17 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--listen", default="127.0.0.1:9005", metavar="IP:PORT", help="address of gRPC [%(default)s]")
     add("--tls-cert", type=Path, metavar="FILE", help="PEM file of its certificate [no TLS]")
     add("--tls-key", type=Path, metavar="FILE", help="PEM file of the certificate's key")
+    add(
+        "--write-status",
+        action="store_true",
+        help="write the status of InferencePools, too, which Envoy Gateway does not; needs the API server",
+    )
+    add(
+        "--controller",
+        default=statuses.ENVOY_GATEWAY,
+        metavar="NAME",
+        help="controllerName of Envoy Gateway's GatewayClasses, for --write-status [%(default)s]",
+    )
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="[%(default)s]")
     add("--version", action="version", version=f"perilune {version('perilune')}")
     args = parser.parse_args(argv)
@@ -120,9 +132,17 @@ async def serve(args: argparse.Namespace) -> None:
     server, stopped = Server(*pair), asyncio.Event()
     for sign in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(sign, stopped.set)
-    log.info("listening port=%d", await server.start(args.listen))
-    await stopped.wait()
-    await server.stop(GRACE_S)
+    client = await kube.connect() if args.write_status else None
+    writing = asyncio.create_task(statuses.Statuses(client, args.controller).run()) if client else None
+    try:
+        log.info("listening port=%d", await server.start(args.listen))
+        await stopped.wait()
+        await server.stop(GRACE_S)
+    finally:
+        if client and writing:
+            writing.cancel()
+            await asyncio.wait((writing,))
+            await client.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

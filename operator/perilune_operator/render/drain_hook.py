@@ -36,20 +36,22 @@ while time.monotonic() < until and idle < int(sys.argv[3]):
 has ended since the look before, for at most drainSeconds. It connects to the engine directly, ignoring
 proxies that the environment names. An engine that reports no number counts as busy. An engine that refuses
 the connection, or whose name no longer resolves (a leader), counts as gone."""
-WORKER_DRAIN = f'exec python3 -c "$0" "$@" "http://$LWS_LEADER_ADDRESS:{names.ENGINE_PORT}/metrics"'
+WORKER_DRAIN = 'exec python3 -c "$0" "$@" "http://$LWS_LEADER_ADDRESS:{port}/metrics"'
 """The hook of a worker, which is a further pod of an endpoint that spans nodes: it waits while its leader has
 requests."""
 
 
-def command(drain_seconds: int, *, serve: bool, gives: bool = False) -> list[str]:
+def command(
+    drain_seconds: int, *, serve: bool, gives: bool = False, port: int = names.ENGINE_PORT
+) -> list[str]:
     """Return the preStop hook's command. `drain_seconds`: the longest wait. `serve`: whether the pod serves,
     or is a worker. `gives`: whether it hands KV over, so that its sessions may come until they have
-    switched."""
+    switched. `port`: where the engine serves metrics in plain text."""
     looks = names.QUIET_SECONDS * LOOKS_PER_SECOND if gives else 2
     times = [str(drain_seconds), str(NOTICE_SECONDS), str(looks)]
     if serve:
-        return ["python3", "-c", DRAIN, *times, f"http://127.0.0.1:{names.ENGINE_PORT}/metrics"]
-    return ["/bin/sh", "-c", WORKER_DRAIN, DRAIN, *times]
+        return ["python3", "-c", DRAIN, *times, f"http://127.0.0.1:{port}/metrics"]
+    return ["/bin/sh", "-c", WORKER_DRAIN.format(port=port), DRAIN, *times]
 
 
 def grace_seconds(drain_seconds: int) -> int:

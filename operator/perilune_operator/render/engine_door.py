@@ -15,6 +15,10 @@ that is already spent. Bodies without a trace of them are passed on as they are.
 **Ranks.** vLLM 0.32 obeys the header RANK in all of its APIs but Responses, whose requests it sends to the
 rank with the fewest requests, whatever that caches. There the rank is given to its engine client instead.
 
+**Certificates.** vLLM's own --enable-ssl-refresh (0.32) watches the files to which the paths lead at its
+start. The kubelet changes a mounted Secret by another link, so vLLM notices the first renewal and no further
+one. Here the paths are looked at again and again.
+
 **Metrics.** vLLM serves them where it generates, so a network policy cannot let a Prometheus in to them
 alone. Here they are also at the port that METRICS_PORT names, with which nothing else can be asked for.
 Several API servers of one engine share the port; each has the metrics of all.
@@ -42,6 +46,10 @@ PREVIOUS = "PERILUNE_ENGINE_SECRET_PREVIOUS"
 METRICS_PORT = "PERILUNE_METRICS_PORT"
 """Environment variable with the port for metrics; without it there is none."""
 METRICS_PATH = "/metrics"
+TLS_FILES = "PERILUNE_TLS_FILES"
+"""Environment variable with the paths of certificate and key, CERT:KEY, if the engine serves TLS."""
+TLS_LOOK_S = 10.0
+"""Seconds between looks at whether they have changed."""
 HEAD_BYTES, HEAD_S = 16_384, 10.0
 """The longest head of a request for metrics, and the seconds within which it has to come."""
 TRACES = (b"_transfer_params", b"\\u", b"\0")
@@ -67,8 +75,14 @@ class Door:
         self.secrets = [os.environ[name].encode() for name in (SECRET, PREVIOUS) if os.environ.get(name)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" and (port := os.environ.get(METRICS_PORT)):
-            return await self._with_metrics(int(port), scope, receive, send)
+        if scope["type"] == "lifespan":
+            renewing = asyncio.ensure_future(renew(scope, os.environ.get(TLS_FILES, "")))
+            try:
+                if port := os.environ.get(METRICS_PORT):
+                    return await self._with_metrics(int(port), scope, receive, send)
+                return await self.app(scope, receive, send)
+            finally:
+                renewing.cancel()
         if scope["type"] != "http" or scope["method"] != "POST":
             return await self.app(scope, receive, send)
         obey_rank(scope)
@@ -154,6 +168,35 @@ class Door:
         }
         await self.app(asked, _nothing_more, send)
         return status, kind, b"".join(parts)
+
+
+async def renew(scope: Scope, files: str) -> None:
+    """Let the server present a changed certificate to new connections, until cancelled."""
+    cert, _, key = files.partition(":")
+    server = getattr(
+        getattr(scope.get("app"), "state", None), "server", None
+    )  # uvicorn's; vLLM puts it there
+    context = getattr(getattr(server, "config", None), "ssl", None)
+    if not key:
+        return
+    if context is None:
+        log.warning("certificates are not renewed: this vLLM keeps its server elsewhere")
+        return
+    seen = _stats(cert, key)
+    while True:
+        await asyncio.sleep(TLS_LOOK_S)
+        try:
+            if (now := _stats(cert, key)) != seen:
+                context.load_cert_chain(cert, key)
+                seen = now
+                log.info("certificate renewed file=%s", cert)
+        except OSError as error:  # ssl.SSLError is one; the next look comes
+            log.warning("certificate kept file=%s error=%s", cert, error)
+
+
+def _stats(*files: str) -> list[tuple[int, int]]:
+    """Return what differs when a file has changed. Raises OSError."""
+    return [(status.st_ino, status.st_mtime_ns) for status in map(os.stat, files)]
 
 
 def is_meant(scope: Scope) -> bool:

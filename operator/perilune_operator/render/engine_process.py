@@ -12,7 +12,7 @@ from perilune_api.inference_pool.engine import EngineKind
 from perilune_api.inference_pool.mooncake import Transfer
 from perilune_api.quantities import quantity
 from perilune_operator.observe.facts import Object
-from perilune_operator.render import api_key, door, model_cache, mooncake
+from perilune_operator.render import api_key, door, engine_tls, model_cache, mooncake
 from perilune_operator.render.endpoints import nodes_per_endpoint, ranks
 from perilune_operator.render.kv_name import kv_name
 from perilune_operator.render.objects import Context
@@ -87,6 +87,7 @@ def env(pool: Context, serve: bool) -> list[Object]:
             abort_s = str(abort_seconds(pool))
             made.append({"name": "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "value": abort_s})
         made.extend(door.env(pool))
+        made.extend(engine_tls.env(pool) if serve else ())
         if not serve:  # newer LeaderWorkerSets set it themselves
             made.append(field("LWS_WORKER_INDEX", f"metadata.labels['{WORKER_INDEX}']"))
     made.extend(api_key.of_engine(pool))
@@ -105,7 +106,7 @@ def args(pool: Context, serve: bool) -> list[str]:
     """Return the operator's arguments, then the user's."""
     simulated = pool.spec.engine.kind is EngineKind.SIMULATED
     own = _simulated_args(pool) if simulated else [*_vllm_args(pool), *_group_args(pool, serve)]
-    return [*own, *pool.spec.engine.args]
+    return [*own, *(engine_tls.args(pool) if serve else ()), *pool.spec.engine.args]
 
 
 def _group_args(pool: Context, serve: bool) -> list[str]:

@@ -17,7 +17,15 @@ from perilune_api.inference_pool.spec import Signal
 from perilune_api.inference_pool.types import Resources
 from perilune_api.pool import SpecError
 from perilune_operator.observe.facts import Object
-from perilune_operator.render import door, drain_hook, engine_process, model_cache, mooncake, sizes
+from perilune_operator.render import (
+    door,
+    drain_hook,
+    engine_process,
+    engine_tls,
+    model_cache,
+    mooncake,
+    sizes,
+)
 from perilune_operator.render.endpoints import (
     can_run,
     engine_labels,
@@ -41,6 +49,7 @@ from perilune_operator.render.objects import (
 )
 from perilune_operator.render.placement import placement
 from perilune_operator.render.pod_template import overlaid
+from perilune_operator.render.routing import mode
 
 EVICTABLE = "10%"
 """Share of the engines of a workload that may be evicted at a time, at least one of them. Of endpoints that
@@ -55,6 +64,7 @@ index, and its pods carry a label of the StatefulSet's name and a hash."""
 
 def engines(pool: Context) -> Iterator[Object]:
     """Yield all objects of the engines; of those that others run only the Service. Raises SpecError."""
+    yield from engine_tls.objects(pool, mode(pool))
     if (selector := pool.spec.engine.selector) is not None:
         yield _service(pool, selector.labels, selector.port, *selector.further_ports)
         return
@@ -216,6 +226,7 @@ def _template(
                     *([mooncake.volume(pool)] if has_store else []),
                     *model_cache.volumes(pool),
                     *([door.volume(pool)] if _guarded(pool) else []),
+                    *(engine_tls.volumes(pool) if serve else ()),
                 ],
                 **pool.pull_secrets,
                 "securityContext": pool.pod_security,
@@ -244,7 +255,10 @@ def _revision_label(pool: Context) -> str:
 def _container(pool: Context, serve: bool) -> Object:
     engine = pool.spec.engine
     drain = drain_hook.command(
-        pool.spec.rollout.drain_seconds, serve=serve, gives=serve and _hands_over(pool)
+        pool.spec.rollout.drain_seconds,
+        serve=serve,
+        gives=serve and _hands_over(pool),
+        port=names.ENGINE_PORT if pool.spec.engine.tls is None else names.METRICS_PORT,
     )
     return {
         "name": "engine",
@@ -261,6 +275,7 @@ def _container(pool: Context, serve: bool) -> Object:
             *([mooncake.MOUNT] if pool.spec.mooncake.store.enabled else []),
             *model_cache.mounts(pool),
             *([door.MOUNT] if _guarded(pool) else []),
+            *(engine_tls.mounts(pool) if serve else ()),
         ],
         "args": engine_process.args(pool, serve),
         **(_served(pool) if serve else {}),
@@ -318,7 +333,8 @@ def _gives(pool: Context) -> bool:
 
 def _served(pool: Context) -> Object:
     """Return the ports and probes of a container that serves."""
-    health = {"httpGet": {"path": "/health", "port": "http"}}
+    scheme = {} if pool.spec.engine.tls is None else {"scheme": "HTTPS"}
+    health = {"httpGet": {"path": "/health", "port": "http", **scheme}}
     simulated = pool.spec.engine.kind is EngineKind.SIMULATED
     step = 1 if simulated else 5
     return {

@@ -17,7 +17,7 @@ from perilune_api.inference_pool.gateway import GatewaySpec
 from perilune_api.pool import dump
 from perilune_api.versions import stated
 from perilune_operator.observe.facts import MANAGER, Object
-from perilune_operator.render import api_key, shared_state, tls
+from perilune_operator.render import api_key, engine_tls, shared_state, tls
 from perilune_operator.render.objects import (
     QUICK_EVICTION,
     Context,
@@ -174,7 +174,12 @@ def _pod(pool: Context) -> Object:
             }
         ],
         "containers": [_container(pool)],
-        "volumes": [{"name": "tmp", "emptyDir": {}}, *tls.volumes(pool), *shared_state.volumes(pool)],
+        "volumes": [
+            {"name": "tmp", "emptyDir": {}},
+            *tls.volumes(pool),
+            *engine_tls.ca_volumes(pool),
+            *shared_state.volumes(pool),
+        ],
     }
 
 
@@ -212,6 +217,7 @@ def _container(pool: Context) -> Object:
         "volumeMounts": [
             {"name": "tmp", "mountPath": "/tmp"},
             *tls.mounts(pool),
+            *engine_tls.ca_mounts(pool),
             *shared_state.mounts(pool),
         ],
     }

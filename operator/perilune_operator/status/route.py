@@ -77,11 +77,12 @@ def _refused(name: str, said: Sequence[Verdict]) -> Fact | None:
 
 
 def _also_refused(pool: Context, observed: Observed, parent: ParentRef) -> Fact | None:
-    """Return why the policy by which Envoy asks the gateway over TLS is refused, or the route of what Envoy
-    refuses itself. A missing report is no trouble: controllers need not report on a Service that no route
-    names, and requests reach the gateway without the second route."""
+    """Return why a policy by which Envoy asks the gateway or engines over TLS is refused, or the route of
+    what Envoy refuses itself. A missing report is no trouble: controllers need not report on a Service that
+    no route names, and requests reach the gateway without the second route."""
     for kind, name in (
         ("BackendTLSPolicy", names.gateway_name(pool.name)),
+        ("BackendTLSPolicy", pool.name),
         ("HTTPRoute", names.refusals_name(pool.name)),
     ):
         also = observed.children.get(Key(kind, pool.namespace, name), {})

@@ -58,6 +58,8 @@ SIMULATED_ARGS = frozenset(
         "--abort-timeout",
         "--engine-id",
         "--api-key",
+        "--ssl-certfile",
+        "--ssl-keyfile",
     }
 )
 """The same of `perilune engine`."""
@@ -84,7 +86,7 @@ FORBIDDEN_ARGS: Mapping[str, str] = {
     "--uds": "Envoy, gateways and probes reach an engine by its port",
     "--headless": "Envoy, gateways and probes reach an engine by its port",
     **{
-        f"--{name}": "Envoy, gateways and probes speak plain HTTP to engines: end TLS at the Gateway"
+        f"--{name}": "set engine.tls, of which Envoy, gateways and probes know too"
         for name in (
             "ssl-keyfile",
             "ssl-certfile",

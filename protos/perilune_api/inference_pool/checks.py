@@ -60,6 +60,12 @@ def check(spec: InferencePoolSpec) -> None:
     """Check what the schema and its rules cannot know. Raises SpecError with the field's path."""
     if spec.engine.selector is not None:
         selected.check(spec)
+    elif spec.engine.tls and not (spec.engine.tls.secret or spec.engine.tls.issuer):
+        words = "The engines need a certificate: give a secret, or an issuer that writes one"
+        raise SpecError(f"{words} - at `$.spec.engine.tls`")
+    if spec.engine.tls and spec.gateway.mode is GatewayMode.INFERENCE_EXTENSION:
+        words = "Implementations of the inference extension ask engines in plain text: leave it out"
+        raise SpecError(f"{words} - at `$.spec.engine.tls`")
     if spec.engine.kind is EngineKind.VLLM:
         arguments.check_vllm(spec.engine.args, "$.spec.engine.args")
         _check_vllm(spec)

@@ -17,6 +17,9 @@ def pool_document(name: str, namespace: str, spec: InferencePoolSpec, topology: 
     stored = spec.mooncake.store.enabled
     master = f"{names.master_name(name)}.{namespace}.svc:{names.MASTER_PORT}" if stored else ""
     engine = {**_fields(spec.engine, pool.Engine), "store": stored, "store_master": master}
+    if spec.engine.tls is not None:
+        host = engine_hostname(name, namespace, spec)
+        engine["tls"] = pool.EngineTls(f"{names.ENGINE_CA_FOLDER}/ca.crt", host)
     return pool.Pool(
         pool.Metadata(name, namespace),
         pool.Spec(
@@ -26,6 +29,13 @@ def pool_document(name: str, namespace: str, spec: InferencePoolSpec, topology: 
             topology,
         ),
     )
+
+
+def engine_hostname(name: str, namespace: str, spec: InferencePoolSpec) -> str:
+    """Return the name for which the engines' certificate has to be issued. Pools that share a gateway have
+    one, because Envoy reaches all of their engines through one Service."""
+    given = spec.engine.tls
+    return (given and given.hostname) or f"{spec.gateway.served_by or name}.{namespace}.svc"
 
 
 def _fields(value: msgspec.Struct, of: type[msgspec.Struct]) -> dict[str, Any]:

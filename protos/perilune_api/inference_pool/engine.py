@@ -1,7 +1,7 @@
 """`spec.model` and `spec.engine`: the program that each endpoint runs, and its hardware."""
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -65,6 +65,27 @@ class ApiKey(Struct, frozen=True):
     """Key in the Secret that holds it, as visible ASCII characters without blanks or the end of a line."""
 
 
+class EngineTlsSpec(pool.EngineTls, frozen=True, kw_only=True):
+    """TLS from Envoy and the gateway to engines. Give a Secret, or an issuer of cert-manager, which writes
+    one; with engine.selector caSecret alone. What engines say to each other (KV hand-offs, reads of memory,
+    the store) and their KV events stay in plain text, and so does the port that has metrics alone."""
+
+    hostname: Annotated[str, Meta(max_length=253, pattern=r"^[-.A-Za-z0-9]*$")] = ""
+    """Name for which the engines' certificate is issued. The default is POOL.NAMESPACE.svc, and with
+    gateway.servedBy that of the pool named there."""
+    secret: OptionalObject = ""
+    """Name of a Secret in the pool's namespace with tls.crt, tls.key and ca.crt, which all engines mount. If
+    empty, it is POOL-engine-tls, which the issuer writes."""
+    issuer: OptionalObject = ""
+    """Name of an issuer of cert-manager, which writes and renews the Secret. If empty, you write it."""
+    issuer_kind: Literal["Issuer", "ClusterIssuer"] = "Issuer"
+    """Kind of that issuer. An Issuer is in the pool's namespace."""
+    ca_secret: OptionalObject = ""
+    """Name of a Secret in the pool's namespace whose ca.crt has the CA certificates by which Envoy and the
+    gateway trust engines. While a CA is replaced it has the old one and the new one. If empty, it is the
+    Secret with the certificate. Pools that share a gateway (gateway.serves) need the same caSecret."""
+
+
 class EngineSpec(pool.Engine, frozen=True, kw_only=True):
     """The inference servers: their program, their hardware, and what the gateway must know about them."""
 
@@ -108,6 +129,10 @@ class EngineSpec(pool.Engine, frozen=True, kw_only=True):
     """Key that engines demand of every request (vLLM's --api-key). Gateways send it in place of the client's
     Authorization, so clients do not have it. A request that no gateway routed is answered with 401, so
     gateway.failOpen no longer helps. Pools that share a gateway (gateway.serves) need the same key."""
+    tls: EngineTlsSpec | None = None
+    """TLS from Envoy and the gateway to the engines. Without it prompts and answers cross the cluster's
+    network in plain text. Only with gateway.mode envoyGateway, or none and an Envoy of yours. All pools that
+    share a gateway have it, or none. It cannot be changed later: make another pool."""
     startup_seconds: Annotated[int, Meta(ge=1, le=86_400)] | None = None
     """Maximum seconds that the engine may take to load the model before it is restarted. If empty, it is 600,
     and one more for every 50 MB of model.weightsSize, so 1800 for 60 GB."""

@@ -13,7 +13,7 @@ from perilune_api.pool import SpecError
 OWNERS = "whoever runs the engines decides it"
 HANDS_NOTHING_OVER = "the operator gives selected engines no connector, store or secret"
 
-_ENGINE = {"selector", "block_size", "hashing", "kv_pool_tokens", "prefill_scale", "api_key"}
+_ENGINE = {"selector", "block_size", "hashing", "kv_pool_tokens", "prefill_scale", "api_key", "tls"}
 """Fields of `engine` that count with a selector."""
 _MODEL = {"source", "weights_size", "cache"}
 """Fields of `model` that do not."""
@@ -34,6 +34,9 @@ def _unfit(spec: InferencePoolSpec) -> Iterator[tuple[str, str]]:
     for field in spec.model.__struct_fields__:
         if field in _MODEL and _is_given(spec.model, field):
             yield f"model.{_camel(field)}", OWNERS
+    for field in ("secret", "issuer"):
+        if spec.engine.tls is not None and _is_given(spec.engine.tls, field):
+            yield f"engine.tls.{field}", OWNERS
     for field, why in {
         "replicas": OWNERS,
         "prefill_replicas": HANDS_NOTHING_OVER,

@@ -19,6 +19,9 @@ def check(pool: Pool) -> None:
         raise SpecError(
             "Name the model, as requests do: only engines that are selected tell it - at `$.spec.model.name`"
         )
+    if spec.engine.tls is not None and not (spec.engine.tls.ca_file and spec.engine.tls.hostname):
+        words = "Trust in engines needs caFile, and the hostname of their certificate"
+        raise SpecError(f"{words} - at `$.spec.engine.tls`")
     _check_policies(spec.routing)
     if spec.engine.selector is not None:
         _check_ports(spec.engine.selector)

@@ -59,6 +59,16 @@ class Selector(Struct, frozen=True, kw_only=True):
     """Port at which missed events are replayed, if `eventsPort` is given. 0: they are not replayed."""
 
 
+class EngineTls(Struct, frozen=True):
+    """TLS to the engines. They are called by their addresses, and their certificate is for one name."""
+
+    ca_file: str = ""
+    """PEM file with the CA certificates by which the gateway trusts engines. It is read again when it
+    changes."""
+    hostname: Annotated[str, Meta(max_length=253, pattern=r"^[-.A-Za-z0-9]*$")] = ""
+    """Name for which the engines' certificate is issued."""
+
+
 class Engine(Struct, frozen=True, kw_only=True):
     """What a gateway must know about the engines."""
 
@@ -73,6 +83,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     prefill_scale: Annotated[float, Meta(gt=0)] = 1.0
     """Prefill time of these engines divided by that of one H20 with a 30B-A3B model. It starts the
     predictions, which the gateway then corrects by measurement. 1: as fast as that H20."""
+    tls: EngineTls | None = None
+    """TLS to the engines: from Envoy, and from the gateway. Without it they are asked in plain text."""
     store: bool = False
     """Whether the engines share a KV store, from which an endpoint can load a moved session's KV."""
     store_master: str = ""

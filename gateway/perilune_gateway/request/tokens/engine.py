@@ -16,8 +16,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from perilune_api import pages
+from perilune_api import engine_calls, pages
 from perilune_api.foreign_bytes import UNREADABLE
+from perilune_api.pool import EngineTls
 from perilune_gateway.model import Tokens, TokenSource
 from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest, TextPrompt, TokenId
 from perilune_gateway.request.paths import Api
@@ -45,7 +46,7 @@ _TOKEN_BYTES = 16
 class EngineTokenizer:
     """`choose` returns the endpoint (`ip:port`) that is to tokenize, or "" when none can. Belongs to one
     event loop. `close` frees the connections; the caller owns the `threads`. Every question has these
-    `headers`."""
+    `headers`. `tls`: of the engines."""
 
     def __init__(
         self,
@@ -54,12 +55,13 @@ class EngineTokenizer:
         max_concurrent: int,
         threads: Executor,
         headers: Mapping[str, str],
+        tls: EngineTls | None = None,
     ) -> None:
         self._choose = choose
         self._bytes_per_token = bytes_per_token
         self._slots = asyncio.Semaphore(max_concurrent)
         self._threads = threads
-        self._headers = headers
+        self._headers, self._tls = headers, tls
         self.form = ANY_FORM
         """How conversations are converted for the question; the engine does the rest."""
         self._http: aiohttp.ClientSession | None = None
@@ -79,7 +81,7 @@ class EngineTokenizer:
         if not (endpoint := self._choose()):
             raise CannotTellError(Cause.NO_ENGINE)
         if self._http is None:
-            self._http = aiohttp.ClientSession(headers={**pages.PLAIN, **self._headers})
+            self._http = engine_calls.session(self._tls, {**pages.PLAIN, **self._headers})
         url, most = f"http://{endpoint}/tokenize", _most_tokens(request)
         try:
             async with (

@@ -37,7 +37,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perilune_api.pool import Model, SpecError
+from perilune_api.pool import EngineTls, Model, SpecError
 from perilune_gateway.model import AwaitedMedium, MediaSpan, Tokens, TokenSource
 from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest, TextPrompt, TokenPrompt
 from perilune_gateway.request.paths import Api
@@ -85,8 +85,9 @@ class Tokenizer:
     """Tokens of requests for one model.
 
     `engine` returns the endpoint (`ip:port`) that is to tokenize, or "" when none can; `headers` are those of
-    the questions that it is asked. `now` and `encode` belong to one event loop; `close` frees threads and
-    connections. Raises SpecError when the pool names a tokenizer that does not exist or does not load.
+    the questions that it is asked, and `tls` the engines'. `now` and `encode` belong to one event loop;
+    `close` frees threads and connections. Raises SpecError when the pool names a tokenizer that does not
+    exist or does not load.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Tokenizer:
         max_concurrent: int = 32,
         threads: int = 2,
         headers: Mapping[str, str] | None = None,
+        tls: EngineTls | None = None,
         stopwatch: Callable[[], float] = time.perf_counter,
         media: MediaSpans | None = None,
     ) -> None:
@@ -115,7 +117,7 @@ class Tokenizer:
         self.timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
         self._engine = EngineTokenizer(
-            engine or (lambda: ""), model.bytes_per_token, max_concurrent, self._threads, headers or {}
+            engine or (lambda: ""), model.bytes_per_token, max_concurrent, self._threads, headers or {}, tls
         )
         self._stopwatch = stopwatch
         if self._templates is not None:
