@@ -83,7 +83,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=_number,
         default=known.gateways,
         metavar="N",
-        help="gateways of a pool that does not say how many [%(default)s]",
+        help="gateways of a new pool that does not say how many [%(default)s]",
     )
     add(
         "--envoy-namespace",

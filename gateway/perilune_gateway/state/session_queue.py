@@ -70,10 +70,12 @@ class Room(Struct, frozen=True, gc=False):
     active: float
     """Expected tokens of the contexts that are used again soon."""
     capacity: int
+    starting: bool = False
+    """No endpoint is ready, and one starts because a session waits."""
 
     def after(self, tokens: int) -> Room:
         """Return what is left when a session with so many tokens has begun."""
-        return Room(self.active + tokens, self.capacity)
+        return Room(self.active + tokens, self.capacity, self.starting)
 
 
 class Waiting(Struct, frozen=True, gc=False, kw_only=True):
@@ -495,6 +497,8 @@ def _arrived(place: Place) -> int:
 
 def _fits(tokens: int, room: Room) -> bool:
     """Return whether the prompt fits. One that is larger than the room may begin while half of the room is
-    free. Without any endpoint, waiting is of no use."""
+    free. Without any endpoint, waiting is of no use, unless one starts."""
+    if room.starting:
+        return False
     allowed = FULL * room.capacity
     return not room.capacity or room.active + tokens <= allowed or room.active <= allowed / 2

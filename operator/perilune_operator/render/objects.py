@@ -51,8 +51,8 @@ class Defaults:
     """Namespaces in which Envoy Gateway runs Envoys."""
     platform_user: bool = False
     """Whether the platform gives pods their uid and groups, as OpenShift does."""
-    gateways: int = 1
-    """Gateway pods of a pool that does not say how many."""
+    gateways: int = 2
+    """Gateway pods of a new pool that does not say how many."""
 
     @property
     def revision(self) -> str:
@@ -84,6 +84,8 @@ class Context:
     the spec's."""
     gateways: int | None = None
     """Replicas of the gateway; None when an autoscaler sets them."""
+    default_gateways: int | None = None
+    """The number of gateways that the operator chose for a spec that names none; None: the spec names it."""
     gateways_read_at: str | None = None
     """The only version of the gateway's Deployment to which `gateways` may be applied; None for any."""
     client_policies: Sequence[Object] = ()

@@ -162,7 +162,15 @@ def _check_waits(spec: InferencePoolSpec) -> None:
 
 def _check_scaling(spec: InferencePoolSpec) -> None:
     scaling = spec.scaling
-    if scaling is None or scaling.signal is Signal.METRIC:
+    if scaling is None:
+        return
+    if not scaling.min_replicas and scaling.signal is Signal.METRIC:
+        words = "Kubernetes' autoscalers keep one: use queueSeconds, kvUsage or ttftAttainment as signal"
+        raise SpecError(f"{words} - at `$.spec.scaling.minReplicas`")
+    if not scaling.min_replicas and spec.prefill_replicas:
+        words = "Endpoints that only prefill would go on without any that serves: 1 is the least"
+        raise SpecError(f"{words} - at `$.spec.scaling.minReplicas`")
+    if scaling.signal is Signal.METRIC:
         return
     if spec.gateway.served_by:
         words = "The operator reads it from the pool's own gateway, and servedBy leaves none: use metric"

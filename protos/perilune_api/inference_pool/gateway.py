@@ -127,8 +127,8 @@ class GatewaySpec(Struct, frozen=True, kw_only=True):
     network in plain text."""
     replicas: Annotated[int, Meta(ge=0, le=100)] | None = None
     """Number of gateway pods. Several share sessions and load, see state. With 0 no gateway runs, and
-    failOpen says what happens to requests. Without it the chart's gatewayReplicas counts, which is 1 by
-    default and 2 in values-production.yaml."""
+    failOpen says what happens to requests. Without it a new pool gets as many as the chart's gatewayReplicas,
+    which is 2; one that exists keeps its number until rollout.revision lets it follow the operator."""
     state: SharedStateSpec | None = None
     """The server through which gateway pods share sessions and load. Without it the operator runs one when
     there may be several gateways."""
