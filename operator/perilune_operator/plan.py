@@ -79,6 +79,8 @@ class Plan:
     """What happens to the roles of endpoints."""
     secret: Object | None = None
     """The Secret to create, without its values, unless there is one; None if the spec names one."""
+    certificate: Object | None = None
+    """The Secret with the certificate of the operator's Valkey, in the same way; None if it needs none."""
 
 
 def plan(
@@ -155,6 +157,7 @@ def plan(
         tries=tried is not None and tried.status.state is State.RUNNING,
         switch=switch,
         secret=_secret(pool),
+        certificate=_certificate(pool),
     )
 
 
@@ -174,6 +177,13 @@ def _secrets(
         {part: rendering.template for part, rendering in memory.renderings.items()},
         rolling=any(progress.is_rolling(observed.children[k]) for k in workloads if k in observed.children),
         follows=_follows(spec, observed, defaults),
+        state_tls=defaults.state_tls
+        and shared_state.speaks_tls(
+            spec.gateway,
+            earlier.gateway if (earlier := revision.accepted(memory)) else None,
+            server.template if (server := memory.renderings.get("state")) else None,
+            follows=_follows(spec, observed, defaults),
+        ),
     )
 
 
@@ -181,6 +191,13 @@ def _secret(pool: Context) -> Object | None:
     if pool.spec.secrets.name:
         return None
     return secrets.secret(pool.object("ConfigMap", pool.secrets.name, "gateway")["metadata"])
+
+
+def _certificate(pool: Context) -> Object | None:
+    name = pool.secrets.certificate
+    if not (name and shared_state.is_managed(pool.spec.gateway)):
+        return None
+    return secrets.certificate(pool.object("ConfigMap", name, "state")["metadata"])
 
 
 def _completed(

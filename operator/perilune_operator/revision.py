@@ -28,6 +28,7 @@ from perilune_api.inference_pool.checks import convert
 from perilune_api.inference_pool.spec import InferencePoolSpec
 from perilune_api.pool import SpecError
 from perilune_operator.observe.facts import Key, Object, Observed
+from perilune_operator.render import shared_state
 from perilune_operator.render.objects import Context, Defaults
 
 LATEST = "latest"
@@ -140,7 +141,7 @@ def revised(
             renderings[part] = Rendering(obj["kind"], revision, now)
             made.append(obj)
     behind = any(rendering.revision != revision for rendering in renderings.values())
-    behind = behind or pool.default_gateways not in (None, pool.defaults.gateways)
+    behind = behind or pool.default_gateways not in (None, pool.defaults.gateways) or _lacks_tls(pool)
     made.append(_config_map(pool, renderings))
     return Revised(
         tuple(made),
@@ -149,6 +150,13 @@ def revised(
         upgrades=asked and not behind,
         waits=asked and behind,
     )
+
+
+def _lacks_tls(pool: Context) -> bool:
+    """Return whether the server of shared state is one of an earlier version, which speaks plain text."""
+    given = pool.spec.gateway
+    wanted = shared_state.is_managed(given) and shared_state.wants_tls(given) and pool.defaults.state_tls
+    return wanted and not pool.secrets.certificate
 
 
 def _config_map(pool: Context, renderings: Mapping[str, Rendering]) -> Object:

@@ -53,6 +53,8 @@ class Defaults:
     """Whether the platform gives pods their uid and groups, as OpenShift does."""
     gateways: int = 2
     """Gateway pods of a new pool that does not say how many."""
+    state_tls: bool = True
+    """Whether the operator can make the certificate of its servers of shared state."""
 
     @property
     def revision(self) -> str:
@@ -60,6 +62,7 @@ class Defaults:
         images = (self.image, self.engine_image, self.master_image, self.simulated_image, self.state_image)
         named = " ".join((*images, *self.pull_secrets, *([f"{self.gateways}"] if self.gateways > 1 else ())))
         named += " platform's user" if self.platform_user else ""
+        named += "" if self.state_tls else " no certificates"
         return f"{self.version}-{hashlib.sha256(named.encode()).hexdigest()[:8]}"
 
 

@@ -79,6 +79,9 @@ class SharedStateSpec(Struct, frozen=True):
     ca_secret: OptionalObject = ""
     """Secret in the pool's namespace whose key ca.crt holds the CA certificates of a rediss:// server. If
     empty, those of the image count."""
+    tls: bool = True
+    """Whether the operator's own server speaks TLS, with a certificate that the operator makes. Turn it off
+    for a stateImage without TLS."""
 
 
 class TracingSpec(Struct, frozen=True):
