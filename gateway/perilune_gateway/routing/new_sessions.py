@@ -101,13 +101,14 @@ class NewSessions:
         self._elsewhere: dict[str, _Elsewhere] = {}
         """Other replica → what it counts."""
         self.on = False
-        self._starts = False
+        self._start_s = 0.0
         self.configure(SessionAdmission())
 
-    def configure(self, rules: SessionAdmission, *, starts: bool = False) -> None:
+    def configure(self, rules: SessionAdmission, *, start_s: float = 0.0) -> None:
         """Take over (changed) rules. Those that wait when it is turned off begin with the next `due`.
-        `starts`: an endpoint is started when a session comes and none is ready."""
-        self._starts = starts
+        `start_s`: seconds that an endpoint takes to start when a session comes and none is ready; 0: none is
+        started."""
+        self._start_s = start_s
         if self.on and not rules.enabled:
             self._contexts = ActiveContexts()
             self._queue.clear()
@@ -253,7 +254,7 @@ class NewSessions:
         ]
         capacity = sum(view.load.kv_pool_tokens for view in taking)
         elsewhere = sum(other.tokens(now) for other in self._elsewhere.values())
-        return Room(self._active(now) + elsewhere, capacity, self._starts and not taking)
+        return Room(self._active(now) + elsewhere, capacity, self._start_s > 0 and not taking)
 
     def _active(self, now: float) -> float:
         """Return the expected tokens of the contexts that count here."""
@@ -267,7 +268,7 @@ class NewSessions:
     def _refusal(self, refused: Refused, now: float) -> Refusal:
         self._refused += 1
         if self._room(now).starting:
-            return admission.starting(refused.retry_after_s)
+            return admission.starting(self._state.starts.retry_after_s(self._start_s, now))
         return Refusal(
             RefuseReason.NO_ROOM,
             "The pool's KV cache is full of active sessions, and no new session can begin now",

@@ -125,8 +125,8 @@ class Router:
         self.trial.configure(pool)
         self._verdicts.configure(pool)
         self.state.ejection.rules = self._routing.ejection
-        starts = self._routing.limits.start_seconds > 0
-        self.new_sessions.configure(self._routing.session_admission, starts=starts)
+        start_s = self._routing.limits.start_seconds
+        self.new_sessions.configure(self._routing.session_admission, start_s=start_s)
         endpoints = [endpoint for e in spec.endpoints for endpoint in _ranks(e, spec.topology)]
         self._conversations.configure(self._routing.session, endpoints)
         known = {endpoint.address: endpoint.instance for endpoint in self.state.fleet.endpoints()}

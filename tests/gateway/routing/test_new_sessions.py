@@ -209,3 +209,17 @@ def test_who_waits_longer_than_maxwaitseconds_for_the_first_endpoint_is_told_whe
     ((ticket, refusal),) = rig.router.due()
     assert (ticket, refusal.reason, refusal.status) == (waiting.ticket, RefuseReason.STARTING, 429)
     assert refusal.retry_after_s > 0
+
+
+def test_nothing_is_held_where_waiting_is_not_allowed():
+    rules = replace(ON, max_wait_seconds=0.0)
+    rig = Rig(document(rules))
+    first = rig.route(range(800), named("a"))
+    refusal = rig.ask(range(2_000, 2_100), named("b"))
+    assert isinstance(refusal, Refusal)
+    assert (refusal.reason, refusal.status) == (RefuseReason.NO_ROOM, 429)
+    assert rig.router.due() == []
+    rig.finish(first)
+    rig.now += 3_000.0
+    assert isinstance(rig.ask(range(2_000, 2_100), named("b")), Routed)
+    assert Routing(session_admission=rules).message_timeout_s == Routing().message_timeout_s
