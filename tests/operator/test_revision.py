@@ -13,8 +13,16 @@ from perilune_operator.plan import Plan, plan
 from perilune_operator.render.objects import Defaults
 
 NOW = 1_760_000_000.0
-OLD = Defaults(image="perilune:1", engine_image="vllm:1", master_image="mooncake:1", version="1.0.0")
-NEW = Defaults(image="perilune:2", engine_image="vllm:2", master_image="mooncake:2", version="2.0.0")
+OLD, NEW = (
+    Defaults(
+        image=f"perilune:{n}",
+        engine_image=f"vllm:{n}",
+        master_image=f"mooncake:{n}",
+        state_image=f"valkey:{n}",
+        version=f"{n}.0.0",
+    )
+    for n in (1, 2)
+)
 STORE: Object = {"mooncake": {"store": {"enabled": True}}}
 
 

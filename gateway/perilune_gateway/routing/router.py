@@ -125,6 +125,7 @@ class Router:
         self.trial.configure(pool)
         self._verdicts.configure(pool)
         self.state.ejection.rules = self._routing.ejection
+        self.state.loads.ranks_tenants = self._routing.engine_priority.fair_share
         start_s = self._routing.limits.start_seconds
         self.new_sessions.configure(self._routing.session_admission, start_s=start_s)
         endpoints = [endpoint for e in spec.endpoints for endpoint in _ranks(e, spec.topology)]

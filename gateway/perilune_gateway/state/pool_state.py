@@ -80,7 +80,7 @@ class PoolState:
         the gateway sends the key that engines demand."""
         spec = pool.spec
         facts, requests = Facts(), Requests()
-        loads = Loads(facts.tell)
+        loads = Loads(facts.tell, sharing.sessions.tenant if sharing else str)
         fleet = Fleet(spec.engine.kv_pool_tokens, loads)
         keys = spec.routing.session
         index = PrefixIndex(index_blocks(pool), SPECULATIVE_TTL_S, claims_per_endpoint=_kv_blocks(pool))
