@@ -10,6 +10,7 @@ from appliers import applier, plan_of
 
 from perilune_api.inference_pool.checks import convert
 from perilune_api.kube import Client
+from perilune_api.pool import SpecError
 from perilune_operator.apply import certificate
 from perilune_operator.apply.ownership import Owner
 from perilune_operator.observe.facts import Key, Object, Observed, key
@@ -73,6 +74,11 @@ def test_without_certificates_both_speak_plain_text(defaults: Defaults, gateway:
 @pytest.mark.parametrize("gateway", [{"replicas": 1}, {"state": {"server": "redis://mine:6379"}}])
 def test_no_certificate_is_made_where_the_operator_runs_no_server(gateway: Object) -> None:
     assert planned(NEW, gateway=gateway).certificate is None
+
+
+def test_tls_of_a_named_server_is_the_addresss() -> None:
+    with pytest.raises(SpecError, match=r"rediss://.* - at `\$\.spec\.gateway\.state\.tls`"):
+        planned(NEW, gateway={"state": {"server": "redis://mine:6379", "tls": False}})
 
 
 def test_another_word_asks_for_another_certificate() -> None:
