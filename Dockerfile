@@ -2,7 +2,7 @@
 # Two images. The default one has perilune-operator, -gateway and -extension-server; `--target engine` has the simulated engine
 # (`perilune engine`) as well. Each program ends at once on SIGTERM (the gateway after its answers), so none needs an init.
 # Debian 12 works as a base, too; 13's Python 3.13 takes a tenth less CPU than 12's 3.11. A base that has python3 and
-# python3-venv needs no apt mirror.
+# python3-venv needs no apt mirror. With openssl, which ca-certificates bring along, the operator makes certificates.
 ARG BASE=docker.io/library/debian:trixie-slim
 
 FROM ${BASE} AS dependencies
@@ -35,7 +35,7 @@ RUN ${INSTALL} && rm /opt/perilune/bin/perilune \
 
 FROM ${BASE} AS runtime
 RUN command -v python3 >/dev/null || { \
-      apt-get update && apt-get install -y --no-install-recommends python3 ca-certificates \
+      apt-get update && apt-get install -y --no-install-recommends python3 ca-certificates openssl \
       && rm -rf /var/lib/apt/lists/*; }
 ENV PATH=/opt/perilune/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 65532:65532

@@ -116,6 +116,14 @@ ALERTS = (
         "Decisions are slow",
     ),
     Alert(
+        "PeriluneSharedStateLost",
+        f"min by ({POOL}, pod) (perilune_shared_state_connected) == 0",
+        2,
+        Severity.WARNING,
+        f"Gateway {{{{ $labels.pod }}}} of {_OF} decides alone, without the server of shared state",
+        "shared_state",
+    ),
+    Alert(
         "PeriluneReconcileFails",
         'sum by (namespace) (rate(perilune_operator_rounds_total{outcome="failed"}[10m])) > 0',
         10,

@@ -282,6 +282,23 @@ OPERATORS = Dashboard(
             ),
         ),
         Panel(
+            "Shared state: gateways that its server answers, and those that each hears",
+            "short",
+            (
+                Query(f"sum({_of('perilune_shared_state_connected')})", "answered"),
+                Query(f"count({_of('perilune_shared_state_connected')})", "gateways"),
+                Query(_of("perilune_shared_state_peers"), "heard by {{pod}}"),
+                Query(
+                    f"60 * sum({_rate('perilune_shared_state_reconnects_total')})", "reconnects per minute"
+                ),
+            ),
+        ),
+        Panel(
+            "Shared state: from writing a change to reading it back",
+            "s",
+            (Query(_of("perilune_shared_state_lag_seconds"), "{{pod}}"),),
+        ),
+        Panel(
             "Operator: rounds and writes per second",
             "short",
             (

@@ -89,3 +89,21 @@ def test_a_load_that_rises_and_falls_takes_the_pool_up_and_down_without_flapping
     assert seen[: up + 1] == sorted(seen[: up + 1])
     assert seen[up:] == sorted(seen[up:], reverse=True)
     assert len(seen) - 1 <= 6
+
+
+def rests(pool: LivePool) -> None:
+    assert pool.get()["spec"]["replicas"] == 0
+    assert pool.all_pods() == []
+    assert pool.conditions()["Ready"] == ("True", "ZeroEndpoints")
+
+
+def test_a_pool_that_rests_is_woken_by_a_prompt_and_rests_again(elastic):
+    """Envoy asks the gateway although there is no engine, so clients learn when to come back."""
+    elastic.patch(scaling={"minReplicas": 0})
+    eventually(lambda: rests(elastic), timeout_s=120)
+    refused = elastic.client.complete()
+    assert (refused.status, refused.headers["x-perilune-refused"]) == (429, "starting")
+    assert 5 <= int(refused.headers["retry-after"]) <= 60
+    eventually(elastic.answers, timeout_s=120)
+    assert elastic.get()["spec"]["replicas"] == 1
+    eventually(lambda: rests(elastic), timeout_s=120)

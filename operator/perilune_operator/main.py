@@ -24,6 +24,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from perilune_api import kube
 from perilune_operator import handlers
+from perilune_operator.apply import certificate
 from perilune_operator.lease import DURATION_S, SHORTEST_S, Lease
 from perilune_operator.metrics import Metrics
 from perilune_operator.reconcile import POOLS_AT_ONCE, Reconciler
@@ -83,7 +84,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=_number,
         default=known.gateways,
         metavar="N",
-        help="gateways of a pool that does not say how many [%(default)s]",
+        help="gateways of a new pool that does not say how many [%(default)s]",
     )
     add(
         "--envoy-namespace",
@@ -186,6 +187,7 @@ async def serve(args: argparse.Namespace) -> None:
             envoy_namespaces=tuple(args.envoy_namespace) or Defaults().envoy_namespaces,
             platform_user=args.platform_user,
             gateways=args.gateway_replicas,
+            state_tls=certificate.is_possible(),
         ),
         Metrics(prometheus, lease.remaining_s),
         namespace=args.namespace,

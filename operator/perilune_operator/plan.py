@@ -79,6 +79,8 @@ class Plan:
     """What happens to the roles of endpoints."""
     secret: Object | None = None
     """The Secret to create, without its values, unless there is one; None if the spec names one."""
+    certificate: Object | None = None
+    """The Secret with the certificate of the operator's Valkey, in the same way; None if it needs none."""
 
 
 def plan(
@@ -94,7 +96,7 @@ def plan(
         return Plan(
             objects=None, status=refused(name, namespace, str(spec), observed, now, defaults), again_in=LOOK_S
         )
-    spec = _completed(spec, defaults)
+    spec, chosen_gateways = _completed(name, namespace, spec, observed, defaults)
     scale_to = _scaled(name, namespace, spec, observed, now)
     if scale_to is not None:
         spec = msgspec.structs.replace(spec, replicas=scale_to)
@@ -110,6 +112,7 @@ def plan(
         fabric=fabric,
         kinds=observed.kinds,
         defaults=defaults,
+        default_gateways=chosen_gateways,
     )
     tried = canary.trying(spec.routing, observed)
     pool = replace(pool, routing=tried.routing if tried else None)
@@ -154,6 +157,7 @@ def plan(
         tries=tried is not None and tried.status.state is State.RUNNING,
         switch=switch,
         secret=_secret(pool),
+        certificate=_certificate(pool),
     )
 
 
@@ -172,7 +176,14 @@ def _secrets(
         spec,
         {part: rendering.template for part, rendering in memory.renderings.items()},
         rolling=any(progress.is_rolling(observed.children[k]) for k in workloads if k in observed.children),
-        follows=observed.is_turn and spec.rollout.revision in (revision.LATEST, defaults.revision),
+        follows=_follows(spec, observed, defaults),
+        state_tls=defaults.state_tls
+        and shared_state.speaks_tls(
+            spec.gateway,
+            earlier.gateway if (earlier := revision.accepted(memory)) else None,
+            server.template if (server := memory.renderings.get("state")) else None,
+            follows=_follows(spec, observed, defaults),
+        ),
     )
 
 
@@ -182,12 +193,33 @@ def _secret(pool: Context) -> Object | None:
     return secrets.secret(pool.object("ConfigMap", pool.secrets.name, "gateway")["metadata"])
 
 
-def _completed(spec: InferencePoolSpec, defaults: Defaults) -> InferencePoolSpec:
-    """Return the spec with the operator's number of gateways, if it has none of its own."""
-    if spec.gateway.replicas is not None:
-        return spec
-    gateways = msgspec.structs.replace(spec.gateway, replicas=defaults.gateways)
-    return msgspec.structs.replace(spec, gateway=gateways)
+def _certificate(pool: Context) -> Object | None:
+    name = pool.secrets.certificate
+    if not (name and shared_state.is_managed(pool.spec.gateway)):
+        return None
+    return secrets.certificate(pool.object("ConfigMap", name, "state")["metadata"])
+
+
+def _completed(
+    name: str, namespace: str, spec: InferencePoolSpec, observed: Observed, defaults: Defaults
+) -> tuple[InferencePoolSpec, int | None]:
+    """Return the spec with a number of gateways, and that number if the operator chose it, because the spec
+    names none."""
+    given = spec.gateway
+    if given.replicas is not None:
+        return spec, None
+    scaled = given.min_replicas is not None and given.max_replicas is not None
+    follows = scaled or _follows(spec, observed, defaults)
+    live = observed.children.get(Key("Deployment", namespace, names.gateway_name(name)))
+    memory = revision.remembered(name, namespace, observed)
+    chosen = revision.gateways(memory, live, defaults, follows=follows)
+    completed = msgspec.structs.replace(spec, gateway=msgspec.structs.replace(given, replicas=chosen))
+    return completed, None if scaled else chosen
+
+
+def _follows(spec: InferencePoolSpec, observed: Observed, defaults: Defaults) -> bool:
+    """Return whether the pool's pods follow this version of the operator now."""
+    return observed.is_turn and spec.rollout.revision in (revision.LATEST, defaults.revision)
 
 
 def refused(
@@ -256,7 +288,8 @@ def _revised(pool: Context, observed: Observed) -> Revised:
     if spec is not None:
         try:
             chosen = _secrets(pool.name, spec, observed, pool.namespace, pool.defaults)
-            earlier = _objects(replace(pool, spec=_completed(spec, pool.defaults), chosen=chosen))
+            completed, _ = _completed(pool.name, pool.namespace, spec, observed, pool.defaults)
+            earlier = _objects(replace(pool, spec=completed, chosen=chosen))
         except SpecError:  # a newer operator may refuse what an older one took
             pass
     return revision.revised(pool, _objects(pool), earlier, memory, is_turn=observed.is_turn)

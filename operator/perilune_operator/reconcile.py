@@ -58,6 +58,7 @@ from perilune_operator.observe.gateway_pages import (
     FIRST_READ_S,
     READ_S,
     GatewayPages,
+    counted_between,
     first_tokens_between,
 )
 from perilune_operator.plan import LOOK_S, Plan, plan, refused
@@ -126,6 +127,8 @@ class _Pool:
     """Seconds within which a first token comes in time for each duty's scaling."""
     first_tokens: Mapping[str, FirstTokens] = field(default_factory=dict)
     """Gateway, by pod → its requests and those whose first token came in time, as it last reported them."""
+    last_read: GatewayStats | None = None
+    """What its gateways reported at the last reading of which no page was missing."""
     pages_due: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the gateways' pages should be read at once."""
     overwritten: tuple[str, float] = "", -inf
@@ -366,6 +369,7 @@ class Reconciler:
                 pool.demands[duty].append(_demand(duty, pool, stats, engines, self._wall_clock()))
             known = {**pool.first_tokens, **stats.first_tokens}
             pool.first_tokens = {pod.name: known[pod.name] for pod in engines if pod.name in known}
+            pool.last_read = stats
         changed, pool.stats = stats != pool.stats, stats
         if changed or pool.follows_load or pool.selects:
             pool.wake(self._clock())
@@ -404,6 +408,8 @@ def _demand(
     first_tokens, in_time = first_tokens_between(pool.first_tokens, stats.first_tokens, within_s)
     hosts = {pod.ip for pod in own}
     queues_s = [stats.queue_s_at.get(host, 0.0) for host in hosts]
+    before = pool.last_read or stats
+    unserved = counted_between(before.unserved, stats.unserved) + stats.waiting
     return Demand(
         at=at,
         queue_s=sum(queues_s),
@@ -413,6 +419,8 @@ def _demand(
         in_time=in_time,
         prefilling=sum(queue_s > BUSY_S for queue_s in queues_s),
         wanted=pool.endpoints.get(duty, 0),
+        requests=counted_between(before.routed, stats.routed) + stats.under_way + unserved,
+        unserved=unserved,
     )
 
 

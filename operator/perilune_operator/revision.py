@@ -10,7 +10,8 @@ the pod template in force with the revision that rendered it.
                     │ otherwise                                                  ─▶ keep it
 
 Whether a change of the spec concerns a workload shows by rendering the earlier spec again, with this
-operator. All other objects (Services, policies, routes, the pool document) always follow the operator.
+operator. The number of gateways of a spec that names none is kept in the same way.
+All other objects (Services, policies, routes, the pool document) always follow the operator.
 
 Pure.
 """
@@ -27,13 +28,14 @@ from perilune_api.inference_pool.checks import convert
 from perilune_api.inference_pool.spec import InferencePoolSpec
 from perilune_api.pool import SpecError
 from perilune_operator.observe.facts import Key, Object, Observed
-from perilune_operator.render.objects import Context
+from perilune_operator.render import shared_state
+from perilune_operator.render.objects import Context, Defaults
 
 LATEST = "latest"
 """Value of rollout.revision: follow the operator."""
 TEMPLATES: Mapping[str, str] = {"Deployment": "template", "LeaderWorkerSet": "leaderWorkerTemplate"}
 """Kind of workload → the field of its spec that decides what its pods are."""
-_SPEC = "spec.json"
+_SPEC, _GATEWAYS = "spec.json", "gateways.json"
 
 
 class Rendering(msgspec.Struct, frozen=True):
@@ -52,6 +54,9 @@ class Remembered:
     """The spec that was carried out last, without replicas and defaults."""
     renderings: Mapping[str, Rendering] = field(default_factory=dict)
     """Component → what was rendered for it."""
+    gateways: int | None = None
+    """The number of gateways that the operator chose, because the spec named none; None: the spec named it,
+    or the pool is new."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +79,12 @@ def remembered(name: str, namespace: str, observed: Observed) -> Remembered:
     kept = observed.children.get(Key("ConfigMap", namespace, names.rendered_name(name)), {})
     data, renderings = dict(kept.get("data") or {}), {}
     spec = _decoded(data.pop(_SPEC, ""), dict)
+    completed = (spec or {}).get("gateway", {}).get("replicas")  # which earlier versions alone remembered
+    gateways = _decoded(data.pop(_GATEWAYS, msgspec.json.encode(completed)), int | None)
     for file, text in data.items():
         if (made := _decoded(text, Rendering)) is not None:
             renderings[file.removesuffix(".json")] = made
-    return Remembered(spec, renderings)
+    return Remembered(spec, renderings, gateways)
 
 
 def accepted(memory: Remembered) -> InferencePoolSpec | None:
@@ -87,6 +94,16 @@ def accepted(memory: Remembered) -> InferencePoolSpec | None:
         return convert(memory.spec) if memory.spec is not None else None
     except SpecError:
         return None
+
+
+def gateways(memory: Remembered, live: Object | None, defaults: Defaults, *, follows: bool) -> int:
+    """Return the number of gateways of a pool whose spec names none: the operator's default when the pool is
+    new or follows this version, or when its spec named another until now; otherwise the number that it has.
+    `live`: the Deployment of its gateways. `follows`: pods follow this version now."""
+    kept = memory.gateways
+    if memory.spec is None and live is not None:
+        kept = int(live.get("spec", {}).get("replicas", 1))
+    return defaults.gateways if follows or kept is None else kept
 
 
 def revised(
@@ -124,6 +141,7 @@ def revised(
             renderings[part] = Rendering(obj["kind"], revision, now)
             made.append(obj)
     behind = any(rendering.revision != revision for rendering in renderings.values())
+    behind = behind or pool.default_gateways not in (None, pool.defaults.gateways) or _lacks_tls(pool)
     made.append(_config_map(pool, renderings))
     return Revised(
         tuple(made),
@@ -134,10 +152,18 @@ def revised(
     )
 
 
+def _lacks_tls(pool: Context) -> bool:
+    """Return whether the server of shared state is one of an earlier version, which speaks plain text."""
+    given = pool.spec.gateway
+    wanted = shared_state.is_managed(given) and shared_state.wants_tls(given) and pool.defaults.state_tls
+    return wanted and not pool.secrets.certificate
+
+
 def _config_map(pool: Context, renderings: Mapping[str, Rendering]) -> Object:
     spec = msgspec.structs.replace(pool.spec, replicas=1)
     data = {_SPEC: _encoded(versions.stated(spec))}
     data |= {f"{part}.json": _encoded(rendering) for part, rendering in renderings.items()}
+    data[_GATEWAYS] = _encoded(pool.default_gateways)
     return pool.object("ConfigMap", names.rendered_name(pool.name), "engine", data=data)
 
 

@@ -63,6 +63,8 @@ class Reason(StrEnum):
     NO_WORKLOAD_API = "NoWorkloadApi"
     """An endpoint spans nodes, and the cluster has no LeaderWorkerSet."""
     NO_ENGINES_WANTED = "NoEnginesWanted"
+    ZERO_ENDPOINTS = "ZeroEndpoints"
+    """scaling.minReplicas is 0, and no request has come for a while: the next one starts an endpoint."""
     ENGINES_TELL_ALL = "EnginesTellAll"
     ENGINES_LACK = "EnginesLack"
     """Engines that are selected lack something; the message says what, what it costs, and the flag that cures

@@ -471,3 +471,16 @@ def test_a_wrong_key_of_engines_is_named(given: dict[str, Any], says: str) -> No
     with pytest.raises(SpecError) as error:
         convert({"model": {"name": "m"}, "engine": given})
     assert says in str(error.value)
+
+
+def start_seconds(**fields: object) -> float:
+    made = convert(spec(**fields))
+    return pool_document("p", "ns", made, pool.Topology()).spec.routing.limits.start_seconds
+
+
+def test_clients_of_a_pool_that_starts_on_demand_are_told_when_to_come_back() -> None:
+    scaling = {"signal": "queueSeconds", "minReplicas": 0, "maxReplicas": 2}
+    known = {"limits": {"startSeconds": 300}}
+    assert start_seconds() == start_seconds(scaling={**scaling, "minReplicas": 1}) == 0.0
+    assert start_seconds(scaling=scaling) == 60.0
+    assert start_seconds(scaling=scaling, routing=known) == start_seconds(routing=known) == 300.0

@@ -72,6 +72,10 @@ CASES = {
         [series("perilune_parity", "1x60", AT_A, 'state="ok"')],
     ),
     "PeriluneDecisionsSlow": (decisions(1), decisions(60)),
+    "PeriluneSharedStateLost": (
+        [series("perilune_shared_state_connected", "0x60")],
+        [series("perilune_shared_state_connected", "1x60")],
+    ),
     "PeriluneReconcileFails": (
         [series("perilune_operator_rounds_total", "0+1x60", 'outcome="failed"')],
         [series("perilune_operator_rounds_total", "0+1x60", 'outcome="done"')],

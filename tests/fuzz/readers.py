@@ -62,6 +62,8 @@ from perilune_gateway.model.shared import (
     Offered,
     OfferStage,
     PlaceInLine,
+    QueuedOf,
+    Queueing,
     TenantInLine,
     decode,
     encode,
@@ -477,6 +479,7 @@ SEEDS: Mapping[str, tuple[bytes, ...]] = {
                 Batch(
                     "there",
                     (
+                        Queueing(10, (QueuedOf(b"t" * 16, 2.5),)),
                         InLine(
                             11,
                             (

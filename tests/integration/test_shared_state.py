@@ -36,6 +36,7 @@ from perilune_lab.processes.envoy import config
 from perilune_lab.processes.stack import EngineOptions, Stack
 from perilune_operator.observe.facts import Observed
 from perilune_operator.plan import plan
+from perilune_operator.render import shared_state
 from perilune_operator.render.objects import Defaults
 
 SERVER = shutil.which("valkey-server") or shutil.which("redis-server")
@@ -87,11 +88,16 @@ class Rig:
         self._servers = 0
 
     async def start_server(self, *more: str) -> child.Child:
-        """As in the operator's pod, but at a port and an address of this machine."""
+        """As in the operator's pod, but at a port and an address of this machine, and without TLS."""
         assert SERVER is not None
         self._servers += 1
-        args = [arg.replace("$(PERILUNE_STATE_PASSWORD)", PASSWORD) for arg in CONTAINER["args"]]
-        command = [SERVER, *args, "--port", f"{self.port}", "--bind", "127.0.0.1", *more]
+        certificates.make(self.stack.folder)
+        here = {"$(PERILUNE_STATE_PASSWORD)": PASSWORD, shared_state.FOLDER: str(self.stack.folder)}
+        args = list(CONTAINER["args"])
+        for there, value in here.items():
+            args = [arg.replace(there, value) for arg in args]
+        plain = ("--port", f"{self.port}", "--tls-port", "0", "--bind", "127.0.0.1")
+        command = [SERVER, *args, *plain, *more]
         name = f"server-{self._servers}"
         started = await child.start(name, command, {}, self.stack.folder)
         self.stack.children[name] = started
@@ -393,7 +399,7 @@ async def test_gateways_verify_the_certificate_of_a_server_with_tls(rig: Rig, tm
     certificate, key = certificates.make(tmp_path)
     other, _ = certificates.make(tmp_path, "other")
     server = await rig.start_server(
-        *("--port", "0", "--tls-port", f"{rig.tls_port}", "--tls-auth-clients", "no"),
+        *("--port", "0", "--tls-port", f"{rig.tls_port}"),
         *("--tls-cert-file", f"{certificate}", "--tls-key-file", f"{key}"),
     )
     address = ("--state-server", f"rediss://127.0.0.1:{rig.tls_port}", "--state-ca")

@@ -121,14 +121,21 @@ def test_the_image_of_the_server_of_shared_state_is_the_users(
     assert (image(), image(f"stateImage={pinned}")) == (Defaults().state_image, pinned)
 
 
-def test_production_values_give_each_pool_two_gateways_on_different_nodes_rolled_one_at_a_time(
-    template: Callable[..., dict[str, Any]],
-) -> None:
+def test_production_values_keep_the_operators_pods(template: Callable[..., dict[str, Any]]) -> None:
     values = fast_yaml.load((CHART / "values-production.yaml").read_text())
     made = template(*(f"{name}={value}" for name, value in values.items()))
     pod = made["Deployment/perilune-operator"]["spec"]["template"]["spec"]
-    given = arguments(pod["containers"][0]["args"]).gateway_replicas
     assert pod["priorityClassName"] == "system-cluster-critical"
+    assert arguments(pod["containers"][0]["args"]).gateway_replicas == 2
+
+
+@pytest.mark.parametrize("name", ["", "gatewayReplicas=2"])
+def test_a_pool_has_two_gateways_on_different_nodes_rolled_one_at_a_time(
+    template: Callable[..., dict[str, Any]], name: str
+) -> None:
+    made = template(*filter(None, [name]))
+    pod = made["Deployment/perilune-operator"]["spec"]["template"]["spec"]
+    given = arguments(pod["containers"][0]["args"]).gateway_replicas
 
     def gateway(replicas: int, spec: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
         asked = convert({"model": {"name": "m"}, "gateway": spec})
@@ -144,7 +151,10 @@ def test_production_values_give_each_pool_two_gateways_on_different_nodes_rolled
     assert ("Deployment", "p-state") in two
     assert ("PodDisruptionBudget", "p-gateway") in two
     assert gateway(given, {"replicas": 1})["Deployment", "p-gateway"]["spec"]["replicas"] == 1
-    assert ("Deployment", "p-state") not in gateway(Defaults().gateways, {})
+    assert given == Defaults().gateways
+    one = gateway(1, {})
+    assert ("Deployment", "p-state") not in one
+    assert ("PodDisruptionBudget", "p-gateway") not in one
 
 
 def test_pods_get_the_users_labels_annotations_and_priority(template: Callable[..., dict[str, Any]]) -> None:

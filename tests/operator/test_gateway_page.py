@@ -12,15 +12,17 @@ from routing_objects import candidate, request, session
 
 from perilune_api import names
 from perilune_api.inference_pool.spec import Scaling
-from perilune_gateway.model import Decision, DecisionRecord, Endpoint, Load, Outcome, Reason
+from perilune_gateway.model import Decision, DecisionRecord, Endpoint, Load, Outcome, Reason, RefuseReason
 from perilune_gateway.model.kv_events import EventStats, IngestStats
 from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.observe.merged_metrics import MergedMetrics
 from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.stats import EndpointStats, Snapshot
+from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_operator.observe.facts import Drained, GatewayStats, Missing, Object
 from perilune_operator.observe.gateway_pages import (
     GatewayPages,
+    counted_between,
     first_tokens_between,
     gateway_stats,
     of_pool,
@@ -309,3 +311,24 @@ def test_the_work_of_all_endpoints_is_read_from_the_gateways_pages() -> None:
     both = gateway_stats({"g1": shared, "g2": shared})
     assert both
     assert both.queue_s_at == {"10.1.0.1": 3.0}
+
+
+def test_prompts_and_refusals_for_want_of_an_endpoint_are_counted() -> None:
+    metrics = Metrics(CollectorRegistry(), lambda: 0.0)
+    stats = EndpointStats(endpoint=Endpoint(address="a"), load=Load(in_flight=2))
+    metrics.mirror(lambda: Snapshot(endpoints=(stats,), new_sessions=SessionAdmissionStats(waiting=3)))
+    for reason in (Reason.HOST, Reason.COLD, Reason.PASS_THROUGH):
+        record = DecisionRecord(
+            view=request(), verdict=Decision("a", reason), policy="ear", candidates=(candidate("a"),)
+        )
+        metrics.decided(record)
+    for refused in (RefuseReason.STARTING, RefuseReason.STARTING, RefuseReason.NO_ENDPOINT):
+        metrics.refused(refused)
+    told = gateway_stats({"g": generate_latest(metrics.registry).decode()})
+    assert told is not None
+    assert (told.routed, told.unserved, told.waiting, told.under_way) == ({"g": 2}, {"g": 2}, 3, 2)
+
+
+def test_a_count_grows_between_two_readings() -> None:
+    before, after = {"kept": 5, "restarted": 9, "gone": 3}, {"kept": 7, "restarted": 4, "new": 100}
+    assert counted_between(before, after) == 2 + 4

@@ -34,6 +34,7 @@ DEFAULTS = Defaults(
     engine_image="vllm:test",
     master_image="mooncake:test",
     simulated_image="simulated:test",
+    gateways=1,  # so that each file is about its own subject; several gateways are in managed-state
 )
 
 

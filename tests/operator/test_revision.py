@@ -13,8 +13,16 @@ from perilune_operator.plan import Plan, plan
 from perilune_operator.render.objects import Defaults
 
 NOW = 1_760_000_000.0
-OLD = Defaults(image="perilune:1", engine_image="vllm:1", master_image="mooncake:1", version="1.0.0")
-NEW = Defaults(image="perilune:2", engine_image="vllm:2", master_image="mooncake:2", version="2.0.0")
+OLD, NEW = (
+    Defaults(
+        image=f"perilune:{n}",
+        engine_image=f"vllm:{n}",
+        master_image=f"mooncake:{n}",
+        state_image=f"valkey:{n}",
+        version=f"{n}.0.0",
+    )
+    for n in (1, 2)
+)
 STORE: Object = {"mooncake": {"store": {"enabled": True}}}
 
 
@@ -131,3 +139,58 @@ def test_the_same_operator_changes_pods_whenever_what_it_knows_changes() -> None
     before = planned(OLD, {}, **spread)
     after = planned(replace(OLD), stored(before), **spread)
     assert after.objects == before.objects
+
+
+ONE, TWO = replace(OLD, gateways=1), replace(NEW, gateways=2)
+
+
+def gateways(made: Plan) -> tuple[int, bool]:
+    """Return the number of gateways, and whether they have a server of shared state."""
+    found = stored(made)
+    return (
+        found[Key("Deployment", "ns", "p-gateway")]["spec"]["replicas"],
+        Key("Deployment", "ns", "p-state") in found,
+    )
+
+
+def test_a_pool_that_names_no_number_of_gateways_keeps_its_own_until_it_follows() -> None:
+    before = planned(ONE, {})
+    after = planned(TWO, stored(before))
+    assert stored(after) == stored(before)
+    assert gateways(after) == (1, False)
+    assert after.status.available_revision == TWO.revision
+    again = planned(TWO, stored(after))
+    assert gateways(again) == (1, False)
+    assert again.status.available_revision == TWO.revision
+    asked = planned(TWO, stored(again), rollout={"revision": "latest"}, is_turn=False)
+    assert (gateways(asked), asked.waits) == ((1, False), True)
+    asked = planned(TWO, stored(asked), rollout={"revision": "latest"})
+    assert (gateways(asked), asked.upgrades) == ((2, True), True)
+    assert gateways(planned(TWO, stored(asked))) == (2, True), "it stays when the word is taken out"
+
+
+def test_only_the_charts_number_of_gateways_changes() -> None:
+    before = planned(replace(OLD, gateways=1), {})
+    after = planned(replace(OLD, gateways=2), stored(before))
+    assert (gateways(after), after.status.available_revision is None) == ((1, False), False)
+
+
+def test_a_number_that_the_spec_took_out_is_the_default_at_once() -> None:
+    before = planned(ONE, {}, gateway={"replicas": 3})
+    assert gateways(planned(ONE, stored(before))) == (1, False)
+    assert gateways(planned(TWO, stored(before))) == (2, True)
+
+
+def test_a_pool_of_an_operator_that_remembered_less_keeps_its_gateways() -> None:
+    before = stored(planned(ONE, {}))
+    rendered = before[Key("ConfigMap", "ns", "p-rendered")]
+    less = {name: text for name, text in rendered["data"].items() if name != "gateways.json"}
+    assert gateways(planned(TWO, {**before, key(rendered): {**rendered, "data": less}})) == (1, False)
+    nothing = {k: obj for k, obj in before.items() if k != key(rendered)}
+    assert gateways(planned(TWO, nothing)) == (1, False)
+
+
+def test_the_gateways_of_an_autoscaler_are_not_of_an_earlier_revision() -> None:
+    before = planned(ONE, {}, gateway={"minReplicas": 2, "maxReplicas": 4})
+    after = planned(replace(ONE, gateways=2), stored(before), gateway={"minReplicas": 2, "maxReplicas": 4})
+    assert after.status.available_revision is None

@@ -206,6 +206,10 @@ class SimulatedPool:
         self.demands: deque[Demand] = deque(maxlen=HOUR)
         self.first_tokens: list[tuple[float, bool]] = []
         """When each comes, and whether in time."""
+        self.coming_back: list[float] = []
+        """When clients come that were refused because there was no endpoint."""
+        self.came = self.unserved = 0
+        """Since the last reading."""
         self.changes: list[int] = []
 
     def run(self, minutes: int, requests_per_s: float) -> None:
@@ -221,11 +225,24 @@ class SimulatedPool:
         """Work for one second, in tenths."""
         for _ in range(10):
             if self.rng.random() < requests_per_s / 10:
-                shortest = self.queues_s.index(min(self.queues_s))
-                self.queues_s[shortest] += self.rng.expovariate(1.0)
-                ttft_s = self.queues_s[shortest]
-                self.first_tokens.append((self.at + ttft_s, ttft_s <= self.scaling.ttft_seconds))
+                self.comes()
             self.queues_s = [max(0.0, queue_s - 0.1) for queue_s in self.queues_s]
+
+        back = [at for at in self.coming_back if at <= self.at]
+        self.coming_back = [at for at in self.coming_back if at > self.at]
+        for _ in back:
+            self.comes()
+
+    def comes(self) -> None:
+        self.came += 1
+        if not self.queues_s:
+            self.unserved += 1
+            self.coming_back.append(self.at + self.rng.uniform(5.0, 60.0))
+            return
+        shortest = self.queues_s.index(min(self.queues_s))
+        self.queues_s[shortest] += self.rng.expovariate(1.0)
+        ttft_s = self.queues_s[shortest]
+        self.first_tokens.append((self.at + ttft_s, ttft_s <= self.scaling.ttft_seconds))
 
     def look(self) -> None:
         come = [in_time for at, in_time in self.first_tokens if at <= self.at]
@@ -240,14 +257,19 @@ class SimulatedPool:
                 in_time=sum(come),
                 prefilling=sum(queue_s > 0.0 for queue_s in self.queues_s),
                 wanted=self.wanted,
+                requests=self.came + sum(queue_s > 0.0 for queue_s in self.queues_s),
+                unserved=self.unserved,
             )
         )
+        self.came = self.unserved = 0
         wanted = replicas(self.scaling, self.wanted, tuple(self.demands), self.at)
         if wanted == self.wanted:
             return
         self.ready_at += [self.at + self.rng.uniform(30.0, 90.0) for _ in range(wanted - self.wanted)]
-        if wanted < self.wanted:
-            self.queues_s[0] += self.queues_s.pop()
+        left_s = sum(self.queues_s[wanted:])
+        del self.queues_s[wanted:]
+        if left_s:
+            self.queues_s[0] += left_s
         self.changes.append(wanted)
         self.wanted = wanted
 
@@ -310,6 +332,87 @@ def test_a_pool_follows_its_load_up_and_down_while_endpoints_take_time_to_start(
     assert pool.changes[: turning + 1] == sorted(pool.changes[: turning + 1])
     assert pool.changes[turning:] == sorted(pool.changes[turning:], reverse=True)
     assert len(pool.changes) <= (6 if most == 6 else 8)
+
+
+ZERO = [structs.replace(scaling, min_replicas=0) for scaling in (QUEUE, KV, TTFT)]
+
+
+def asking(demands: Sequence[Demand], requests: int, unserved: int = 0) -> list[Demand]:
+    """Return the same readings while so many requests come."""
+    return [replace(demand, requests=requests, unserved=unserved) for demand in demands]
+
+
+@pytest.mark.parametrize("scaling", ZERO)
+@pytest.mark.parametrize(
+    ("now", "demands", "wanted"),
+    [
+        pytest.param(0, [], 0, id="nothing is known"),
+        pytest.param(0, over(3_600), 0, id="nothing comes"),
+        pytest.param(0, asking(over(0), 1, 1), 1, id="a request that no endpoint can take"),
+        pytest.param(0, [*asking(over(10), 1, 1)[:-1], *over(0)], 1, id="it came a reading ago"),
+        pytest.param(1, over(60), 0, id="quiet for long enough"),
+        pytest.param(1, over(55), 1, id="quiet, not for long enough"),
+        pytest.param(5, over(60), 0, id="all leave where none is used"),
+        pytest.param(1, asking(over(60), 1), 1, id="a request in each reading"),
+        pytest.param(
+            1, [*asking(over(60), 1)[:1], *over(55)], 1, id="the last request was within downSeconds"
+        ),
+        pytest.param(1, [*starting(over(60)[:-1]), *over(0)], 1, id="quiet while it started"),
+        pytest.param(1, asking(over(60, queue_s=0.1, kv=0.01), 1), 1, id="hardly used"),
+    ],
+)
+def test_a_pool_leaves_zero_with_a_request_and_returns_after_quiet(
+    scaling: Scaling, now: int, demands: Sequence[Demand], wanted: int
+) -> None:
+    assert replicas(scaling, now, of_a_pool_of(now, demands), NOW) == wanted
+
+
+def test_a_pool_that_somebody_switched_off_stays_so() -> None:
+    assert replicas(QUEUE, 0, of_a_pool_of(0, asking(over(60), 9, 9)), NOW) == 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("scaling", [ZERO[0], ZERO[2]])
+def test_a_pool_goes_from_zero_to_six_and_back_in_few_changes(scaling: Scaling, seed: int) -> None:
+    pool = SimulatedPool(structs.replace(scaling, up_seconds=30, down_seconds=300), seed)
+    pool.run(20, 0.0)
+    assert pool.changes == [], "it begins without any endpoint"
+    pool.run(40, 4.5)
+    assert pool.wanted in (5, 6)
+    assert max(pool.changes) <= 6
+    assert pool.coming_back == [], "whoever was refused at first was served"
+    pool.run(60, 0.0)
+    assert pool.wanted == 0
+    assert pool.changes[0] == 1
+    assert pool.changes[-1] == 0
+    assert len(pool.changes) <= 6
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"scaling": {"minReplicas": 0, "maxReplicas": 2}}, "Kubernetes' autoscalers keep one"),
+        (
+            {
+                "scaling": {"minReplicas": 0, "maxReplicas": 2, "signal": "queueSeconds"},
+                "mooncake": {"transfer": "handoff"},
+                "prefillReplicas": 1,
+            },
+            "Endpoints that only prefill would go on",
+        ),
+        (
+            {
+                "scaling": {"minReplicas": 0, "maxReplicas": 2, "signal": "queueSeconds"},
+                "gateway": {"replicas": 0},
+            },
+            "Gateways tell that a prompt found no endpoint",
+        ),
+    ],
+)
+def test_zero_is_refused_where_it_means_nothing(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words) as raised:
+        convert({"model": {"name": "m"}, **change})
+    assert "$.spec.scaling.minReplicas" in str(raised.value)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

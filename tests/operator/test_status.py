@@ -439,6 +439,11 @@ def test_a_gateway_whose_owner_has_a_policy_of_his_own_is_told_what_it_has_to_do
             ("False", "NoGatewayWanted"),
             id="nobody decides, requests do not pass",
         ),
+        pytest.param(
+            {"replicas": 0, "scaling": {"signal": "queueSeconds", "minReplicas": 0, "maxReplicas": 2}},
+            ("True", "ZeroEndpoints"),
+            id="the next prompt starts an engine",
+        ),
     ],
 )
 def test_a_pool_that_is_as_wanted_may_still_answer_nobody(change: Object, ready: tuple[str, str]) -> None:

@@ -83,6 +83,8 @@ class RefuseReason(StrEnum):
     RESETS = "resets_engines"
     """Engines broke off before they answered the same request."""
     NO_ENDPOINT = "no_endpoint"
+    STARTING = "starting"
+    """The pool's first endpoint starts because of this request, or one before it."""
     SUBSET_EMPTY = "subset_empty"
     OVERLOADED = "overloaded"
     NO_ROOM = "no_room"
@@ -102,6 +104,7 @@ STATUS: Mapping[RefuseReason, int] = {
     RefuseReason.BODY_TOO_LARGE: 413,
     RefuseReason.RESETS: 400,
     RefuseReason.NO_ENDPOINT: 503,
+    RefuseReason.STARTING: 429,
     RefuseReason.SUBSET_EMPTY: 503,
     RefuseReason.OVERLOADED: 429,
     RefuseReason.NO_ROOM: 429,

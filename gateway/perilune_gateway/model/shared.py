@@ -168,6 +168,25 @@ class InLine(Struct, frozen=True, gc=False, array_like=True, tag="in_line"):
     """Tokens of its sessions that begin per second while others wait."""
 
 
+MAX_QUEUEING = 64
+"""Maximum number of tenants of which the others are told."""
+
+
+class QueuedOf(Struct, frozen=True, gc=False, array_like=True):
+    """The pending prefill of one tenant's requests at the sender."""
+
+    tenant: Name
+    pending_s: Amount
+
+
+class Queueing(Struct, frozen=True, gc=False, array_like=True, tag="queueing"):
+    """The tenants that have pending prefill at the sender: all of them, or those with the most. Told where
+    engines rank requests by tenants' shares."""
+
+    at_us: Count
+    tenants: Annotated[Sequence[QueuedOf], Meta(max_length=MAX_QUEUEING)] = ()
+
+
 class OfferStage(StrEnum):
     """How far an offered move is."""
 
@@ -254,10 +273,11 @@ class Alive(Struct, frozen=True, gc=False, array_like=True, tag="alive"):
     """Whether it is the last sign: the replica stops."""
 
 
-Change = Bound | Loaded | Ejected | Counted | InLine | Offered | Measured | Claimed | Alive
+Change = Bound | Loaded | Queueing | Ejected | Counted | InLine | Offered | Measured | Claimed | Alive
 KINDS: tuple[type[Change], ...] = (
     Bound,
     Loaded,
+    Queueing,
     Ejected,
     Counted,
     InLine,

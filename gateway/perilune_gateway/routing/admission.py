@@ -148,6 +148,21 @@ def no_endpoint(wanted: Wanted, excluded: Mapping[str, str]) -> Refusal:
     return Refusal(RefuseReason.NO_ENDPOINT, f"No endpoint of the pool may take this request ({why})", 1.0)
 
 
+STARTS = frozenset({"not_ready", "asleep", "draining", "prefill"})
+"""Checks that an endpoint fails while it starts, before it ends, or because it never serves."""
+
+
+def is_starting(wanted: Wanted, excluded: Mapping[str, str]) -> bool:
+    """Return whether only a ready endpoint is missing, so that waiting for one is of use."""
+    return wanted.subset is None and not wanted.holder and STARTS.issuperset(excluded.values())
+
+
+def starting(retry_after_s: float) -> Refusal:
+    """Return the refusal (429) of a request that comes before the pool's first endpoint is ready."""
+    message = "The pool has no ready endpoint. One is started for this request: come back later"
+    return Refusal(RefuseReason.STARTING, message, retry_after_s)
+
+
 def fits_context(tokens: Tokens, context_tokens: int) -> Refusal | None:
     """Refuse an exactly counted prompt that leaves no room for an answer (400). Estimates pass, and all
     prompts do where the engines decide (`context_tokens` 0)."""

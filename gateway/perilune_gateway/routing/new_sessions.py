@@ -25,6 +25,7 @@ from perilune_api.pool import Role, SessionAdmission
 from perilune_gateway.model import Identity, Refusal, RefuseReason, RequestHead, SessionKey
 from perilune_gateway.model.shared import Counted
 from perilune_gateway.request.parsed import ParsedRequest
+from perilune_gateway.routing import admission
 from perilune_gateway.routing.context import Prompt, RequestContext
 from perilune_gateway.state.active_contexts import HORIZON_S, ActiveContexts
 from perilune_gateway.state.facts import LineChanged
@@ -100,10 +101,14 @@ class NewSessions:
         self._elsewhere: dict[str, _Elsewhere] = {}
         """Other replica → what it counts."""
         self.on = False
+        self._start_s = 0.0
         self.configure(SessionAdmission())
 
-    def configure(self, rules: SessionAdmission) -> None:
-        """Take over (changed) rules. Those that wait when it is turned off begin with the next `due`."""
+    def configure(self, rules: SessionAdmission, *, start_s: float = 0.0) -> None:
+        """Take over (changed) rules. Those that wait when it is turned off begin with the next `due`.
+        `start_s`: seconds that an endpoint takes to start when a session comes and none is ready; 0: none is
+        started."""
+        self._start_s = start_s
         if self.on and not rules.enabled:
             self._contexts = ActiveContexts()
             self._queue.clear()
@@ -134,7 +139,7 @@ class NewSessions:
         )
         self._state.facts.tell(LineChanged())
         if isinstance(verdict, Refused):
-            return self._refusal(verdict)
+            return self._refusal(verdict, now)
         if verdict is None:
             self._begun += 1
             return None
@@ -156,7 +161,7 @@ class NewSessions:
             self._beginning[first.ticket] = _Beginning(first.session, first.tokens)
             self._begun += 1
             found.append((first.ticket, None))
-        found += [(late.ticket, self._refusal(refused)) for late, refused in self._queue.refuse(now)]
+        found += [(late.ticket, self._refusal(refused, now)) for late, refused in self._queue.refuse(now)]
         if found:
             self._state.facts.tell(LineChanged())
         return found
@@ -242,13 +247,14 @@ class NewSessions:
 
     def _room(self, now: float) -> Room:
         views = self._state.fleet.recent(now, self._state.sessions.bound)
-        capacity = sum(
-            v.load.kv_pool_tokens
-            for v in views
-            if v.endpoint.ready and not v.endpoint.draining and v.endpoint.role is not Role.PREFILL
-        )
+        taking = [
+            view
+            for view in views
+            if view.endpoint.ready and not view.endpoint.draining and view.endpoint.role is not Role.PREFILL
+        ]
+        capacity = sum(view.load.kv_pool_tokens for view in taking)
         elsewhere = sum(other.tokens(now) for other in self._elsewhere.values())
-        return Room(self._active(now) + elsewhere, capacity)
+        return Room(self._active(now) + elsewhere, capacity, self._start_s > 0 and not taking)
 
     def _active(self, now: float) -> float:
         """Return the expected tokens of the contexts that count here."""
@@ -259,8 +265,10 @@ class NewSessions:
         session = self._state.sessions.find(key, now) if isinstance(key, SessionKey) else None
         return self._state.held(session, now).longest * self._state.block_size if session else 0
 
-    def _refusal(self, refused: Refused) -> Refusal:
+    def _refusal(self, refused: Refused, now: float) -> Refusal:
         self._refused += 1
+        if self._room(now).starting:
+            return admission.starting(self._state.starts.retry_after_s(self._start_s, now))
         return Refusal(
             RefuseReason.NO_ROOM,
             "The pool's KV cache is full of active sessions, and no new session can begin now",

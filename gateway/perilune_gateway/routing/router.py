@@ -125,7 +125,9 @@ class Router:
         self.trial.configure(pool)
         self._verdicts.configure(pool)
         self.state.ejection.rules = self._routing.ejection
-        self.new_sessions.configure(self._routing.session_admission)
+        self.state.loads.ranks_tenants = self._routing.engine_priority.fair_share
+        start_s = self._routing.limits.start_seconds
+        self.new_sessions.configure(self._routing.session_admission, start_s=start_s)
         endpoints = [endpoint for e in spec.endpoints for endpoint in _ranks(e, spec.topology)]
         self._conversations.configure(self._routing.session, endpoints)
         known = {endpoint.address: endpoint.instance for endpoint in self.state.fleet.endpoints()}
@@ -364,6 +366,7 @@ class Router:
         self._candidates.find_eligible(context)
         if not context.eligible:
             return self._no_endpoint(context)
+        self.state.starts.over()
         matches = self._candidates.look_up(context)
         timer.lap(Step.INDEX)
         verdict = self._decide(context)
@@ -454,7 +457,12 @@ class Router:
     # -- without a policy --------------------------------------------------------------------------
 
     def _no_endpoint(self, context: RequestContext) -> Refusal:
-        refusal = admission.no_endpoint(wanted_by(context), context.excluded)
+        wanted, start_s = wanted_by(context), self._routing.limits.start_seconds
+        starts = start_s and paths.is_model_path(context.head.path)
+        if starts and admission.is_starting(wanted, context.excluded):
+            refusal = admission.starting(self.state.starts.retry_after_s(start_s, context.now))
+        else:
+            refusal = admission.no_endpoint(wanted, context.excluded)
         return self._verdicts.refused(context.head, refusal, context.timer, context)
 
     def _pass_through(self, context: RequestContext) -> Routed:

@@ -7,11 +7,13 @@ expected, or the end of the request. KV events that only show a session's growth
 The legs of transfers, which the gateway sends itself, are load too: `start` and `finish`.
 
 Where several gateways share their state, `set_elsewhere` adds the load that another one has sent to an
-endpoint, and `own` returns what they are told of this one's. Every method costs O(1), except `follow`.
+endpoint, and `own` returns what they are told of this one's. `set_queued_elsewhere` and `queued` do the same
+for tenants' pending prefill. Every method costs O(1), except `follow`, and O(tenants with pending prefill)
+for those about tenants.
 """
 
-from collections.abc import Iterable, Sequence
-from heapq import heappop, heappush
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from heapq import heappop, heappush, nlargest
 from typing import NamedTuple
 
 from msgspec import Struct, field
@@ -46,6 +48,8 @@ NOTHING = AtEndpoint()
 class _Queued(Struct, gc=False):
     """The pending prefill of one tenant in the whole pool."""
 
+    name: Hashable
+    """What all gateways call the tenant."""
     requests: int = 0
     seconds: float = 0.0
 
@@ -64,12 +68,19 @@ class _Endpoint(Struct, gc=False):
 class Loads:
     """The load at a pool's endpoints."""
 
-    def __init__(self, tell: Tell = nobody) -> None:
-        """`tell` hears `LoadChanged`."""
+    def __init__(self, tell: Tell = nobody, shared_tenant: Callable[[str], Hashable] = str) -> None:
+        """`tell` hears `LoadChanged`. `shared_tenant` returns what all gateways call a tenant."""
+        self.ranks_tenants = False
+        """Whether tenants' shares count, so that other gateways are told of their pending prefill."""
         self._tell = tell
+        self._shared_tenant = shared_tenant
         self._endpoints: dict[str, _Endpoint] = {}
         self._queued: dict[str, _Queued] = {}
-        """Tenant → its pending prefill; only tenants that have some."""
+        """Tenant → its pending prefill here; only tenants that have some."""
+        self._queued_by_replica: dict[str, Mapping[Hashable, float]] = {}
+        """Other replica of the gateway → tenant, as all call it → seconds of its pending prefill there."""
+        self._queued_elsewhere: Mapping[Hashable, float] = {}
+        """Their sum."""
         self._awaited: dict[str, dict[int, list[Load]]] = {}
         """Address → last block of a prompt → the loads whose prefill that block's event ends."""
         self._expected: list[tuple[float, int, Load]] = []
@@ -100,9 +111,21 @@ class Loads:
 
     def share_of_queue_s(self, tenant: str) -> float:
         """Return how many seconds the tenant's pending prefill takes if all tenants that have some get equal
-        shares of all endpoints."""
-        queued = self._queued.get(tenant)
-        return queued.seconds * len(self._queued) / max(1, len(self._endpoints)) if queued else 0.0
+        shares of all endpoints. All gateways' requests count."""
+        queued, elsewhere = self._queued.get(tenant), self._queued_elsewhere
+        seconds, tenants = queued.seconds if queued else 0.0, len(self._queued)
+        if elsewhere:
+            seconds += elsewhere.get(queued.name if queued else self._shared_tenant(tenant), 0.0)
+            tenants += len(elsewhere) - sum(other.name in elsewhere for other in self._queued.values())
+        return seconds * tenants / max(1, len(self._endpoints))
+
+    def queued(self, most: int) -> Mapping[Hashable, float]:
+        """Return the seconds of pending prefill here of the tenants that have the most, by the names that all
+        gateways call them."""
+        if not self.ranks_tenants:
+            return {}
+        each = nlargest(most, self._queued.values(), key=lambda queued: queued.seconds)
+        return {queued.name: max(0.0, queued.seconds) for queued in each}
 
     def awaiting(self, address: str, blocks: Sequence[int]) -> list[int]:
         """Return the tickets of the requests whose prefill ends when the endpoint announces these blocks."""
@@ -211,7 +234,9 @@ class Loads:
             ticket=ticket,
         )
         if uncached_tokens:
-            queued = self._queued.setdefault(tenant, _Queued())
+            queued = self._queued.get(tenant)
+            if queued is None:
+                queued = self._queued[tenant] = _Queued(self._shared_tenant(tenant))
             queued.requests += 1
             queued.seconds += prefill_s
         if last_block:
@@ -293,6 +318,18 @@ class Loads:
                 endpoint.by_replica.pop(replica, None)
             endpoint.elsewhere = _sum(*endpoint.by_replica.values())
             self._tell(LoadChanged(address, False))
+
+    def set_queued_elsewhere(self, replica: str, queued: Mapping[Hashable, float]) -> None:
+        """Record which tenants have pending prefill at another replica."""
+        if queued:
+            self._queued_by_replica[replica] = queued
+        else:
+            self._queued_by_replica.pop(replica, None)
+        total: dict[Hashable, float] = {}
+        for each in self._queued_by_replica.values():
+            for tenant, seconds in each.items():
+                total[tenant] = total.get(tenant, 0.0) + seconds
+        self._queued_elsewhere = total
 
 
 def _own(sums: Sums) -> AtEndpoint:

@@ -28,6 +28,7 @@ from perilune_gateway.state.resets import Resets
 from perilune_gateway.state.session import Session
 from perilune_gateway.state.sessions import Sessions
 from perilune_gateway.state.sharing import Sharing
+from perilune_gateway.state.starts import Starts
 
 SPECULATIVE_TTL_S = 30.0
 """Seconds for which a routed prompt counts as cached if the engine does not announce its blocks."""
@@ -59,6 +60,7 @@ class PoolState:
     offers: Offers
     resets: Resets
     reports: FullReports
+    starts: Starts
     media: MediaSpans
     sharing: Sharing | None
     """With other replicas of the gateway. None if nothing is shared."""
@@ -78,7 +80,7 @@ class PoolState:
         the gateway sends the key that engines demand."""
         spec = pool.spec
         facts, requests = Facts(), Requests()
-        loads = Loads(facts.tell)
+        loads = Loads(facts.tell, sharing.sessions.tenant if sharing else str)
         fleet = Fleet(spec.engine.kv_pool_tokens, loads)
         keys = spec.routing.session
         index = PrefixIndex(index_blocks(pool), SPECULATIVE_TTL_S, claims_per_endpoint=_kv_blocks(pool))
@@ -112,6 +114,7 @@ class PoolState:
             offers=Offers(sharing.replica if sharing else ""),
             resets=Resets(),
             reports=FullReports(),
+            starts=Starts(),
             media=MediaSpans(spec.engine.block_size),
             sharing=sharing,
             block_size=spec.engine.block_size,

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -32,6 +32,7 @@ from msgspec.structs import replace
 from perilune_gateway.model import SessionKey
 from perilune_gateway.model.shared import (
     AHEAD_US,
+    MAX_QUEUEING,
     NEVER,
     Alive,
     Batch,
@@ -46,6 +47,8 @@ from perilune_gateway.model.shared import (
     Offered,
     OfferStage,
     PlaceInLine,
+    QueuedOf,
+    Queueing,
     Stamp,
     TenantInLine,
     encode,
@@ -122,6 +125,10 @@ class Replicas:
         self._wake = sharing.wake
         self._loads: dict[tuple[str, str], int] = {}
         """(other replica, endpoint) → stamp of its load there."""
+        self._queued: Mapping[Hashable, float] = {}
+        """Tenant → seconds of pending prefill here, as the others were last told."""
+        self._queues: dict[str, int] = {}
+        """Other replica → stamp of its tenants' pending prefill."""
         self._counted = Counted(0)
         """What the others were last told of session admission."""
         self._line_lost = False
@@ -150,6 +157,8 @@ class Replicas:
         if self._changes.take_offers_changed() or repeat:
             changes += self._offers(repeat=alive, leaving=leaving)
         changes += [self._loaded(e) for e in loaded]
+        if (loaded or repeat) and (queueing := self._queueing(repeat=repeat)):
+            changes.append(queueing)
         changes += self._changes.take_judged(repeat=repeat)
         counted = self._admission.counted(self._clock(), self._counted.at_us)
         if counted != self._counted or (alive and counted.at_us):
@@ -166,6 +175,17 @@ class Replicas:
         own = self._state.loads.own(address)
         return Loaded(at_us=self._stamps.next_us(), endpoint=address, **own._asdict())
 
+    def _queueing(self, *, repeat: bool) -> Queueing | None:
+        """Return what is told of tenants' pending prefill here; None: nothing new."""
+        queued = self._state.loads.queued(MAX_QUEUEING)
+        if queued == self._queued and not (repeat and queued):
+            return None
+        self._queued = queued
+        tenants = [
+            QueuedOf(tenant, seconds) for tenant, seconds in queued.items() if isinstance(tenant, bytes)
+        ]
+        return Queueing(self._stamps.next_us(), tenants)
+
     def failed(self, outbox: Outbox) -> None:
         """Tell again what was taken, because it may not have reached the server."""
         elsewhere = self._elsewhere
@@ -181,6 +201,8 @@ class Replicas:
                     self._counted = Counted(self._counted.at_us, -1.0)  # differs from whatever is counted
                 case InLine():
                     self._line_lost = True
+                case Queueing():
+                    self._queued = {b"": -1.0}  # differs from whatever is queued
                 case Offered():
                     if change.stage is OfferStage.OVER:
                         self._offered.setdefault(change.subject, replace(change, seconds=1.0))
@@ -320,6 +342,8 @@ class Replicas:
                     self._session(change, Stamp(change.at_us, replica), heard_at)
                 case Loaded():
                     self._load(change, replica)
+                case Queueing():
+                    self._queue(change, replica)
                 case Ejected():
                     self._ejection(change, Stamp(change.at_us, replica), now)
                 case Counted():
@@ -383,6 +407,8 @@ class Replicas:
         self._peers.forget(replica)
         self._counts.pop(replica, None)
         self._lines.pop(replica, None)
+        self._queues.pop(replica, None)
+        self._state.loads.set_queued_elsewhere(replica, {})
         self._admission.gone(replica, self._clock())
         for there, endpoint in [load for load in self._loads if load[0] == replica]:
             del self._loads[there, endpoint]
@@ -431,6 +457,13 @@ class Replicas:
                     change.context_tokens,
                 ),
             )
+
+    def _queue(self, change: Queueing, replica: str) -> None:
+        self._stamps.saw(change.at_us)
+        if change.at_us > self._queues.get(replica, 0):
+            self._queues[replica] = change.at_us
+            queued = {of.tenant: of.pending_s for of in change.tenants}
+            self._state.loads.set_queued_elsewhere(replica, queued)
 
     def _count(self, change: Counted, replica: str) -> None:
         self._stamps.saw(change.at_us)

@@ -18,7 +18,10 @@
    counts as waiting since its first arrival, and since half as long before as it was overtaken, because a
    long one needs more time until its room is free. The first of those whose clients are expected back has
    its room kept for `HOLD_S`.
-6. At most `max_waiting` requests and `MAX_BYTES` of their bodies wait at one gateway. A tenant that fills
+6. With `max_wait_s` 0 nothing waits here: a session that cannot begin is refused as it comes, keeps its place
+   in the same way, and begins when it returns in time and no other place goes before it. The shares of
+   `max_wait_s` above are then of `PATIENCE_S`.
+7. At most `max_waiting` requests and `MAX_BYTES` of their bodies wait at one gateway. A tenant that fills
    them gives up its latest place to another tenant's session.
 
 Does not wait, has no clock and calls no client; the gateway and the simulator use it. Costs O(places) for
@@ -48,6 +51,8 @@ YIELD_S = 1.0
 """Seconds for which a session of another gateway that could begin holds back those behind it."""
 HOLD_S = 5.0
 """Seconds before and after its client is expected back for which a refused session's room is kept."""
+PATIENCE_S = 60.0
+"""Stands for `max_wait_s` in the order of the queue where nothing waits."""
 PACE_S = 60.0
 """The pace is that of about this many past seconds."""
 FEW_BEGUN = 3.0
@@ -70,10 +75,12 @@ class Room(Struct, frozen=True, gc=False):
     active: float
     """Expected tokens of the contexts that are used again soon."""
     capacity: int
+    starting: bool = False
+    """No endpoint is ready, and one starts because a session waits."""
 
     def after(self, tokens: int) -> Room:
         """Return what is left when a session with so many tokens has begun."""
-        return Room(self.active + tokens, self.capacity)
+        return Room(self.active + tokens, self.capacity, self.starting)
 
 
 class Waiting(Struct, frozen=True, gc=False, kw_only=True):
@@ -176,11 +183,18 @@ class SessionQueue:
         self._begun, self._begun_tokens, self._waited_s = 0.0, 0.0, 0.0
         """Sessions that began, their tokens, and seconds in which some waited, weighted towards the last
         `PACE_S`."""
+        self._expected_until = -inf
+        """Until when refused clients are expected back; counts as waiting where nothing waits."""
         self._paced_at = -inf
 
     def __len__(self) -> int:
         """Return the number of sessions that wait here."""
         return len(self._places)
+
+    @property
+    def patience_s(self) -> float:
+        """How long waiting takes, for what depends on it."""
+        return self.max_wait_s or PATIENCE_S
 
     @property
     def is_idle(self) -> bool:
@@ -205,13 +219,14 @@ class SessionQueue:
         self._pace(now)
         places, known = self._all(now), self._known(session, now)
         if known is None or known.back_at is not None:
-            others = (place for place in places.values() if place.session != session)
-            if _fits(tokens, room) and not any(place.is_held(now) for place in others):
+            others = [place for place in places.values() if place.session != session]
+            counts = Place.is_held if self.max_wait_s else Place.is_kept
+            if _fits(tokens, room) and not any(counts(place, now) for place in others):
                 self._away.pop(session, None)
                 return None
         self._next += 1
         at_us = int(now * 1e6) if now_us is None else now_us
-        later_us = int(1e6 * min(S_PER_TOKEN * tokens, OVERTAKEN * self.max_wait_s))
+        later_us = int(1e6 * min(S_PER_TOKEN * tokens, OVERTAKEN * self.patience_s))
         if known is None:
             place = Place(
                 session=_Nameless(self._next) if session is None else session,
@@ -223,7 +238,8 @@ class SessionQueue:
                 number=self._next,
             )
         else:
-            rank_us = known.rank_us if known.back_at is None else known.arrived_us - later_us // 2
+            stays = known.back_at is None or not self.max_wait_s
+            rank_us = known.rank_us if stays else known.arrived_us - later_us // 2
             longest = max(tokens, known.tokens)
             place = replace(known, tenant=tenant, tokens=longest, rank_us=rank_us, back_at=None)
         if not self._makes_room(tenant, body_bytes):
@@ -241,7 +257,10 @@ class SessionQueue:
         self._places[place.session] = place
         self._away.pop(place.session, None)
         self.changed = True
-        return waiting
+        if self.max_wait_s:
+            return waiting
+        begins = self.begin(room, now)
+        return None if begins and begins.ticket == waiting.ticket else self._out(waiting, now)
 
     def begin(self, room: Room, now: float) -> Waiting | None:
         """Return the next request that begins now. Call it again until it returns None."""
@@ -409,6 +428,7 @@ class SessionQueue:
         retry_s = min(LONGEST_RETRY_S, max(SHORTEST_RETRY_S, self._wait_s(place, now)))
         if not isinstance(place.session, _Nameless):
             self._away[place.session] = replace(place, back_at=now + retry_s)
+            self._expected_until = max(self._expected_until, now + retry_s + HOLD_S)
             self._away.move_to_end(place.session)
             if len(self._away) > MOST_REMEMBERED:
                 self._away.popitem(last=False)
@@ -446,7 +466,7 @@ class SessionQueue:
 
     def _pace(self, now: float) -> None:
         """Count the time since the last call if sessions have waited meanwhile."""
-        if self._places:
+        if self._places or (not self.max_wait_s and self._paced_at < self._expected_until):
             kept = exp(-max(0.0, now - self._paced_at) / PACE_S)
             self._begun *= kept
             self._begun_tokens *= kept
@@ -459,7 +479,7 @@ class _Order:
 
     def __init__(self, queue: SessionQueue, places: Iterable[Place], now: float) -> None:
         self._now = now
-        self._turn_s = TURN * queue.max_wait_s
+        self._turn_s = TURN * queue.patience_s
         self._of: dict[Hashable, list[tuple[tuple[int, int, bytes], Place]]] = {}
         for place in places:
             name = place.session if isinstance(place.session, bytes) else b""
@@ -495,6 +515,8 @@ def _arrived(place: Place) -> int:
 
 def _fits(tokens: int, room: Room) -> bool:
     """Return whether the prompt fits. One that is larger than the room may begin while half of the room is
-    free. Without any endpoint, waiting is of no use."""
+    free. Without any endpoint, waiting is of no use, unless one starts."""
+    if room.starting:
+        return False
     allowed = FULL * room.capacity
     return not room.capacity or room.active + tokens <= allowed or room.active <= allowed / 2

@@ -67,7 +67,12 @@ RETRIES = 2
 RETRY_S = 0.5
 """Seconds until then, at least."""
 BYTES_PER_TOKEN = 4.0
-_AGAIN = {RefuseReason.NO_ENDPOINT, RefuseReason.OVERLOADED, RefuseReason.NO_ROOM}
+_AGAIN = {
+    RefuseReason.NO_ENDPOINT,
+    RefuseReason.STARTING,
+    RefuseReason.OVERLOADED,
+    RefuseReason.NO_ROOM,
+}
 _REQUEST = ParsedRequest(api=Api.CHAT, model=MODEL, prompt=TokenPrompt(()), stream=True)
 
 

@@ -16,7 +16,7 @@ object that has the wanted name but does not belong to the pool is left alone.
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from secrets import token_hex
 from typing import NamedTuple
@@ -26,12 +26,14 @@ import msgspec
 from perilune_api import kube
 from perilune_api.crd import KIND
 from perilune_api.inference_pool.status import InferencePoolStatus
+from perilune_operator.apply import certificate
 from perilune_operator.apply.ownership import Owner, digest, is_shared, owned_fields, owner_uids
 from perilune_operator.apply.refusal import Refusal, causes
 from perilune_operator.apply.writer import Writer
 from perilune_operator.kinds import collection, path
 from perilune_operator.observe.facts import Key, Object, key, version
 from perilune_operator.plan import Plan
+from perilune_operator.render import shared_state
 from perilune_operator.render.secrets import ENGINE_SECRET, STATE_PASSWORD
 from perilune_operator.revision import TEMPLATES
 from perilune_operator.rollout import Mark
@@ -121,7 +123,9 @@ class Applier:
         errors += await asyncio.gather(*(self._mark(mark) for mark in plan.marks))
         mine = [obj for obj in wanted if key(obj) not in foreign]
         if plan.secret is not None:
-            errors.append(await self._create_secret(plan.secret))
+            errors.append(await self._create_secret(plan.secret, _random))
+        if plan.certificate is not None:
+            errors.append(await self._create_secret(plan.certificate, self._certificate))
         for wave in (False, True):
             due = [obj for obj in mine if (obj["kind"] in SECOND_WAVE) is wave]
             due = [obj for obj in due if not self._is_as_wanted(obj, children.get(key(obj)))]
@@ -181,16 +185,26 @@ class Applier:
 
     # -- objects -----------------------------------------------------------------------------------
 
-    async def _create_secret(self, secret: Object) -> Failure | None:
-        """Create the Secret of random values, once. One that exists stays as it is: the operator cannot read
-        it. Return a failure if the API server refused it."""
+    async def _certificate(self) -> Mapping[str, str]:
+        return await certificate.make(
+            self._owner.name, shared_state.host(self._owner.name, self._owner.namespace)
+        )
+
+    async def _create_secret(
+        self, secret: Object, values: Callable[[], Awaitable[Mapping[str, str]]]
+    ) -> Failure | None:
+        """Create a Secret of values that are made up, once. One that exists stays as it is: the operator
+        cannot read it. Return a failure if the API server refused it."""
         name = secret["metadata"]["name"]
         if name in self._secrets:
             return None
-        values = {key: token_hex(32) for key in (ENGINE_SECRET, STATE_PASSWORD)}
+        try:
+            made = dict(await values())
+        except OSError as error:
+            return Failure(f"Secret {name}: {error}", lasts=False)
         try:
             where = collection("v1", self._owner.namespace, "secrets")
-            await self._writer.create(where, "Secret", {**secret, "stringData": values})
+            await self._writer.create(where, "Secret", {**secret, "stringData": made})
         except kube.ApiError as error:
             if error.status != 409:
                 return _failure(f"Secret {name}", error)
@@ -325,6 +339,10 @@ class Applier:
     async def _merge_status(self, status: Object) -> Object:
         body = {"metadata": {"uid": self._owner.uid}, "status": status}
         return await self._writer.merge(f"{self._owner.path}/status", KIND, body)
+
+
+async def _random() -> Mapping[str, str]:
+    return {key: token_hex(32) for key in (ENGINE_SECRET, STATE_PASSWORD)}
 
 
 def _failure(what: str, error: kube.ApiError) -> Failure:

@@ -153,6 +153,15 @@ class GatewayStats:
     """Finding (perilune_api.findings) → number of selected engines that have it."""
     first_tokens: Mapping[str, FirstTokens] = field(default_factory=dict, compare=False)
     """Gateway, by pod → its requests and those whose first token came in time."""
+    routed: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """Gateway, by pod → the prompts to which it has given an endpoint since it started."""
+    unserved: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """Gateway, by pod → the requests that it has refused since it started because the pool's first endpoint
+    was not ready."""
+    waiting: int = field(default=0, compare=False)
+    """Number of new sessions that wait to begin."""
+    under_way: int = field(default=0, compare=False)
+    """Number of requests that were sent to endpoints and have not ended."""
     canaries: tuple[Sums, ...] = ()
     """What each gateway knows of the trial of the pool's canary."""
 
@@ -177,6 +186,10 @@ class Demand:
     """Number of endpoints that have prompts to prefill."""
     wanted: int = 0
     """Number of endpoints of the duty that the pool should have at this time."""
+    requests: int = 0
+    """Number of the pool's requests that came since the reading before, that wait or that are under way."""
+    unserved: int = 0
+    """How many of them no endpoint could take, or wait."""
 
 
 Demands = Mapping[names.Duty, Sequence[Demand]]

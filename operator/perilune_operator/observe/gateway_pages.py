@@ -40,6 +40,9 @@ _INGEST = [
     for name in ("busy_ratio", "behind_seconds", "catching_up")
 ]
 _FIRST_TOKENS = re.compile(rf'^{names.FIRST_TOKENS}_bucket{{le="([^"]+)"}} (\S+)', re.MULTILINE)
+_ROUTED = re.compile(r'^perilune_decisions_total{(?![^}]*reason="pass_through")[^}]*} (\S+)', re.MULTILINE)
+_UNSERVED = re.compile(r'^perilune_refusals_total{reason="starting"} (\S+)', re.MULTILINE)
+_WAITING = re.compile(r"^perilune_new_sessions_waiting (\S+)", re.MULTILINE)
 _FINDINGS = re.compile(rf'^{names.FINDINGS}{{finding="([a-z_]+)"}} (\S+)', re.MULTILINE)
 _DRAINED = re.compile(rf'^{names.DRAINED}{{mark="([^"]*)",pod="([^"]*)"}} 1', re.MULTILINE)
 
@@ -77,6 +80,10 @@ class _Page:
     ready_at: Mapping[str, float]
     findings: Mapping[str, int]
     first_tokens: FirstTokens
+    routed: int
+    unserved: int
+    waiting: int
+    under_way: int
 
 
 def _page(text: str | Missing) -> _Page | Missing:
@@ -104,6 +111,10 @@ def _parsed(text: str) -> _Page:
         ready_at=_largest([dict([sample]) for sample in _each(text, "ready")]),
         findings={finding: int(_finite(count)) for finding, count in _FINDINGS.findall(text)},
         first_tokens={float(bound): int(_finite(count)) for bound, count in _FIRST_TOKENS.findall(text)},
+        routed=int(sum(map(_finite, _ROUTED.findall(text)))),
+        unserved=int(_number(_UNSERVED, text) or 0.0),
+        waiting=int(_number(_WAITING, text) or 0.0),
+        under_way=int(sum(_summed(text, "in_flight_requests").values())),
     )
 
 
@@ -152,6 +163,10 @@ def _together(read: Mapping[str, _Page | Missing]) -> GatewayStats | None:
         ready_at=_largest([page.ready_at for page in every]),
         findings={name: int(n) for name, n in _largest([page.findings for page in every]).items() if n},
         first_tokens={gateway: page.first_tokens for gateway, page in pages.items() if page.first_tokens},
+        routed={gateway: page.routed for gateway, page in pages.items()},
+        unserved={gateway: page.unserved for gateway, page in pages.items()},
+        waiting=sum(page.waiting for page in every),
+        under_way=sum(page.under_way for page in every),
     )
 
 
@@ -173,6 +188,13 @@ def first_tokens_between(
         counts += now.get(inf, 0) - then.get(inf, 0)
         in_time += now.get(within_s, 0) - then.get(within_s, 0)
     return counts, in_time
+
+
+def counted_between(before: Mapping[str, int], after: Mapping[str, int]) -> int:
+    """Return by how much the gateways' counts have grown between two readings. A gateway without an earlier
+    reading does not count yet; one that has restarted began at 0."""
+    grown = ((now, before[gateway]) for gateway, now in after.items() if gateway in before)
+    return sum(now - then if now >= then else now for now, then in grown)
 
 
 def _is_behind(page: str) -> bool:

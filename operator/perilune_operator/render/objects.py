@@ -51,8 +51,10 @@ class Defaults:
     """Namespaces in which Envoy Gateway runs Envoys."""
     platform_user: bool = False
     """Whether the platform gives pods their uid and groups, as OpenShift does."""
-    gateways: int = 1
-    """Gateway pods of a pool that does not say how many."""
+    gateways: int = 2
+    """Gateway pods of a new pool that does not say how many."""
+    state_tls: bool = True
+    """Whether the operator can make the certificate of its servers of shared state."""
 
     @property
     def revision(self) -> str:
@@ -60,6 +62,7 @@ class Defaults:
         images = (self.image, self.engine_image, self.master_image, self.simulated_image, self.state_image)
         named = " ".join((*images, *self.pull_secrets, *([f"{self.gateways}"] if self.gateways > 1 else ())))
         named += " platform's user" if self.platform_user else ""
+        named += "" if self.state_tls else " no certificates"
         return f"{self.version}-{hashlib.sha256(named.encode()).hexdigest()[:8]}"
 
 
@@ -84,6 +87,8 @@ class Context:
     the spec's."""
     gateways: int | None = None
     """Replicas of the gateway; None when an autoscaler sets them."""
+    default_gateways: int | None = None
+    """The number of gateways that the operator chose for a spec that names none; None: the spec names it."""
     gateways_read_at: str | None = None
     """The only version of the gateway's Deployment to which `gateways` may be applied; None for any."""
     client_policies: Sequence[Object] = ()

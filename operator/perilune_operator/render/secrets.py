@@ -20,6 +20,8 @@ from perilune_operator.observe.facts import Object
 
 ENGINE_SECRET, STATE_PASSWORD = "engine-secret", "state-password"
 """Keys of the Secret."""
+CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
+"""Keys of the Secret with the certificate of the operator's Valkey."""
 VARIABLE, PREVIOUS_VARIABLE = "PERILUNE_ENGINE_SECRET", "PERILUNE_ENGINE_SECRET_PREVIOUS"
 PASSWORD_VARIABLE = "PERILUNE_STATE_PASSWORD"
 """Environment variable with the password, of gateways and of the operator's Valkey."""
@@ -48,6 +50,8 @@ class Chosen:
     gateways: Pair
     state: Object
     """The source of the password of the operator's Valkey."""
+    certificate: str
+    """The Secret with the certificate of the operator's Valkey; empty if it speaks plain text."""
 
 
 def choose(
@@ -58,20 +62,28 @@ def choose(
     *,
     rolling: bool = False,
     follows: bool = True,
+    state_tls: bool = True,
 ) -> Chosen:
     """Choose the secrets. `in_force`: the pod templates in force, by component. `rolling`: some engines are
-    of an earlier template. `follows`: pods follow this version of the operator now."""
+    of an earlier template. `follows`: pods follow this version of the operator now. `state_tls`: whether the
+    operator's Valkey speaks TLS."""
     name = spec.secrets.name or _name(pool, uid, spec.secrets.rotation)
     wanted = _reference(name, ENGINE_SECRET)
     engines, sent = _pair(in_force.get("engine")), _pair(in_force.get("gateway"))
     accept = _next(wanted, engines, sent)
     known = engines is None or (engines.current == wanted and not rolling)
     send = wanted if known else _sent(wanted, engines, sent)
-    return Chosen(name, accept, _next(send, sent, sent), _state(name, in_force, spec, follows=follows))
+    return Chosen(
+        name,
+        accept,
+        _next(send, sent, sent),
+        _state(name, in_force, spec, follows=follows),
+        _name(pool, uid, spec.secrets.rotation, "state-tls") if state_tls else "",
+    )
 
 
-def _name(pool: str, uid: str, rotation: str) -> str:
-    return f"{pool}-secrets-{hashlib.sha256(f'{uid} {rotation}'.encode()).hexdigest()[:8]}"
+def _name(pool: str, uid: str, rotation: str, kind: str = "secrets") -> str:
+    return f"{pool}-{kind}-{hashlib.sha256(f'{uid} {rotation}'.encode()).hexdigest()[:8]}"
 
 
 def _reference(name: str, key: str) -> Object:
@@ -140,3 +152,8 @@ def _variable(template: Any, name: str) -> Object | None:
 def secret(metadata: Object) -> Object:
     """Return the Secret to create, whose values the writer makes up. `metadata`: name, labels and owner."""
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque"}
+
+
+def certificate(metadata: Object) -> Object:
+    """Return the Secret for a certificate, which the writer makes."""
+    return {**secret(metadata), "type": "kubernetes.io/tls"}

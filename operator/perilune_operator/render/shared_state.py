@@ -2,9 +2,9 @@
 Valkey (Deployment, Service) that the operator runs for several gateways to which no server is named.
 
 A named server may have pools of other clusters, whose keys the pool's uid tells apart. The kubelet passes its
-password and mounts its CA, so the operator reads no Secret. The password of the operator's own Valkey is a
-random one (secrets.py). That server keeps nothing on disk: after a restart, gateways write again what they
-know.
+password and mounts its CA, so the operator reads no Secret. The operator's own Valkey has a random password
+and a certificate that signs itself (secrets.py). That server keeps nothing on disk: after a restart, gateways
+write again what they know.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from perilune_operator.render.objects import (
     container_security,
     resources,
 )
-from perilune_operator.render.secrets import PASSWORD_VARIABLE
+from perilune_operator.render.secrets import CA, CERTIFICATE, KEY, PASSWORD_VARIABLE
 
 FOLDER = "/etc/perilune/state"
 PASSWORD = "password"
@@ -37,11 +37,36 @@ def is_managed(spec: GatewaySpec) -> bool:
     return (most or 0) > 1 and (state is None or (state.managed and not state.server))
 
 
+def wants_tls(spec: GatewaySpec) -> bool:
+    """Return whether the operator's server should speak TLS."""
+    return spec.state is None or spec.state.tls
+
+
+def speaks_tls(
+    spec: GatewaySpec, earlier: GatewaySpec | None, template: object | None, *, follows: bool
+) -> bool:
+    """Return whether the operator's server speaks TLS. One of an earlier version does not, and goes on so
+    until pods follow this version, because the gateways would lose it if they changed alone. `earlier`: the
+    spec that was carried out last. `template`: of the server's pod in force. `follows`: pods follow this
+    version now."""
+    plain = template is not None and "--tls-port" not in str(template)
+    kept = plain and not follows and (earlier is None or wants_tls(earlier))
+    return wants_tls(spec) and not kept
+
+
+def host(pool: str, namespace: str) -> str:
+    """Return the name of the operator's server, for which its certificate is issued."""
+    return f"{names.state_name(pool)}.{namespace}.svc"
+
+
 def args(pool: Context) -> list[str]:
     """Return the gateway's arguments."""
     state = pool.spec.gateway.state
     if is_managed(pool.spec.gateway):
-        return [f"--state-server=redis://{names.state_name(pool.name)}.{pool.namespace}.svc:{PORT}"]
+        at = f"{host(pool.name, pool.namespace)}:{PORT}"
+        if not pool.secrets.certificate:
+            return [f"--state-server=redis://{at}"]
+        return [f"--state-server=rediss://{at}", f"--state-ca={FOLDER}/{CA}"]
     if state is None or not state.server:
         return []
     ca = [f"--state-ca={FOLDER}/ca.crt"] if state.ca_secret else []
@@ -61,11 +86,21 @@ def env(pool: Context) -> list[Object]:
 
 def volumes(pool: Context) -> list[Object]:
     state = pool.spec.gateway.state
+    if is_managed(pool.spec.gateway):
+        return _certificate(pool, CA)
     return [{"name": "state", "secret": {"secretName": state.ca_secret}}] if state and state.ca_secret else []
 
 
 def mounts(pool: Context) -> list[Object]:
     return [{"name": "state", "mountPath": FOLDER, "readOnly": True}] if volumes(pool) else []
+
+
+def _certificate(pool: Context, *keys: str) -> list[Object]:
+    """Return the volume with these keys of the certificate of the operator's server."""
+    if not pool.secrets.certificate:
+        return []
+    items = [{"key": key, "path": key} for key in keys]
+    return [{"name": "state", "secret": {"secretName": pool.secrets.certificate, "items": items}}]
 
 
 def server(pool: Context) -> Iterator[Object]:
@@ -92,6 +127,13 @@ def _pod(pool: Context) -> Object:
     """Return the pod, without a command, because the image's entrypoint adds the name of its server to these
     arguments. Without arguments about addresses the server listens at all of them, IPv4 and IPv6."""
     alive = {"tcpSocket": {"port": "redis"}, "periodSeconds": 5}
+    certificate, mounted, port = _certificate(pool, CERTIFICATE, KEY), {}, ["--port", f"{PORT}"]
+    if certificate:
+        mounted = {"volumeMounts": [{"name": "state", "mountPath": FOLDER, "readOnly": True}]}
+        port = [
+            *("--port", "0", "--tls-port", f"{PORT}", "--tls-auth-clients", "no"),
+            *("--tls-cert-file", f"{FOLDER}/{CERTIFICATE}", "--tls-key-file", f"{FOLDER}/{KEY}"),
+        ]
     return {
         "containers": [
             {
@@ -100,7 +142,7 @@ def _pod(pool: Context) -> Object:
                 "imagePullPolicy": "IfNotPresent",
                 "args": [
                     *("--requirepass", f"$({PASSWORD_VARIABLE})"),
-                    *("--port", f"{PORT}"),
+                    *port,
                     *("--save", ""),
                     *("--appendonly", "no"),
                     *("--maxmemory", MAX_MEMORY),
@@ -112,8 +154,10 @@ def _pod(pool: Context) -> Object:
                 "livenessProbe": {**alive, "failureThreshold": 6},
                 "resources": resources(RESOURCES),
                 "securityContext": container_security(),
+                **mounted,
             }
         ],
+        **({"volumes": certificate} if certificate else {}),
         **pool.pull_secrets,
         "securityContext": pool.pod_security,
         "tolerations": list(QUICK_EVICTION),

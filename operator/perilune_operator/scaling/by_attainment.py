@@ -57,8 +57,10 @@ def replicas(
 
 
 def _reachable(demands: Sequence[Demand]) -> float:
-    """Return the share of first tokens in time while endpoints are free; 1 if too few came then."""
-    calm = [d for d in demands if d.prefilling < d.wanted and d.prefilling <= max(1.0, CALM * d.wanted)]
+    """Return the share of first tokens in time while endpoints are free; 1 if too few came then. An endpoint
+    that still starts is not free."""
+    ready = ((d, d.wanted - d.starting) for d in demands)
+    calm = [d for d, n in ready if d.prefilling < n and d.prefilling <= max(1.0, CALM * n)]
     first_tokens = sum(demand.first_tokens for demand in calm)
     return sum(demand.in_time for demand in calm) / first_tokens if first_tokens >= ENOUGH else 1.0
 

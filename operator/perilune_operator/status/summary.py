@@ -223,6 +223,9 @@ def _ready(pool: Context, facts: Sequence[Fact]) -> Fact:
     for fact in facts:
         if fact.type in needed and fact.status != "True":
             return Fact(Condition.READY, "False", fact.reason, fact.message)
+    if not pool.spec.replicas and workloads.starts_on_demand(pool):
+        words = "No endpoint runs. The next request starts one, and is told when to come back."
+        return Fact(Condition.READY, "True", Reason.ZERO_ENDPOINTS, words)
     if not pool.spec.replicas:
         return Fact(
             Condition.READY, "False", Reason.NO_ENGINES_WANTED, "replicas is 0: no engine answers requests."

@@ -44,6 +44,8 @@ def engines(pool: Context, observed: Observed, ready: int, wanted: int) -> Fact:
     if not endpoints.can_run(pool):
         words = f"An endpoint of {endpoints.gpus(pool)} GPUs spans nodes: install LeaderWorkerSet."
         return Fact(kind, "False", Reason.NO_WORKLOAD_API, words)
+    if not wanted and starts_on_demand(pool):
+        return Fact(kind, "True", Reason.ZERO_ENDPOINTS, "The next request starts an endpoint.")
     if not wanted:
         return Fact(kind, "True", Reason.NO_ENGINES_WANTED, "replicas is 0.")
     message, prefill = f"{ready} of {wanted} endpoints are ready.", pool.spec.prefill_replicas
@@ -61,6 +63,11 @@ def engines(pool: Context, observed: Observed, ready: int, wanted: int) -> Fact:
         if failure := refusal_of_pods(observed, workload):
             troubles.append(failure)
     return Fact(kind, "False", Reason.WAITING_FOR_ENGINES, " ".join([message, *troubles[:1]]))
+
+
+def starts_on_demand(pool: Context) -> bool:
+    """Return whether a request starts an endpoint where there is none."""
+    return pool.spec.scaling is not None and not pool.spec.scaling.min_replicas
 
 
 def _selected(observed: Observed) -> Fact:

@@ -92,6 +92,9 @@ def check(spec: InferencePoolSpec) -> None:
     state = spec.gateway.state
     if state and state.ca_secret and not state.server.startswith("rediss:"):
         raise SpecError("Only rediss:// servers have certificates - at `$.spec.gateway.state.caSecret`")
+    if state and state.server and not state.tls:
+        words = "A server of yours speaks TLS if its address begins with rediss://, whatever this says"
+        raise SpecError(f"{words} - at `$.spec.gateway.state.tls`")
     if state and state.password_secret and not state.server:
         words = (
             "The operator's own server needs no Secret: name the server whose password it is in state.server"
@@ -168,7 +171,18 @@ def _check_waits(spec: InferencePoolSpec) -> None:
 
 def _check_scaling(spec: InferencePoolSpec) -> None:
     scaling = spec.scaling
-    if scaling is None or scaling.signal is Signal.METRIC:
+    if scaling is None:
+        return
+    if not scaling.min_replicas and scaling.signal is Signal.METRIC:
+        words = "Kubernetes' autoscalers keep one: use queueSeconds, kvUsage or ttftAttainment as signal"
+        raise SpecError(f"{words} - at `$.spec.scaling.minReplicas`")
+    if not scaling.min_replicas and spec.prefill_replicas:
+        words = "Endpoints that only prefill would go on without any that serves: 1 is the least"
+        raise SpecError(f"{words} - at `$.spec.scaling.minReplicas`")
+    if not scaling.min_replicas and not spec.gateway.served_by and not _has_gateway(spec):
+        words = "Gateways tell that a prompt found no endpoint, and gateway.replicas is 0: 1 is the least"
+        raise SpecError(f"{words} - at `$.spec.scaling.minReplicas`")
+    if scaling.signal is Signal.METRIC:
         return
     if spec.gateway.served_by:
         words = "The operator reads it from the pool's own gateway, and servedBy leaves none: use metric"

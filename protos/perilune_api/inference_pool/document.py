@@ -11,6 +11,9 @@ import msgspec
 from perilune_api import names, pool
 from perilune_api.inference_pool.spec import InferencePoolSpec
 
+START_S = 60.0
+"""Seconds that an endpoint takes to start, unless `routing.limits.startSeconds` says it."""
+
 
 def pool_document(name: str, namespace: str, spec: InferencePoolSpec, topology: pool.Topology) -> pool.Pool:
     """Return the pool document without endpoints; the gateway finds those by watching pods."""
@@ -25,7 +28,7 @@ def pool_document(name: str, namespace: str, spec: InferencePoolSpec, topology: 
         pool.Spec(
             pool.Model(**_fields(spec.model, pool.Model)),
             pool.Engine(**engine),
-            spec.routing,
+            _routing(spec),
             topology,
         ),
     )
@@ -36,6 +39,15 @@ def engine_hostname(name: str, namespace: str, spec: InferencePoolSpec) -> str:
     one, because Envoy reaches all of their engines through one Service."""
     given = spec.engine.tls
     return (given and given.hostname) or f"{spec.gateway.served_by or name}.{namespace}.svc"
+
+
+def _routing(spec: InferencePoolSpec) -> pool.Routing:
+    """Return the routing of a pool: one that starts on demand tells clients when to come back."""
+    limits = spec.routing.limits
+    if spec.scaling is None or spec.scaling.min_replicas or limits.start_seconds:
+        return spec.routing
+    limits = msgspec.structs.replace(limits, start_seconds=START_S)
+    return msgspec.structs.replace(spec.routing, limits=limits)
 
 
 def _fields(value: msgspec.Struct, of: type[msgspec.Struct]) -> dict[str, Any]:

@@ -79,6 +79,9 @@ class SharedStateSpec(Struct, frozen=True):
     ca_secret: OptionalObject = ""
     """Secret in the pool's namespace whose key ca.crt holds the CA certificates of a rediss:// server. If
     empty, those of the image count."""
+    tls: bool = True
+    """Whether the operator's own server speaks TLS, with a certificate that the operator makes. Turn it off
+    for a stateImage without TLS."""
 
 
 class TracingSpec(Struct, frozen=True):
@@ -127,8 +130,8 @@ class GatewaySpec(Struct, frozen=True, kw_only=True):
     network in plain text."""
     replicas: Annotated[int, Meta(ge=0, le=100)] | None = None
     """Number of gateway pods. Several share sessions and load, see state. With 0 no gateway runs, and
-    failOpen says what happens to requests. Without it the chart's gatewayReplicas counts, which is 1 by
-    default and 2 in values-production.yaml."""
+    failOpen says what happens to requests. Without it a new pool gets as many as the chart's gatewayReplicas,
+    which is 2; one that exists keeps its number until rollout.revision lets it follow the operator."""
     state: SharedStateSpec | None = None
     """The server through which gateway pods share sessions and load. Without it the operator runs one when
     there may be several gateways."""

@@ -51,8 +51,10 @@ class Scaling(Struct, frozen=True, kw_only=True):
     first lets its sessions leave (rollout.sessionSeconds). With prefillReplicas the load is that of the
     endpoints that get requests, without those that only prefill."""
 
-    min_replicas: Annotated[int, Meta(ge=1, le=10_000)]
-    """Minimum number of endpoints."""
+    min_replicas: Annotated[int, Meta(ge=0, le=10_000)]
+    """Minimum number of endpoints. With 0 the last one leaves when no request has come for downSeconds, and
+    the first request starts one: it and those that come until then are refused with 429 and told when to
+    come back, or wait, see `routing.sessionAdmission`. Not with signal: metric, nor with prefillReplicas."""
     max_replicas: Annotated[int, Meta(ge=1, le=10_000)]
     """Maximum number of endpoints."""
     signal: Signal = Signal.METRIC

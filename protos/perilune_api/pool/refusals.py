@@ -16,6 +16,10 @@ class Limits(Struct, frozen=True, kw_only=True):
     max_pending_seconds: Annotated[float, Meta(ge=0)] = 0.0
     """Refuses a request with 429 when every endpoint has more seconds of queued prefill than this. 0 is no
     limit."""
+    start_seconds: Annotated[float, Meta(ge=0, le=3600)] = 0.0
+    """Seconds that an endpoint takes to start. While no endpoint is ready, requests are refused with 429 and
+    told to come back after the rest of that time, at most 60 s. 0: they are refused with 503; in a pool with
+    `scaling.minReplicas: 0` it stands for 60."""
     ttft_slo_seconds: Annotated[float, Meta(ge=0)] = 0.0
     """Refuses a request with 429 when every endpoint's predicted time to the first token is longer than this,
     in seconds. 0 is no limit. A request may set its own limit with names.SLO_TTFT_HEADER."""

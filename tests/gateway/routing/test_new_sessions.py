@@ -6,7 +6,7 @@ from router_rig import A, B, Rig, pool
 from routing_objects import head
 
 from perilune_api import names
-from perilune_api.pool import EndpointSpec, Engine, Role, Routing, SessionAdmission
+from perilune_api.pool import EndpointSpec, Engine, Limits, Role, Routing, SessionAdmission
 from perilune_gateway.model import Refusal, RefuseReason, Routed, SessionKey
 from perilune_gateway.routing.new_sessions import Queued
 from perilune_gateway.state import session_queue
@@ -183,3 +183,43 @@ def test_bodies_of_waiting_sessions_have_a_budget(rig, monkeypatch):
     waiting = [rig.ask(range(1), named(f"b{n}"), user="x" * 900) for n in range(4)]
     assert [isinstance(one, Queued) for one in waiting] == [True, True, True, False]
     assert waiting[-1].status == 429
+
+
+def test_new_sessions_wait_while_the_first_endpoint_starts():
+    rules = Routing(session_admission=ON, limits=Limits(start_seconds=60.0))
+    rig = Rig(pool(endpoints=[], routing=rules))
+    first, late = rig.ask(range(100), named("a")), rig.ask(range(2_000, 2_100), named("b"))
+    assert isinstance(first, Queued)
+    assert isinstance(late, Queued)
+    rig.now += 30.0
+    assert rig.router.due() == []
+    rig.router.configure(pool(endpoints=[A], routing=rules))
+    begun = [ticket for ticket, refusal in rig.router.due() if refusal is None]
+    assert begun == [first.ticket, late.ticket]
+    routed = rig.router.on_begun(first, None)
+    assert isinstance(routed, Routed)
+    assert routed.destinations == (A,)
+
+
+def test_who_waits_longer_than_maxwaitseconds_for_the_first_endpoint_is_told_when_to_come_back():
+    rules = Routing(session_admission=ON, limits=Limits(start_seconds=60.0))
+    rig = Rig(pool(endpoints=[], routing=rules))
+    waiting = rig.ask(range(100), named("a"))
+    rig.now += 60.0
+    ((ticket, refusal),) = rig.router.due()
+    assert (ticket, refusal.reason, refusal.status) == (waiting.ticket, RefuseReason.STARTING, 429)
+    assert refusal.retry_after_s > 0
+
+
+def test_nothing_is_held_where_waiting_is_not_allowed():
+    rules = replace(ON, max_wait_seconds=0.0)
+    rig = Rig(document(rules))
+    first = rig.route(range(800), named("a"))
+    refusal = rig.ask(range(2_000, 2_100), named("b"))
+    assert isinstance(refusal, Refusal)
+    assert (refusal.reason, refusal.status) == (RefuseReason.NO_ROOM, 429)
+    assert rig.router.due() == []
+    rig.finish(first)
+    rig.now += 3_000.0
+    assert isinstance(rig.ask(range(2_000, 2_100), named("b")), Routed)
+    assert Routing(session_admission=rules).message_timeout_s == Routing().message_timeout_s

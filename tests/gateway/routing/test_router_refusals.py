@@ -41,6 +41,50 @@ def test_no_endpoint_at_all() -> None:
     assert refusal.retry_after_s > 0
 
 
+ON_DEMAND = Routing(limits=Limits(start_seconds=60.0))
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        pytest.param([], id="no endpoint"),
+        pytest.param([EndpointSpec(address=A, ready=False)], id="one that starts"),
+        pytest.param([EndpointSpec(address=A, draining=True)], id="one that leaves"),
+    ],
+)
+def test_the_first_requests_of_a_pool_that_starts_on_demand_are_told_when_to_come_back(
+    listed: list[EndpointSpec],
+) -> None:
+    rig = Rig(pool(endpoints=listed, routing=ON_DEMAND))
+    told = []
+    for _ in range(3):
+        refusal = rig.ask()
+        assert isinstance(refusal, Refusal)
+        assert (refusal.reason, refusal.status) == (RefuseReason.STARTING, 429)
+        told.append(refusal.retry_after_s)
+        rig.now += 20.0
+    assert told == [60.0, 40.0, 20.0]
+    rig.router.configure(pool(endpoints=[A], routing=ON_DEMAND))
+    assert rig.route().destinations == (A,)
+    rig.router.configure(pool(endpoints=[], routing=ON_DEMAND))
+    again = rig.ask()
+    assert isinstance(again, Refusal)
+    assert again.retry_after_s == 60.0
+
+
+def test_only_prompts_start_an_endpoint() -> None:
+    rig = Rig(pool(endpoints=[], routing=ON_DEMAND))
+    refusal = rig.router.on_headers(head("/v1/models", has_body=False))
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason is RefuseReason.NO_ENDPOINT
+    elsewhere = RequestHead(
+        method="POST", path="/v1/completions", headers={}, subset=frozenset({"1.1.1.1:1"})
+    )
+    refusal = rig.ask(h=elsewhere)
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason is RefuseReason.SUBSET_EMPTY
+
+
 @pytest.mark.parametrize(
     ("body", "reason", "status"),
     [

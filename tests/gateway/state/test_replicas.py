@@ -11,7 +11,7 @@ from property_examples import examples
 from router_rig import A, B, Rig, pool
 from routing_objects import head
 
-from perilune_api.pool import Ejection, Engine, Pool, Routing, SessionAdmission, SessionKeys
+from perilune_api.pool import Ejection, Engine, EnginePriority, Pool, Routing, SessionAdmission, SessionKeys
 from perilune_gateway.model import MoveReason, RequestHead, SessionKey
 from perilune_gateway.model.shared import (
     Alive,
@@ -26,6 +26,7 @@ from perilune_gateway.model.shared import (
     Names,
     Offered,
     OfferStage,
+    Queueing,
     decode,
     encode,
 )
@@ -640,3 +641,85 @@ def _outcome(listed: Sequence[tuple[str, Change]]) -> object:
     kept = dict(replica.shared.take().sessions)
     offers = set(map(str, replica.state.offers.all_elsewhere(replica.now)))
     return replica.in_flight(), replica.ejected(), active(replica), kept, offers
+
+
+# -- tenants' shares -----------------------------------------------------------------------------------
+
+FAIR = pool(
+    endpoints=[A], routing=Routing(engine_priority=EnginePriority(fair_share=True), ejection=Ejection())
+)
+
+
+def fair(*names: str) -> list[Replica]:
+    return [Replica(name, document=FAIR) for name in names]
+
+
+def asks(replica: Replica, tenant: str, first: int) -> None:
+    """Send a prompt of the tenant that nothing has cached."""
+    replica.route(range(first, first + 400), head("/v1/completions", authorization=tenant))
+
+
+def shares_s(replica: Replica, *tenants: str) -> list[float]:
+    each = (head("/v1/completions", authorization=tenant) for tenant in tenants)
+    named = [replica.router.identity(h).tenant for h in each]
+    return [round(replica.state.loads.share_of_queue_s(tenant), 9) for tenant in named]
+
+
+def test_a_tenants_share_counts_the_requests_of_all_gateways():
+    """As if all had come to one gateway."""
+    first, second = fair("a", "b")
+    (one,) = fair("one")
+    for n in range(6):
+        asks((first, second)[n % 2], "many", n * 1_000)
+        asks(one, "many", n * 1_000)
+    asks(second, "few", 90_000)
+    asks(one, "few", 90_000)
+    first.tells(second)
+    second.tells(first)
+    told = shares_s(one, "many", "few", "none")
+    assert told[0] > told[1] > told[2] == 0.0
+    assert shares_s(first, "many", "few", "none") == shares_s(second, "many", "few", "none") == told
+
+
+def test_tenants_of_a_gateway_that_is_gone_count_no_more():
+    first, second = fair("a", "b")
+    asks(first, "many", 0)
+    first.tells(second, alive=True)
+    assert shares_s(second, "many") > [0.0]
+    second.now += LEASE_S + 1.0
+    second.shared.lapse()
+    assert shares_s(second, "many") == [0.0]
+
+
+def test_prefill_that_has_ended_elsewhere_counts_no_more():
+    first, second = fair("a", "b")
+    routed = first.route(range(400), head("/v1/completions", authorization="many"))
+    first.tells(second)
+    first.finish(routed)
+    first.tells(second)
+    assert shares_s(second, "many") == [0.0]
+
+
+def test_what_did_not_reach_the_server_is_told_again():
+    first, second = fair("a", "b")
+    asks(first, "many", 0)
+    first.shared.failed(first.shared.take())
+    first.tells(second)
+    assert shares_s(second, "many") > [0.0]
+
+
+def test_an_earlier_word_about_tenants_changes_nothing():
+    first, second = fair("a", "b")
+    asks(first, "many", 0)
+    earlier = first.tells()
+    asks(first, "many", 1_000)
+    first.tells(second)
+    known = shares_s(second, "many")
+    second.shared.apply(decode(earlier))
+    assert shares_s(second, "many") == known
+
+
+def test_tenants_are_told_only_where_shares_count():
+    first, _ = two()
+    first.route(range(400), head("/v1/completions", authorization="many"))
+    assert not [change for change in first.shared.take(alive=True).changes if isinstance(change, Queueing)]

@@ -248,3 +248,81 @@ def play(q: SessionQueue, clients: Mapping[str, Client]) -> None:
 
 def _room(active: Sequence[tuple[float, int]]) -> Room:
     return Room(sum(tokens for _, tokens in active), 100_000)
+
+
+# -- nothing is held -------------------------------------------------------------------------------
+
+
+def refused(q: SessionQueue, session: str, now: float, tenant: str = "t", tokens: int = 1_000) -> float:
+    """Return after how many seconds the session is to come back."""
+    answer = q.arrive(session, tenant, tokens, FULL, now)
+    assert isinstance(answer, Refused)
+    return answer.retry_after_s
+
+
+def test_a_queue_that_holds_nothing_refuses_what_finds_no_room_at_once():
+    q = queue(max_wait_s=0.0)
+    assert q.arrive("fits", "t", 1_000, EMPTY, 0.0) is None
+    refused(q, "b", 0.0)
+    assert (len(q), q.is_idle, q.begin(EMPTY, 1.0), list(q.refuse(1.0))) == (0, True, None, [])
+
+
+def test_who_comes_back_in_time_begins_in_the_order_of_the_first_arrivals():
+    """There is room for one, and both come back at the same time, the later one first."""
+    q = queue(max_wait_s=0.0)
+    back_s = refused(q, "first", 0.0)
+    assert refused(q, "second", 1.0) == back_s
+    room = Room(active=73_500, capacity=100_000)
+    assert isinstance(q.arrive("second", "t", 1_000, room, 61.0), Refused)
+    assert q.arrive("first", "t", 1_000, room, 61.5) is None
+
+
+def test_who_does_not_come_back_holds_up_nobody():
+    q = queue(max_wait_s=0.0)
+    late_s = refused(q, "gone", 0.0) + HOLD_S + 1.0
+    assert q.arrive("other", "t", 1_000, EMPTY, late_s) is None
+
+
+def test_a_newcomer_begins_while_the_others_are_not_expected_yet():
+    q = queue(max_wait_s=0.0)
+    refused(q, "away", 0.0)
+    assert q.arrive("new", "t", 1_000, EMPTY, 20.0) is None
+
+
+def test_clients_are_told_to_come_back_at_the_pace_at_which_sessions_begin():
+    q = queue(max_wait_s=0.0, max_waiting=100)
+    for number in range(20):
+        assert refused(q, f"s{number}", 0.0) == 60.0, "nothing is known yet"
+    for number in range(10):
+        assert q.arrive(f"s{number}", "t", 1_000, EMPTY, 55.0 + number) is None
+    assert refused(q, "new", 65.0) < 60.0
+
+
+@pytest.mark.parametrize("held_s", [0.0, 60.0])
+def test_all_begin_whether_they_are_held_or_come_back(held_s: float):
+    """Thirty sessions of two tenants come at once to a pool that has room for seven at a time, each for 20 s.
+    They come back as often as it takes."""
+    q = queue(max_wait_s=held_s, max_waiting=100)
+    clients = [(f"{tenant}{n}", tenant) for n in range(15) for tenant in ("a", "b")]
+    due: dict[int, list[tuple[str, str]]] = {0: clients}
+    active: list[tuple[float, int]] = []
+    begins: dict[str, float] = {}
+    for now in range(600):
+        active = [one for one in active if one[0] > now]
+        for session, tenant in due.pop(now, ()):
+            match q.arrive(session, tenant, 10_000, _room(active), float(now)):
+                case None:
+                    begins[session] = now
+                    active.append((now + 20.0, 10_000))
+                case Refused() as answer:
+                    due.setdefault(now + ceil(answer.retry_after_s), []).append((session, tenant))
+        while first := q.begin(_room(active), float(now)):
+            begins[str(first.session)] = now
+            active.append((now + 20.0, 10_000))
+        for waiting, answer in q.refuse(float(now)):
+            back = now + ceil(answer.retry_after_s)
+            due.setdefault(back, []).append((str(waiting.session), str(waiting.tenant)))
+    assert len(begins) == len(clients)
+    mean = {tenant: sum(at for s, at in begins.items() if s[0] == tenant) / 15 for tenant in "ab"}
+    assert abs(mean["a"] - mean["b"]) < 30.0
+    assert max(begins.values()) <= (300.0 if held_s == 0.0 else 100.0)

@@ -1,0 +1,28 @@
+"""When clients should come back to a pool whose first endpoint starts.
+
+The start begins with the first request that no endpoint could take, because that request is what makes the
+operator start one (`scaling.minReplicas: 0`). It ends with the next request that an endpoint takes.
+"""
+
+from __future__ import annotations
+
+SHORTEST_S, LONGEST_S = 5.0, 60.0
+"""Bounds of what a client is told; clients of OpenAI's SDKs ignore more than 60 s."""
+
+
+class Starts:
+    """Follows the starts of one pool's first endpoint."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def retry_after_s(self, start_s: float, now: float) -> float:
+        """Return after how many seconds the client should come back: the rest of the time that a start takes.
+        `start_s`: that time, as far as known."""
+        if self._since is None:
+            self._since = now
+        return min(LONGEST_S, max(SHORTEST_S, start_s - (now - self._since)))
+
+    def over(self) -> None:
+        """Record that an endpoint takes requests."""
+        self._since = None
