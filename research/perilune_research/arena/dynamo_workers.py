@@ -11,20 +11,11 @@ Prints `dynamo-workers ready` when all are registered.
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Mapping
 from typing import Any
 
 import aiohttp
 import uvloop
-from dynamo.common.utils.runtime import create_runtime  # type: ignore[import-not-found]  # in its own environment
-from dynamo.llm import (  # type: ignore[import-not-found]
-    KvEventPublisher,
-    ModelInput,
-    ModelRuntimeConfig,
-    ModelType,
-    WorkerType,
-    register_model,
-)
 
 LINE = b"data: "
 
@@ -45,10 +36,10 @@ def asked(request: Mapping[str, Any], model: str) -> dict[str, object]:
     }
 
 
-async def answered(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, object]]:
+async def answered(lines: AsyncIterable[bytes]) -> AsyncIterator[dict[str, object]]:
     """Yield what Dynamo's frontend expects of a worker, for the lines of an engine's streamed answer."""
     finish = None
-    async for line in answer.content:
+    async for line in lines:
         if not line.startswith(LINE) or line.startswith(LINE + b"[DONE]"):
             continue
         chunk = json.loads(line[len(LINE) :])
@@ -64,6 +55,16 @@ async def serve(
     given: Mapping[str, Any], engine: Mapping[str, str], http: aiohttp.ClientSession
 ) -> tuple[Awaitable[None], object]:
     """Register a worker; return what serves it until the process ends, and what publishes its KV events."""
+    from dynamo.common.utils.runtime import create_runtime  # type: ignore[import-not-found]  # only there
+    from dynamo.llm import (  # type: ignore[import-not-found]
+        KvEventPublisher,
+        ModelInput,
+        ModelRuntimeConfig,
+        ModelType,
+        WorkerType,
+        register_model,
+    )
+
     runtime, _ = create_runtime(*given["planes"])
     endpoint = runtime.endpoint("dynamo.backend.generate")
     publisher = KvEventPublisher(
@@ -85,7 +86,7 @@ async def serve(
         ) as answer:
             if answer.status != 200:
                 raise RuntimeError(f"{engine['url']}: {answer.status}: {await answer.text()}")
-            async for part in answered(answer):
+            async for part in answered(answer.content):
                 yield part
 
     await register_model(

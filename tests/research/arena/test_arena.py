@@ -12,7 +12,7 @@ import pytest
 from perilune_api.pool import EndpointSpec, Engine, Metadata, Model, Pool, Spec, SpecError
 from perilune_lab.load.result import Result
 from perilune_lab.report import Quantiles, Run
-from perilune_research.arena import cli, install, table
+from perilune_research.arena import cli, dynamo_workers, install, table
 from perilune_research.arena.contestants import (
     CONTESTANTS,
     OURS,
@@ -64,6 +64,29 @@ def test_dynamo_has_a_worker_for_each_engine_and_waits_for_all_of_them():
     options = dict(pairwise(frontend("python", pool, 8000)))
     wanted = {"--router-mode": "kv", "--router-min-initial-workers": "2", "--kv-cache-block-size": "32"}
     assert options.items() >= {**wanted, "--http-host": "127.0.0.1", "--http-port": "8000"}.items()
+
+
+async def test_a_worker_passes_a_request_and_the_ids_of_its_answer_on():
+    said = dynamo_workers.asked(
+        {"token_ids": [1, 2], "stop_conditions": {"max_tokens": 3, "ignore_eos": True}}, "sim"
+    )
+    assert (said["prompt"], said["max_tokens"], said["ignore_eos"], said["stream"]) == ([1, 2], 3, True, True)
+    lines = [
+        b": a comment\n",
+        b'data: {"choices": [{"token_ids": [7, 8], "finish_reason": null}]}\n',
+        b'data: {"choices": [{"token_ids": [], "finish_reason": "length"}]}\n',
+        b'data: {"choices": [], "usage": {"prompt_tokens": 2}}\n',
+        b"data: [DONE]\n",
+    ]
+    assert [part async for part in dynamo_workers.answered(each(lines))] == [
+        {"token_ids": [7, 8]},
+        {"token_ids": [], "finish_reason": "length", "completion_usage": {"prompt_tokens": 2}},
+    ]
+
+
+async def each(lines):
+    for line in lines:
+        yield line
 
 
 def test_a_package_whose_dependencies_are_on_no_index_is_installed_with_others_instead(tmp_path, monkeypatch):
