@@ -44,6 +44,7 @@ from perilune_gateway.observe.admin import Admin, AdminData
 from perilune_gateway.observe.decision_log import RotatedFile
 from perilune_gateway.observe.metrics import StreamMetrics, refusals
 from perilune_gateway.policy import POLICIES
+from perilune_gateway.request import paths
 from perilune_gateway.routing.pools import Pools
 from perilune_gateway.served_pool import PoolSource, ServedPool
 
@@ -89,7 +90,7 @@ class Gateway:
         pages_to_anyone: bool = False,
         conformance: bool = False,
         authorization: str = "",
-        trace: Callable[[str], Trace | None] | None = None,
+        trace: Callable[[str, str], Trace | None] | None = None,
         others: Others | None = None,
     ) -> None:
         """Without `tls`, ext_proc is served in plain text. `pages_to_anyone`: whether admin pages with
@@ -411,9 +412,10 @@ async def _serve(
     await gateway.run(args.listen, args.admin, args.grace_seconds, stop, args.drain_seconds)
 
 
-def _tracer(share: float, dice: Random) -> Callable[[str], Trace | None]:
-    """Return what begins the span of a request. `share`: of requests without a client's trace."""
-    return lambda traceparent: begin(traceparent, share, dice, time.time())
+def _tracer(share: float, dice: Random) -> Callable[[str, str], Trace | None]:
+    """Return what begins the span of a request, by its `traceparent` and path. `share`: of requests without a
+    client's trace."""
+    return lambda traceparent, path: begin(traceparent, share, dice, time.time(), paths.operation(path))
 
 
 def authorization(key: str) -> str:

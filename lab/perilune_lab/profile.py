@@ -1,13 +1,15 @@
 """`perilune profile`: measures how fast an engine is, and writes it as the pool's cost model.
 
-    prompts of several lengths, each new and with half of it cached ─▶ Measured ─▶ fit ─▶ a table, YAML
+    prompts of several lengths, new, half cached, cached ─▶ Measured ─▶ fit (profile_fit.py) ─▶ a table, YAML
 
 1. Each prompt is sent alone, with one token of output, some times over; the time to the end of that answer is
    its time to the first token. How many of its tokens there are, and how many were cached, the engine itself
    says (`usage`).
-2. `prefillScale` is the median of measured / predicted seconds, where the prediction is that of one H20 for
-   overhead and prefill. The error that is left at each prompt is shown.
-3. One longer answer shows the seconds per output token. Nothing in the pool depends on it; it is shown.
+2. With lengths enough, the cost model's seconds per request, token and pair of attention are fitted to them.
+   With few, only `prefillScale` is: the median of measured / predicted seconds, where the prediction is that
+   of one H20. The error that is left at each prompt is shown.
+3. One longer answer shows the seconds of a decode step, and STREAMS of them side by side, whose long prompt
+   is cached, how fast the engine reads weights and KV.
 
 4. With `--peer`, KV is handed over from another engine (`profile_transfer.py`): fixed seconds and speed, and
    the speed of network cards (`nicGbits`) by which the pool's cost model predicts the same.
@@ -24,18 +26,22 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import median
 from urllib.parse import urlsplit
 from uuid import uuid4
 
+import msgspec
 from rich.table import Table
 
 from perilune_api import names
-from perilune_gateway.model import H20_30B
-from perilune_lab import profile_transfer
+from perilune_api.pool import CostModel
+from perilune_gateway.model import H20_30B, EngineModel
+from perilune_lab import profile_fit, profile_transfer
 from perilune_lab.load.client import Load, TargetError, models, run_load
 from perilune_lab.load.result import Result
+from perilune_lab.profile_fit import Decoded, Measured
 from perilune_lab.profile_transfer import Peer, Transfer
 from perilune_lab.terminal.arguments import count, output, positive, url
 from perilune_lab.terminal.console import Console
@@ -46,7 +52,9 @@ from perilune_lab.vocabulary import Vocabulary
 DOWN = 1
 SHORTEST = 512
 DECODED = 64
-"""Tokens of the answer that shows the speed of decode."""
+"""Tokens of an answer that shows the speed of decode."""
+STREAMS = 8
+"""Answers that are generated side by side."""
 
 _EPILOG = """\
 examples:
@@ -60,35 +68,29 @@ With --peer, PERILUNE_ENGINE_SECRET has the pool's secret, where the operator's 
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One kind of prompt. Seconds are the engine's: wall seconds × time scale."""
-
-    tokens: int
-    cached: int
-    ttft_s: float
-    """Median over the repetitions."""
-
-    @property
-    def predicted_s(self) -> float:
-        """Seconds that the model of one H20 predicts."""
-        new = self.tokens - self.cached
-        return H20_30B.request_overhead_s(self.tokens) + H20_30B.prefill_s(new, self.cached)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Profile:
     prompts: Sequence[Measured]
-    tpot_s: float | None
+    decoded: Decoded | None = None
 
     @property
     def scale(self) -> float:
-        """The pool's `prefillScale`."""
+        """The pool's `prefillScale`, without a cost model."""
         return median(row.ttft_s / row.predicted_s for row in self.prompts)
 
+    @cached_property
+    def cost(self) -> CostModel | None:
+        """The pool's cost model; None if there were too few prompts for one."""
+        return profile_fit.cost_model(self.prompts, self.decoded)
+
+    @cached_property
+    def engine(self) -> EngineModel:
+        """The engine that predictions are about."""
+        return H20_30B.scaled(self.scale) if self.cost is None else H20_30B.told(self.cost)
+
     def error(self, row: Measured) -> float:
-        """Return measured / predicted − 1 with that scale."""
-        return row.ttft_s / (self.scale * row.predicted_s) - 1.0
+        """Return measured / predicted − 1."""
+        return row.ttft_s / row.by(self.engine) - 1.0
 
     @property
     def largest_error(self) -> float:
@@ -106,11 +108,10 @@ def lengths(max_tokens: int) -> list[int]:
 
 def expected_s(max_tokens: int, repeat: int) -> float:
     """Return the seconds that one H20 takes for all prompts."""
-    halves = [(length // 2, length - length // 2) for length in lengths(max_tokens)]
     rows = [
         Measured(tokens, cached, 0.0)
-        for half, rest in halves
-        for tokens, cached in ((half, 0), (half + rest, half))
+        for length in lengths(max_tokens)
+        for tokens, cached in ((length // 2, 0), (length, length // 2), (length, length))
     ]
     return repeat * sum(row.predicted_s for row in rows)
 
@@ -143,14 +144,26 @@ async def measure(
 
     async def turns_of(length: int) -> list[Result]:
         """Return the turns of a new prompt: half the length first, then the whole length, which begins with
-        it."""
+        it, then the same again."""
         name = uuid4().hex  # no cache has seen it
         half = Segment(f"{name}-1", length // 2)
         rest = Segment(f"{name}-2", length - half.tokens)
         return await played(
             Turn(session=name, number=0, prompt=(half,), output_tokens=1),
             Turn(session=name, number=1, prompt=(half, rest), output_tokens=1),
+            Turn(session=name, number=2, prompt=(half, rest), output_tokens=1),
         )
+
+    async def side_by_side() -> list[float]:
+        """Return the seconds per token of STREAMS answers to one cached prompt, which begin together."""
+        prompt = (Segment(uuid4().hex, max_tokens),)
+        await played(Turn(session="w", number=0, prompt=prompt, output_tokens=1))
+        sessions = [
+            Session(str(i), 0.0, (Turn(session=str(i), number=0, prompt=prompt, output_tokens=DECODED),))
+            for i in range(STREAMS)
+        ]
+        results = await run_load(sessions, replace(load, concurrency=STREAMS), words)
+        return [r.tpot_s for r in results if r.succeeded and r.tpot_s is not None]
 
     await turns_of(SHORTEST)  # the first request of an engine is slower
     prompts: list[Measured] = []
@@ -161,10 +174,14 @@ async def measure(
             ttft_s = median(r.finished_at_s - r.submitted_at_s for r in results) * time_scale
             prompts.append(Measured(tokens, cached, ttft_s))
             measured(prompts[-1])
-    (answer,) = await played(
+    (alone,) = await played(
         Turn(session="d", number=0, prompt=(Segment(uuid4().hex, SHORTEST),), output_tokens=DECODED)
     )
-    return Profile(prompts, None if answer.tpot_s is None else answer.tpot_s * time_scale)
+    beside, context = await side_by_side(), STREAMS * (max_tokens + DECODED // 2)
+    if alone.tpot_s is None or not beside:
+        return Profile(prompts)
+    decoded = Decoded(alone.tpot_s * time_scale, median(beside) * time_scale, STREAMS, context)
+    return Profile(prompts, decoded)
 
 
 def table(profile: Profile, title: str) -> Table:
@@ -172,7 +189,7 @@ def table(profile: Profile, title: str) -> Table:
     for name in ("prompt tokens", "cached", "TTFT", "by the model", "error"):
         grid.add_column(name, justify="right")
     for row in profile.prompts:
-        times = (row.ttft_s, profile.scale * row.predicted_s)
+        times = (row.ttft_s, row.by(profile.engine))
         grid.add_row(
             f"{row.tokens:,}",
             f"{row.cached:,}",
@@ -197,16 +214,30 @@ def transfer_table(transfer: Transfer, peer: str) -> Table:
 def as_yaml(profile: Profile, transfer: Transfer | None = None, kv_bytes_per_token: int = 0) -> str:
     """Return the pool's cost model: fields of `spec.engine`, and what the nodes' topology should say."""
     longest = max(row.tokens for row in profile.prompts)
-    return (
+    said = (
         f"# By perilune profile, with prompts of up to {longest} tokens;"
         f" largest error {profile.largest_error:.0%}\n"
-        f"prefillScale: {profile.scale:.3g}\n"
-    ) + (
-        f"# KV came as from nodes with nicGbits: {transfer.nic_gbits(kv_bytes_per_token):.3g}"
-        f" (topology.nodes, or the nodes' label {names.NIC_GBITS})\n"
-        if transfer
-        else ""
     )
+    if profile.cost is None:
+        said += "# Too few lengths for a cost model: measure with a larger --max-tokens\n"
+        said += f"prefillScale: {profile.scale:.3g}\n"
+    else:
+        cost = profile.cost
+        if transfer and len(transfer.rows) > 1:
+            cost = msgspec.structs.replace(cost, transfer_seconds=float(f"{transfer.fit()[0]:.3g}"))
+        known = {name: value for name, value in msgspec.to_builtins(cost).items() if value is not None}
+        said += "costModel:\n" + "".join(f"  {name}: {decimal(value)}\n" for name, value in known.items())
+    if transfer:
+        said += (
+            f"# KV came as from nodes with nicGbits: {transfer.nic_gbits(kv_bytes_per_token):.3g}"
+            f" (topology.nodes, or the nodes' label {names.NIC_GBITS})\n"
+        )
+    return said
+
+
+def decimal(value: float) -> str:
+    """Write a number as YAML understands it: without an exponent."""
+    return f"{value:.15f}".rstrip("0").removesuffix(".") or "0"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -226,8 +257,9 @@ def main(argv: Sequence[str]) -> int:
         return DOWN
     console = Console(highlight=False)
     console.print(table(profile, f"{args.target}: {profile.scale:.3g} × the time of one H20"))
-    if profile.tpot_s is not None:
-        console.print(f"{profile.tpot_s * 1e3:,.1f} ms per output token, alone")
+    if profile.decoded:
+        alone, beside = profile.decoded.alone_s * 1e3, profile.decoded.beside_s * 1e3
+        console.print(f"{alone:,.1f} ms per output token, alone; {beside:,.1f} ms in {STREAMS} long contexts")
     if transfer:
         console.print(transfer_table(transfer, args.peer))
     text = as_yaml(profile, transfer, args.kv_bytes_per_token)
@@ -270,7 +302,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line. Raises SystemExit(2) with a message for a wrong call."""
     parser = argparse.ArgumentParser(
         prog="perilune profile",
-        description="Measure an engine's prefill by length and cached part; write the pool's cost model.",
+        description="Measure an engine's prefill by length and cached part, its decode, and with --peer"
+        " its transfers; write the pool's cost model.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

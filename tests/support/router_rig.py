@@ -85,6 +85,7 @@ class Rig:
             tokenizer or Tokenizer(spec.model),
             (Recorder(self.metrics, self.decisions, send_span=send_span), *listeners),
             clock=lambda: self.now,
+            stopwatch=lambda: self.now,
             rng=Random(seed),
             conformance=conformance,
             trial=trial,

@@ -269,7 +269,7 @@ class Exchange:
         *,
         max_body_bytes: int,
         conformance: bool = False,
-        trace: Callable[[str], Trace | None] | None = None,
+        trace: Callable[[str, str], Trace | None] | None = None,
         authorization: str = "",
     ) -> None:
         """`trace` begins the span of a request with this `traceparent`; None if there are no spans.
@@ -363,7 +363,7 @@ class Exchange:
             )
         self._head = head = event.head
         if self._trace:
-            head.trace = self._trace(head.headers.get(TRACEPARENT_HEADER, ""))
+            head.trace = self._trace(head.headers.get(TRACEPARENT_HEADER, ""), head.path)
         self._duplex = event.request_mode is BodyMode.FULL_DUPLEX_STREAMED
         self._request_ended = not head.has_body
         self._response_mode = event.response_mode

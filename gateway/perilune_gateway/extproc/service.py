@@ -62,7 +62,7 @@ class Service:
         pools: Iterable[Waiting],
         *,
         conformance: bool = False,
-        trace: Callable[[str], Trace | None] | None = None,
+        trace: Callable[[str, str], Trace | None] | None = None,
         authorization: str = "",
     ) -> None:
         """`entrance` chooses a request's pool, `pools` has what their requests wait for. The rest is for

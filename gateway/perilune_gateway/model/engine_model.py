@@ -7,13 +7,16 @@ with it, because seconds describe work better than tokens do, and the simulated 
 it.
 
 The numbers of `H20_30B` are fitted to measurements of Qwen3-Coder-30B-A3B in BF16 on one H20 (96 GB,
-4.0 TB/s, 148 TFLOPS BF16); predicted prefill times are within 5 % for 1k to 128k tokens. `scaled(factor)`
-gives a first estimate for other hardware. The model leaves out the communication of tensor parallelism and
-multimodal encoders.
+4.0 TB/s, 148 TFLOPS BF16); predicted prefill times are within 5 % for 1k to 128k tokens. Of other hardware,
+`told(cost)` has the times that `perilune profile` measured, and `scaled(factor)` gives a first estimate. The
+model leaves out the communication of tensor parallelism and multimodal encoders.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
+
+from perilune_api.pool import CostModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,9 +142,28 @@ class EngineModel:
         """Return the seconds to load the KV of `tokens` from the shared store."""
         return self.transfer_s(tokens, self.store_bytes_per_s)
 
+    def told(self, cost: CostModel) -> "EngineModel":
+        """Return the engine with the times that a pool's document tells; what it leaves out stays."""
+        given: dict[str, float | None] = {
+            "overhead_fixed_s": cost.request_seconds,
+            "overhead_per_token_s": cost.request_token_seconds,
+            "prefill_fixed_s": cost.prefill_seconds,
+            "flops_per_token": _times(cost.prefill_token_seconds, self.flops_per_s),
+            "attention_flops": _times(cost.attention_seconds, self.flops_per_s),
+            "decode_floor_s": cost.decode_seconds,
+            "memory_bytes_per_s": cost.decode_scale and self.memory_bytes_per_s / cost.decode_scale,
+            "transfer_fixed_s": cost.transfer_seconds,
+        }
+        known: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        return replace(self, **known)
+
     def scaled(self, factor: float) -> "EngineModel":
         """Return an engine that is `factor` times slower."""
         return replace(self, scale=self.scale * factor)
+
+
+def _times(seconds: float | None, per_s: float) -> float | None:
+    return None if seconds is None else seconds * per_s
 
 
 H20_30B = EngineModel()

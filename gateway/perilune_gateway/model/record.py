@@ -26,6 +26,8 @@ class Ending(Struct, frozen=True, gc=False, kw_only=True):
     cached_tokens: int | None = None
     """Number of prompt tokens served from the prefix cache, as the engine reports it; None if not
     reported."""
+    output_tokens: int = 0
+    """Number of tokens of the answer, as the engine reports it; 0 if not reported."""
     answered_s: float | None = None
     """Seconds from the decision to the head of the answer; None if there was no answer."""
     prefilled_s: float | None = None

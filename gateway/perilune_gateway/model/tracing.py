@@ -16,7 +16,7 @@ RANDOM = 0x02
 _FORM = re.compile(r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
-class Trace(Struct, frozen=True, gc=False):
+class Trace(Struct, frozen=True, gc=False, kw_only=True):
     """Our span, and the trace that it belongs to."""
 
     trace_id: int
@@ -26,6 +26,8 @@ class Trace(Struct, frozen=True, gc=False):
     flags: int
     started_at: float
     """When the request's headers came, in Unix seconds."""
+    operation: str
+    """What the request asks for, as OpenTelemetry's conventions for GenAI name it."""
 
     @property
     def sampled(self) -> bool:
@@ -38,18 +40,32 @@ class Trace(Struct, frozen=True, gc=False):
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-{self.flags:02x}"
 
 
-def begin(traceparent: str, share: float, dice: Random, now: float) -> Trace | None:
+def begin(traceparent: str, share: float, dice: Random, now: float, operation: str) -> Trace | None:
     """Begin our span of a request with this header. The client's flag says whether it is recorded. Without a
     valid header a new trace begins, which is recorded with probability `share`. Return None if the client's
     trace is not recorded; its header stays as it is."""
     found = _FORM.fullmatch(traceparent.strip())
     if found is None or (found[1] == "00" and found[5]):
         flags = RANDOM | (SAMPLED if dice.random() < share else 0)
-        return Trace(_identifier(dice, 128), _identifier(dice, 64), 0, flags, now)
+        return Trace(
+            trace_id=_identifier(dice, 128),
+            span_id=_identifier(dice, 64),
+            parent_id=0,
+            flags=flags,
+            started_at=now,
+            operation=operation,
+        )
     flags = int(found[4], 16) & (SAMPLED | RANDOM)
     if not flags & SAMPLED:
         return None
-    return Trace(int(found[2], 16), _identifier(dice, 64), int(found[3], 16), flags, now)
+    return Trace(
+        trace_id=int(found[2], 16),
+        span_id=_identifier(dice, 64),
+        parent_id=int(found[3], 16),
+        flags=flags,
+        started_at=now,
+        operation=operation,
+    )
 
 
 def _identifier(dice: Random, bits: int) -> int:

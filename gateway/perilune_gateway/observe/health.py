@@ -127,6 +127,7 @@ def report(
     version: str,
     uptime_s: float,
     prefill_scale: float = 1.0,
+    has_cost_model: bool = False,
     pool_error: str = "",
     decision_log: LogStats | None = None,
     ingest: IngestStats | None = None,
@@ -138,8 +139,9 @@ def report(
     policies: Sequence[PolicyState] = (),
     renderings: tuple[KindParity, ...] = (),
 ) -> Health:
-    """Return the health. `block_size` and `prefill_scale` are the pool's; `pool_error` says why the newest
-    pool document is not in force, if it is not. `peers`: the endpoints whose host memory others can read."""
+    """Return the health. `block_size`, `prefill_scale` and `has_cost_model` are the pool's; `pool_error` says
+    why the newest pool document is not in force, if it is not. `peers`: the endpoints whose host memory
+    others can read."""
     own = (
         _decision_log(decision_log)
         + _ingest(ingest or IngestStats(), len(endpoints))
@@ -154,7 +156,7 @@ def report(
     ready = sum(stats.endpoint.ready for stats in endpoints)
     usable = ready or any(stats.silent or stats.ejection for stats in endpoints)
     status = Status.UNREADY if not usable else Status.DEGRADED if problems else Status.OK
-    cost = cost_model(endpoints, prefill_scale)
+    cost = cost_model(endpoints, prefill_scale, has_cost_model)
     return Health(
         status=status,
         pool=pool,
@@ -172,8 +174,10 @@ def report(
     )
 
 
-def cost_model(endpoints: Sequence[EndpointStats], prefill_scale: float) -> CostModel:
-    source = f"one H20 with a 30B-A3B model, its times × {prefill_scale:g} (spec.engine.prefillScale)"
+def cost_model(endpoints: Sequence[EndpointStats], prefill_scale: float, told: bool = False) -> CostModel:
+    """Say from what predictions start. `told`: whether the pool has a cost model."""
+    times = "the times of spec.engine.costModel" if told else "one H20 with a 30B-A3B model, its times"
+    source = f"{times} × {prefill_scale:g} (spec.engine.prefillScale)"
     seen = [stats.calibration.prefill for stats in endpoints if stats.calibration.prefill.observations]
     if not seen:
         return CostModel(source)

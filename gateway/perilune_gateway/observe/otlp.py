@@ -71,9 +71,9 @@ class Collector:
         self._ids.trace = trace = span.trace
         parent = SpanContext(trace.trace_id, trace.parent_id, True, TraceFlags(trace.flags))
         made = self._tracer.start_span(
-            "route",
+            span.name,
             set_span_in_context(NonRecordingSpan(parent)) if trace.parent_id else None,
-            SpanKind.SERVER,
+            SpanKind.CLIENT,
             span.attributes,
             start_time=_nanoseconds(trace.started_at),
         )

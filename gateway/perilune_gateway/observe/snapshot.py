@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, Protocol
 
+from msgspec.structs import astuple
+
 from perilune_api.findings import Finding
 from perilune_gateway.model import server_of
 from perilune_gateway.model.engine_facts import EngineFacts
@@ -246,6 +248,7 @@ class Snapshots:
             self.endpoints(),
             block_size=pool.spec.engine.block_size,
             prefill_scale=pool.spec.engine.prefill_scale,
+            has_cost_model=any(s is not None for s in astuple(pool.spec.engine.cost_model)),
             pool=f"{pool.metadata.namespace}/{pool.metadata.name}",
             policy=pool.spec.routing.policy.name,
             version=version("perilune"),

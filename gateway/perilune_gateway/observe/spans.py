@@ -2,6 +2,9 @@
 
     recorder.py: the decision's record ┄┄ its ending ─▶ span_of ─▶ send (otlp.py)
 
+Name and attributes follow OpenTelemetry's semantic conventions for GenAI where these have one (`gen_ai.*`,
+`error.type`); what only a router knows is `perilune.*`.
+
 A span begins when the request's headers come, and ends with its answer or its refusal. It tells nothing of
 prompts, sessions, tenants and other headers than the request id. A request that ends before its decision has
 no span.
@@ -14,10 +17,14 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from perilune_gateway.model import Decision, DecisionRecord, Ending, Outcome
+from perilune_gateway.model import Decision, DecisionRecord, Ending, Outcome, TokenSource
 from perilune_gateway.model.tracing import Trace
 
 Attribute = str | int | float
+PROVIDER = "vllm"
+"""The conventions want the provider's name, and let one that they do not list name itself."""
+REFUSED = 400
+"""The least HTTP status that is an error for the client."""
 
 
 class Sent(StrEnum):
@@ -30,9 +37,10 @@ class Sent(StrEnum):
     """Too many waited for the collector."""
 
 
-class Span(Struct, frozen=True):
+class Span(Struct, frozen=True, kw_only=True):
     """One request's span. Times are Unix seconds."""
 
+    name: str
     trace: Trace
     ended_at: float
     attributes: Mapping[str, Attribute]
@@ -50,6 +58,9 @@ def span_of(record: DecisionRecord, ending: Ending | None) -> Span:
     """Return the span of a request whose trace is sampled. `ending` is None for a refused one."""
     assert record.trace, "only sampled requests have spans"
     attributes: dict[str, Attribute | None] = {
+        "gen_ai.operation.name": record.trace.operation,
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": record.model,
         "perilune.request_id": record.request_id,
         "perilune.policy": record.policy,
         "perilune.phase": record.phase,
@@ -68,11 +79,12 @@ def span_of(record: DecisionRecord, ending: Ending | None) -> Span:
             "perilune.prompt_tokens": record.prompt_tokens,
             "perilune.token_source": record.token_source,
             "perilune.cached_tokens.predicted": record.cached_tokens,
-            "gen_ai.request.model": record.model,
         }
+        if record.token_source is not TokenSource.ESTIMATE:
+            attributes["gen_ai.usage.input_tokens"] = record.prompt_tokens
     else:
         status = record.verdict.status
-        attributes["perilune.refusal"] = record.reason
+        attributes |= {"perilune.refusal": record.reason, "error.type": record.reason}
     if ending:
         ended_at, status = record.time + ending.duration_s, ending.status
         events += [
@@ -83,15 +95,19 @@ def span_of(record: DecisionRecord, ending: Ending | None) -> Span:
         attributes |= {
             "perilune.outcome": ending.outcome,
             "perilune.served": ending.served,
-            "perilune.cached_tokens.reported": ending.cached_tokens,
+            "gen_ai.usage.cache_read.input_tokens": ending.cached_tokens,
+            "gen_ai.usage.output_tokens": ending.output_tokens or None,
         }
         failed = ending.outcome is Outcome.FAILED
+        if failed or status >= REFUSED:
+            attributes["error.type"] = str(status) if status >= REFUSED else ending.outcome
     attributes["http.response.status_code"] = status or None
     known = {name: value for name, value in attributes.items() if value is not None and value != ""}
     return Span(
-        record.trace,
-        ended_at,
-        known,
-        tuple(sorted(events, key=lambda event: event[1])),
-        failed or status >= 500,
+        name=f"{record.trace.operation} {record.model}".rstrip(),
+        trace=record.trace,
+        ended_at=ended_at,
+        attributes=known,
+        events=tuple(sorted(events, key=lambda event: event[1])),
+        failed=failed or status >= 500,
     )

@@ -69,6 +69,20 @@ def api_of(path: str) -> Api | None:
     return PATHS.get(_bare(path))
 
 
+def operation(path: str) -> str:
+    """Return what a request of this path asks for, as OpenTelemetry's conventions for GenAI name it; the last
+    word of a listed path for which they have no name; "page" for any other path."""
+    match api_of(path):
+        case None:
+            return "page"
+        case Api.COMPLETIONS:
+            return "text_completion"
+        case Api.POOLING:
+            return _bare(path).rpartition("/")[2]
+        case _:
+            return "chat"
+
+
 def _bare(path: str) -> str:
     bare = path.partition("?")[0]
     return unquote(bare) if "%" in bare else bare

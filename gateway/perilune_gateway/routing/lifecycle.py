@@ -190,6 +190,7 @@ class Lifecycle:
             served=request.served,
             status=request.status,
             cached_tokens=request.cached_tokens,
+            output_tokens=request.output_tokens,
             answered_s=request.answered_at - since if request.answered_at else None,
             prefilled_s=request.prefilled_at - since if request.prefilled_at else None,
         )

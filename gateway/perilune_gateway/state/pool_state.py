@@ -76,8 +76,8 @@ class PoolState:
         keyed: bool = False,
     ) -> PoolState:
         """Return an empty state for a pool. `engine` is the assumed speed of an engine, before the pool's
-        `prefillScale`. `sharing`: with other replicas of the gateway; None: nothing is shared. `keyed`:
-        the gateway sends the key that engines demand."""
+        `costModel` and `prefillScale`. `sharing`: with other replicas of the gateway; None: nothing is
+        shared. `keyed`: the gateway sends the key that engines demand."""
         spec = pool.spec
         facts, requests = Facts(), Requests()
         loads = Loads(facts.tell, sharing.sessions.tenant if sharing else str)
@@ -85,7 +85,8 @@ class PoolState:
         keys = spec.routing.session
         index = PrefixIndex(index_blocks(pool), SPECULATIVE_TTL_S, claims_per_endpoint=_kv_blocks(pool))
         believed = replace(
-            engine.scaled(spec.engine.prefill_scale), kv_bytes_per_token=spec.model.kv_bytes_per_token
+            engine.told(spec.engine.cost_model).scaled(spec.engine.prefill_scale),
+            kv_bytes_per_token=spec.model.kv_bytes_per_token,
         )
         return cls(
             facts=facts,

@@ -13,7 +13,16 @@ from perilune_api.pool import SpecError
 OWNERS = "whoever runs the engines decides it"
 HANDS_NOTHING_OVER = "the operator gives selected engines no connector, store or secret"
 
-_ENGINE = {"selector", "block_size", "hashing", "kv_pool_tokens", "prefill_scale", "api_key", "tls"}
+_ENGINE = {
+    "selector",
+    "block_size",
+    "hashing",
+    "kv_pool_tokens",
+    "prefill_scale",
+    "cost_model",
+    "api_key",
+    "tls",
+}
 """Fields of `engine` that count with a selector."""
 _MODEL = {"source", "weights_size", "cache"}
 """Fields of `model` that do not."""

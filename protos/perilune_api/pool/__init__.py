@@ -22,7 +22,7 @@ here; structs with more than five fields take keywords only.
 from perilune_api.pool.checks import check
 from perilune_api.pool.document import Metadata, Pool, Spec
 from perilune_api.pool.endpoints import Address, EndpointSpec, Role, ZmqAddress
-from perilune_api.pool.engine import Engine, EngineTls, ExtraKeys, HashAlgorithm, Hashing, Selector
+from perilune_api.pool.engine import CostModel, Engine, EngineTls, ExtraKeys, HashAlgorithm, Hashing, Selector
 from perilune_api.pool.errors import SpecError
 from perilune_api.pool.migration import Migration, MoveTrigger
 from perilune_api.pool.model import LONGEST_CONTEXT, Lora, Model
@@ -40,6 +40,7 @@ __all__ = [
     "MAX_DEPTH",
     "Address",
     "Canary",
+    "CostModel",
     "Disaggregation",
     "Ejection",
     "EndpointSpec",

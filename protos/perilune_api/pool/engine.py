@@ -69,6 +69,31 @@ class EngineTls(Struct, frozen=True):
     """Name for which the engines' certificate is issued."""
 
 
+Seconds = Annotated[float, Meta(ge=0)]
+
+
+class CostModel(Struct, frozen=True, kw_only=True):
+    """How long these engines take, as `perilune profile` measures it. Predictions start from it, and the
+    gateway corrects them by measurement. What is left out is as on one H20 with a 30B-A3B model."""
+
+    request_seconds: Seconds | None = None
+    """Seconds of each request for HTTP and scheduling. That H20: 0.04."""
+    request_token_seconds: Seconds | None = None
+    """Seconds for each token of the prompt, also for those that are cached. That H20: 0.0000011."""
+    prefill_seconds: Seconds | None = None
+    """Seconds of each prefill, however short it is. That H20: 0.03."""
+    prefill_token_seconds: Seconds | None = None
+    """Seconds for each token that is prefilled. That H20: 0.0000455."""
+    attention_seconds: Seconds | None = None
+    """Seconds for each pair of a token that is prefilled and a token before it. That H20: 0.0000000059."""
+    decode_seconds: Seconds | None = None
+    """Least seconds of a step that generates a token for each running request. That H20: 0.0058."""
+    decode_scale: Annotated[float, Meta(gt=0)] | None = None
+    """Seconds in which such a step reads weights and KV, divided by those of that H20. That H20: 1."""
+    transfer_seconds: Seconds | None = None
+    """Seconds of each transfer of KV, however short it is. That H20: 0.0025."""
+
+
 class Engine(Struct, frozen=True, kw_only=True):
     """What a gateway must know about the engines."""
 
@@ -82,7 +107,9 @@ class Engine(Struct, frozen=True, kw_only=True):
     """Number of tokens that fit into the KV cache on one endpoint's GPUs."""
     prefill_scale: Annotated[float, Meta(gt=0)] = 1.0
     """Prefill time of these engines divided by that of one H20 with a 30B-A3B model. It starts the
-    predictions, which the gateway then corrects by measurement. 1: as fast as that H20."""
+    predictions, which the gateway then corrects by measurement. 1: as fast as that H20, or as `costModel`
+    says."""
+    cost_model: CostModel = CostModel()
     tls: EngineTls | None = None
     """TLS to the engines: from Envoy, and from the gateway. Without it they are asked in plain text."""
     store: bool = False

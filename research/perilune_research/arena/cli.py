@@ -3,8 +3,8 @@
 1. Install the routers that are packages.
 2. Play a cell for each seed, load and router. Every cell has fresh engines and a fresh router, so nothing is
    cached from the cell before.
-3. Print a table, verdicts, and the settings of the routers. A router that cannot be installed or does not
-   start is left out and named under the table.
+3. Print verdicts, a table, and the settings of the routers; what Perilune loses comes first. A router that
+   cannot be installed or does not start is left out and named under the table.
 
 Exit status: 0; 1 if no cell could be played; 2 for a wrong call; 130 after Ctrl-C.
 """
@@ -31,10 +31,10 @@ from perilune_lab.terminal.console import Console
 from perilune_lab.terminal.exits import wrong_call
 from perilune_lab.traces.source import open_trace
 from perilune_lab.vocabulary import Vocabulary
-from perilune_research.arena.contestants import CONTESTANTS, Contestant, Package, Program, Remote
+from perilune_research.arena.contestants import CONTESTANTS, Contestant, Package, Program, Remote, Runtime
 from perilune_research.arena.install import NotInstalledError, cache, executable
 from perilune_research.arena.loads import LEVELS, SLOWDOWNS, Halfway, Level, Setting
-from perilune_research.arena.play import Cell, play
+from perilune_research.arena.play import FAILED_S, Cell, play
 from perilune_research.arena.table import legend, table, verdicts
 
 PROGRAM = "python -m perilune_research arena"
@@ -51,6 +51,7 @@ loads, in sessions that begin per second and engine:
   {(chr(10) + "  ").join(str(level) for level in LEVELS)}
 Engines are simulated in real time. In turn, their times are those of an H20 multiplied by
 {", ".join(f"{s:g}" for s in SLOWDOWNS)}, and they vary from step to step. No router knows of this.
+A request that fails counts with a latency of {FAILED_S:g} s.
 Close other programs, since they make every router's times longer.
 
 a router of your own: name it with --url and start it in front of the engines that the arena runs from
@@ -122,7 +123,7 @@ class Arena:
         """Install the routers that are packages, and leave those out that cannot be installed."""
         for contestant in self.options.contestants:
             front = contestant.front
-            if isinstance(front, Program) and front.package not in self.programs:
+            if isinstance(front, Program | Runtime) and front.package not in self.programs:
                 try:
                     self._say(f"{front.package}: installing it, unless it is installed …")
                     self.programs[front.package] = executable(front.package, cache())
@@ -184,8 +185,8 @@ class Arena:
     def conclude(self) -> int:
         """Print table, verdicts and settings; return the exit status."""
         parts = (
-            table(self.played),
             verdicts(self.played),
+            table(self.played),
             legend(self.options.contestants, self.left_out),
         )
         print("\n\n".join("\n".join(part) for part in parts if part))

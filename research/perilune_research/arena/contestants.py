@@ -5,10 +5,12 @@ Each router is one row of `CONTESTANTS`. Its front says how `play` starts it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from perilune_api.pool import EndpointSpec
+from perilune_api.pool import EndpointSpec, Pool
 from perilune_lab.processes import envoy
 
 
@@ -20,6 +22,9 @@ class Package:
     version: str
     program: str
     """The console script that it installs."""
+    instead: tuple[str, ...] = ()
+    """What is installed in place of the packages on which it says that it depends, since one of them is on no
+    index; empty to install these."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"
@@ -51,6 +56,14 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
+class Runtime:
+    """Dynamo's frontend. It sends requests to workers of Dynamo's own runtime only, so each engine has a
+    worker that passes them on (`dynamo_workers.py`)."""
+
+    package: Package
+
+
+@dataclass(frozen=True, slots=True)
 class Remote:
     """A router that the user runs in front of the arena's engines."""
 
@@ -58,7 +71,7 @@ class Remote:
     """`http://host:port`, without `/v1`."""
 
 
-Front = Ours | Balancer | Program | Remote
+Front = Ours | Balancer | Program | Runtime | Remote
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +102,25 @@ def _kv_aware(engines: Sequence[EndpointSpec], model: str) -> tuple[str, ...]:
 SGLANG = Package("sglang-router", "0.3.2", "sglang-router")
 VLLM = Package("vllm-router", "0.1.17", "vllm-router")
 SMG = Package("smg", "1.13.0", "smg")
+DYNAMO = Package(
+    "ai-dynamo",
+    "1.6.1",
+    "python",
+    instead=(
+        *(
+            "ai-dynamo-runtime==1.6.1",
+            "aiohttp",
+            "msgspec",
+            "packaging",
+            "prometheus-client",
+            "pydantic<=2.13.5",
+        ),
+        *("pyyaml", "pyzmq", "uvloop"),
+    ),
+)
+
+DYNAMO_PLANES = {"discovery-backend": "file", "request-plane": "tcp", "event-plane": "zmq"}
+"""How Dynamo's processes find and reach each other: without etcd and NATS."""
 
 OURS = "perilune"
 CONTESTANTS = (
@@ -113,6 +145,12 @@ CONTESTANTS = (
         Program(SMG, _cache_aware("launch", "--backend", "vllm")),
         "cache_aware, its default and recommended policy, for vLLM over HTTP",
     ),
+    Contestant(
+        "dynamo",
+        Runtime(DYNAMO),
+        "router mode kv with the engines' KV events; between its frontend and each engine is a worker of its"
+        " runtime that passes requests on, which costs CPU",
+    ),
 )
 
 
@@ -126,6 +164,32 @@ def command(
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
     ]
+
+
+def frontend(python: str, pool: Pool, port: int) -> list[str]:
+    """Return the command line of Dynamo's frontend, which listens on this port of loopback."""
+    return [
+        *(python, "-m", "dynamo.frontend", "--router-mode", "kv"),
+        *("--router-min-initial-workers", str(len(pool.spec.endpoints))),
+        *("--kv-cache-block-size", str(pool.spec.engine.block_size)),
+        *(f"--{plane}={kind}" for plane, kind in DYNAMO_PLANES.items()),
+        *("--http-host", "127.0.0.1", "--http-port", str(port)),
+    ]
+
+
+def workers(python: str, pool: Pool, folder: str) -> list[str]:
+    """Return the command line of Dynamo's workers, one for each engine of the pool. `folder`: the files of
+    the engines' model."""
+    given = {
+        "model": pool.spec.model.name,
+        "folder": folder,
+        "block": pool.spec.engine.block_size,
+        "kv_tokens": pool.spec.engine.kv_pool_tokens,
+        "context": pool.spec.model.context_tokens,
+        "planes": list(DYNAMO_PLANES.values()),
+        "engines": [{"url": f"http://{e.address}", "events": e.events[0]} for e in pool.spec.endpoints],
+    }
+    return [python, str(Path(__file__).with_name("dynamo_workers.py")), json.dumps(given)]
 
 
 def balanced(endpoints: Sequence[str], lb_policy: str, port: int) -> envoy.Json:

@@ -35,9 +35,14 @@ def executable(package: Package, folder: Path) -> Path:
     if not (place / _DONE).exists():
         shutil.rmtree(place, ignore_errors=True)
         wanted = f"{package.name}=={package.version}"
-        pip = (str(place / "bin" / "python"), "-m", "pip", "install", "--quiet")
+        pip = (
+            *(str(place / "bin" / "python"), "-m", "pip", "install", "--quiet"),
+            *("--disable-pip-version-check", "--only-binary", ":all:"),
+        )
         _run(sys.executable, "-m", "venv", str(place))
-        _run(*pip, "--disable-pip-version-check", "--only-binary", ":all:", wanted)
+        if package.instead:
+            _run(*pip, "--no-deps", wanted)
+        _run(*pip, *(package.instead or (wanted,)))
         if not program.exists():
             raise NotInstalledError(f"{package} has no program {package.program}")
         (place / _DONE).touch()

@@ -76,7 +76,7 @@ LEVELS = (
 class Setting:
     """What all cells have in common."""
 
-    engines: int = 4
+    engines: int = 8
     seconds: float = 30.0
     """Length of the traffic; the last turns end a little later."""
     first_port: int = 0

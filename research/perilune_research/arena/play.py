@@ -8,17 +8,19 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import aiohttp
+import msgspec
 
 from perilune_lab import report
 from perilune_lab.load.bodies import Words
 from perilune_lab.load.client import Load, TargetError, models, run_load
+from perilune_lab.load.result import Result
 from perilune_lab.processes import envoy_process
 from perilune_lab.processes.child import Child, StackError, start
 from perilune_lab.processes.stack import Stack
@@ -29,8 +31,11 @@ from perilune_research.arena.contestants import (
     Package,
     Program,
     Remote,
+    Runtime,
     balanced,
     command,
+    frontend,
+    workers,
 )
 from perilune_research.arena.loads import SLOWED, Halfway, Level, Setting, engine_options, traffic
 
@@ -43,6 +48,17 @@ SETTLE_S = 1.0
 _ASK_EVERY_S = 0.1
 _GRACE_S = 8.0
 """Seconds within which a router should end."""
+_MODEL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "max_position_embeddings": 131_072,
+    "vocab_size": 8192,
+    "bos_token_id": 256,
+    "eos_token_id": 258,
+}
+"""The least that Dynamo wants to read of a model. Only the ids of special tokens mean anything here."""
+FAILED_S = 120.0
+"""The latency that counts for a request that failed: more than any that was answered had in a cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +83,8 @@ class _Front:
 
 async def play(cell: Cell, setting: Setting, programs: Mapping[Package, Path], words: Words) -> report.Run:
     """Play a cell. `programs`: paths of the routers that are packages. Raises StackError if a process does
-    not start, or the gateway or its Envoy ends; SpecError if a recording cannot be read."""
+    not start, the gateway or its Envoy ends, or no request succeeds; SpecError if a recording cannot be
+    read."""
     played = traffic(setting, cell.level, cell.seed)
     front = cell.contestant.front
     stack = Stack(
@@ -96,7 +113,21 @@ async def play(cell: Cell, setting: Setting, programs: Mapping[Package, Path], w
         mode=played.mode,
         speed=played.speed,
     )
-    return report.run(measured)
+    if results and not any(result.succeeded for result in results):
+        raise StackError(f"all requests failed; the first: {results[0].error}")
+    return with_failures(report.run(measured), results)
+
+
+def with_failures(run: report.Run, results: Sequence[Result]) -> report.Run:
+    """Return the run with `FAILED_S` as the latency of each request that failed, so that a router does not
+    gain by failing what would have taken long."""
+    good = [r for r in results if r.succeeded]
+    failed = [FAILED_S] * (len(results) - len(good))
+    return msgspec.structs.replace(
+        run,
+        ttft_s=report.quantiles([*(r.ttft_s for r in good if r.ttft_s is not None), *failed]),
+        e2e_s=report.quantiles([*(r.e2e_s for r in good if r.e2e_s is not None), *failed]),
+    )
 
 
 async def _halfway(what: Halfway | None, setting: Setting, stack: Stack, router: _Front) -> None:
@@ -132,6 +163,19 @@ async def _fronted(
             async with _Process(contestant.name, line, stack) as process:
                 _, url = await envoy_process.serving(process.child, stack.folder, READY_S)
                 yield _Front(url, process.restart)
+        case Runtime(package):
+            (port,) = _free_ports(1)
+            python, folder = str(programs[package]), Path(stack.options.tokenizer)
+            (folder / "config.json").write_bytes(msgspec.json.encode(_MODEL))
+            place = {"DYN_FILE_KV": str(stack.folder / "dynamo"), "HF_HUB_OFFLINE": "1", "DYN_LOG": "warn"}
+            behind = workers(python, stack.pool, str(folder))
+            async with _Process(f"{contestant.name}-workers", behind, stack, place) as process:
+                await process.child.until_ready(READY_S)
+                line = frontend(python, stack.pool, port)
+                async with _Process(contestant.name, line, stack, place) as process:
+                    url = f"http://127.0.0.1:{port}"
+                    await _answers(contestant.name, url, READY_S, process.child)
+                    yield _Front(url, process.restart)
         case Program(package) as front:
             port, metrics_port = _free_ports(2)
             engines, model = stack.pool.spec.endpoints, stack.options.model
@@ -147,8 +191,10 @@ class _Process:
 
     child: Child
 
-    def __init__(self, name: str, line: list[str], stack: Stack) -> None:
-        self._how = name, line, os.environ, stack.folder
+    def __init__(
+        self, name: str, line: list[str], stack: Stack, variables: Mapping[str, str] | None = None
+    ) -> None:
+        self._how = name, line, {**os.environ, **(variables or {})}, stack.folder
 
     async def __aenter__(self) -> Self:
         self.child = await start(*self._how)

@@ -11,7 +11,7 @@ from msgspec import UnsetType
 from perilune_lab.quantiles import mean
 from perilune_lab.report import Quantiles, Run
 from perilune_lab.simulate.measure import interval
-from perilune_research.arena.contestants import OURS, Contestant, Program
+from perilune_research.arena.contestants import OURS, Contestant, Program, Runtime
 from perilune_research.arena.play import Cell
 
 Played = Sequence[tuple[Cell, Run]]
@@ -69,19 +69,50 @@ def grouped(played: Played) -> dict[Group, dict[str, list[Run]]]:
     return found
 
 
+class Comparison(NamedTuple):
+    """Perilune and the best other router in one metric."""
+
+    ours: Estimate
+    best: Estimate
+    name: str
+    """Of the best other router."""
+
+    @property
+    def ratio(self) -> float:
+        """Ours / best: above 1, Perilune is behind."""
+        return self.ours.mean / self.best.mean
+
+
+def compared(routers: Mapping[str, Sequence[Run]], metric: Metric) -> Comparison | None:
+    """Compare Perilune with the best other router. None if one of them did not play or has no such metric."""
+    found = {name: estimate(runs, metric) for name, runs in routers.items()}
+    ours = found.pop(OURS, None)
+    others = {name: value for name, value in found.items() if value is not None}
+    if ours is None or not others:
+        return None
+    name = min(others, key=lambda each: others[each].mean)
+    return Comparison(ours, others[name], name)
+
+
 def table(played: Played) -> list[str]:
-    """Return the lines of a table: means over seeds, with 95 % intervals if there are several seeds."""
+    """Return the lines of a table: means over seeds, with 95 % intervals if there are several seeds. The
+    load at which Perilune does worst, against the best other router in any compared metric, comes first."""
     lines = [
         f"| load | router | {' | '.join(METRICS)} | failed | seeds |",
         f"|---|---|{'---:|' * (len(METRICS) + 2)}",
     ]
-    for group, routers in grouped(played).items():
+    for group, routers in sorted(grouped(played).items(), key=lambda item: -_worst(item[1])):
         for name, runs in routers.items():
             cells = (_cell(estimate(runs, metric)) for metric in METRICS.values())
             requests = sum(run.requests for run in runs)
             failed = requests - sum(run.succeeded for run in runs)
             lines.append(f"| {group} | {name} | {' | '.join(cells)} | {failed} of {requests} | {len(runs)} |")
     return lines
+
+
+def _worst(routers: Mapping[str, Sequence[Run]]) -> float:
+    found = (compared(routers, METRICS[title]) for title in COMPARED)
+    return max((comparison.ratio for comparison in found if comparison), default=0.0)
 
 
 def _cell(value: Estimate | None) -> str:
@@ -94,30 +125,28 @@ def _cell(value: Estimate | None) -> str:
 
 def verdicts(played: Played) -> list[str]:
     """Return a line for each comparison and metric: by how much Perilune is ahead of the best other router,
-    or behind it."""
-    lines = []
+    or behind it. Where it is farthest behind comes first."""
+    lines: list[tuple[float, str]] = []
     for group, routers in grouped(played).items():
         for title in COMPARED:
-            found = {name: estimate(runs, METRICS[title]) for name, runs in routers.items()}
-            ours = found.pop(OURS, None)
-            others = {name: value for name, value in found.items() if value is not None}
-            if ours is None or not others:
+            found = compared(routers, METRICS[title])
+            if found is None:
                 continue
-            name, best = min(others.items(), key=lambda item: item[1].mean)
-            apart = ours.high < best.low or best.high < ours.low
-            clear = apart and len(routers[OURS]) > 1 and len(routers[name]) > 1
-            side = "ahead of" if ours.mean < best.mean else "behind"
-            lines.append(
-                f"- {group}: {OURS} is {abs(ours.mean / best.mean - 1):.0%} {side} the best other router"
-                f" ({name}) in {title.removesuffix(' s')}{'' if clear else SEEDS_CANNOT_TELL}."
+            apart = found.ours.high < found.best.low or found.best.high < found.ours.low
+            clear = apart and len(routers[OURS]) > 1 and len(routers[found.name]) > 1
+            side = "ahead of" if found.ratio < 1 else "behind"
+            line = (
+                f"- {group}: {OURS} is {abs(found.ratio - 1):.0%} {side} the best other router"
+                f" ({found.name}) in {title.removesuffix(' s')}{'' if clear else SEEDS_CANNOT_TELL}."
             )
-    return lines
+            lines.append((found.ratio, line))
+    return [line for _, line in sorted(lines, key=lambda each: -each[0])]
 
 
 def legend(contestants: Iterable[Contestant], left_out: Mapping[str, str]) -> list[str]:
     """Return a line for each router with its version and settings, and one for each that was left out."""
     lines = []
     for c in contestants:
-        version = f" ({c.front.package})" if isinstance(c.front, Program) else ""
+        version = f" ({c.front.package})" if isinstance(c.front, Program | Runtime) else ""
         lines.append(f"- {c.name}{version}: {c.settings}.")
     return [*lines, *(f"- Left out: {name}: {cause}" for name, cause in left_out.items())]

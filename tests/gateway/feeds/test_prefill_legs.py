@@ -261,7 +261,9 @@ async def test_the_engine_that_prefills_is_told_of_the_trace_too() -> None:
     async with scene() as on:
         on.giver.accepts.set()
         traced = head("/v1/completions", traceparent="of the client", tracestate="vendor=value")
-        traced.trace = Trace(1, 2, 3, SAMPLED, 5.0)
+        traced.trace = Trace(
+            trace_id=1, span_id=2, parent_id=3, flags=SAMPLED, started_at=5.0, operation="chat"
+        )
         assert await on.give(traced) is not None
         (headers,) = on.giver.headers
         assert headers["traceparent"] == traced.trace.traceparent

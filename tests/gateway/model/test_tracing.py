@@ -20,7 +20,7 @@ TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
     ],
 )
 def test_a_sampled_clients_span_is_the_parent_of_ours_in_the_same_trace(header: str, flags: str) -> None:
-    found = begin(header, 0.0, Random(1), 5.0)
+    found = begin(header, 0.0, Random(1), 5.0, "chat")
     assert found is not None
     assert (found.trace_id, found.parent_id, found.started_at) == (int(TRACE, 16), int(SPAN, 16), 5.0)
     assert found.sampled
@@ -30,7 +30,7 @@ def test_a_sampled_clients_span_is_the_parent_of_ours_in_the_same_trace(header: 
 
 @pytest.mark.parametrize("flags", ["00", "02", "fe"])
 def test_an_unsampled_clients_header_stays_as_it_is(flags: str) -> None:
-    assert begin(f"00-{TRACE}-{SPAN}-{flags}", 1.0, Random(1), 5.0) is None
+    assert begin(f"00-{TRACE}-{SPAN}-{flags}", 1.0, Random(1), 5.0, "chat") is None
 
 
 @pytest.mark.parametrize(
@@ -53,17 +53,17 @@ def test_an_unsampled_clients_header_stays_as_it_is(flags: str) -> None:
     ],
 )
 def test_without_a_valid_header_a_new_trace_begins(header: str) -> None:
-    found = begin(header, 1.0, Random(1), 5.0)
+    found = begin(header, 1.0, Random(1), 5.0, "chat")
     assert found is not None
     assert found.parent_id == 0
     assert found.sampled
     assert found.trace_id != int(TRACE, 16)
-    assert begin(found.traceparent, 0.0, Random(2), 6.0) is not None, "others can read our header"
+    assert begin(found.traceparent, 0.0, Random(2), 6.0, "chat") is not None, "others can read our header"
 
 
 def test_a_share_of_new_traces_is_recorded_and_engines_are_told_of_the_others() -> None:
     dice = Random(1)
-    found = [begin("", 0.25, dice, 5.0) for _ in range(4_000)]
+    found = [begin("", 0.25, dice, 5.0, "chat") for _ in range(4_000)]
     traces = [trace for trace in found if trace is not None]
     assert len(traces) == 4_000
     assert 900 < sum(trace.sampled for trace in traces) < 1_100
@@ -72,4 +72,5 @@ def test_a_share_of_new_traces_is_recorded_and_engines_are_told_of_the_others() 
 
 
 def test_identifiers_have_all_their_digits() -> None:
-    assert Trace(1, 2, 0, 1, 5.0).traceparent == f"00-{'1':0>32}-{'2':0>16}-01"
+    ours = Trace(trace_id=1, span_id=2, parent_id=0, flags=1, started_at=5.0, operation="chat")
+    assert ours.traceparent == f"00-{'1':0>32}-{'2':0>16}-01"

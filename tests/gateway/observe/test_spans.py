@@ -17,11 +17,12 @@ from perilune_gateway.model import (
     RefuseReason,
     Routed,
     Step,
+    TokenSource,
 )
 from perilune_gateway.model.tracing import SAMPLED, Trace
 from perilune_gateway.observe.spans import Span, span_of
 
-TRACE = Trace(1, 2, 3, SAMPLED, 99.5)
+TRACE = Trace(trace_id=1, span_id=2, parent_id=3, flags=SAMPLED, started_at=99.5, operation="chat")
 DECISION = Decision("b", Reason.MOVED, moved_from="a", prefill="c")
 RECORD = DecisionRecord(
     view=replace(request(tokens=100, of=session("a", id="secret-session")), model="m"),
@@ -41,6 +42,7 @@ ENDING = Ending(
     served="b",
     status=200,
     cached_tokens=80,
+    output_tokens=7,
     answered_s=0.1,
     prefilled_s=0.05,
 )
@@ -58,8 +60,33 @@ def test_a_span_says_what_was_decided_why_and_when() -> None:
     assert said["perilune.prefill_endpoint"] == "c"
     assert said["perilune.queued_seconds"] == 0.25
     assert said["perilune.step.policy_seconds"] == pytest.approx(1e-5)
-    assert (said["perilune.cached_tokens.predicted"], said["perilune.cached_tokens.reported"]) == (64, 80)
+    assert said["perilune.cached_tokens.predicted"] == 64
     assert (said["perilune.outcome"], said["http.response.status_code"]) == ("completed", 200)
+
+
+def test_it_is_named_and_counted_as_opentelemetry_does() -> None:
+    span = span_of(RECORD, ENDING)
+    assert span.name == "chat m"
+    said = {name: value for name, value in span.attributes.items() if name.startswith(("gen_ai", "error"))}
+    assert said == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "vllm",
+        "gen_ai.request.model": "m",
+        "gen_ai.usage.input_tokens": 100,
+        "gen_ai.usage.cache_read.input_tokens": 80,
+        "gen_ai.usage.output_tokens": 7,
+    }
+    estimated = replace(RECORD, view=replace(RECORD.view, token_source=TokenSource.ESTIMATE))
+    assert "gen_ai.usage.input_tokens" not in span_of(estimated, ENDING).attributes
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "said"),
+    [(Outcome.COMPLETED, 400, "400"), (Outcome.FAILED, 503, "503"), (Outcome.FAILED, 0, "failed")],
+)
+def test_an_answer_that_is_an_error_says_which(outcome: Outcome, status: int, said: str) -> None:
+    span = span_of(RECORD, Ending(outcome=outcome, duration_s=2.0, served="b", status=status))
+    assert span.attributes["error.type"] == said
 
 
 def test_a_span_is_silent_of_sessions_and_tenants() -> None:

@@ -114,7 +114,7 @@ def test_a_body_that_cannot_be_served_is_refused_with_its_reason(
     assert len(rig.state.requests) == 0
     kept = rig.decisions.query(n=1)[0]
     assert kept.reason == reason
-    assert kept.timings_us["total"] > 0
+    assert "total" in kept.timings_us
 
 
 def test_a_body_that_says_it_is_too_large_is_refused_unseen() -> None:

@@ -145,7 +145,9 @@ class TestOverHttp:
             assert isinstance(found.engine.latency_s, Quantiles)
             assert isinstance(found.engine.itl_s, Quantiles)
             assert isinstance(found.client.latency_s, Quantiles)
-            assert found.client.ttft_s.p50 < found.client.latency_s.p50
+            assert (
+                found.client.ttft_s.p50 <= found.client.latency_s.p50
+            )  # equal where an answer comes at once
 
     async def test_a_target_that_does_not_answer_is_named(self):
         target = f"http://127.0.0.1:{free_port()}"

@@ -2,18 +2,30 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from perilune_api.pool import EndpointSpec, SpecError
+from perilune_api.pool import EndpointSpec, Engine, Metadata, Model, Pool, Spec, SpecError
+from perilune_lab.load.result import Result
 from perilune_lab.report import Quantiles, Run
-from perilune_research.arena import cli, install, table
-from perilune_research.arena.contestants import CONTESTANTS, OURS, Package, Program, balanced, command
+from perilune_research.arena import cli, dynamo_workers, install, table
+from perilune_research.arena.contestants import (
+    CONTESTANTS,
+    OURS,
+    Package,
+    Program,
+    balanced,
+    command,
+    frontend,
+    workers,
+)
 from perilune_research.arena.install import NotInstalledError, executable
 from perilune_research.arena.loads import LEVELS, Setting, engine_options, sessions, traffic
-from perilune_research.arena.play import Cell
+from perilune_research.arena.play import FAILED_S, Cell, with_failures
 
 BY_NAME = {contestant.name: contestant for contestant in CONTESTANTS}
 BY_LEVEL = {level.name: level for level in LEVELS}
@@ -38,6 +50,57 @@ def test_the_router_that_reads_kv_events_is_told_where_they_are():
     line = command(BY_NAME["vllm-router-kv"].front, "router", ENGINES, "sim", 8000, 8001)
     assert "--kv-event-source=http://127.0.0.1:2=tcp://127.0.0.1:12" in line
     assert "--kv-event-replay-source=http://127.0.0.1:1=tcp://127.0.0.1:21" in line
+
+
+def test_dynamo_has_a_worker_for_each_engine_and_waits_for_all_of_them():
+    engine = Engine(block_size=32, kv_pool_tokens=6400)
+    pool = Pool(Metadata("pool"), Spec(Model(name="sim"), engine=engine, endpoints=tuple(ENGINES)))
+    _, script, given = workers("python", pool, "folder")
+    assert Path(script).is_file()
+    assert msgspec.json.decode(given)["engines"] == [
+        {"url": "http://127.0.0.1:1", "events": "tcp://127.0.0.1:11"},
+        {"url": "http://127.0.0.1:2", "events": "tcp://127.0.0.1:12"},
+    ]
+    options = dict(pairwise(frontend("python", pool, 8000)))
+    wanted = {"--router-mode": "kv", "--router-min-initial-workers": "2", "--kv-cache-block-size": "32"}
+    assert options.items() >= {**wanted, "--http-host": "127.0.0.1", "--http-port": "8000"}.items()
+
+
+async def test_a_worker_passes_a_request_and_the_ids_of_its_answer_on():
+    said = dynamo_workers.asked(
+        {"token_ids": [1, 2], "stop_conditions": {"max_tokens": 3, "ignore_eos": True}}, "sim"
+    )
+    assert (said["prompt"], said["max_tokens"], said["ignore_eos"], said["stream"]) == ([1, 2], 3, True, True)
+    lines = [
+        b": a comment\n",
+        b'data: {"choices": [{"token_ids": [7, 8], "finish_reason": null}]}\n',
+        b'data: {"choices": [{"token_ids": [], "finish_reason": "length"}]}\n',
+        b'data: {"choices": [], "usage": {"prompt_tokens": 2}}\n',
+        b"data: [DONE]\n",
+    ]
+    assert [part async for part in dynamo_workers.answered(each(lines))] == [
+        {"token_ids": [7, 8]},
+        {"token_ids": [], "finish_reason": "length", "completion_usage": {"prompt_tokens": 2}},
+    ]
+
+
+async def each(lines):
+    for line in lines:
+        yield line
+
+
+def test_a_package_whose_dependencies_are_on_no_index_is_installed_with_others_instead(tmp_path, monkeypatch):
+    package, calls = Package("router", "1.0", "python", instead=("first==1", "second")), []
+
+    def installs(command, **_):
+        calls.append([word for word in command if not word.startswith(("-", "/", ":"))])
+        (tmp_path / "router-1.0" / "bin").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "router-1.0" / "bin" / "python").touch()
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(install.subprocess, "run", installs)
+    executable(package, tmp_path)
+    assert calls[1:] == [["pip", "install", "router==1.0"], ["pip", "install", "first==1", "second"]]
 
 
 def test_envoy_alone_balances_by_itself_and_asks_no_gateway():
@@ -113,6 +176,22 @@ def test_requests_that_failed_are_counted_over_seeds():
     rows = table.table([(cell, run(1.0, succeeded=7)), (cell, run(1.0))])
     assert "| ease, without session header | smg |" in rows[2]
     assert rows[2].endswith("| 3 of 20 | 2 |")
+
+
+def test_the_load_at_which_perilune_is_farthest_behind_comes_first():
+    knee = [(replace(cell, level=BY_LEVEL["knee"]), ran) for cell, ran in played(ours=[2.0], robin=[1.0])]
+    both = [*played(ours=[1.0], robin=[2.0]), *knee]
+    assert [line.split(",")[0] for line in table.table(both)[2:]] == ["| knee", "| knee", "| ease", "| ease"]
+    assert ["behind" in line for line in table.verdicts(both)] == [True, True, False, False]
+
+
+def test_a_request_that_failed_counts_with_the_worst_latency():
+    def result(error: str) -> Result:
+        times = {"submitted_at_s": 0.0, "finished_at_s": 1.0, "due_at_s": 0.0}
+        return Result(session="s", turn=0, request_id="r", error=error, ttft_s=0.5, e2e_s=1.0, **times)
+
+    counted = with_failures(run(0.5), [result("")] * 8 + [result("503")] * 2)
+    assert (counted.ttft_s.p50, counted.ttft_s.p99, counted.e2e_s.p99) == (0.5, FAILED_S, FAILED_S)
 
 
 def test_a_router_without_answers_has_no_times():
@@ -205,7 +284,7 @@ def test_cells_that_the_file_has_are_kept_and_the_others_are_played(tmp_path, mo
     assert [cli.main([*argv, "2"]), cli.main([*argv, "3"])] == [0, 0]
     assert seen == [0, 1, 2]
     assert "| 0 of 30 | 3 |" in capsys.readouterr().out
-    with pytest.raises(SpecError, match="4 engines and 30 seconds: name another file - at `--json`"):
+    with pytest.raises(SpecError, match="8 engines and 30 seconds: name another file - at `--json`"):
         cli.kept(cli.parse([*argv, "3", "--seconds", "20"]))
     path.write_text("{}")
     with pytest.raises(SpecError, match="no file of the arena"):
