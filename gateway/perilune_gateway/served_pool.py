@@ -66,8 +66,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WARM_S = 1.5
-"""Most seconds for which a gateway that starts reads what its engines had announced, and what other gateways
-know, before it serves. What it decided without would bind sessions to engines that lack their KV."""
+"""Most seconds for which a gateway that starts reads what its engines had announced, before it serves. What it
+decided without would bind sessions to engines that lack their KV."""
 LOOK_S = 0.02
 TICK_S = 0.1
 TOKENS_SHARE = 0.9
@@ -250,8 +250,8 @@ class ServedPool:
         self.events.follow(self.state.fleet.endpoints())
 
     async def warm(self) -> None:
-        """Wait until it is known what the engines cache and what other gateways know. Both are read at the
-        same time, for WARM_S at most."""
+        """Wait until it is known what the engines cache, WARM_S at most, and what other gateways know. Both
+        are read at the same time."""
         shared = [self.shared.warm()] if self.shared else []
         await asyncio.gather(self._events_read(), *shared)
 
