@@ -66,8 +66,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WARM_S = 1.5
-"""Most seconds for which a gateway that starts reads what its engines had announced, before it serves. What it
-decided without would bind sessions to engines that lack their KV."""
+"""Most seconds for which a gateway that starts reads what its engines had announced, before it serves. What
+it decided without would bind sessions to engines that lack their KV."""
 LOOK_S = 0.02
 TICK_S = 0.1
 TOKENS_SHARE = 0.9

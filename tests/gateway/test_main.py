@@ -42,7 +42,7 @@ from perilune_api.pool import (
 )
 from perilune_gateway import main
 from perilune_gateway.feeds.pool_file import PoolFile
-from perilune_gateway.feeds.shared_state import Server
+from perilune_gateway.feeds.shared_state import ANSWER_S, Server
 from perilune_gateway.model import (
     EngineMetrics,
     Outcome,
@@ -380,7 +380,8 @@ class Silent(Server):
         return self
 
     async def time(self) -> None:
-        await asyncio.Event().wait()
+        await asyncio.sleep(ANSWER_S)
+        raise TimeoutError
 
     async def aclose(self) -> None: ...
 
@@ -411,7 +412,7 @@ def test_all_that_a_start_waits_for_is_waited_for_at_the_same_time(tmp_path) -> 
         await main.Gateway(pools).run("127.0.0.1:0", "127.0.0.1:0", 0.0, stop)
 
     virtual_time.run(start)
-    assert stop.waited_for_at == pytest.approx(WARM_S, abs=0.1)
+    assert stop.waited_for_at == pytest.approx(max(WARM_S, ANSWER_S), abs=0.1)
 
 
 async def test_a_gateway_without_its_own_pool_does_not_start() -> None:

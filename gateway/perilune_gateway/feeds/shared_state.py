@@ -57,8 +57,8 @@ RETRY_S, RETRY_MAX_S = 0.1, 0.5
 MAX_HOPS = 5
 """Times in a row that a cluster's nodes may name another node."""
 WARM_S = 10.0
-"""Most seconds for which a new replica waits until it has read what the server keeps. It does not wait for a
-server that does not answer (CONNECT_S)."""
+"""Most seconds for which a new replica waits until it has read what the server keeps. For a server that does
+not answer it waits CONNECT_S or ANSWER_S."""
 MAX_STREAM = 20_000
 """Batches that the stream keeps, about: some seconds of ten busy replicas."""
 MAX_LOST = 100 * MAX_STREAM
