@@ -124,6 +124,8 @@ async def test_the_log_of_a_killed_gateway_is_read_up_to_its_end(tmp_path, capsy
     assert found["params"] == {"ear.hot_pending_tokens": "1"}
     policies = found["policies"]
     assert isinstance(policies, dict)
-    assert set(policies) == {"ear", "sticky"}
-    assert 0 <= policies["ear"]["same"] <= found["decisions"] > 5
+    ear = policies["ear"]
+    assert ear["moves"] + ear["needs_body"] > 0, (
+        "one pending token makes a host hot: it moves, or asks for the body"
+    )
     assert "was cut when the gateway was killed" in capsys.readouterr().out
