@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from perilune_api import crd, crdgen, pool
-from perilune_api.inference_pool.engine import EngineSpec
+from perilune_api.inference_pool.engine import EngineSpec, EngineTlsSpec
 
 ROOT = Path(__file__).parents[2]
 FILES = ["crds/inferencepools.perilune.dev.yaml", "charts/perilune/crds/inferencepools.perilune.dev.yaml"]
@@ -88,7 +88,7 @@ def test_a_spec_is_all_that_a_gateway_knows_but_what_the_operator_finds_out() ->
         ".topology.leaving",
         ".endpoints",
     }
-    assert dict(crd.DERIVED) == {EngineSpec: {"store", "store_master"}}
+    assert dict(crd.DERIVED) == {EngineSpec: {"store", "store_master"}, EngineTlsSpec: {"ca_file"}}
 
 
 def test_an_absent_group_of_options_stays_absent() -> None:

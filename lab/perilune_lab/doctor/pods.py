@@ -1,7 +1,8 @@
 """The engines of a pool in Kubernetes: its document and its pods.
 
-Within the cluster they are reached at their addresses, from elsewhere through the API server's proxy, which
-needs the right to get and create `pods/proxy`, and passes no key on to engines. Nothing is written.
+Within the cluster they are reached at their addresses, from elsewhere and over TLS through the API server's
+proxy, which needs the right to get and create `pods/proxy`, and passes no key on to engines. Nothing is
+written.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ async def pool(
     listed = await client.request("GET", f"{at}/pods", params=selected(document))
     read = reader(document)
     staying = (pod for pod in listed.get("items") or () if "deletionTimestamp" not in pod["metadata"])
-    within = "KUBERNETES_SERVICE_HOST" in os.environ
+    # The CA certificates are in the gateways' pods; the API server's proxy asks for none.
+    within = "KUBERNETES_SERVICE_HOST" in os.environ and document.spec.engine.tls is None
     patients = []
     for pod in staying:
         endpoints = read(pod)

@@ -9,7 +9,7 @@ from kubernetes.aio.client.configuration import Configuration
 
 from perilune_api import kube
 from perilune_api.findings import EVENTS_FLAG
-from perilune_api.pool import Engine, Metadata, Pool, Selector, Spec, SpecError, dump
+from perilune_api.pool import Engine, EngineTls, Metadata, Pool, Selector, Spec, SpecError, dump
 from perilune_lab.doctor import pods, report
 from perilune_lab.doctor.cli import reported
 
@@ -28,6 +28,7 @@ class ApiServer:
 
     def __init__(self) -> None:
         self.asked: set[str] = set()
+        self.pool = DOCUMENT
 
     async def collection(self, request: web.Request) -> web.Response:
         assert request.query["labelSelector"] == "app=vllm"
@@ -36,7 +37,7 @@ class ApiServer:
     async def document(self, request: web.Request) -> web.Response:
         if request.match_info["name"] != "p-gateway":
             return web.json_response({"reason": "NotFound"}, status=404)
-        return web.json_response({"data": {"pool.yaml": dump(DOCUMENT).decode()}})
+        return web.json_response({"data": {"pool.yaml": dump(self.pool).decode()}})
 
     async def proxy(self, request: web.Request) -> web.Response:
         self.asked.add(f"{request.match_info['pod']} {request.method} /{request.match_info['page']}")
@@ -87,6 +88,22 @@ async def test_engines_are_reached_through_the_api_server(server: ApiServer, cli
         "no_transfer": ["a", "b"],
     }
     assert report.printable(made)
+
+
+async def test_engines_that_speak_tls_are_reached_so_through_the_api_server(
+    server: ApiServer, client: kube.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also from a pod, which has no CA certificates of theirs."""
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    engine = Engine(selector=Selector(labels={"app": "vllm"}), tls=EngineTls("/ca.crt", "p.ns.svc"))
+    server.pool = Pool(Metadata("p", "ns"), Spec(engine=engine))
+    async with aiohttp.ClientSession() as http:
+        document, patients = await pods.pool(client, "ns", "p", http)
+        await reported(document, patients)
+    assert {asked for asked in server.asked if "models" in asked} == {
+        "https:a:8000 GET /v1/models",
+        "https:b:8000 GET /v1/models",
+    }
 
 
 async def test_a_pool_that_is_not_there_is_named(client: kube.Client) -> None:
