@@ -167,7 +167,8 @@ def test_an_endpoint_reserves_the_gpus_that_it_uses(
 
 def test_endpoints_that_only_prefill_are_protected_like_the_others() -> None:
     """By a budget of their own, since two budgets over one pod forbid its eviction."""
-    spec = {"model": {"name": "m"}, "prefillReplicas": 2, "mooncake": {"transfer": "handoff"}}
+    split: Object = {"prefillReplicas": 2, "mooncake": {"transfer": "handoff"}, "gateway": {"replicas": 1}}
+    spec = {"model": {"name": "m"}, **split}
     objects = made(spec, Observed(uid="u", generation=1)).objects or ()
     pods = {
         o["metadata"]["name"]: o["spec"]["template"]["metadata"]["labels"]

@@ -165,19 +165,22 @@ OWN = {"server": "redis://mine:6379"}
 @pytest.mark.parametrize(
     ("gateway", "server"),
     [
-        pytest.param({}, None, id="one gateway needs none"),
+        pytest.param({}, "rediss://p-state.ns.svc:6379", id="two gateways, unless the pool says otherwise"),
+        pytest.param({"replicas": 1}, None, id="one gateway needs none"),
         pytest.param({"replicas": 0}, None, id="no gateway"),
-        pytest.param({"replicas": 2}, "redis://p-state.ns.svc:6379", id="several share the operator's"),
-        pytest.param({"replicas": 2, "state": {}}, "redis://p-state.ns.svc:6379", id="by default"),
+        pytest.param({"replicas": 2}, "rediss://p-state.ns.svc:6379", id="several share the operator's"),
+        pytest.param({"replicas": 2, "state": {}}, "rediss://p-state.ns.svc:6379", id="by default"),
         pytest.param(
             {"minReplicas": 1, "maxReplicas": 2},
-            "redis://p-state.ns.svc:6379",
+            "rediss://p-state.ns.svc:6379",
             id="an autoscaler may add one",
         ),
         pytest.param({"replicas": 2, "minReplicas": 1, "maxReplicas": 1}, None, id="an autoscaler adds none"),
         pytest.param({"replicas": 2, "state": {"managed": False}}, None, id="switched off"),
         pytest.param({"replicas": 2, "state": OWN}, "redis://mine:6379", id="the user's own"),
-        pytest.param({"state": OWN}, "redis://mine:6379", id="the user's own, for one gateway"),
+        pytest.param(
+            {"replicas": 1, "state": OWN}, "redis://mine:6379", id="the user's own, for one gateway"
+        ),
     ],
 )
 def test_which_server_gateways_share_their_state_through(gateway: Object, server: str | None) -> None:

@@ -50,6 +50,7 @@ class Operator:
             f"--own-namespace={namespace}",
             f"--identity={name}",
             f"--listen=127.0.0.1:{self.port}",
+            "--gateway-replicas=1",  # a pool's pods are its engines and one gateway, unless it says otherwise
             *flags,
         ]
         env = {"KUBECONFIG": str(api_server.kubeconfig(token))}

@@ -84,7 +84,7 @@ class RefuseReason(StrEnum):
     """Engines broke off before they answered the same request."""
     NO_ENDPOINT = "no_endpoint"
     STARTING = "starting"
-    """The pool's first endpoint starts because of this request, or one before it."""
+    """No endpoint is ready, and one should be soon."""
     SUBSET_EMPTY = "subset_empty"
     OVERLOADED = "overloaded"
     NO_ROOM = "no_room"

@@ -159,7 +159,7 @@ def is_starting(wanted: Wanted, excluded: Mapping[str, str]) -> bool:
 
 def starting(retry_after_s: float) -> Refusal:
     """Return the refusal (429) of a request that comes before the pool's first endpoint is ready."""
-    message = "The pool has no ready endpoint. One is started for this request: come back later"
+    message = "The pool has no ready endpoint yet. Come back later"
     return Refusal(RefuseReason.STARTING, message, retry_after_s)
 
 
