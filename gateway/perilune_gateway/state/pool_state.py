@@ -28,6 +28,7 @@ from perilune_gateway.state.resets import Resets
 from perilune_gateway.state.session import Session
 from perilune_gateway.state.sessions import Sessions
 from perilune_gateway.state.sharing import Sharing
+from perilune_gateway.state.silent_resets import SilentResets
 
 SPECULATIVE_TTL_S = 30.0
 """Seconds for which a routed prompt counts as cached if the engine does not announce its blocks."""
@@ -58,6 +59,7 @@ class PoolState:
     host_tiers: HostTiers
     offers: Offers
     resets: Resets
+    silent_resets: SilentResets
     reports: FullReports
     media: MediaSpans
     sharing: Sharing | None
@@ -111,6 +113,7 @@ class PoolState:
             host_tiers=HostTiers(fleet.alike),
             offers=Offers(sharing.replica if sharing else ""),
             resets=Resets(),
+            silent_resets=SilentResets(),
             reports=FullReports(),
             media=MediaSpans(spec.engine.block_size),
             sharing=sharing,
