@@ -4,7 +4,7 @@ A reader may raise what its docstring names. Anything else is a fault. `fuzz.py`
 coverage (`make fuzz`), `test_readers.py` tries a few thousand mutations (`make test`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import isfinite
 
@@ -46,7 +46,17 @@ from perilune_gateway.extproc.h2.frames import (
 from perilune_gateway.extproc.h2.hpack import Decoder
 from perilune_gateway.feeds import bootstrap_pages, engine_metrics, kv_events, store_segments
 from perilune_gateway.feeds.pool_events import EventSink
-from perilune_gateway.model import MoveReason, NeedBody, Outcome, ProtocolError, Refusal, RequestHead, Routed
+from perilune_gateway.model import (
+    Identity,
+    MoveReason,
+    NeedBody,
+    Outcome,
+    ProtocolError,
+    Refusal,
+    RequestHead,
+    Routed,
+    TokenSource,
+)
 from perilune_gateway.model.shared import (
     Alive,
     Batch,
@@ -77,11 +87,13 @@ from perilune_gateway.request.tokens import Tokenizer
 from perilune_gateway.request.tokens.causes import CannotTellError
 from perilune_gateway.request.tokens.engine import question
 from perilune_gateway.request.tokens.proof import kind_of
-from perilune_gateway.routing.new_sessions import Queued
+from perilune_gateway.routing.context import Prompt, RequestContext, StepTimer
+from perilune_gateway.routing.new_sessions import NewSessions, Queued
 from perilune_gateway.routing.pools import Chosen, Pools
 from perilune_gateway.state.block_tokens import BlockTokens
 from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.parity import ParityCheck
+from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.prefix_index import PrefixIndex
 from perilune_gateway.state.replicas import Replicas
 from perilune_gateway.state.sharing import Sharing
@@ -105,6 +117,17 @@ TOKENIZER = Tokenizer(Model(name="m", tokenize="estimate"))
 APIS = list(PATHS)
 ROUTING = Routing(allow_policy_header=True, session=SessionKeys(cookie="c", body_user=True))
 WEIGHED = structs.replace(ROUTING, weight=3)
+SHARED = pool(routing=Routing(session_admission=SessionAdmission(enabled=True)))
+NEW_REQUEST = parse(APIS[0], b'{"model":"m","messages":[]}')
+assert isinstance(NEW_REQUEST, ParsedRequest)
+NEW_SESSION = RequestContext(
+    head=head("/v1/completions", x_session_id="s"),
+    now=1000.0,
+    timer=StepTimer(lambda: 0.0),
+    identity=Identity(session_id="s"),
+    session=None,
+    prompt=Prompt(tokens=20, source=TokenSource.ESTIMATE),
+)
 
 
 def bodies(data: bytes) -> None:
@@ -241,17 +264,74 @@ def documents(data: bytes) -> None:
         assert parse_document(dump(document)) == document
 
 
-def shared(data: bytes) -> None:
-    """Merge batches of another replica, each after two bytes of its length, and go on with session
-    admission."""
-    sharing = Sharing("here", Names(b"key"), lambda: rig.now, lambda: 1_700_000_000.0 + rig.now)
-    rig = Rig(pool(routing=Routing(session_admission=SessionAdmission(enabled=True))), sharing=sharing)
-    replicas = Replicas(rig.state, rig.router.new_sessions, rig.router.moves.handing_over)
+class Clock:
+    """Seconds that pass when a reader says so; both clocks."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return 1_700_000_000.0 + self.now
+
+
+def batches(data: bytes) -> list[Batch]:
+    """Return those batches in `data` that can be read, each after two bytes of its length."""
+    found = []
     for message in parts(data):
-        try:
-            batch = decode(message)
-        except UNREADABLE:
-            continue
+        with suppress(*UNREADABLE):
+            found.append(decode(message))
+    return found
+
+
+class NoMoves:
+    """Nothing moves here."""
+
+    def offers(self) -> Sequence[Offered]:
+        return ()
+
+
+def merged(data: bytes) -> None:
+    """Merge batches of another replica into a pool's state, with session admission, and tell what is known.
+    This makes no router, which would take most of the time."""
+    found, clock = batches(data), Clock()
+    if not found:
+        return
+    state = PoolState.of(SHARED, sharing=Sharing("here", Names(b"key"), clock, clock.wall))
+    admission = NewSessions(state)
+    admission.configure(SHARED.spec.routing.session_admission)
+    replicas = Replicas(state, admission, NoMoves())
+    for batch in found:
+        replicas.apply(batch)
+        replicas.reconcile([batch])
+    asked = admission.arrive(NEW_SESSION, NEW_REQUEST)
+    for _ in range(3):
+        admission.due(clock.now)
+        told = encode(Batch("here", replicas.take(alive=True).changes, 1))
+        assert not decode(told).unknown
+        assert isfinite(admission.stats(clock.now).active_tokens)
+        clock.now += 65.0
+        state.pass_time(clock.now)
+        replicas.lapse()
+    if isinstance(asked, Queued):
+        admission.over(asked.ticket)
+    assert not replicas.peers
+    assert admission.stats(clock.now).waiting == 0
+    for view in state.fleet.view(clock.now):
+        assert view.load.in_flight == 0
+        assert isfinite(view.load.pending_prefill_s)
+        assert isfinite(state.calibration.prefill_ratio(view.endpoint.address, clock.now))
+
+
+def shared(data: bytes) -> None:
+    """Merge batches of another replica, and route requests after them."""
+    found, clock = batches(data), Clock()
+    if not found:
+        return
+    rig = Rig(SHARED, sharing=Sharing("here", Names(b"key"), lambda: rig.now, clock.wall))
+    replicas = Replicas(rig.state, rig.router.new_sessions, rig.router.moves.handing_over)
+    for batch in found:
         replicas.apply(batch)
         replicas.reconcile([batch])
     asked = rig.ask(range(20), head("/v1/completions", x_session_id="s"))
@@ -329,6 +409,7 @@ TARGETS: Mapping[str, Callable[[bytes], None]] = {
         bootstrap,
         segments,
         canary,
+        merged,
         shared,
         log,
     )
@@ -362,6 +443,131 @@ REQUESTS = (
     b":path: /v1/responses\nx-session-final: true\nx-request-id: 7\n\n"
     b'{"model":"m","input":"hi","previous_response_id":"resp_1","prompt_cache_key":"k"}',
     b':path: /v1/chat/completions\n\n{"model":"m","messages":[{"role":"system"},' + SAID + b"]}",
+)
+NOW_US = 1_700_001_000_000_000
+"""When the readers begin, by the clock that all gateways share."""
+BATCHES = (
+    framed(
+        encode(
+            Batch(
+                "there",
+                (
+                    Bound(
+                        at_us=NOW_US,
+                        session=b"n" * 16,
+                        host=A,
+                        turns=2,
+                        context_tokens=90,
+                        body_bytes=300,
+                        bytes_per_token=3.0,
+                        blocks=2,
+                        tail=7,
+                        prompt_blocks=1,
+                        prompt_tail=7,
+                        prompt_tokens=20,
+                        inferred="inferred-1",
+                        tenant=b"t",
+                    ),
+                ),
+                1,
+            )
+        ),
+        encode(
+            Batch(
+                "there",
+                (
+                    Loaded(
+                        at_us=NOW_US,
+                        endpoint=A,
+                        in_flight=1,
+                        prefilling=1,
+                        pending_tokens=10,
+                        pending_s=0.5,
+                        context_tokens=10,
+                    ),
+                    Ejected(NOW_US, A, "failures"),
+                ),
+                2,
+            )
+        ),
+        encode(Batch("there", (Claimed(A, bytes(16), 3.0), Alive(), Alive(True)), 3)),
+    ),
+    framed(
+        encode(
+            Batch(
+                "there",
+                (
+                    Counted(NOW_US, 7_000.0, 2),
+                    Measured(
+                        of=Measure.DECODE,
+                        endpoint=A,
+                        observed_s=1.0,
+                        predicted_s=0.0,
+                        source="",
+                        at_us=NOW_US,
+                    ),
+                ),
+                1,
+            )
+        ),
+        encode(
+            Batch(
+                "there",
+                (
+                    Queueing(10, (QueuedOf(b"t" * 16, 2.5),)),
+                    InLine(
+                        NOW_US,
+                        (
+                            PlaceInLine(
+                                session=b"p" * 16,
+                                tenant=b"t" * 16,
+                                tokens=900,
+                                arrived_us=NOW_US - 8_000_000,
+                                rank_us=NOW_US,
+                                number=1,
+                            ),
+                            PlaceInLine(
+                                session=b"q" * 16,
+                                tenant=b"t" * 16,
+                                tokens=90,
+                                arrived_us=NOW_US - 8_000_000,
+                                rank_us=NOW_US,
+                                number=2,
+                                back_s=3.0,
+                            ),
+                        ),
+                        (TenantInLine(b"t" * 16, 500.0, 2.0),),
+                        50.0,
+                    ),
+                    Offered(
+                        at_us=NOW_US,
+                        subject=b"n" * 16,
+                        reason=MoveReason.DRAIN,
+                        source=A,
+                        target=B,
+                        stage=OfferStage.COPYING,
+                        seconds=9.0,
+                        begun_s=1.0,
+                        transfer_bytes=99,
+                        tokens=20,
+                        tail=7,
+                        cost_s=0.1,
+                        benefit_s=0.2,
+                        turns=3.0,
+                    ),
+                    Measured(
+                        of=Measure.TRANSFER,
+                        endpoint=A,
+                        observed_s=2.0,
+                        predicted_s=1.0,
+                        source=B,
+                        at_us=NOW_US + 1,
+                    ),
+                ),
+                2,
+            )
+        ),
+    ),
 )
 SEEDS: Mapping[str, tuple[bytes, ...]] = {
     "bodies": (
@@ -416,124 +622,8 @@ SEEDS: Mapping[str, tuple[bytes, ...]] = {
     "segments": (b'{"segments":[{"segment_name":"10.0.0.1:1","allocator_used_bytes":5}]}',),
     "canary": (msgspec.json.encode({"p": Sums.begin("t"), "q": Sums.begin("u")}),),
     "bootstrap": (b'{"0":{"engine_id":"e","worker_addr":{"0":{"0":"tcp://10.0.0.1:1"}}}}',),
-    "shared": (
-        framed(
-            encode(
-                Batch(
-                    "there",
-                    (
-                        Bound(
-                            at_us=5,
-                            session=b"n" * 16,
-                            host=A,
-                            turns=2,
-                            context_tokens=90,
-                            body_bytes=300,
-                            bytes_per_token=3.0,
-                            blocks=2,
-                            tail=7,
-                            prompt_blocks=1,
-                            prompt_tail=7,
-                            prompt_tokens=20,
-                            inferred="inferred-1",
-                            tenant=b"t",
-                        ),
-                    ),
-                    1,
-                )
-            ),
-            encode(
-                Batch(
-                    "there",
-                    (
-                        Loaded(
-                            at_us=6,
-                            endpoint=A,
-                            in_flight=1,
-                            prefilling=1,
-                            pending_tokens=10,
-                            pending_s=0.5,
-                            context_tokens=10,
-                        ),
-                        Ejected(7, A, "failures"),
-                    ),
-                    2,
-                )
-            ),
-            encode(Batch("there", (Claimed(A, bytes(16), 3.0), Alive(), Alive(True)), 3)),
-        ),
-        framed(
-            encode(
-                Batch(
-                    "there",
-                    (
-                        Counted(9, 7_000.0, 2),
-                        Measured(
-                            of=Measure.DECODE, endpoint=A, observed_s=1.0, predicted_s=0.0, source="", at_us=3
-                        ),
-                    ),
-                    1,
-                )
-            ),
-            encode(
-                Batch(
-                    "there",
-                    (
-                        Queueing(10, (QueuedOf(b"t" * 16, 2.5),)),
-                        InLine(
-                            11,
-                            (
-                                PlaceInLine(
-                                    session=b"p" * 16,
-                                    tenant=b"t" * 16,
-                                    tokens=900,
-                                    arrived_us=8,
-                                    rank_us=9,
-                                    number=1,
-                                ),
-                                PlaceInLine(
-                                    session=b"q" * 16,
-                                    tenant=b"t" * 16,
-                                    tokens=90,
-                                    arrived_us=8,
-                                    rank_us=9,
-                                    number=2,
-                                    back_s=3.0,
-                                ),
-                            ),
-                            (TenantInLine(b"t" * 16, 500.0, 2.0),),
-                            50.0,
-                        ),
-                        Offered(
-                            at_us=12,
-                            subject=b"n" * 16,
-                            reason=MoveReason.DRAIN,
-                            source=A,
-                            target=B,
-                            stage=OfferStage.COPYING,
-                            seconds=9.0,
-                            begun_s=1.0,
-                            transfer_bytes=99,
-                            tokens=20,
-                            tail=7,
-                            cost_s=0.1,
-                            benefit_s=0.2,
-                            turns=3.0,
-                        ),
-                        Measured(
-                            of=Measure.TRANSFER,
-                            endpoint=A,
-                            observed_s=2.0,
-                            predicted_s=1.0,
-                            source=B,
-                            at_us=13,
-                        ),
-                    ),
-                    2,
-                )
-            ),
-        ),
-    ),
+    "merged": BATCHES,
+    "shared": BATCHES,
     "log": (
         b'{"kind":"pool","schema":"perilune.decisions/v2","routing":{"policy":{"name":"ear"}},"columns":{}}\n'
         b'{"kind":"end","n":0,"outcome":"completed","duration_s":1,"served":"a","status":200}\n{"kin',

@@ -78,6 +78,7 @@ def new_router(
         state.index,
         state.sessions,
         state.resets,
+        state.silent_resets,
         state.calibration,
         state.computed_again,
         state.parity,

@@ -28,6 +28,7 @@ from perilune_gateway.state.resets import Resets
 from perilune_gateway.state.session import Session
 from perilune_gateway.state.sessions import Sessions
 from perilune_gateway.state.sharing import Sharing
+from perilune_gateway.state.silent_resets import SilentResets
 from perilune_gateway.state.starts import Starts
 
 SPECULATIVE_TTL_S = 30.0
@@ -59,6 +60,7 @@ class PoolState:
     host_tiers: HostTiers
     offers: Offers
     resets: Resets
+    silent_resets: SilentResets
     reports: FullReports
     starts: Starts
     media: MediaSpans
@@ -114,6 +116,7 @@ class PoolState:
             host_tiers=HostTiers(fleet.alike),
             offers=Offers(sharing.replica if sharing else ""),
             resets=Resets(),
+            silent_resets=SilentResets(),
             reports=FullReports(),
             starts=Starts(),
             media=MediaSpans(spec.engine.block_size),

@@ -50,6 +50,9 @@ class Scenario:
     """How KV gets from one engine to another."""
     admission: bool = False
     """Whether new sessions wait while active contexts fill the KV pools (session admission)."""
+    gateways: int = 1
+    tenants: int = 1
+    """Gateways and tenants, as session admission distinguishes them."""
     trace: str = AGENTIC
     """`agentic` for generated traffic, or the file of a recorded trace."""
     compared: tuple[str, ...] = ()
@@ -101,6 +104,8 @@ class Scenario:
                 session_admission=SessionAdmission(enabled=self.admission),
             ),
             deployment=self.deployment,
+            gateways=self.gateways,
+            tenants=self.tenants,
         )
 
     @property
@@ -210,9 +215,10 @@ def play(cell: Cell, workload: Workload) -> SimulatedOutcome:
 def _result(cell: Cell, workload: Workload) -> Result:
     outcome = play(cell, workload)
     run = measure.run(outcome, workload, cell.profile.params.ear.cooldown_seconds)
+    tenants = cell.scenario.tenants if cell.scenario.admission else 0
     return Result(
         run=msgspec.structs.replace(run, per_endpoint=msgspec.UNSET),
-        extra=extra.measure(outcome, workload, cell.scenario.kv_tokens),
+        extra=extra.measure(outcome, workload, cell.scenario.kv_tokens, tenants),
         simulated_s=outcome.simulated_s,
         wall_s=outcome.wall_s,
     )

@@ -52,6 +52,7 @@ examples (after `python -m perilune_research`):
   evaluate --trace FILE --only main --seeds 2
                                      the main tables with recorded traffic
   evaluate --only admission,door --seeds 16 --name admission-none
+  evaluate --only queues --seeds 6 --window 900 --name queues-none
 
 arms (--arm): {", ".join(Deployment)} (see simulate --help); no pool can do {Deployment.PULL}
 parts (--only): {", ".join(NEEDS)}
@@ -201,6 +202,13 @@ def parse(argv: Sequence[str]) -> Options:
         help="number of seeds of the main comparison; side studies have fewer",
     )
     add("--seeds-from", type=count, default=1, metavar="N", help="first seed [%(default)s]")
+    add(
+        "--window",
+        type=positive,
+        default=plan.BASE.window_s,
+        metavar="SECONDS",
+        help="traffic of each simulation, the first third of which is not measured [%(default)g]",
+    )
     add("--only", metavar="A,B", help="make only these parts; see below [all]")
     add("--jobs", type=count, default=2, metavar="N", help="number of parallel processes [%(default)s]")
     add(
@@ -214,6 +222,7 @@ def parse(argv: Sequence[str]) -> Options:
     if args.trace and not args.trace.is_file():
         raise SpecError(f"{args.trace}: no such file - at `--trace`")
     base = replace(plan.BASE, trace=str(args.trace), rate=1.0) if args.trace else plan.BASE
+    base = replace(base, window_s=args.window, warmup_s=args.window / 3)
     if args.name and Path(args.name).name != args.name:
         raise SpecError(f"{args.name!r} must be a name without a folder - at `--name`")
     compared = listed(args.policies, POLICIES) if args.policies else ()

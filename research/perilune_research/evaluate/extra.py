@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 from math import inf, isfinite
+from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -19,8 +20,29 @@ from perilune_gateway.model.handoff import HandoffOutcome
 from perilune_lab.quantiles import quantile
 from perilune_lab.report import Quantiles, quantiles
 from perilune_lab.simulate.workload import Workload
+from perilune_research.simulator.new_sessions import tenant_of
 from perilune_research.simulator.request import SimulatedRequest
 from perilune_research.simulator.simulation import SimulatedOutcome
+
+LONG_TOKENS = 32_000
+"""A session whose first prompt has more is a long one."""
+
+
+class Kind(NamedTuple):
+    """Which sessions: long ones or not, of the largest of several tenants or not."""
+
+    long: bool
+    largest: bool
+
+
+class Beginnings(msgspec.Struct, frozen=True):
+    """How the sessions of a kind began that came after the warm-up."""
+
+    kind: Kind
+    waited_s: list[float]
+    """Seconds from each session's arrival until it began, ascending."""
+    lost: int = 0
+    """Sessions whose clients gave up."""
 
 
 class Extra(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,10 +76,13 @@ class Extra(msgspec.Struct, frozen=True, kw_only=True):
     Unset: fewer than 90 % of the sessions came to their end."""
     completion_p99_s: float | UnsetType = UNSET
     """p99 of the same; unset: fewer than 99 % came to their end."""
+    beginnings: list[Beginnings] = []
+    """With session admission, how sessions of each kind began."""
 
 
-def measure(outcome: SimulatedOutcome, workload: Workload, pool_tokens: int) -> Extra:
-    """Measure one simulation. `pool_tokens`: the KV pool of one endpoint."""
+def measure(outcome: SimulatedOutcome, workload: Workload, pool_tokens: int, tenants: int = 0) -> Extra:
+    """Measure one simulation. `pool_tokens`: the KV pool of one endpoint. `tenants`: of session admission; 0
+    without it."""
     done = [r for r in outcome.requests if r.task.ideal_at_s >= workload.warmup_s]
     good = [r for r in done if r.succeeded]
     span_s = max(r.finished_s for r in good) - min(r.submitted_s for r in good) if good else 0.0
@@ -77,7 +102,22 @@ def measure(outcome: SimulatedOutcome, workload: Workload, pool_tokens: int) -> 
         sessions=len(ends := _ends_s(done, workload)),
         completion_p90_s=_quantile(ends, 0.9),
         completion_p99_s=_quantile(ends, 0.99),
+        beginnings=_beginnings(done, tenants) if tenants else [],
     )
+
+
+def _beginnings(done: Sequence[SimulatedRequest], tenants: int) -> list[Beginnings]:
+    waited_s, lost = defaultdict[Kind, list[float]](list), defaultdict[Kind, int](int)
+    for r in done:
+        if r.task.number == 0:
+            kind = Kind(r.prompt_tokens > LONG_TOKENS, tenant_of(r.task.session, tenants) == 0)
+            if r.rejected:
+                lost[kind] += 1
+            else:
+                waited_s[kind].append(r.routed_s - r.submitted_s)
+    return [
+        Beginnings(kind, sorted(waited_s[kind]), lost[kind]) for kind in sorted(waited_s.keys() | lost.keys())
+    ]
 
 
 def _ends_s(done: Sequence[SimulatedRequest], workload: Workload) -> list[float]:

@@ -24,6 +24,7 @@ SECTIONS: Mapping[str, Callable[[Findings], Sequence[Table]]] = {
     "rivals": lambda f: [tables.dominance(f, load) for load in BAR_LOADS],
     "moves": lambda f: [tables.migrations(f)],
     "admission": lambda f: [tables.admission(f)],
+    "queues": lambda f: [tables.queues(f)],
     "beliefs": lambda f: [tables.beliefs(f)],
     "capacity": lambda f: [tables.capacity(f)],
     "ablation": lambda f: [tables.ablation(f)],

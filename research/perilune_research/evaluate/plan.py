@@ -130,6 +130,24 @@ def admission_scenario(at_r: Scenario, load: str, on: bool) -> Scenario:
     return replace(scenario(at_r, load), admission=on)
 
 
+QUEUES = ((1, 1), (4, 1), (1, 4), (4, 4))
+"""Gateways and tenants."""
+QUEUE_LOADS = ("1.25 R", OVERLOAD)
+"""Loads at which new sessions wait."""
+
+
+def queues(at_r: Scenario) -> list[Point]:
+    """Return our policy with session admission, for several gateways and tenants."""
+    return [
+        Point(queue_scenario(at_r, load, gateways, tenants), OURS)
+        for load, (gateways, tenants) in product(QUEUE_LOADS, QUEUES)
+    ]
+
+
+def queue_scenario(at_r: Scenario, load: str, gateways: int, tenants: int) -> Scenario:
+    return replace(admission_scenario(at_r, load, on=True), gateways=gateways, tenants=tenants)
+
+
 BELIEFS: Mapping[str, Mapping[str, float]] = {
     "told 0.5 ×": {"engine_belief": 0.5, "noise": 0.2},
     "told 0.75 ×": {"engine_belief": 0.75, "noise": 0.2},
@@ -277,6 +295,7 @@ STUDIES: Mapping[str, Study] = {
     "own": Study(own, side=False),
     "overload": Study(overload),
     "admission": Study(admission, side=False),
+    "queues": Study(queues),
     "beliefs": Study(beliefs),
     "links": Study(links),
     "ablation": Study(ablation, side=False),
@@ -318,6 +337,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "rivals": ("matrix",),
     "moves": ("matrix",),
     "admission": ("admission",),
+    "queues": ("queues",),
     "beliefs": ("beliefs", "matrix"),
     "capacity": (CAPACITY,),
     "ablation": ("ablation",),

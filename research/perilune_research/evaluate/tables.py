@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from math import isfinite
 from pathlib import Path
 
+from perilune_lab.quantiles import quantile
 from perilune_lab.simulate.h20 import H20
 from perilune_lab.terminal.formats import as_number, as_seconds
 from perilune_lab.traces.source import AGENTIC
@@ -15,10 +16,12 @@ from perilune_lab.traces.stats import Spread, Stats
 from perilune_research.evaluate import plan
 from perilune_research.evaluate.bars import Bar, rivals
 from perilune_research.evaluate.cells import Profile
+from perilune_research.evaluate.extra import LONG_TOKENS, Kind
 from perilune_research.evaluate.findings import Estimate, Findings
 from perilune_research.evaluate.plan import BAR_LOADS, LOADS, OURS, Point
 from perilune_research.evaluate.table import Cells
 from perilune_research.simulator.deployment import Deployment
+from perilune_research.simulator.new_sessions import LARGEST
 from perilune_research.table import Table, percent, ranged
 
 # -- bars --------------------------------------------------------------------------------------------------
@@ -440,6 +443,65 @@ def admission(f: Findings) -> Table:
         " its refusals. *Completion* has the sessions that came to their end. In the columns with *lost"
         " counted*, a session whose client gave up (after two refusals) never ends, and *never* means that"
         " the value is infinite with some seed.",
+    )
+
+
+def queues(f: Findings) -> Table:
+    f, rows = f.side, []
+    for load, (gateways, tenants) in product(plan.QUEUE_LOADS, plan.QUEUES):
+        point = Point(plan.queue_scenario(f.at_r, load, gateways, tenants), OURS)
+        found = [one for r in f.results(point).values() for one in r.extra.beginnings]
+        kinds: list[tuple[str, Callable[[Kind], bool]]] = [
+            ("short", lambda kind: not kind.long),
+            ("long", lambda kind: kind.long),
+        ]
+        if tenants > 1:
+            kinds += [
+                ("of the largest tenant", lambda kind: kind.largest),
+                ("of the others", lambda kind: not kind.largest),
+            ]
+        for name, is_of in kinds:
+            mine = [one for one in found if is_of(one.kind)]
+            waited_s = sorted(s for one in mine for s in one.waited_s)
+            lost, sessions = sum(one.lost for one in mine), sum(one.lost + len(one.waited_s) for one in mine)
+            if not sessions:
+                continue
+            at_once = sum(s == 0.0 for s in waited_s)
+            shown = (
+                [as_number(quantile(waited_s, q)) for q in (0.5, 0.9, 0.99, 1.0)] if waited_s else 4 * ["–"]
+            )
+            rows.append(
+                (
+                    load,
+                    str(gateways),
+                    str(tenants),
+                    name,
+                    f"{sessions:,}",
+                    percent(at_once / sessions),
+                    *shown,
+                    f"{lost:,} ({percent(lost / sessions)})",
+                )
+            )
+    return Table(
+        f"Who waits to begin, session admission, perilune{_arm(f)}",
+        (
+            "load",
+            "gateways",
+            "tenants",
+            "sessions",
+            "number",
+            "begun at once",
+            "begun after p50 s",
+            "p90 s",
+            "p99 s",
+            "longest s",
+            "lost",
+        ),
+        rows,
+        f"All sessions of {_seeds(f, point)} together. Seconds count from a session's arrival, including its"
+        f" refusals, of sessions that began. *Long* sessions begin with more than {LONG_TOKENS:,} tokens. Of"
+        f" four tenants the largest one begins {percent(LARGEST)} of all sessions. Gateways hear one another"
+        " at once.",
     )
 
 

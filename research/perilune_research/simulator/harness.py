@@ -42,6 +42,9 @@ class Comparison:
     """Routing parameters; each of `policies` replaces the policy in it."""
     deployment: Deployment = Deployment.NONE
     """How KV gets from one engine to another."""
+    gateways: int = 1
+    tenants: int = 1
+    """Gateways and tenants, as session admission distinguishes them."""
 
     def fleet_for(self, policy: str) -> SimulatedFleet:
         """Return the fleet with a store if the deployment has one. For policies that split prefill and
@@ -51,7 +54,13 @@ class Comparison:
 
     def play(self, policy: str, workload: Workload, seed: int) -> SimulatedOutcome:
         """Simulate one policy."""
-        setting = Setting(policy, self.routing, deployment=self.deployment)
+        setting = Setting(
+            policy,
+            self.routing,
+            deployment=self.deployment,
+            gateways=self.gateways,
+            tenants=self.tenants,
+        )
         return simulate(workload, setting, self.fleet_for(policy), self.faults, seed)
 
 

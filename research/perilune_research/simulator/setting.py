@@ -25,6 +25,10 @@ class Setting:
     """With more endpoints than this, a policy sees a shortlist of them (see `shortlist`)."""
     deployment: Deployment = Deployment.NONE
     """How KV gets from one engine to another."""
+    gateways: int = 1
+    """Gateways at which new sessions arrive in turn; only session admission distinguishes them."""
+    tenants: int = 1
+    """Tenants of the sessions, for session admission."""
 
     @property
     def migration(self) -> Migration:

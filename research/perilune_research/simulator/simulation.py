@@ -154,7 +154,13 @@ class Simulation:
         )
         self.handing_over = SimulatedHandingOver(self, self.gateway.moves.handoffs)
         self.pulling = SimulatedPulling(self)
-        self.new_sessions = SimulatedNewSessions(setting.routing.session_admission, self.beliefs, self.index)
+        self.new_sessions = SimulatedNewSessions(
+            setting.routing.session_admission,
+            self.beliefs,
+            self.index,
+            gateways=setting.gateways,
+            tenants=setting.tenants,
+        )
         self.submitted = 0
         self.waiting_legs: deque[SimulatedRequest] = deque()
         """The prefill queue: prefill legs that wait for a free prefill endpoint."""

@@ -328,6 +328,31 @@ def test_a_block_that_speculative_decoding_computes_again_is_learnt_from_the_eng
     assert [second_turn(i, 320) for i in range(12, 24)] == [304] * 7 + [320] * 5, "it was turned off"
 
 
+def test_an_engine_without_events_that_was_reset_is_known_to_be_empty_by_what_it_reports() -> None:
+    rig = Rig(pool(endpoints=(EndpointSpec(address=A),)))
+    turns = dict.fromkeys(range(6), 0)
+
+    def turn(session: int, *, is_empty: bool = False) -> int:
+        """Play a session's next turn, and return how many cached tokens were predicted. The engine has them,
+        or nothing."""
+        turns[session] += 40
+        ids = range(session * 10_000, session * 10_000 + turns[session])
+        routed = rig.route(ids, head("/v1/completions", x_session_id=f"s{session}"))
+        predicted = rig.record(routed).cached_tokens
+        rig.router.on_response(routed.ticket, 200, A, False)
+        rig.router.on_usage(routed.ticket, 0 if is_empty else predicted)
+        rig.finish(routed)
+        rig.now += 1.0
+        return predicted
+
+    assert [turn(session) for session in turns] == [0] * 6
+    assert [turn(session) for session in turns] == [40] * 6
+    assert [turn(session, is_empty=True) for session in turns] == [80, 80, 80, 80, 80, 0]
+    assert turn(5) == 120
+    assert turn(0) == 0, "what it had before was forgotten"
+    assert turn(0) == 160
+
+
 def test_an_eviction_that_was_not_known_yet_teaches_nothing() -> None:
     again = ComputedAgain()
     for less in (0, 16, 160, 16, 320, 16, 16, 0, 16, 16):

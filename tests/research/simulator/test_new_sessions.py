@@ -7,13 +7,14 @@ from msgspec import structs
 
 from perilune_api.pool import Routing, SessionAdmission
 from perilune_gateway.state.session_queue import Refused
+from perilune_lab.quantiles import mean
 from perilune_lab.simulate import measure
 from perilune_lab.simulate.h20 import H20
 from perilune_lab.simulate.loads import OfferedLoad
 from perilune_lab.simulate.workload import Task, Workload
 from perilune_lab.traces.agentic import Agentic
 from perilune_research.simulator.fleet import SimulatedFleet
-from perilune_research.simulator.new_sessions import retry_after_s
+from perilune_research.simulator.new_sessions import retry_after_s, tenant_of
 from perilune_research.simulator.options import parse
 from perilune_research.simulator.request import SimulatedRequest
 from perilune_research.simulator.setting import Setting
@@ -32,9 +33,20 @@ def overload() -> Workload:
 
 
 def play(
-    workload: Workload, rules: SessionAdmission, fleet: SimulatedFleet = FLEET, policy: str = "perilune"
+    workload: Workload,
+    rules: SessionAdmission,
+    fleet: SimulatedFleet = FLEET,
+    *,
+    gateways: int = 1,
+    tenants: int = 1,
 ) -> SimulatedOutcome:
-    return simulate(workload, Setting(policy, Routing(session_admission=rules)), fleet)
+    routing = Routing(session_admission=rules)
+    return simulate(workload, Setting("perilune", routing, gateways=gateways, tenants=tenants), fleet)
+
+
+def waited_s(outcome: SimulatedOutcome) -> dict[int, float]:
+    """Return for how long each session waited."""
+    return {r.task.session: r.routed_s - r.submitted_s for r in outcome.requests if r.task.number == 0}
 
 
 def times(outcome: SimulatedOutcome) -> list[tuple[int, float, float, int]]:
@@ -83,6 +95,21 @@ def test_sessions_that_wait_for_long_are_all_served_and_overload_costs_no_more_w
     assert set(waited) == {0}
     cached = [sum(r.cached_tokens for r in outcome.requests) for outcome in (with_, without)]
     assert cached[0] > cached[1]
+
+
+def test_sessions_that_come_to_four_gateways_begin_as_if_they_came_to_one(overload: Workload):
+    patient = structs.replace(ON, max_wait_seconds=600.0)
+    one, four = (waited_s(play(overload, patient, gateways=number)) for number in (1, 4))
+    assert sum(one.values()) > 100.0
+    assert sum(four.values()) == pytest.approx(sum(one.values()), rel=0.1)
+
+
+def test_tenants_with_few_sessions_wait_less_than_the_one_with_most(overload: Workload):
+    waits = waited_s(play(overload, structs.replace(ON, max_wait_seconds=600.0), gateways=2, tenants=4))
+    by_size: dict[bool, list[float]] = {True: [], False: []}
+    for session, seconds in waits.items():
+        by_size[tenant_of(session, 4) == 0].append(seconds)
+    assert mean(by_size[False]) < 0.8 * mean(by_size[True])
 
 
 def test_a_session_that_is_refused_three_times_is_lost_and_counted_once(overload: Workload):
