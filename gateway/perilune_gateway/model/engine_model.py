@@ -73,7 +73,8 @@ class EngineModel:
         """Return the seconds of a prefill that runs alone on the engine; 0 without new tokens."""
         if new_tokens <= 0:
             return 0.0
-        flops = self.prefill_flops(new_tokens, cached_tokens)
+        attended = new_tokens * (cached_tokens + new_tokens / 2)  # prefill_flops, without the call
+        flops = self.flops_per_token * new_tokens + self.attention_flops * attended
         return self.scale * (flops / self.flops_per_s + self.prefill_fixed_s)
 
     def request_overhead_s(self, prompt_tokens: int) -> float:
@@ -91,8 +92,11 @@ class EngineModel:
         `context_tokens` in total; 0 without sequences."""
         if sequences <= 0:
             return 0.0
-        read_s = self.decode_bytes(sequences, context_tokens) / self.memory_bytes_per_s
-        return self.scale * max(self.decode_floor_s, read_s)
+        touched = 1.0 - (1.0 - self.expert_share) ** sequences  # decode_bytes, without the call
+        weights = self.expert_bytes * touched + self.shared_bytes
+        read_s = (weights + context_tokens * self.kv_bytes_per_token) / self.memory_bytes_per_s
+        floor_s = self.decode_floor_s
+        return self.scale * (read_s if read_s > floor_s else floor_s)
 
     def decode_bytes(self, sequences: int, context_tokens: int) -> float:
         """Return the bytes that such a step reads: weights of the experts that are used, all others, KV."""
