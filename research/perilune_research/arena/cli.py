@@ -31,9 +31,17 @@ from perilune_lab.terminal.console import Console
 from perilune_lab.terminal.exits import wrong_call
 from perilune_lab.traces.source import open_trace
 from perilune_lab.vocabulary import Vocabulary
-from perilune_research.arena.contestants import CONTESTANTS, Contestant, Package, Program, Remote, Runtime
+from perilune_research.arena.contestants import (
+    AIPERF,
+    CONTESTANTS,
+    Contestant,
+    Package,
+    Program,
+    Remote,
+    Runtime,
+)
 from perilune_research.arena.install import NotInstalledError, cache, executable
-from perilune_research.arena.loads import LEVELS, SLOWDOWNS, Halfway, Level, Setting
+from perilune_research.arena.loads import LEVELS, SLOWDOWNS, Client, Halfway, Level, Setting
 from perilune_research.arena.play import FAILED_S, Cell, play
 from perilune_research.arena.table import legend, table, verdicts
 
@@ -104,6 +112,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     engines: int
     seconds: float
+    client: Client = Client.LAB
     run: Run
 
 
@@ -120,7 +129,11 @@ class Arena:
         """Router → why it does not take part, or no longer does."""
 
     def install(self) -> None:
-        """Install the routers that are packages, and leave those out that cannot be installed."""
+        """Install the routers that are packages, and leave those out that cannot be installed. Raises
+        NotInstalledError if the client cannot be installed."""
+        if self.options.setting.client is Client.AIPERF:
+            self._say(f"{AIPERF}: installing it, unless it is installed (about 1 GB) …")
+            self.programs[AIPERF] = executable(AIPERF, cache())
         for contestant in self.options.contestants:
             front = contestant.front
             if isinstance(front, Program | Runtime) and front.package not in self.programs:
@@ -199,7 +212,10 @@ def main(argv: Sequence[str]) -> int:
         arena = Arena(options, Vocabulary().words_for, Console(stderr=True))
     except SpecError as error:
         return wrong_call(PROGRAM, error)
-    arena.install()
+    try:
+        arena.install()
+    except NotInstalledError as error:
+        return wrong_call(PROGRAM, SpecError(f"{AIPERF} cannot be installed: {error} - at `--client`"))
     try:
         uvloop.run(arena.run())
     except KeyboardInterrupt:
@@ -222,6 +238,7 @@ def _row(cell: Cell, setting: Setting, run: Run) -> Row:
         seed=seed,
         engines=setting.engines,
         seconds=setting.seconds,
+        client=setting.client,
         run=run,
     )
 
@@ -238,9 +255,10 @@ def kept(options: Options) -> list[tuple[Cell, Run]]:
         raise SpecError(f"{path} is no file of the arena ({error}) - at `--json`") from None
     setting = options.setting
     for row in rows:
-        if (row.engines, row.seconds) != (setting.engines, setting.seconds):
+        if (row.engines, row.seconds, row.client) != (setting.engines, setting.seconds, setting.client):
             raise SpecError(
-                f"{path} has cells of {row.engines} engines and {row.seconds:g} seconds: name another file"
+                f"{path} has cells of {row.engines} engines, {row.seconds:g} seconds and the client"
+                f" {row.client}: name another file"
                 " - at `--json`"
             )
     contestants = {c.name: c for c in CONTESTANTS} | {c.name: c for c in options.contestants}
@@ -317,6 +335,13 @@ def parse(argv: Sequence[str]) -> Options:
     add("--engines", type=count, default=default.engines, metavar="N", help="number of engines [%(default)s]")
     add("--engine-port", type=count, metavar="PORT", help="port of the first engine; the others follow [any]")
     add(
+        "--client",
+        type=Client,
+        choices=list(Client),
+        default=Client.LAB,
+        help="who sends the requests and measures: the lab's own client, or NVIDIA's AIPerf [%(default)s]",
+    )
+    add(
         "--json",
         type=output,
         metavar="FILE",
@@ -351,13 +376,21 @@ def parse(argv: Sequence[str]) -> Options:
         raise SpecError("a recorded load needs a recording: add --trace FILE - at `--loads`")
     if args.trace and not open_trace(args.trace).timed:
         raise SpecError(f"{args.trace} has no timestamps - at `--trace`")
+    if args.client is not Client.LAB:
+        chosen = tuple(level for level in chosen if not level.recorded and level.halfway is None)
+        if not chosen:
+            raise SpecError(f"{args.client} plays none of these loads - at `--loads`")
     return Options(
         contestants=_chosen(args.routers, known, "--routers") + remotes,
         levels=chosen,
         headers=_chosen(args.headers, _HEADERS, "--headers"),
         seeds=args.seeds,
         setting=Setting(
-            args.engines, args.seconds, args.engine_port or 0, Path(args.trace) if args.trace else None
+            args.engines,
+            args.seconds,
+            args.engine_port or 0,
+            Path(args.trace) if args.trace else None,
+            args.client,
         ),
         json=args.json,
         minutes=args.minutes,

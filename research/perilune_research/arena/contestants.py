@@ -119,6 +119,8 @@ DYNAMO = Package(
     ),
 )
 
+AIPERF = Package("aiperf", "0.13.0", "aiperf")
+"""A client, not a router."""
 DYNAMO_PLANES = {"discovery-backend": "file", "request-plane": "tcp", "event-plane": "zmq"}
 """How Dynamo's processes find and reach each other: without etcd and NATS."""
 

@@ -31,6 +31,15 @@ _WINDOW_S = 600.0
 """Each seed plays another part of the recording. This many seconds lie between the begins of two parts."""
 
 
+class Client(StrEnum):
+    """Who sends the requests and measures."""
+
+    LAB = "lab"
+    """The lab's own client."""
+    AIPERF = "aiperf"
+    """NVIDIA's AIPerf. It plays generated sessions to which nothing happens halfway."""
+
+
 class Halfway(StrEnum):
     """What happens when half of the traffic's time is over."""
 
@@ -83,6 +92,7 @@ class Setting:
     """Port of the first engine; the others have the next ports. With 0 the system chooses all ports."""
     trace: Path | None = None
     """The recording that recorded loads play."""
+    client: Client = Client.LAB
 
 
 def engine_options(setting: Setting) -> EngineOptions:

@@ -24,7 +24,10 @@ from perilune_lab.load.result import Result
 from perilune_lab.processes import envoy_process
 from perilune_lab.processes.child import Child, StackError, start
 from perilune_lab.processes.stack import Stack
+from perilune_lab.traces.model import Session
+from perilune_research.arena import aiperf_client
 from perilune_research.arena.contestants import (
+    AIPERF,
     Balancer,
     Contestant,
     Ours,
@@ -37,7 +40,7 @@ from perilune_research.arena.contestants import (
     frontend,
     workers,
 )
-from perilune_research.arena.loads import SLOWED, Halfway, Level, Setting, engine_options, traffic
+from perilune_research.arena.loads import SLOWED, Client, Halfway, Level, Setting, engine_options, traffic
 
 READY_S = 60.0
 """Seconds within which a router that is started here must list a model."""
@@ -56,7 +59,7 @@ _MODEL = {
     "bos_token_id": 256,
     "eos_token_id": 258,
 }
-"""The least that Dynamo wants to read of a model. Only the ids of special tokens mean anything here."""
+"""The least that Dynamo and AIPerf want to read of a model. Only the ids of special tokens mean anything."""
 FAILED_S = 120.0
 """The latency that counts for a request that failed: more than any that was answered had in a cell."""
 
@@ -100,12 +103,15 @@ async def play(cell: Cell, setting: Setting, programs: Mapping[Package, Path], w
             speed=played.speed,
             send_session=cell.named,
         )
-        halfway = asyncio.create_task(_halfway(cell.level.halfway, setting, stack, router))
-        try:
-            results = await run_load(played.sessions, load, words)
-            await halfway
-        finally:
-            halfway.cancel()
+        if setting.client is Client.AIPERF:
+            results = await _by_aiperf(played.sessions, load, words, str(programs[AIPERF]), stack)
+        else:
+            halfway = asyncio.create_task(_halfway(cell.level.halfway, setting, stack, router))
+            try:
+                results = await run_load(played.sessions, load, words)
+                await halfway
+            finally:
+                halfway.cancel()
     measured = report.Measured(
         policy=cell.contestant.name,
         results=results,
@@ -116,6 +122,36 @@ async def play(cell: Cell, setting: Setting, programs: Mapping[Package, Path], w
     if results and not any(result.succeeded for result in results):
         raise StackError(f"all requests failed; the first: {results[0].error}")
     return with_failures(report.run(measured), results)
+
+
+def _model_files(stack: Stack) -> str:
+    """Return the folder of the engines' tokenizer, with what else Dynamo and AIPerf read there."""
+    folder = Path(stack.options.tokenizer)
+    (folder / "config.json").write_bytes(msgspec.json.encode(_MODEL))
+    return str(folder)
+
+
+async def _by_aiperf(
+    sessions: Sequence[Session], load: Load, words: Words, program: str, stack: Stack
+) -> list[Result]:
+    """Have AIPerf play the sessions. Raises StackError if it fails."""
+    folder = stack.folder / "aiperf"
+    folder.mkdir()
+    given = msgspec.json.Encoder().encode_lines(aiperf_client.lines(sessions, words))
+    (folder / "sessions.jsonl").write_bytes(given)
+    named, tokenizer = load.send_session, _model_files(stack)
+    line = aiperf_client.command(program, load.target, load.model, folder, tokenizer, named)
+    child = await start("aiperf", line, os.environ, stack.folder)
+    try:
+        if await child.ended:
+            raise child.death()
+    finally:
+        await child.stop(_GRACE_S)
+    records = (folder / aiperf_client.RECORDS).read_bytes().splitlines()
+    try:
+        return aiperf_client.results(records)
+    except (ValueError, KeyError, TypeError) as error:
+        raise StackError(f"AIPerf's records are not understood: {error!r}") from None
 
 
 def with_failures(run: report.Run, results: Sequence[Result]) -> report.Run:
@@ -165,10 +201,9 @@ async def _fronted(
                 yield _Front(url, process.restart)
         case Runtime(package):
             (port,) = _free_ports(1)
-            python, folder = str(programs[package]), Path(stack.options.tokenizer)
-            (folder / "config.json").write_bytes(msgspec.json.encode(_MODEL))
+            python, folder = str(programs[package]), _model_files(stack)
             place = {"DYN_FILE_KV": str(stack.folder / "dynamo"), "HF_HUB_OFFLINE": "1", "DYN_LOG": "warn"}
-            behind = workers(python, stack.pool, str(folder))
+            behind = workers(python, stack.pool, folder)
             async with _Process(f"{contestant.name}-workers", behind, stack, place) as process:
                 await process.child.until_ready(READY_S)
                 line = frontend(python, stack.pool, port)

@@ -12,7 +12,7 @@ import pytest
 from perilune_api.pool import EndpointSpec, Engine, Metadata, Model, Pool, Spec, SpecError
 from perilune_lab.load.result import Result
 from perilune_lab.report import Quantiles, Run
-from perilune_research.arena import cli, dynamo_workers, install, table
+from perilune_research.arena import aiperf_client, cli, dynamo_workers, install, table
 from perilune_research.arena.contestants import (
     CONTESTANTS,
     OURS,
@@ -82,6 +82,48 @@ async def test_a_worker_passes_a_request_and_the_ids_of_its_answer_on():
         {"token_ids": [7, 8]},
         {"token_ids": [], "finish_reason": "length", "completion_usage": {"prompt_tokens": 2}},
     ]
+
+
+def test_aiperf_is_given_what_is_new_in_each_turn_and_when():
+    found = (s for s in sessions(Setting(engines=2, seconds=20.0), EASE, 1) if len(s.turns) > 1)
+    session = next(found)
+    (line,) = aiperf_client.lines([session], lambda key, tokens: f"{key}:{tokens}")
+    first, second = line["turns"][:2]
+    assert line["timestamp"] == first["timestamp"] == 1 + round(1000 * session.start_s)
+    assert first["text"] == " ".join(f"{s.key}:{s.tokens}" for s in session.turns[0].prompt)
+    new = session.turns[1].prompt[len(session.turns[0].prompt) + 1 :]
+    assert second["text"] == " ".join(f"{s.key}:{s.tokens}" for s in new) != ""
+    assert second["delay"] == round(1000 * session.turns[1].gap_s)
+    assert second["output_length"] == session.turns[1].output_tokens
+
+
+def test_aiperfs_records_become_results():
+    about = {"conversation_id": "s", "turn_index": 1, "x_request_id": "r"}
+    metrics = {
+        "time_to_first_token": {"value": 250.0, "unit": "ms"},
+        "request_latency": {"value": 1500.0, "unit": "ms"},
+        "usage_prompt_tokens": {"value": 40, "unit": "tokens"},
+        "usage_prompt_cache_read_tokens": {"value": 32, "unit": "tokens"},
+        "usage_completion_tokens": {"value": 7, "unit": "tokens"},
+    }
+    good = {"metadata": about | {"request_start_ns": 10**9, "request_end_ns": 3 * 10**9}, "metrics": metrics}
+    bad = {
+        "metadata": about | {"request_start_ns": 2 * 10**9, "request_end_ns": 2 * 10**9},
+        "metrics": {},
+        "error": {"code": 503, "type": "Service Unavailable", "message": "none is ready"},
+    }
+    served, refused = aiperf_client.results([*map(msgspec.json.encode, (good, bad)), b""])
+    assert (served.session, served.turn, served.succeeded) == ("s", 1, True)
+    assert (served.ttft_s, served.e2e_s, served.finished_at_s) == (0.25, 1.5, 2.0)
+    assert (served.prompt_tokens, served.cached_tokens, served.output_tokens) == (40, 32, 7)
+    assert (refused.status, refused.error, refused.submitted_at_s) == (503, "none is ready", 1.0)
+
+
+def test_aiperf_plays_no_load_at_which_something_happens_halfway():
+    options = cli.parse(["--client", "aiperf"])
+    assert {level.name for level in options.levels} == {"ease", "knee", "beyond"}
+    with pytest.raises(SpecError, match="aiperf plays none of these loads - at `--loads`"):
+        cli.parse(["--client", "aiperf", "--loads", "restart"])
 
 
 async def each(lines):
@@ -284,7 +326,9 @@ def test_cells_that_the_file_has_are_kept_and_the_others_are_played(tmp_path, mo
     assert [cli.main([*argv, "2"]), cli.main([*argv, "3"])] == [0, 0]
     assert seen == [0, 1, 2]
     assert "| 0 of 30 | 3 |" in capsys.readouterr().out
-    with pytest.raises(SpecError, match="8 engines and 30 seconds: name another file - at `--json`"):
+    with pytest.raises(
+        SpecError, match="8 engines, 30 seconds and the client lab: name another file - at `--json`"
+    ):
         cli.kept(cli.parse([*argv, "3", "--seconds", "20"]))
     path.write_text("{}")
     with pytest.raises(SpecError, match="no file of the arena"):
