@@ -31,6 +31,8 @@ from perilune_gateway.state.engine_blocks import EngineBlocks
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 CHAT, BLOCK = "/v1/chat/completions", 32
+LOADED = "tiny"
+"""The engine's model, which media_cache.py hashes."""
 PLACES = {"image": "<image>", "audio": "<audio>"}
 TEMPLATE = """\
 {%- for message in messages -%}
@@ -95,9 +97,11 @@ class Session:
             pool(model=model, engine=Engine(block_size=BLOCK), endpoints=[A]), tokenizer=self._tokenizer
         )
         state = self._rig.state
-        self._tokenizer.media = state.media
+        self._tokenizer.media = self.media = state.media
         self._blocks = EngineBlocks(state.index, BLOCK, store=False, media=state.media)
         self._vllm = vllm
+        self._events = []
+        """What the engine has announced so far."""
         self.told = True
         """Whether full blocks show where all media of the last prompt end."""
 
@@ -110,14 +114,26 @@ class Session:
             verdict = self._rig.router.on_tokens(verdict, tokens)
         assert isinstance(verdict, Routed), verdict
         ids, told = self._engine(messages)
-        for event in decode(b64decode(told["events"])).events:
-            self._rig.router.on_applied(self._blocks.apply(A, event, self._rig.now))
+        events = decode(b64decode(told["events"])).events
+        self._hear(events)
+        self._events += events
         self._rig.finish(verdict)
         record = self._rig.record(verdict)
         return (str(record.token_source), record.prompt_tokens, record.cached_tokens), (
             len(ids),
             told["cached"],
         )
+
+    def another(self, folder):
+        """Return another gateway of the same engine, which has heard all of its events, but no request."""
+        other = Session(folder, self._vllm)
+        other.media.loaded(LOADED)
+        other._hear(self._events)
+        return other
+
+    def _hear(self, events):
+        for event in events:
+            self._rig.router.on_applied(self._blocks.apply(A, event, self._rig.now))
 
     def _engine(self, messages):
         """Return the prompt's tokens as a processor makes them, and what vLLM's cache tells of it."""
@@ -216,3 +232,18 @@ def test_another_medium_after_equal_words_is_another_prompt(session):
     predicted, counted = session.ask([{"role": "user", "content": parts}])
     assert predicted[0] == "estimate"
     assert predicted[2] == counted[1] > 0
+
+
+def test_another_gateway_knows_pictures_by_their_names(session, tmp_path):
+    """Those of all kinds, and in the first prompt that it sees; of sound it knows what stands before."""
+    pictures = [picture(1), words(Random(5), 20), picture(2, mode=0), picture(3, mode=6)]
+    messages = [{"role": "user", "content": [*pictures, words(Random(6), 40)]}]
+    session.ask(messages)
+    predicted, counted = session.another(tmp_path / "another").ask(messages)
+    assert predicted == ("local", *counted)
+    assert counted[1] > 3 * 40
+    messages = [{"role": "user", "content": [*pictures, sound(4), words(Random(6), 40)]}]
+    session.ask(messages)
+    predicted, counted = session.another(tmp_path / "third").ask(messages)
+    assert predicted[0] == "estimate"
+    assert 3 * 40 < predicted[2] < counted[1]

@@ -4,9 +4,10 @@
                                                                              └▶ kinds that engines tokenize
 
 An engine is asked when it gets ready, when it is another one at the same address, when a kind was seen for
-the first time, and again after AGAIN_S if it did not tell. Nothing is generated. Each question has ANSWER_S,
-each engine PROOF_S, and AT_ONCE engines are asked at a time. The gateway's own tokens of the probes are made
-in a thread, once for each kind.
+the first time, and again, ever more seldom, for what it did not tell. Nothing is generated. Each question has
+ANSWER_S, each engine PROOF_S, and AT_ONCE engines are asked at a time. A question without an answer
+in time ends the proof for now; what was told before counts. The gateway's own tokens of the probes are
+made in a thread, once for each kind.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import aiohttp
 
 from perilune_api import engine_calls
 from perilune_api import pages as limits
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_api.pool import EngineTls
-from perilune_gateway.feeds import pages
+from perilune_gateway.feeds import engine_words, pages
 from perilune_gateway.request.tokens import Tokenizer
 from perilune_gateway.request.tokens.proof import (
     Kind,
@@ -43,8 +45,8 @@ from perilune_gateway.request.tokens.proof import (
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-AGAIN_S = 60.0
-"""Seconds until an engine is asked again that did not tell everything."""
+AGAIN_S, MOST_DOUBLINGS = 60.0, 5
+"""Seconds until an engine is asked again that did not tell everything; twice as many after each try."""
 ANSWER_S, PROOF_S = 2.0, 20.0
 AT_ONCE = 4
 _JSON = {"content-type": "application/json"}
@@ -55,11 +57,13 @@ class _Engine:
     instance: str
     told: dict[Kind, Told] = field(default_factory=dict)
     verdicts: Mapping[Kind, Verdict] = field(default_factory=dict)
-    asked_at: float = 0.0
+    tries: int = 0
+    """Proofs since it has told everything."""
+    again_at: float = 0.0
 
     @property
-    def complete(self) -> bool:
-        return all(verdict.outcome is not Outcome.UNTOLD for verdict in self.verdicts.values())
+    def untold(self) -> list[Kind]:
+        return [kind for kind, word in self.told.items() if word.ids is None]
 
 
 class TokenProofs:
@@ -95,10 +99,15 @@ class TokenProofs:
 
         async def one(server: str, missing: Sequence[Kind]) -> None:
             async with slots:
+                if self._tokenizer.places_media:
+                    self._tokenizer.media.loaded(await _loaded(http, server))
                 await self._prove(server, there[server], missing, _directly(http, server))
 
         due = {server: self._missing(server, instance, wanted) for server, instance in there.items()}
         await asyncio.gather(*(one(server, missing) for server, missing in due.items() if missing))
+        self._prefer()
+
+    def _prefer(self) -> None:
         verdicts = {server: engine.verdicts for server, engine in self._engines.items()}
         self._tokenizer.asks_engine_for = preferred(verdicts) if self._tokenizer.local else frozenset()
 
@@ -107,26 +116,31 @@ class TokenProofs:
         engine = self._engines.get(server)
         if engine is None or engine.instance != instance:
             return wanted
-        if not engine.complete and self._clock() - engine.asked_at >= AGAIN_S:
-            return wanted
-        return [kind for kind in wanted if kind not in engine.told]
+        again = engine.untold if self._clock() >= engine.again_at else ()
+        return [kind for kind in wanted if kind not in engine.told or kind in again]
 
     async def _prove(self, server: str, instance: str, missing: Sequence[Kind], post: Post) -> None:
         engine = self._engines.get(server)
         if engine is None or engine.instance != instance:
-            engine = _Engine(instance=instance)
+            engine = self._engines[server] = _Engine(instance=instance)
         told: dict[Kind, Told] = {}
         try:
             async with asyncio.timeout(PROOF_S):
-                if self._tokenizer.local is None and not engine.told:
+                if self._tokenizer.local is None and len(engine.untold) == len(engine.told):
                     self._tokenizer.learn_form(await form_of(post, self._model))
-                told = await ask(post, missing, self._model, self._tokenizer.engine_form)
-        except TimeoutError:
-            log.warning("tokens not proved endpoint=%s cause=timeout", server)
+                async for kind, word in ask(post, missing, self._model, self._tokenizer.engine_form):
+                    told[kind] = word
+        except (aiohttp.ClientError, OSError) as error:  # TimeoutError among them
+            if not engine.tries:
+                log.warning("tokens not proved endpoint=%s cause=%r", server, error)
+        ours = await self._own(missing)
+        if self._engines.get(server) is not engine:
+            return  # it has left, or was restarted
         engine.told |= {kind: told.get(kind, Told()) for kind in missing}
-        engine.asked_at = self._clock()
-        engine.verdicts = judge(engine.told, await self._own(engine.told))
-        self._engines[server] = engine
+        engine.tries = engine.tries + 1 if engine.untold else 0
+        engine.again_at = self._clock() + AGAIN_S * 2 ** min(engine.tries - 1, MOST_DOUBLINGS)
+        engine.verdicts = judge(engine.told, ours)
+        self._prefer()
         self.counts.update(engine.verdicts[kind].outcome for kind in missing)
         for kind in missing:
             verdict = engine.verdicts[kind]
@@ -148,6 +162,19 @@ class TokenProofs:
         return self._ours
 
 
+async def _loaded(http: aiohttp.ClientSession, server: str) -> str:
+    """Return what an engine was told to load; empty if it does not say."""
+    try:
+        async with (
+            asyncio.timeout(ANSWER_S),
+            http.get(f"http://{server}{engine_words.MODELS}", **limits.NO_REDIRECTS) as answer,
+        ):
+            told = engine_words.read_models(await pages.read(answer, engine_words.MAX_BYTES))
+    except (aiohttp.ClientError, OSError, *UNREADABLE):
+        return ""
+    return next((model.root for model in told if not model.parent), "")
+
+
 def _directly(http: aiohttp.ClientSession, server: str) -> Post:
     async def post(path: str, body: bytes, most: int) -> bytes | None:
         try:
@@ -158,7 +185,7 @@ def _directly(http: aiohttp.ClientSession, server: str) -> Post:
                 ) as answer,
             ):
                 return await pages.read(answer, most)
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+        except aiohttp.ClientPayloadError:  # another status, or too long
             return None
 
     return post

@@ -105,6 +105,8 @@ class AwaitedMedium(NamedTuple):
     """Some of the prompt's tokens after these; all up to the next medium if that is awaited, too."""
     then: AwaitedMedium | None = None
     """The next medium, if it is in the body."""
+    names: tuple[str, ...] = ()
+    """The engine's name for it, as far as its bytes tell: one of these."""
 
 
 class Tokens(Struct, frozen=True, gc=False, kw_only=True):

@@ -8,6 +8,9 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
+NOT_CUT = "disabled"
+"""The `truncation` of Responses whose prompts stay whole; with null, engines cut them."""
+
 
 class Body(Struct, frozen=True, kw_only=True):
     model: str | None = None
@@ -29,7 +32,12 @@ class Body(Struct, frozen=True, kw_only=True):
     ec_transfer_params: Any = None
 
 
-class Chat(Body, frozen=True, kw_only=True):
+class WithMedia(Body, frozen=True, kw_only=True):
+    mm_processor_kwargs: Raw = Raw()
+    media_io_kwargs: Raw = Raw()
+
+
+class Chat(WithMedia, frozen=True, kw_only=True):
     messages: Raw = Raw()
     tools: Raw = Raw()
     documents: Raw = Raw()
@@ -41,6 +49,8 @@ class Chat(Body, frozen=True, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
 
 
 class Completions(Body, frozen=True, kw_only=True):
@@ -48,6 +58,8 @@ class Completions(Body, frozen=True, kw_only=True):
     prompt_embeds: Raw = Raw()
     max_tokens: int | None = None
     add_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
 
 
 class Effort(Struct, frozen=True):
@@ -58,7 +70,7 @@ class Thinking(Struct, frozen=True):
     type: str | None = None
 
 
-class Responses(Body, frozen=True, kw_only=True):
+class Responses(WithMedia, frozen=True, kw_only=True):
     input: Raw = Raw()
     instructions: Raw = Raw()
     tools: Raw = Raw()
@@ -68,9 +80,10 @@ class Responses(Body, frozen=True, kw_only=True):
     conversation: Any = None
     request_id: Any = None
     max_output_tokens: int | None = None
+    truncation: str | None = NOT_CUT
 
 
-class Messages(Body, frozen=True, kw_only=True):
+class Messages(WithMedia, frozen=True, kw_only=True):
     messages: Raw = Raw()
     system: Raw = Raw()
     tools: Raw = Raw()

@@ -36,6 +36,7 @@ from perilune_gateway.request.json_shapes import (
     written,
 )
 from perilune_gateway.request.parsed import (
+    WHOLE_CONTEXT,
     ChatPrompt,
     ParsedRequest,
     Prompt,
@@ -119,13 +120,15 @@ def _chat(body: bytes) -> ParsedRequest:
         tools=optional_array(fields.tools, "tools"),
         documents=optional_array(fields.documents, "documents"),
         template_kwargs=written(fields.chat_template_kwargs),
+        media_kwargs=_media_kwargs(fields),
         reasoning_effort=fields.reasoning_effort or "",
         own_template=fields.chat_template or "",
         add_generation_prompt=fields.add_generation_prompt,
         continue_final_message=fields.continue_final_message,
         add_special_tokens=fields.add_special_tokens,
     )
-    return _request(Api.CHAT, fields, prompt, fields.max_completion_tokens or fields.max_tokens)
+    request = _request(Api.CHAT, fields, prompt, fields.max_completion_tokens or fields.max_tokens)
+    return _cut(request, fields)
 
 
 def _completions(body: bytes) -> ParsedRequest:
@@ -138,7 +141,7 @@ def _completions(body: bytes) -> ParsedRequest:
     else:
         raise RefusedError("Object missing required field `prompt` - at `$`")
     limit = COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
-    request = _request(Api.COMPLETIONS, fields, prompt, limit)
+    request = _cut(_request(Api.COMPLETIONS, fields, prompt, limit), fields)
     embedded = request.unsplit is None and given(fields.prompt_embeds)  # prompts in addition
     return replace(request, unsplit=Unsplit.PROMPTS) if embedded else request
 
@@ -153,6 +156,7 @@ def _responses(body: bytes) -> ParsedRequest:
         system=given(fields.instructions),
         tools=optional_array(fields.tools, "tools"),
         template_kwargs=written(fields.chat_template_kwargs),
+        media_kwargs=_media_kwargs(fields),
         reasoning_effort=(fields.reasoning and fields.reasoning.effort) or "",
         add_generation_prompt=not unfinished,
         continue_final_message=unfinished,
@@ -163,6 +167,7 @@ def _responses(body: bytes) -> ParsedRequest:
         request,
         previous_response_id=fields.previous_response_id or "",
         request_id=text(fields.request_id),
+        cut_to=None if fields.truncation == bodies.NOT_CUT else WHOLE_CONTEXT,
     )
 
 
@@ -175,6 +180,7 @@ def _messages(body: bytes) -> ParsedRequest:
         system=system,
         tools=optional_array(fields.tools, "tools"),
         template_kwargs=written(fields.chat_template_kwargs),
+        media_kwargs=_media_kwargs(fields),
         reasoning_effort=_anthropic_effort(fields),
     )
     return _request(Api.MESSAGES, fields, prompt, fields.max_tokens)
@@ -211,6 +217,20 @@ def _ends_unfinished(items: Raw) -> bool:
     except (msgspec.ValidationError, IndexError):
         return False  # the engine refuses it
     return last.type in ("message", "reasoning") and last.status in _UNFINISHED
+
+
+def _media_kwargs(fields: bodies.WithMedia) -> bytes:
+    """Return the arguments that change what an engine makes of a medium, and the name that it gives it."""
+    return b",".join(
+        filter(None, map(bytes, map(given, (fields.mm_processor_kwargs, fields.media_io_kwargs))))
+    )
+
+
+def _cut(request: ParsedRequest, fields: bodies.Chat | bodies.Completions) -> ParsedRequest:
+    """Return the request with the length to which the engine cuts its prompt."""
+    if fields.truncate_prompt_tokens is None:
+        return request
+    return replace(request, cut_to=fields.truncate_prompt_tokens, cut_side=fields.truncation_side or "")
 
 
 def _anthropic_effort(fields: bodies.Messages) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Raw, Struct
+from xxhash import xxh3_64_intdigest
 
 from perilune_gateway.model import Unsplit
 from perilune_gateway.request.paths import Api
@@ -19,6 +20,8 @@ BILLING_MARK = "x-anthropic-billing-header"
 """The beginning of a system block that one client changes with every request. vLLM drops that block,
 because it would defeat every prefix cache."""
 
+
+WHOLE_CONTEXT = -1
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 
@@ -46,6 +49,8 @@ class ChatPrompt(Struct, frozen=True, gc=False, kw_only=True):
     tools: Raw = Raw()
     documents: Raw = Raw()
     template_kwargs: Raw = Raw()
+    media_kwargs: bytes = b""
+    """Arguments of the request for reading and processing media, as the body writes them."""
     reasoning_effort: str = ""
     own_template: str = ""
     """The request's own chat template; empty when it has none."""
@@ -79,6 +84,11 @@ class ParsedRequest(Struct, frozen=True, gc=False, kw_only=True):
     """In /v1/responses the id of the response, if the client chooses it."""
     cache_salt: str = ""
     priority: int = 0
+    cut_to: int | None = None
+    """Tokens to which the engine cuts a longer prompt; WHOLE_CONTEXT: as many as the context holds; None: it
+    refuses one."""
+    cut_side: str = ""
+    """The end of the prompt that it cuts, `left` or `right`; empty if the request does not say."""
     unsplit: Unsplit | None = None
     """Why its prompt can only be prefilled where it is decoded; None if another endpoint can."""
 
@@ -101,6 +111,25 @@ class ParsedRequest(Struct, frozen=True, gc=False, kw_only=True):
                 return texts[0].encode() if texts else b""
             case TokenPrompt():
                 return b""
+
+
+def lead(request: ParsedRequest) -> int:
+    """Return a hash of what stands before the messages of a prompt: its instructions and tools. Engines take
+    neither from the response that a request continues. 0 for what is no conversation."""
+    if not isinstance(chat := request.prompt, ChatPrompt):
+        return 0
+    return xxh3_64_intdigest(b"\0".join((bytes(chat.system), bytes(chat.tools), chat.template_kwargs))) or 1
+
+
+def has_tools(request: ParsedRequest) -> bool:
+    return isinstance(request.prompt, ChatPrompt) and bool(request.prompt.tools)
+
+
+def keeps_lead(request: ParsedRequest) -> bool:
+    """Return whether a prompt that continues the request's response has the same beginning. Engines leave
+    system messages of the earlier input out."""
+    chat = request.prompt
+    return not isinstance(chat, ChatPrompt) or b'"system"' not in bytes(chat.messages)
 
 
 def _is_marked(system: Raw) -> bool:

@@ -99,11 +99,15 @@ class CandidateBuilder:
         """Fill in prefix and candidates from the prompt's blocks. Returns the index's answer. A turn that is
         only estimated, of a session whose earlier ones were not, matches no engine's blocks; then the session
         tells what is cached, as it does for a turn that is not read, and for one that names an earlier
-        response."""
+        response and has the same instructions and tools."""
         index, prompt, now = self._state.index, context.prompt, context.now
         matches, session = index.find_matches(prompt.blocks, now), context.session
         unlike = prompt.source is TokenSource.ESTIMATE and not matches.longest
-        if unlike and session and (prompt.chained or self._state.knows(session, prompt.body_bytes)):
+        if prompt.chained:
+            known = session is not None and session.lead == prompt.lead
+        else:
+            known = session is not None and self._state.knows(session, prompt.body_bytes)
+        if unlike and session and known:
             held = self._state.held(session, now, prompt=prompt.chained and prompt.rewritten)
             self._weigh(context, held, session.chain)
             return matches

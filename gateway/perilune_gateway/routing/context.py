@@ -77,6 +77,10 @@ class Prompt(Struct, frozen=True, gc=False, kw_only=True):
     chained: bool = False
     """Whether it names an earlier response, which only one engine's process has. Then its blocks are those of
     the session's context, and the body brings what is new."""
+    lead: int = 0
+    """Hash of what stands before its messages, if it or a later one may name an earlier response."""
+    keeps_lead: bool = True
+    """Whether a request that continues its response begins with the same."""
     names_response: bool = False
     """Whether the gateway chooses the id of the response, see aliases.py."""
     unsplit: Unsplit | None = None

@@ -16,7 +16,7 @@ from perilune_gateway.request import block_hashes, paths
 from perilune_gateway.request.aliases import Aliases
 from perilune_gateway.request.identity import bounded
 from perilune_gateway.request.media import digested, may_have_media
-from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest
+from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest, has_tools, keeps_lead, lead
 from perilune_gateway.request.tokens.media_spans import extra_keys
 from perilune_gateway.request.tokens.prompts import MEDIA_TOKENS
 from perilune_gateway.routing.context import Prompt
@@ -91,7 +91,7 @@ class Prompts:
         if self._salts:
             salt = self._aliases.cache_salt(tenant, request.cache_salt)
             request = replace(request, cache_salt=salt)
-        chained = bool(request.previous_response_id)
+        chained, stores = bool(request.previous_response_id), request.api is paths.Api.RESPONSES
         prompt = Prompt(
             tokens=tokens.count,
             source=tokens.source,
@@ -105,7 +105,9 @@ class Prompts:
             chained=chained,
             names_response=paths.answers_with_id(head.path) and not request.request_id,
             unsplit=self._unsplit(request),
-            rewritten=self._tokenizer.rewrites_answers,
+            lead=lead(request) if stores else 0,
+            keeps_lead=not stores or keeps_lead(request),
+            rewritten=self._tokenizer.rewrites_answers or (chained and has_tools(request)),
         )
         is_text = tokens.source is not TokenSource.ESTIMATE and not tokens.media
         if self._prompt_seen and tokens.ids is not None and is_text and not pooling:

@@ -339,7 +339,8 @@ class Router:
         self, head: RequestHead, request: ParsedRequest, body_bytes: int, tokens: Tokens, timer: StepTimer
     ) -> Routed | Refusal | Queued:
         # A prompt that cannot fit is refused before it costs time that grows with its length.
-        if refusal := admission.fits_context(tokens, self.pool.spec.model.context_tokens):
+        longest = 0 if request.cut_to is not None else self.pool.spec.model.context_tokens
+        if refusal := admission.fits_context(tokens, longest):
             return self._verdicts.refused(head, refusal, timer)
         identity = head.identity or self._conversations.identity(head)
         pooling = request.api is paths.Api.POOLING

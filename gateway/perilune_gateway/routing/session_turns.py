@@ -41,6 +41,9 @@ class SessionTurns:
             sessions.bind(session, target.address, now)
         session.turns += 1
         session.chained = session.chained or prompt.chained
+        if prompt.chained and prompt.lead != session.lead:
+            sessions.routed(session, ())  # it begins otherwise
+        session.lead = prompt.lead if prompt.keeps_lead else 0
         if prompt.model:
             body_bytes = 0 if prompt.chained else prompt.body_bytes  # a part says nothing of the whole
             sessions.read(session, prompt.tokens, body_bytes, prompt.blocks)

@@ -259,7 +259,7 @@ class EngineBlocks:
             ours = self._learn(parent, names, event.token_ids, group.stride, extra)
         except (ValueError, TypeError):
             return self._skip(endpoint, names, Unused.MALFORMED)
-        if self._media and self._media.awaits and group.stride == 1:
+        if self._media and group.stride == 1 and (self._media.awaits or any(event.extra_keys or ())):
             self._media.stored(parent, ours, event.token_ids, media_keys(event), now)
         whole = ours[group.stride - 1 :: group.stride]
         self._stored(endpoint, Tier.DEVICE, whole, now, group, 0 if above is None else parent)

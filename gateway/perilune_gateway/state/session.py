@@ -54,6 +54,9 @@ class Session(Struct, gc=False, kw_only=True):
     """Ticket of the latest request; -1: none."""
     chained: bool = False
     """Whether a request of it named an earlier response, which only its host's process has."""
+    lead: int = 0
+    """Hash of what its next prompt has before the messages, if that names the last response. 0 if it is not
+    known."""
     came_from: str = ""
     """The endpoint that handed its KV over to the host. Empty if it did not come so."""
     inferred: bool = False

@@ -34,11 +34,12 @@ _TEXT = Kind(Api.COMPLETIONS)
 async def of_engine(post: Post, model: str, *, generate: bool = False) -> Mapping[Kind, Told]:
     """Return what the engine tells, by kind; nothing if it has no /tokenize. `generate`: whether it may
     generate a token for each kind of which it tells nothing else."""
-    told = await ask(post, [_TEXT], model)
+    told = {kind: word async for kind, word in ask(post, [_TEXT], model)}
     if told[_TEXT].ids is None:
         return {}
     rest = [kind for kind in EVERY_KIND if kind != _TEXT]
-    return told | await ask(post, rest, model, await form_of(post, model), generate=generate)
+    form = await form_of(post, model)
+    return told | {kind: word async for kind, word in ask(post, rest, model, form, generate=generate)}
 
 
 async def of_gateway(model: Model) -> Mapping[Kind, Ids]:

@@ -1,6 +1,7 @@
 """Engines that join are asked for the tokens of the kinds of requests that the pool has seen."""
 
 import asyncio
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,8 @@ from perilune_api.pool import Model
 from perilune_gateway.feeds.token_proofs import AGAIN_S, TokenProofs, run
 from perilune_gateway.model import TokenSource
 from perilune_gateway.request.tokens import Tokenizer
+from perilune_gateway.request.tokens.conversation import Medium
+from perilune_gateway.request.tokens.media_names import of_picture
 from perilune_gateway.request.tokens.proof import Outcome, Part, Thinking
 
 OURS = """\
@@ -33,11 +36,20 @@ class Served:
     def __init__(self, folder: Path) -> None:
         self.engine = RenderingEngine(folder)
         self.up = True
+        self.hangs_up_after: int | None = None
+        """Questions that it answers before it closes connections."""
         self.address = ""
 
     async def page(self, http_request: web.Request) -> web.Response:
+        if self.hangs_up_after is not None and len(self.engine.asked) >= self.hangs_up_after:
+            assert http_request.transport is not None
+            http_request.transport.close()
         answer = await self.engine.post(http_request.path, await http_request.read(), 1 << 20)
         return web.Response(body=answer) if answer and self.up else web.Response(status=404)
+
+    async def models(self, http_request: web.Request) -> web.Response:
+        entries = [{"id": "lora", "root": "/lora", "parent": "m"}, {"id": "m", "root": "/models/m"}]
+        return web.json_response({"data": entries})
 
 
 class Rig:
@@ -71,6 +83,7 @@ async def engines(tmp_path: Path) -> AsyncIterator[list[Served]]:
         served = Served(folder_with(tmp_path / name, template))
         app = web.Application()
         app.router.add_post("/{page:.*}", served.page)
+        app.router.add_get("/v1/models", served.models)
         server = TestServer(app, host="127.0.0.1")
         await server.start_server()
         served.address = f"127.0.0.1:{server.port}"
@@ -177,3 +190,132 @@ async def test_the_feed_asks_with_the_pools_headers(rig: Rig) -> None:
     with suppress(asyncio.CancelledError):
         await feed
     await server.close()
+
+
+async def test_an_engine_that_stops_to_answer_has_told_what_it_told(rig: Rig, engines: list[Served]) -> None:
+    """It is not asked on and on, and later only for the rest."""
+    for body in ({}, NO_THINKING):
+        rig.tokenizer.now(request(CHAT, messages=HI, **body))
+    served = engines[0]
+    served.hangs_up_after = 2
+    await rig.look(served)
+    assert rig.outcomes() == {
+        "chat default": (1, 0, 0),
+        "chat off": (0, 0, 1),
+        "completions default": (0, 0, 1),
+    }
+    assert len(served.engine.asked) == 3
+    served.hangs_up_after = None
+    rig.now = AGAIN_S
+    await rig.look(served)
+    assert {*rig.outcomes().values()} == {(1, 0, 0)}
+    assert served.engine.asked.count("/tokenize") == 4
+
+
+async def test_an_engine_without_tokenize_is_asked_ever_more_seldom(rig: Rig, engines: list[Served]) -> None:
+    rig.tokenizer.now(request(CHAT, messages=HI))
+    engines[0].up = False
+    tries = []
+    for minute in range(96):
+        rig.now, before = minute * AGAIN_S, rig.proofs.counts[Outcome.UNTOLD]
+        await rig.look(engines[0])
+        if rig.proofs.counts[Outcome.UNTOLD] > before:
+            tries.append(minute)
+    assert tries == [0, 1, 3, 7, 15, 31, 63, 95]
+
+
+async def test_a_kind_that_the_gateway_cannot_render_is_asked_once(
+    rig: Rig, engines: list[Served], tmp_path: Path
+) -> None:
+    """The engine has told; that there is nothing to compare it with is not its fault."""
+    (tmp_path / "refusing").mkdir()
+    folder = folder_with(tmp_path / "refusing", "{{ raise_exception('no') }}")
+    rig.tokenizer = Tokenizer(Model(name="m", tokenizer=str(folder)), stopwatch=lambda: 0.0)
+    rig.proofs = TokenProofs(rig.tokenizer, "m", lambda: rig.now)
+    rig.tokenizer.now(request(CHAT, messages=HI))
+    await rig.look(engines[0])
+    assert rig.outcomes()["chat default"] == (0, 0, 1)
+    asked = len(engines[0].engine.asked)
+    rig.now = 100 * AGAIN_S
+    await rig.look(engines[0])
+    assert len(engines[0].engine.asked) == asked
+    await rig.tokenizer.close()
+
+
+async def test_nonsense_is_not_preferred_to_the_gateways_own_tokens(rig: Rig, engines: list[Served]) -> None:
+    rig.asked = engines[0].address
+    for nonsense in (
+        b'{"tokens": []}',
+        b'{"tokens": [1, 2, 3]}',
+        b'{"tokens": "?"}',
+        b"[",
+        b'{"tokens": [-1]}',
+    ):
+
+        async def answer(path: str, body: bytes, most: int, told: bytes = nonsense) -> bytes | None:
+            return told
+
+        for engine in engines:
+            engine.engine.answer = answer
+        rig.tokenizer.now(request(CHAT, messages=HI))
+        await rig.look(*engines, instance=str(nonsense))
+        assert {*rig.outcomes().values()} == {(0, 0, 3)}
+        tokens = rig.tokenizer.now(request(CHAT, messages=HI))
+        assert tokens is not None
+        assert tokens.source is TokenSource.LOCAL
+
+
+async def test_an_engine_that_is_restarted_while_it_is_asked_is_asked_anew(
+    rig: Rig, engines: list[Served]
+) -> None:
+    """What the old one told does not count."""
+    rig.tokenizer.now(request(CHAT, messages=HI, **NO_THINKING))
+    served = engines[1]
+    answers = served.engine.answer
+
+    async def restarts(path: str, body: bytes, most: int) -> bytes | None:
+        rig.proofs.forget(served.address)
+        return await answers(path, body, most)
+
+    served.engine.answer = restarts
+    await rig.look(served)
+    assert rig.outcomes() == {}
+    served.engine.answer = answers
+    await rig.look(served)
+    assert rig.outcomes()["chat off"] == (0, 1, 0)
+
+
+async def test_another_template_at_the_same_address_changes_who_tokenizes(
+    rig: Rig, engines: list[Served]
+) -> None:
+    quiet = request(CHAT, messages=HI, **NO_THINKING)
+    rig.tokenizer.now(quiet)
+    await rig.look(engines[1])
+    assert rig.tokenizer.now(quiet) is None, "an engine is asked"
+    engines[1].engine = engines[0].engine
+    await rig.look(engines[1], instance="other")
+    assert rig.outcomes()["chat off"] == (1, 0, 0)
+    assert rig.tokenizer.now(quiet) is not None
+
+
+PARTS = OURS.replace(
+    "m.content", "'' }}{%- for p in m.content %}{{- p.text or '<|endoftext|>' }}{%- endfor %}{{- ''"
+)
+
+
+async def test_what_engines_have_loaded_names_pictures(
+    rig: Rig, engines: list[Served], tmp_path: Path
+) -> None:
+    rig.tokenizer.now(request(CHAT, messages=HI))
+    await rig.look(engines[0])
+    assert not rig.tokenizer.media.names_media, "the template has no pictures"
+    (tmp_path / "parts").mkdir()
+    sees = Tokenizer(Model(name="m", tokenizer=str(folder_with(tmp_path / "parts", PARTS))))
+    proofs = TokenProofs(sees, "m", lambda: rig.now)
+    sees.now(request(CHAT, messages=HI))
+    await proofs.look([(engines[0].address, "")], rig.http)
+    assert sees.media.names_media
+    data = b64encode(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + bytes(9) + b"\2" + bytes(99)).decode()
+    picture = Medium("image", b"key", base64=data)
+    assert sees.media.names(picture) == (of_picture(data, "/models/m"),) != ("",)
+    await sees.close()

@@ -1,7 +1,9 @@
 """Pictures and sound: what an engine's events tell of them makes later prompts exact."""
 
+import asyncio
 import json
 from base64 import b64encode
+from collections.abc import Iterable, Mapping
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -17,6 +19,8 @@ from perilune_gateway.model.kv_events import BlockStored
 from perilune_gateway.request.openai import parse
 from perilune_gateway.request.parsed import ParsedRequest
 from perilune_gateway.request.tokens import Tokenizer
+from perilune_gateway.request.tokens.media_names import of_picture
+from perilune_gateway.routing.router import Encode
 from perilune_gateway.state.engine_blocks import EngineBlocks
 
 SIZE, CHAT = 16, "/v1/chat/completions"
@@ -134,28 +138,46 @@ class Session:
         model = Model(name="m", tokenizer=str(folder), context_tokens=32_000)
         document = pool(model=model, engine=USUAL, endpoints=[A])
         self.engine = Engine(folder, place)
-        tokenizer = Tokenizer(model, stopwatch=lambda: 0.0)
-        self.rig = Rig(document, tokenizer=tokenizer)
+        self.tokenizer = Tokenizer(model, stopwatch=lambda: 0.0)
+        self.rig = Rig(document, tokenizer=self.tokenizer)
         state = self.rig.state
-        tokenizer.media = state.media
+        self.tokenizer.media = self.media = state.media
+        self.events = list[BlockStored]()
+        """What the engine has announced so far."""
         self.blocks = EngineBlocks(state.index, SIZE, store=False, media=state.media)
 
-    def ask(self, *parts: dict[str, object], pictures: list[tuple[str, int]]) -> tuple[DecisionRecord, int]:
-        """Return the decision, and how many tokens the engine had cached."""
-        body, routed = self._route(*parts)
+    def ask(
+        self,
+        *parts: dict[str, object],
+        pictures: list[tuple[str, int]],
+        more: Mapping[str, object] | None = None,
+    ) -> tuple[DecisionRecord, int]:
+        """Return the decision, and how many tokens the engine had cached. `more`: other fields of the
+        body."""
+        body, routed = self._route(*parts, more=more)
         cached, events = self.engine.serve(body, pictures)
-        for event in events:
-            self.rig.router.on_applied(self.blocks.apply(A, event, self.rig.now))
+        self.hear(events)
+        self.events += events
         self.rig.finish(routed)
         self.rig.now += self.pause
         return self.rig.record(routed), cached
 
+    def hear(self, events: Iterable[BlockStored]) -> None:
+        for event in events:
+            self.rig.router.on_applied(self.blocks.apply(A, event, self.rig.now))
+
     def refuse(self, *parts: dict[str, object]) -> None:
         self.rig.finish(self._route(*parts)[1])
 
-    def _route(self, *parts: dict[str, object]) -> tuple[bytes, Routed]:
-        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": [*parts]}]}).encode()
+    def _route(
+        self, *parts: dict[str, object], more: Mapping[str, object] | None = None
+    ) -> tuple[bytes, Routed]:
+        asked = {"model": "m", "messages": [{"role": "user", "content": [*parts]}], **(more or {})}
+        body = json.dumps(asked).encode()
         routed = self.rig.router.on_body(head(CHAT), body)
+        if isinstance(routed, Encode):
+            tokens = asyncio.run(self.tokenizer.encode(routed.request))
+            routed = self.rig.router.on_tokens(routed, tokens)
         assert isinstance(routed, Routed), routed
         return body, routed
 
@@ -280,3 +302,67 @@ def test_a_picture_that_the_engine_fetches_stays_unknown(session: Session) -> No
     for _ in range(3):
         record, _ = session.ask(LOOK, there, text("what is it? " * 9), pictures=[("cat", 70)])
         assert record.token_source is TokenSource.ESTIMATE
+
+
+def test_arguments_for_media_make_other_tokens_of_a_picture(session: Session) -> None:
+    small = {"mm_processor_kwargs": {"max_pixels": 100}}
+    words = text("what is it? " * 9)
+    for more, cat in (({}, ("cat", 70)), (small, ("small cat", 20))) * 2:
+        record, cached = session.ask(LOOK, picture(1), words, pictures=[cat], more=more)
+        assert record.cached_tokens == cached
+    assert record.token_source is TokenSource.LOCAL
+
+
+LOADED = "/models/sees"
+
+
+def png(seed: int) -> tuple[dict[str, object], str]:
+    """Return a part with what looks like a PNG, and the engine's name for it."""
+    begins = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + bytes(9) + b"\2"
+    data = b64encode(begins + Random(seed).randbytes(3000)).decode()
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    return part, of_picture(data, LOADED)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 1000])
+def test_what_an_engine_has_announced_under_a_pictures_name_is_known(tmp_path: Path, step: int) -> None:
+    """To a gateway, too, that has not seen the request that it is of."""
+    for name in ("first", "late"):
+        (tmp_path / name).mkdir()
+    session, late = Session(tmp_path / "first", BARE), Session(tmp_path / "late", BARE)
+    session.engine.blocks_of_a_step = step
+    (cat, cats_name), (dog, dogs_name) = png(1), png(2)
+    pictures = [(cats_name, 70), (dogs_name, 33)]
+    prompt = LOOK, cat, text("what is it? " * 9), dog, text("and this? " * 9)
+    session.ask(*prompt, pictures=pictures)
+    late.engine = session.engine
+    late.media.loaded(LOADED)
+    late.hear(session.events)
+    record, cached = late.ask(*prompt, pictures=pictures)
+    assert record.token_source is TokenSource.LOCAL
+    assert record.cached_tokens == cached > 70 + 33
+
+
+def test_names_tell_pictures_apart_that_are_awaited_at_the_same_time(session: Session) -> None:
+    session.pause = 1.0
+    session.media.loaded(LOADED)
+    (cat, cats_name), (dog, dogs_name), (owl, owls_name) = png(1), png(2), png(3)
+    words = text("what is it? " * 9)
+    session.ask(LOOK, cat, words, pictures=[(cats_name, 70)])
+    session.refuse(LOOK, dog, words)
+    session.ask(LOOK, owl, words, pictures=[(owls_name, 70)])
+    record, cached = session.ask(LOOK, owl, words, pictures=[(owls_name, 70)])
+    assert record.token_source is TokenSource.LOCAL
+    assert record.cached_tokens == cached > 70
+    record, cached = session.ask(LOOK, dog, words, pictures=[(dogs_name, 70)])
+    assert record.token_source is TokenSource.ESTIMATE
+    assert record.cached_tokens == cached
+
+
+def test_a_name_that_no_engine_gives_changes_nothing(session: Session) -> None:
+    session.media.loaded(LOADED)
+    cat, _ = png(1)
+    session.ask(LOOK, cat, text("what is it? " * 9), pictures=[("cat", 70)])
+    record, cached = session.ask(LOOK, cat, text("what is it? " * 9), pictures=[("cat", 70)])
+    assert record.token_source is TokenSource.LOCAL
+    assert record.cached_tokens == cached > 70

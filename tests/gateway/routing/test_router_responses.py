@@ -6,7 +6,7 @@ import pytest
 from router_rig import USUAL, A, B, C, Rig, pool
 from routing_objects import chosen, head
 
-from perilune_api.pool import EndpointSpec, Routing
+from perilune_api.pool import EndpointSpec, Model, Routing
 from perilune_gateway.model import (
     NEED_BODY,
     Refusal,
@@ -204,3 +204,65 @@ def test_what_is_cached_of_a_stored_conversation_is_known(*, rewrites: bool, tok
     rig.finish(second)
     third = ask(rig, previous_response_id=second.fields.request_id)
     assert rig.record(third).cached_tokens == 176
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "promises"),
+    [
+        pytest.param({"instructions": "a"}, {"instructions": "a"}, True, id="the same instructions"),
+        pytest.param({"instructions": "a"}, {}, False, id="none any more"),
+        pytest.param({"instructions": "a"}, {"instructions": "b"}, False, id="others"),
+        pytest.param({}, {"tools": [{"type": "function", "name": "f"}]}, False, id="tools"),
+        pytest.param(
+            {"input": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]},
+            {},
+            False,
+            id="a system message, which the engine leaves out",
+        ),
+        pytest.param(
+            {"input": [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]},
+            {},
+            True,
+            id="a developer's message, which it keeps",
+        ),
+    ],
+)
+def test_a_stored_conversation_that_begins_otherwise_promises_nothing(
+    *, first: dict[str, object], second: dict[str, object], promises: bool
+) -> None:
+    rig = Rig(pool(endpoints=[A, B], engine=USUAL), tokenizer=Knows(rewrites_answers=False))
+    began = ask(rig, **first)
+    host = began.destinations[0]
+    rig.stored(host, range(96))
+    rig.finish(began)
+    next_turn = ask(rig, previous_response_id=began.fields.request_id, **second)
+    assert next_turn.destinations == (host,)
+    assert bool(rig.record(next_turn).cached_tokens) is promises
+    rig.finish(next_turn)
+    third = ask(rig, previous_response_id=next_turn.fields.request_id, **second)
+    assert bool(rig.record(third).cached_tokens) is promises, "what it begins with now is not announced"
+
+
+def test_an_answer_that_may_call_tools_is_not_promised() -> None:
+    """Engines leave calls of an earlier response out."""
+    rig = Rig(pool(endpoints=[A, B], engine=USUAL), tokenizer=Knows(rewrites_answers=False))
+    tools = {"tools": [{"type": "function", "name": "f"}]}
+    first = ask(rig, **tools)
+    rig.stored(first.destinations[0], range(96))
+    rig.stored(first.destinations[0], range(112), after=6)
+    rig.finish(first)
+    second = ask(rig, previous_response_id=first.fields.request_id, **tools)
+    assert rig.record(second).cached_tokens == 96
+
+
+def test_a_prompt_that_the_engine_may_cut_is_not_too_long() -> None:
+    rig = Rig(
+        pool(endpoints=[A], engine=USUAL, model=Model(name="m", context_tokens=64)),
+        tokenizer=Knows(rewrites_answers=False),
+    )
+    h = head(RESPONSES)
+    assert rig.router.on_headers(h) is NEED_BODY
+    refusal = rig.router.on_body(h, json.dumps({"model": "m", "input": "x"}).encode())
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason is RefuseReason.TOO_LONG
+    assert ask(rig, truncation="auto")

@@ -17,7 +17,7 @@ holds the GIL.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -132,12 +132,15 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt text of a conversation. Raises TemplateError for any error inside the
         template."""
+        messages = conversation.messages
+        if continue_final_message:
+            messages = _marked(messages)
         try:
             text = self._template.render(
                 self._special_tokens
                 | dict(conversation.template_kwargs)
                 | {
-                    "messages": conversation.messages,
+                    "messages": messages,
                     "tools": conversation.tools,
                     "documents": conversation.documents,
                     "add_generation_prompt": add_generation_prompt,
@@ -145,7 +148,7 @@ class ChatTemplate:
             )
         except Exception as error:  # a template can fail in any way; all of them mean the same
             raise TemplateError(f"{type(error).__name__}: {error}") from None
-        return _open_end(text, conversation) if continue_final_message else text
+        return _open_end(text) if continue_final_message else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,15 +199,33 @@ def _token_text(token: Any) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _open_end(text: str, conversation: Conversation) -> str:
+_MARK = "\uf8ff-the-answer-goes-on-here "
+"""Stands where the answer goes on; its space tells whether the template keeps spaces there."""
+
+
+def _marked(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with a mark at the end of the last one. Raises TemplateError if that has no
+    text."""
+    last = messages[-1] if messages else {}
+    content = last.get("content")
+    if isinstance(content, list):
+        at = max((i for i, part in enumerate(content) if "text" in part), default=-1)
+        if at < 0:
+            raise TemplateError("the last message has no text that could go on")
+        content = [*content[:at], content[at] | {"text": content[at]["text"] + _MARK}, *content[at + 1 :]]
+    elif isinstance(content, str):
+        content += _MARK
+    else:
+        raise TemplateError("there is no message that could go on")
+    return [*messages[:-1], last | {"content": content}]
+
+
+def _open_end(text: str) -> str:
     """Remove what the template put after the last message, so that the engine continues that message."""
-    content = conversation.messages[-1]["content"] if conversation.messages else ""
-    last = content if isinstance(content, str) else content[-1]["text"] if content else ""
-    at = text.rfind(last.strip())
+    at = text.rfind(_MARK.strip())
     if at < 0:
         raise TemplateError("the last message is not in the rendered text")
-    kept = last.lstrip()
-    return text[: at + len(kept)] if text.startswith(kept, at) else text[: at + len(last.strip())]
+    return text[:at] if text.startswith(_MARK, at) else text[:at].rstrip()
 
 
 def _tojson(

@@ -45,6 +45,8 @@ _MEDIA = {
     "video_url": "video",
 }
 """Part → what the template gets in its place."""
+_UNSAID = (None, "auto")
+"""Arguments of a template that change nothing."""
 _CUSTOM_INPUT = "input"
 """The argument of the function that stands for a custom tool."""
 _CUSTOM_PARAMETERS = {
@@ -127,6 +129,10 @@ class Medium(NamedTuple):
     """As the template calls it."""
     key: bytes
     """A digest of its bytes in the body; empty if the engine has to fetch it."""
+    base64: str = ""
+    """A picture's bytes, if they alone give it its name in an engine."""
+    uuid: str = ""
+    """The name that the client gives it, if no arguments change that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,8 +184,10 @@ class _Reader:
         self._media = 0
         self._media_bytes = 0
         self._placed: list[Medium] = []
+        self._media_kwargs = b""
 
     def read(self, api: Api, prompt: ChatPrompt) -> Conversation:
+        self._media_kwargs = prompt.media_kwargs
         content = msgspec.json.decode(prompt.messages)
         system = msgspec.json.decode(prompt.system) if prompt.system else None
         tools = msgspec.json.decode(prompt.tools) if prompt.tools else None
@@ -193,15 +201,18 @@ class _Reader:
                 functions = [function for tool in tools or () for function in _responses_tools(tool)]
             case _:
                 messages, functions = content, [_chat_tool(tool) for tool in tools or ()]
+        kwargs = _kwargs(api, prompt, self._form)
         told = [self._message(message) for message in messages]
         if not self._form.knows_developer:
             told = _without_developer(told)
+        # Only Anthropic's API may say that there are none.
+        shown = [*map(_tool, functions)] if tools or (tools == [] and api is Api.MESSAGES) else None
+        documents = msgspec.json.decode(prompt.documents) if prompt.documents else None
         return Conversation(
             messages=told,
-            # Only Anthropic's API may say that there are none.
-            tools=[*map(_tool, functions)] if tools or (tools == [] and api is Api.MESSAGES) else None,
-            documents=msgspec.json.decode(prompt.documents) if prompt.documents else None,
-            template_kwargs=_kwargs(api, prompt, self._form),
+            tools=shown if kwargs.get("tools") in _UNSAID else kwargs["tools"],
+            documents=kwargs.get("documents") if documents is None else documents,
+            template_kwargs=kwargs,
             media=self._media,
             media_bytes=self._media_bytes,
             placed=tuple(self._placed),
@@ -256,22 +267,29 @@ class _Reader:
         self._media_bytes += len(msgspec.json.encode(part))
         if not self._form.keeps_parts or kind not in _MEDIA:
             return None
-        self._placed.append(Medium(_MEDIA[kind], _digest(part)))
+        self._placed.append(_medium(part, self._media_kwargs))
         return {"type": _MEDIA[kind]}
 
 
-def _digest(part: dict[str, Any]) -> bytes:
-    """Return a digest of a medium's bytes, with the name that the client gave it; empty without bytes."""
-    kind = part["type"]
+def _medium(part: dict[str, Any], kwargs: bytes) -> Medium:
+    """Return what is known of a medium. Its key covers its bytes, the name that the client gave it and the
+    request's arguments for media."""
+    kind, uuid = part["type"], part.get("uuid")
     content = part.get("source" if kind == "image" else kind, part.get("image_url"))
     if isinstance(content, dict):
         content = content.get("url") or content.get("data")
+    kind = _MEDIA[kind]
     if not isinstance(content, str) or content.startswith(("http:", "https:", "file:")):
-        return b""
+        return Medium(kind, b"")
     if content.startswith("data:"):
         content = content.partition(",")[2]
-    named = f"{_MEDIA[kind]}\0{part.get('uuid') or ''}\0{content}"
-    return xxh3_128_digest(named.encode(errors="surrogatepass"))
+    named = f"{kind}\0{uuid or ''}\0{content}".encode(errors="surrogatepass")
+    key = xxh3_128_digest(named + (b"\0" + kwargs if kwargs else b""))
+    if kwargs:
+        return Medium(kind, key)
+    if uuid:
+        return Medium(kind, key, uuid=str(uuid))
+    return Medium(kind, key, base64=content if kind == "image" else "")
 
 
 def _text(value: Any) -> str:

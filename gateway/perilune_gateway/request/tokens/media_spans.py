@@ -3,12 +3,12 @@
     prompt ─▶ tokens before its first unknown medium ─ expect ─▶ what is to come there
     KV event with multimodal keys ─ stored ─▶ a medium's tokens, its identifier and where it lies ─▶ find
 
-How many tokens a medium has, only the model's processor tells, and the engine's name for it covers the model,
-the processor's arguments and, of sound and video, decoded samples. So nothing is decoded, nor hashed as the
-engine does it: the first prompt with a medium is exact up to it, and the engine's events of that prompt show
-the rest, all media of it. The tokens there before a medium, and those after it, must be the prompt's, and the
-engine's name for it must be new. A medium is known by its bytes in the body; one that the engine has to fetch
-has none, and is never known.
+How many tokens a medium has, only the model's processor tells. Its name in the engine follows from the bytes
+of most pictures (media_names.py); then any event that names it tells its tokens, whoever sent it, and
+whenever. Nothing of the others is decoded: the first prompt with a medium is exact up to it, and the engine's
+events of that prompt show the rest, all media of it. The tokens there before a medium, and those after it,
+must be the prompt's, and the engine's name for it must be new. A medium is known by its bytes in the body;
+one that the engine has to fetch has none, and is never known.
 
 Learned are media that become a run of one token in place of one token of the template, as in Qwen's models.
 Of two media that are awaited at the same place of equal prompts, neither is learned.
@@ -22,6 +22,8 @@ from typing import NamedTuple
 import msgspec
 
 from perilune_gateway.model import AwaitedMedium, MediaSpan
+from perilune_gateway.request.tokens.conversation import Medium
+from perilune_gateway.request.tokens.media_names import of_picture
 
 MOST_EXPECTED, MOST_KNOWN = 4_096, 16_384
 AWAITED_AT_ONCE = 16
@@ -33,6 +35,9 @@ MOST_PLACES = 16
 EXPECTED_S, BEGUN_S = 60.0, 3600.0
 """Seconds for which a medium is awaited, since an engine may queue the prompt first, and for which the rest
 of a begun one is: the next turn may be the first to fill the block in which it ends."""
+MOST_TOKENS = 262_144
+"""Tokens of a medium."""
+MOST_MODELS = 16
 MmKeys = Sequence[tuple[str, int]]
 """Media that lie in one block: (identifier, position relative to the block's first token)."""
 
@@ -89,6 +94,51 @@ class MediaSpans:
         self._expected: dict[int, list[_Expected]] = {}
         """Our hash of the block before → what may come after it."""
 
+        self._announced: dict[str, tuple[int, int]] = {}
+        """Engine's name of a medium → its token and how often that stands there."""
+        self._models: list[str] = []
+        self._names: dict[bytes, tuple[str, ...]] = {}
+        """Key of a medium → the names that it has in engines of these models."""
+        self._named_alike = False
+        """Whether an engine has given a medium the name that follows from its bytes."""
+
+    @property
+    def names_media(self) -> bool:
+        """Whether pictures have names, which take a while to compute."""
+        return bool(self._models)
+
+    def loaded(self, model: str) -> None:
+        """Record what an engine was told to load, which is a part of the names."""
+        if model and model not in self._models and len(self._models) < MOST_MODELS:
+            self._models.append(model)
+            self._names.clear()
+
+    def names(self, medium: Medium) -> tuple[str, ...]:
+        """Return the names that a medium has in engines, as far as its bytes tell, in any thread."""
+        if medium.uuid:
+            return (medium.uuid,)
+        if not (medium.base64 and self._models):
+            return ()
+        if (names := self._names.get(medium.key)) is None:
+            told = (of_picture(medium.base64, model) for model in self._models)
+            names = self._names[medium.key] = tuple(filter(None, told))
+            if len(self._names) > MOST_KNOWN:
+                self._names.pop(next(iter(self._names)), None)
+        return names
+
+    def named(self, key: bytes, names: Sequence[str], own: Sequence[int]) -> Known | None:
+        """Return what engines have announced under one of these names. `own`: the template's tokens for the
+        medium, of which the engine repeats one."""
+        for name in names:
+            token, length = self._announced.get(name, (-1, 0))
+            if length and (len(own) == 1 or own.count(token) == 1):
+                lead = own.index(token) if len(own) > 1 else 0
+                known = Known((*own[:lead], *[token] * length, *own[lead + 1 :]), lead, length, name)
+                self._learn(key, known)
+                self._named_alike = True
+                return known
+        return None
+
     @property
     def awaits(self) -> bool:
         """Whether stored blocks may tell something."""
@@ -122,6 +172,7 @@ class MediaSpans:
     ) -> None:
         """Learn from stored blocks with these hashes after `parent`, and the media that lie in each. Blocks
         without a medium count, too: they show where one ends."""
+        self._announce(token_ids, keys)
         for n, above in enumerate((parent, *ours[:-1]) if self._expected else ()):
             at = n * self._block_size
             here = [one for one in self._expected.get(above, ()) if one.until > now]
@@ -129,6 +180,7 @@ class MediaSpans:
                 one._replace(ids=(*one.ids, *token_ids[at:]), keys=(*one.keys, *keys[n:])) for one in here
             ]
             fitting = [(one, *seen) for one in told if (seen := self._seen(one))]
+            fitting = [f for f in fitting if f[1] and f[1].identifier in f[0].awaited.names] or fitting
             for one, known in fitting:
                 if known and len(fitting) > 1:
                     continue  # it is not clear whose it is
@@ -142,6 +194,18 @@ class MediaSpans:
                     self._await(ours[-1], self._without_past(rest), now)
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _announce(self, ids: Sequence[int], keys: Sequence[MmKeys]) -> None:
+        """Note the media that end in stored blocks, by the engine's names."""
+        media = self._media(-MOST_TOKENS, keys)
+        for (identifier, start), (_, stop) in zip(media, [*media[1:], ("", len(ids))], strict=False):
+            end = at = max(start, 0)
+            while end < min(stop, len(ids)) and ids[end] == ids[at]:
+                end += 1
+            if at < end < len(ids) and self._covers(identifier, start, end, keys):
+                self._announced[identifier] = ids[at], end - start
+                if len(self._announced) > MOST_KNOWN:
+                    del self._announced[next(iter(self._announced))]
 
     def _await(self, above: int, expected: _Expected, now: float) -> None:
         others = [
@@ -157,8 +221,9 @@ class MediaSpans:
         """Learn a medium, if it is known now, and those after it, as far as they are stored; return the one
         that is to come next, if any."""
         while known:
-            key, _, after, then = expected.awaited
+            key, _, after, then, names = expected.awaited
             self._learn(key, known)
+            self._named_alike = self._named_alike or known.identifier in names
             if then is None:
                 return None
             head = (*expected.head, *known.ids, *after)
@@ -184,7 +249,7 @@ class MediaSpans:
     def _seen(self, expected: _Expected) -> tuple[Known | None] | None:
         """Return the medium that is expected, or None in its place if it does not end in these blocks; None
         if something else is there."""
-        (key, own, after, then), head, _, ids, keys, _ = expected
+        (key, own, after, then, names), head, _, ids, keys, _ = expected
         begin = len(head)
         if ids[:begin] != head[: len(ids)]:
             return None
@@ -194,6 +259,8 @@ class MediaSpans:
         identifier, start = media[0]
         stop = min(media[1][1], len(ids)) if media[1:] else len(ids)
         known = self._known.get(key)
+        if names and self._named_alike and identifier not in names:
+            return None
         if start >= len(ids) or (
             identifier != known.identifier if known else identifier in self._identifiers
         ):
@@ -223,4 +290,4 @@ class MediaSpans:
         """Return whether just the blocks with tokens between `start` and `end` name the medium."""
         size = self._block_size
         named = [n for n, of in enumerate(keys) if (identifier, start - n * size) in of]
-        return named == [*range(start // size, (end - 1) // size + 1)]
+        return named == [*range(max(start, 0) // size, (end - 1) // size + 1)]

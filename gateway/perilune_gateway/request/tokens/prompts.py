@@ -4,7 +4,7 @@ context, whether it contains pictures, and its conversation.
 
 import math
 import string
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from msgspec import Raw
 
@@ -72,6 +72,28 @@ def too_much(request: ParsedRequest, context_tokens: int) -> CannotTellError | N
             if size > most_bytes and not has_base64(chat.messages):
                 return CannotTellError(Cause.TOO_MUCH, f"{size} bytes")
     return None
+
+
+def longest(request: ParsedRequest, context_tokens: int) -> int | None:
+    """Return to how many tokens the engine cuts a longer prompt; None if it does not. vLLM holds one token of
+    the context back for the answer, if the request limits that."""
+    if request.cut_to is None or request.cut_to >= 0:
+        return request.cut_to
+    return context_tokens - bool(request.max_output_tokens) if context_tokens else None
+
+
+def kept(
+    request: ParsedRequest, ids: Sequence[int], context_tokens: int, before: Sequence[int] = ()
+) -> Sequence[int]:
+    """Return those of a prompt's tokens that the engine keeps: the last ones, unless the request says
+    otherwise. If it does not say, the tokens that stand `before` every text stay, too."""
+    most = longest(request, context_tokens)
+    if most is None or most >= len(ids):
+        return ids
+    if request.cut_side == "right":
+        return ids[:most]
+    lead = 0 if request.cut_side else min(len(before), most)
+    return [*ids[:lead], *ids[len(ids) - most + lead :]]
 
 
 def text_conversation(

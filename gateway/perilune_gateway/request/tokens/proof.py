@@ -18,7 +18,7 @@ caller limits time and bytes. One kind takes at most three questions of about 1 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -34,10 +34,13 @@ from perilune_gateway.request.tokens.conversation import ANY_FORM, EFFORTS, Form
 from perilune_gateway.request.tokens.engine import question
 
 Post = Callable[[str, bytes, int], Awaitable[bytes | None]]
-"""Called with a path, a body and the most bytes of the answer; returns it, or None without one."""
+"""Called with a path, a body and the most bytes of the answer; returns it, or None if it is refused. May
+raise, which ends the questions."""
 Object = dict[str, Any]
 MOST_BYTES = 256 * 1024
 """Most bytes of an answer."""
+MOST_TIMES = 8
+"""One side has at most so many times the other's tokens; what is further off is no answer."""
 
 
 class Thinking(StrEnum):
@@ -290,11 +293,10 @@ _COUNTED, _GENERATED = msgspec.json.Decoder(_Counted), msgspec.json.Decoder(_Gen
 
 async def ask(
     post: Post, wanted: Sequence[Kind], model: str, form: Form = ANY_FORM, *, generate: bool = False
-) -> dict[Kind, Told]:
-    """Return what one engine shows for these kinds, the plainest of which come first. `form`: how the gateway
+) -> AsyncIterator[tuple[Kind, Told]]:
+    """Yield what one engine shows for these kinds, the plainest of which come first. `form`: how the gateway
     converts conversations for /tokenize. `generate`: whether a Responses request for one token may be
     sent."""
-    told: dict[Kind, Told] = {}
     renders = True
     for kind in wanted:
         asked = probe(kind, model)
@@ -306,8 +308,7 @@ async def ask(
         tokens = _read(_TOKENIZED, await post("/tokenize", _question(asked.request, form), MOST_BYTES))
         if rendered is None:
             count = await _count(post, kind, asked, generate)
-        told[kind] = Told(rendered, tuple(tokens.tokens) if tokens else None, count)
-    return told
+        yield kind, Told(rendered, tuple(tokens.tokens) if tokens else None, count)
 
 
 async def _count(post: Post, kind: Kind, asked: Probe, generate: bool) -> int | None:
@@ -386,8 +387,17 @@ class Verdict:
 def judge(told: Mapping[Kind, Told], ours: Mapping[Kind, Sequence[int]] | None) -> dict[Kind, Verdict]:
     """Return the verdicts on an engine. `ours`: the gateway's own tokens; None if it has no tokenizer and
     asks engines, so that only the conversion is to be judged."""
+    if _is_nonsense(told):
+        return dict.fromkeys(told, Verdict(outcome=Outcome.UNTOLD))
     found = {kind: _compared(kind, word, ours) for kind, word in told.items()}
     return {kind: _named(kind, verdict, found) for kind, verdict in found.items()}
+
+
+def _is_nonsense(told: Mapping[Kind, Told]) -> bool:
+    """Return whether /tokenize answers alike whatever is asked."""
+    text = told.get(Kind(Api.COMPLETIONS), Told()).tokenized
+    chats = [word.tokenized for kind, word in told.items() if kind.api is not Api.COMPLETIONS]
+    return text is not None and text in chats
 
 
 def _compared(kind: Kind, told: Told, ours: Mapping[Kind, Sequence[int]] | None) -> Verdict:
@@ -396,6 +406,8 @@ def _compared(kind: Kind, told: Told, ours: Mapping[Kind, Sequence[int]] | None)
     if own is None or theirs is None:
         return Verdict(outcome=Outcome.UNTOLD)
     own = tuple(own)
+    if not len(own) <= MOST_TIMES * len(theirs) <= MOST_TIMES * MOST_TIMES * len(own):
+        return Verdict(outcome=Outcome.UNTOLD)
     converted = kind.api in (Api.MESSAGES, Api.RESPONSES)
     proof = Proof.CONVERTED if converted else Proof.TOKENIZED
     if told.rendered is not None:

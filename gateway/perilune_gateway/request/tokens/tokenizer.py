@@ -19,8 +19,8 @@ A conversation is decoded, normalised and rendered whole at every turn, which ta
 ms for 130 KB). A template may render earlier messages differently when a new one comes (it drops their
 reasoning), so nothing of a rendered text can be reused.
 
-Long prompts are not truncated, and the engine's /render is not used. conversation.py says how Responses and
-Anthropic conversations are converted.
+Long prompts are cut only where the request tells the engine to do so, and the engine's /render is not used.
+conversation.py says how Responses and Anthropic conversations are converted.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from perilune_api.pool import EngineTls, Model, SpecError
 from perilune_gateway.model import AwaitedMedium, MediaSpan, Tokens, TokenSource
 from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest, TextPrompt, TokenPrompt
@@ -46,13 +48,15 @@ from perilune_gateway.request.tokens.causes import ENGINE_MAY_KNOW, CannotTellEr
 from perilune_gateway.request.tokens.conversation import Form, Medium, TemplateError
 from perilune_gateway.request.tokens.engine import EngineTokenizer
 from perilune_gateway.request.tokens.incremental import IncrementalEncoder
-from perilune_gateway.request.tokens.media_spans import AFTER, AWAITED_AT_ONCE, MediaSpans
+from perilune_gateway.request.tokens.media_spans import AFTER, AWAITED_AT_ONCE, Known, MediaSpans
 from perilune_gateway.request.tokens.prompts import (
     FEW_BRACKETS,
     MEDIA_TOKENS,
     brackets,
     has_base64,
     has_tools,
+    kept,
+    longest,
     size_bytes,
     text_conversation,
     too_much,
@@ -108,6 +112,7 @@ class Tokenizer:
         self.causes: Counter[Cause] = Counter()
         self._bytes_per_token = model.bytes_per_token
         self._context_tokens = model.longest_context
+        self._cut_context = model.context_tokens
         self.local, self._templates = _load(model)
         """The local encoder; None when the pool names none."""
         library = self.local.encoder.library if self.local is not None else encoder.Library.TOKENIZERS
@@ -150,6 +155,14 @@ class Tokenizer:
         """How conversations are converted before an engine tokenizes them."""
         return self._engine.form
 
+    @property
+    def places_media(self) -> bool:
+        """Whether the local template has words for media."""
+        templates = self._templates
+        return templates is not None and any(
+            template.placeholders for template in (templates.default, templates.with_tools)
+        )
+
     def learn_form(self, form: Form) -> None:
         """Take over what an engine's template expects, unless the local template says it."""
         if self._templates is None:
@@ -166,13 +179,16 @@ class Tokenizer:
         """Return tokens, if that takes less than 1 ms and no engine has to be asked; None means to use
         `encode`."""
         if isinstance(request.prompt, TokenPrompt):
-            return self._count(_given(request.prompt))
+            return self._count(self._given(request, request.prompt))
         if request.api is Api.POOLING:
             return self._estimate(request)
         if why := too_much(request, self._context_tokens):
             return self._estimate(request, why)
         if self.local is None:
             return None if self._asks_engine else self._estimate(request)
+        match request.prompt:
+            case ChatPrompt(messages=messages) if self.media.names_media and has_base64(messages):
+                return None  # to name a picture takes a while
         if size_bytes(request) * (self.us_per_char + _RENDER_US_PER_CHAR) > NOW_US:
             return None
         try:
@@ -184,7 +200,7 @@ class Tokenizer:
         """Return tokens from the best source that answers within `timeout_s`. Never raises for a bad
         prompt."""
         if isinstance(request.prompt, TokenPrompt):
-            return self._count(_given(request.prompt))
+            return self._count(self._given(request, request.prompt))
         if why := too_much(request, self._context_tokens):
             return self._estimate(request, why)
         if self.local is None and not self._asks_engine:
@@ -213,7 +229,10 @@ class Tokenizer:
                 self._note(error)
         else:
             self._note_kind(request)
-        return await self._engine.ask(request)
+        tokens = await self._engine.ask(request)
+        ids = self._kept(request, tokens.ids or ())
+        cut = len(tokens.ids or ()) - len(ids)
+        return replace(tokens, count=tokens.count - cut, ids=ids) if cut else tokens
 
     def _engine_may_know(self, error: CannotTellError) -> bool:
         return self._asks_engine and error.cause in ENGINE_MAY_KNOW
@@ -249,8 +268,9 @@ class Tokenizer:
         started = self._stopwatch()
         try:
             if placed:
-                return self._with_media(texts[0], placed, special)
+                return self._whole(request, self._with_media(texts[0], placed, special))
             encoded = [self.local.encode(text, special) for text in texts]
+            around = self.local.encoder.around if special else None
         except (KeyboardInterrupt, SystemExit, CannotTellError):
             raise
         except (
@@ -261,7 +281,9 @@ class Tokenizer:
         if chars >= _CALIBRATION_CHARS:  # two threads may lose a measurement, which does no harm
             us_per_char = (self._stopwatch() - started) * 1e6 / chars
             self.us_per_char += _WEIGHT * (us_per_char - self.us_per_char)
-        return _together(TokenSource.LOCAL, [one.ids for one in encoded])
+        return _together(
+            TokenSource.LOCAL, [self._kept(request, one.ids, around[0] if around else ()) for one in encoded]
+        )
 
     def _with_media(self, text: str, placed: Sequence[tuple[Medium, str]], special: bool) -> Tokens:
         """Return the tokens of a text in which media have these places, as far as they are known. Raises
@@ -278,7 +300,7 @@ class Tokenizer:
                 raise CannotTellError(Cause.MEDIA, "no place in the template", self._guess(text, placed))
             ids.extend(self.local.encode(text[at:end]).ids)
             at = end + len(place)
-            known = self.media.find(medium.key) if medium.key else None
+            known = self._known(medium, place)
             if known is None:
                 self._note(CannotTellError(Cause.MEDIA, f"{len(placed) - n} parts"))
                 count = len(ids) + self._guess(text[at:], placed[n:])
@@ -292,11 +314,31 @@ class Tokenizer:
         ids.extend(behind)
         return Tokens(count=len(ids), source=TokenSource.LOCAL, ids=ids, media=tuple(spans))
 
+    def _known(self, medium: Medium, place: str) -> Known | None:
+        """Return what is known of a medium for which the template writes `place`."""
+        if not medium.key:
+            return None
+        if (known := self.media.find(medium.key)) or not (names := self.media.names(medium)):
+            return known
+        assert self.local is not None
+        return self.media.named(medium.key, names, [*self.local.encode(place).ids])
+
+    def _kept(self, request: ParsedRequest, ids: Sequence[int], before: Sequence[int] = ()) -> Sequence[int]:
+        return kept(request, ids, self._cut_context, before)
+
+    def _whole(self, request: ParsedRequest, tokens: Tokens) -> Tokens:
+        """Return the tokens of a prompt with media. Raises CannotTellError if the engine cuts it, since that
+        may leave a part of a medium."""
+        most = longest(request, self._cut_context)
+        if most is not None and tokens.count > most:
+            raise CannotTellError(Cause.MEDIA, f"cut to {most} tokens", most)
+        return tokens
+
     def _awaited(self, text: str, placed: Sequence[tuple[Medium, str]]) -> AwaitedMedium | None:
         """Return the first of these media, in whose place the text begins, and those after it, up to one that
         the engine has to fetch; None if it is such a one."""
         assert self.local is not None
-        chain, at = list[tuple[bytes, str, str]](), 0
+        chain, at = list[tuple[Medium, str, str]](), 0
         for n, (medium, place) in enumerate(placed[:AWAITED_AT_ONCE]):
             if not medium.key:
                 break
@@ -304,14 +346,16 @@ class Tokenizer:
             end = text.find(placed[n + 1][1], at) if n + 1 < len(placed) else len(text)
             if end < 0:
                 break
-            chain.append((medium.key, place, text[at:end]))
+            chain.append((medium, place, text[at:end]))
             at = end
         awaited = None
-        for key, place, behind in reversed(chain):
+        for medium, place, behind in reversed(chain):
             after = self.local.encode(behind if awaited else behind[:_AFTER_CHARS]).ids
             if awaited is None:  # the last token may be another one where the text goes on
                 after = after[: min(AFTER, len(after) - 1)]
-            awaited = AwaitedMedium(key, tuple(self.local.encode(place).ids), tuple(after), awaited)
+            own = tuple(self.local.encode(place).ids)
+            names = self.media.names(medium)
+            awaited = AwaitedMedium(medium.key, own, tuple(after), awaited, names)
         return awaited
 
     def _guess(self, text: str, placed: Sequence[tuple[Medium, str]]) -> int:
@@ -333,6 +377,9 @@ class Tokenizer:
             raise CannotTellError(Cause.TEMPLATE, error) from None
         return text, [(medium, template.placeholders[medium.kind]) for medium in conversation.placed]
 
+    def _given(self, request: ParsedRequest, prompt: TokenPrompt) -> Tokens:
+        return _together(TokenSource.GIVEN, [self._kept(request, ids) for ids in prompt.ids or ([],)])
+
     # -- estimate and bookkeeping ----------------------------------------------------------------
 
     def _estimate(self, request: ParsedRequest, why: CannotTellError | None = None) -> Tokens:
@@ -350,6 +397,8 @@ class Tokenizer:
             self._note(why)
         count = why.estimate if why is not None else 0
         count = count or max(math.ceil(size_bytes(request) / self._bytes_per_token), 1)
+        if (most := longest(request, self._cut_context)) is not None:
+            count = min(count, most)
         return self._count(Tokens(count=count, source=TokenSource.ESTIMATE))
 
     def _count(self, tokens: Tokens) -> Tokens:
@@ -360,10 +409,6 @@ class Tokenizer:
         self.causes[error.cause] += 1
         if self.causes[error.cause] == 1:
             log.warning("prompt not tokenized as configured cause=%s detail=%s", error.cause, error.detail)
-
-
-def _given(prompt: TokenPrompt) -> Tokens:
-    return _together(TokenSource.GIVEN, prompt.ids or ([],))
 
 
 def _together(source: TokenSource, prompts: Sequence[Sequence[int]]) -> Tokens:

@@ -339,3 +339,42 @@ def test_of_two_templates_the_stricter_one_decides_where_system_messages_are(tmp
     templates = load(tmp_path)
     assert templates.default.form.system_first
     assert templates.with_tools.form.system_first
+
+
+THINKS = "{% for m in messages %}{{ m.role }}:{{ m.reasoning or '' }}|{{ m.content | trim }};{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("last", "text"),
+    [
+        pytest.param({"content": "hm", "reasoning": "hm"}, "user:|hi;assistant:hm|hm", id="said twice"),
+        pytest.param({"content": "", "reasoning": "hm"}, "user:|hi;assistant:hm|", id="nothing said yet"),
+        pytest.param(
+            {"content": " well  "}, "user:|hi;assistant:|well", id="spaces that the template removes"
+        ),
+    ],
+)
+def test_an_answer_goes_on_where_its_text_ends_and_nowhere_else(last, text):
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    assert render(THINKS, HI, {"role": "assistant", **last}, **options) == text
+
+
+def test_of_parts_the_last_text_goes_on():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}, {"type": "image"}]
+    source = "{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}."
+    message = {"role": "assistant", "content": parts}
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    assert render(source, message, **options) == "[a][b"
+    assert parts[1]["text"] == "b"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        pytest.param([], id="no message"),
+        pytest.param([{"role": "assistant", "content": [{"type": "image"}]}], id="no text"),
+    ],
+)
+def test_what_cannot_go_on_is_a_template_error(messages):
+    with pytest.raises(TemplateError):
+        render(CHATML, *messages, add_generation_prompt=False, continue_final_message=True)

@@ -547,3 +547,29 @@ def test_why_a_conversation_is_not_rendered_is_said_in_words(path: str, body: di
         read(parsed.api, parsed.prompt)
     assert str(found.value).startswith(why)
     assert "Error" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "tools", "documents"),
+    [
+        pytest.param({}, ["f"], [{"text": "d"}], id="nothing"),
+        pytest.param({"tools": None, "documents": None}, ["f"], [{"text": "d"}], id="null"),
+        pytest.param({"tools": [{"name": "g"}]}, ["g"], [{"text": "d"}], id="other tools"),
+        pytest.param({"documents": [{"text": "e"}]}, ["f"], [{"text": "d"}], id="the body's documents win"),
+    ],
+)
+def test_the_templates_arguments_may_name_tools_and_documents(given, tools, documents):
+    told = conversation(
+        CHAT,
+        messages=[HI],
+        tools=[{"type": "function", "function": {"name": "f"}}],
+        documents=[{"text": "d"}],
+        chat_template_kwargs=given,
+    )
+    assert [tool.get("function", tool)["name"] for tool in told.tools] == tools
+    assert told.documents == documents
+
+
+def test_documents_may_come_as_the_templates_arguments_alone():
+    told = conversation(CHAT, messages=[HI], chat_template_kwargs={"documents": [{"text": "e"}]})
+    assert told.documents == [{"text": "e"}]

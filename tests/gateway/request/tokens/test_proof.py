@@ -49,7 +49,8 @@ QWEN = """\
 async def verdicts(engine, folder, wanted=EVERY_KIND, generate=False):
     """Return what is found of an engine by a gateway with the tokenizer in `folder`."""
     tokenizer = Tokenizer(Model(name="m", tokenizer=str(folder)))
-    told = await ask(engine.post, wanted, "m", tokenizer.engine_form, generate=generate)
+    questions = ask(engine.post, wanted, "m", tokenizer.engine_form, generate=generate)
+    told = {kind: word async for kind, word in questions}
     ours = {kind: tokenizer.local_ids(probe(kind, "m").request) for kind in wanted}
     await tokenizer.close()
     return judge(told, ours)
@@ -252,3 +253,24 @@ def test_the_table_has_a_row_for_each_kind():
 def test_a_prompt_that_nobody_could_render_is_untold():
     assert judge({PLAIN: Told()}, {}) == {PLAIN: UNTOLD}
     assert json.loads(json.dumps(probe(PLAIN, "m").body))["model"] == "m"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "outcome"),
+    [
+        pytest.param((1,) * 40, Outcome.EQUAL, id="equal"),
+        pytest.param((2,) * 60, Outcome.DIFFERENT, id="others"),
+        pytest.param((), Outcome.UNTOLD, id="none"),
+        pytest.param((1,) * 4, Outcome.UNTOLD, id="hardly any"),
+        pytest.param((1,) * 400, Outcome.UNTOLD, id="far too many"),
+    ],
+)
+def test_what_cannot_be_the_prompt_is_no_answer(theirs, outcome):
+    found = judge({PLAIN: Told(tokenized=theirs)}, {PLAIN: (1,) * 40})
+    assert found[PLAIN].outcome is outcome
+
+
+def test_one_answer_to_all_questions_is_none():
+    told = {Kind(Api.COMPLETIONS): Told(tokenized=(1, 2)), PLAIN: Told(tokenized=(1, 2))}
+    found = judge(told, {Kind(Api.COMPLETIONS): (1, 2), PLAIN: (1, 2, 3)})
+    assert {verdict.outcome for verdict in found.values()} == {Outcome.UNTOLD}

@@ -360,3 +360,74 @@ def test_a_tokenizer_that_is_not_there(make, message, tmp_path, folder):
 @pytest.mark.parametrize("mode", ["engine", "estimate"])
 def test_a_tokenizer_that_is_not_used_need_not_be_there(mode):
     Tokenizer(Model(name="m", tokenizer="/nowhere", tokenize=mode))
+
+
+WORDS = {"messages": [{"role": "user", "content": "the user said hi to the assistant " * 4}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kept"),
+    [
+        pytest.param(CHAT, {"truncate_prompt_tokens": 5}, slice(-5, None), id="its end"),
+        pytest.param(
+            CHAT,
+            {"truncate_prompt_tokens": 5, "truncation_side": "left"},
+            slice(-5, None),
+            id="its end, said aloud",
+        ),
+        pytest.param(
+            CHAT, {"truncate_prompt_tokens": 5, "truncation_side": "right"}, slice(5), id="its beginning"
+        ),
+        pytest.param(CHAT, {"truncate_prompt_tokens": 4000}, slice(None), id="all of a short one"),
+        pytest.param(
+            CHAT,
+            {"truncate_prompt_tokens": -1, "max_tokens": 1},
+            slice(-15, None),
+            id="what the context holds beside an answer",
+        ),
+        pytest.param(CHAT, {"truncate_prompt_tokens": -1}, slice(-16, None), id="what the context holds"),
+        pytest.param(CHAT, {"truncate_prompt_tokens": None}, slice(None), id="all, by null"),
+        pytest.param(RESPONSES, {"truncation": "disabled"}, slice(None), id="responses: all"),
+    ],
+)
+async def test_a_prompt_is_cut_where_its_request_says_so(path, body, kept, folder):
+    tokenizer = Tokenizer(Model(name="m", tokenizer=str(folder), context_tokens=16), stopwatch=lambda: 0.0)
+    words = WORDS if path == CHAT else {"input": WORDS["messages"]}
+    whole = tokenizer.local_ids(request(path, **words))
+    assert len(whole) > 16
+    tokens = tokenizer.now(request(path, **words, **body))
+    assert [*tokens.ids] == [*whole[kept]]
+    assert tokens.count == len(tokens.ids)
+    await tokenizer.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "most"),
+    [({"truncation": "auto", "max_output_tokens": 9}, 15), ({"truncation": None}, 16)],
+)
+async def test_a_response_is_made_of_what_the_context_holds(body, most, folder):
+    tokenizer = Tokenizer(Model(name="m", tokenizer=str(folder), context_tokens=16), stopwatch=lambda: 0.0)
+    whole = [*tokenizer.local_ids(request(RESPONSES, input=WORDS["messages"]))]
+    tokens = tokenizer.now(request(RESPONSES, input=WORDS["messages"], **body))
+    assert [*tokens.ids] == [whole[0], *whole[1 - most :]], "with what stands before every text"
+    await tokenizer.close()
+
+
+async def test_given_and_several_prompts_are_cut_one_by_one(tokenizer):
+    cut = {"truncate_prompt_tokens": 2}
+    tokens = tokenizer.now(request(COMPLETIONS, prompt=[[5, 6, 7], [8], [9, 1, 2]], **cut))
+    assert (tokens.count, [*tokens.ids], tokens.longest) == (5, [6, 7], 2)
+
+
+async def test_what_stands_before_every_text_stays_unless_the_request_names_a_side(tokenizer):
+    whole = [*tokenizer.local_ids(request(COMPLETIONS, prompt="the user said hi"))]
+    asked = {"prompt": ["the user said hi", "the"], "truncate_prompt_tokens": 2}
+    assert [*tokenizer.now(request(COMPLETIONS, **asked)).ids] == [whole[0], whole[-1]]
+    assert [*tokenizer.now(request(COMPLETIONS, **asked, truncation_side="left")).ids] == whole[-2:]
+    assert [*tokenizer.now(request(COMPLETIONS, **asked, truncation_side="right")).ids] == whole[:2]
+
+
+async def test_an_estimate_is_no_longer_than_what_the_engine_keeps():
+    tokenizer = Tokenizer(Model(name="m", tokenize="estimate"))
+    assert tokenizer.now(request(CHAT, **WORDS, truncate_prompt_tokens=5)).count == 5
+    await tokenizer.close()
