@@ -462,7 +462,7 @@ class Replicas:
         self._stamps.saw(change.at_us)
         if change.at_us > self._queues.get(replica, 0):
             self._queues[replica] = change.at_us
-            queued = {of.tenant: of.pending_s for of in change.tenants}
+            queued: dict[Hashable, float] = {of.tenant: of.pending_s for of in change.tenants}
             self._state.loads.set_queued_elsewhere(replica, queued)
 
     def _count(self, change: Counted, replica: str) -> None:
