@@ -72,7 +72,7 @@ def gateway(
     return readers.parent({"metadata": {"name": "g", "generation": 1}, "status": status})
 
 
-SPEC: Object = {"model": {"name": "m"}, "replicas": 2, "gateway": {"parent": {"name": "g"}}}
+SPEC: Object = {"model": {"name": "m"}, "replicas": 2, "gateway": {"replicas": 1, "parent": {"name": "g"}}}
 WHOLE = [
     deployment("p-engine", 2),
     deployment("p-gateway"),
