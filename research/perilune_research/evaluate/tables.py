@@ -447,7 +447,8 @@ def admission(f: Findings) -> Table:
 
 
 def queues(f: Findings) -> Table:
-    f, rows = f.side, []
+    f = f.side
+    rows = []
     for load, (gateways, tenants) in product(plan.QUEUE_LOADS, plan.QUEUES):
         point = Point(plan.queue_scenario(f.at_r, load, gateways, tenants), OURS)
         found = [one for r in f.results(point).values() for one in r.extra.beginnings]
