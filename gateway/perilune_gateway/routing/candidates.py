@@ -104,7 +104,7 @@ class CandidateBuilder:
         matches, session = index.find_matches(prompt.blocks, now), context.session
         unlike = prompt.source is TokenSource.ESTIMATE and not matches.longest
         if prompt.chained:
-            known = session is not None and session.lead == prompt.lead
+            known = session is not None and session.begins_with(prompt.lead)
         else:
             known = session is not None and self._state.knows(session, prompt.body_bytes)
         if unlike and session and known:

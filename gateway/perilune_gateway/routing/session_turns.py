@@ -11,7 +11,7 @@ from perilune_gateway.routing.new_sessions import NewSessions
 from perilune_gateway.state.in_flight import Cause, InFlight
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.request_facts import Answered, Decided, Ended, Rerouted, Withdrawn
-from perilune_gateway.state.session import Session
+from perilune_gateway.state.session import UNLIKE_ANY, Session
 
 NOT_FOUND = 404
 
@@ -41,9 +41,9 @@ class SessionTurns:
             sessions.bind(session, target.address, now)
         session.turns += 1
         session.chained = session.chained or prompt.chained
-        if prompt.chained and prompt.lead != session.lead:
-            sessions.routed(session, ())  # it begins otherwise
-        session.lead = prompt.lead if prompt.keeps_lead else 0
+        if prompt.chained and not session.begins_with(prompt.lead):
+            sessions.routed(session, ())
+        session.lead = prompt.lead if prompt.keeps_lead else UNLIKE_ANY
         if prompt.model:
             body_bytes = 0 if prompt.chained else prompt.body_bytes  # a part says nothing of the whole
             sessions.read(session, prompt.tokens, body_bytes, prompt.blocks)

@@ -18,6 +18,9 @@ UNKNOWN = SessionKey("", "")
 """Key of a session that only other replicas have routed."""
 
 
+UNLIKE_ANY = -1
+
+
 class Session(Struct, gc=False, kw_only=True):
     """One session's state. Times are monotonic seconds."""
 
@@ -55,8 +58,8 @@ class Session(Struct, gc=False, kw_only=True):
     chained: bool = False
     """Whether a request of it named an earlier response, which only its host's process has."""
     lead: int = 0
-    """Hash of what its next prompt has before the messages, if that names the last response. 0 if it is not
-    known."""
+    """Hash of what its next prompt has before the messages, if that names the last response; UNLIKE_ANY if
+    that begins otherwise than its context in any case. 0 if it is not known."""
     came_from: str = ""
     """The endpoint that handed its KV over to the host. Empty if it did not come so."""
     inferred: bool = False
@@ -87,6 +90,11 @@ class Session(Struct, gc=False, kw_only=True):
         """Whether the chain contains all that other replicas know of it."""
         at = self.shared_blocks
         return not at or (len(self.chain) >= at and self.chain[at - 1] == self.shared_tail)
+
+    def begins_with(self, lead: int) -> bool:
+        """Return whether a prompt that names the last response may begin as the context does. `lead`: hash of
+        what that prompt has before the messages."""
+        return self.lead in (0, lead)
 
     def goes_on(self, blocks: Sequence[int]) -> bool:
         """Return whether a prompt with these full blocks contains the whole context."""

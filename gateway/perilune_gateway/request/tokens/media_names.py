@@ -6,7 +6,7 @@ sent it, and whenever; without one, only those of the first prompt with it do (m
 a client gives (`uuid`) is taken as it is.
 
 No name is given to sound and video, whose decoded samples are hashed; to pictures of other formats than PNG,
-JPEG and WebP; and to those of requests with arguments for media. Engines of other versions, or with
+JPEG, WebP and GIF; and to those of requests with arguments for media. Engines of other versions, or with
 arguments for media of their own, have other names; then these are not used.
 
 Costs what the hash does: BLAKE3 30 ms a megabyte.
@@ -58,6 +58,8 @@ def is_rgb(data: bytes) -> bool | None:
         return data[25] == 2
     if data.startswith(b"\xff\xd8"):
         return _jpeg_components(data) == 3 if _jpeg_components(data) else None
+    if data.startswith((b"GIF87a", b"GIF89a")):
+        return False
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         match data[12:16]:
             case b"VP8 ":

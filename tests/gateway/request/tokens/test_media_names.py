@@ -27,7 +27,8 @@ WEBP = b"RIFF\0\0\0\0WEBP"
         pytest.param(WEBP + b"VP8L" + bytes(20), True, id="lossless WebP"),
         pytest.param(WEBP + b"VP8L" + bytes(8) + b"\x10" + bytes(20), False, id="with transparency"),
         pytest.param(WEBP + b"VP8X" + bytes(4) + b"\x10" + bytes(20), False, id="WebP with transparency"),
-        pytest.param(b"GIF89a" + bytes(20), None, id="another format"),
+        pytest.param(b"GIF89a" + bytes(20), False, id="GIF"),
+        pytest.param(b"BM" + bytes(20), None, id="another format"),
         pytest.param(b"", None, id="nothing"),
     ],
 )
@@ -55,7 +56,7 @@ def test_a_name_covers_bytes_model_and_conversion() -> None:
         pytest.param("A", id="no base64"),
         pytest.param("AA AA", id="spaces, which the engine refuses"),
         pytest.param("\ud83d", id="half a sign"),
-        pytest.param(b64encode(b"GIF89a" + bytes(20)).decode(), id="another format"),
+        pytest.param(b64encode(b"BM" + bytes(20)).decode(), id="another format"),
         pytest.param(b64encode(PNG + b"\2" + bytes(MOST_BYTES)).decode(), id="too large"),
     ],
 )
@@ -65,3 +66,37 @@ def test_what_has_no_name(base64: str) -> None:
 
 def test_without_the_engines_model_there_is_no_name() -> None:
     assert name(PNG + b"\2" + bytes(99), model="") == ""
+
+
+@pytest.mark.parametrize(
+    ("base64", "name"),
+    [
+        pytest.param(
+            "iVBORw0KGgoAAAANSUhEUgAAABgAAAASCAIAAADOjonJAAAAHklEQVR4nGM8IZfMQA3ARBVTRg0aNWjU"
+            "oFGDBpFBAPhlAW2ZJqLkAAAAAElFTkSuQmCC",
+            "11ac8bdf0bc7dbbed0771f48487e6d3084fd3e6c9da5f94b7ec06daeca062b30",
+            id="PNG",
+        ),
+        pytest.param(
+            "iVBORw0KGgoAAAANSUhEUgAAABgAAAASCAQAAADr5dYVAAAAGUlEQVR4nGOM/M9AEmAiTfmohlENoxqQ"
+            "AQDgiwF84K2sgAAAAABJRU5ErkJggg==",
+            "e7be78c2a3e262e93a03a7851f69daab3c5ef4deb6174910972faf77a807681f",
+            id="grey PNG with transparency",
+        ),
+        pytest.param(
+            "UklGRh4AAABXRUJQVlA4TBEAAAAvF0AEAAdQjyJ3rP+BiOh/AAA=",
+            "8fc47d21fe4b850198530cadf871a268e47c9247279925ff0a85dda107cc046a",
+            id="WebP with transparency",
+        ),
+        pytest.param(
+            "R0lGODdhGAASAIIAAJkAM8wAM5kzM8wzM5kAZswAZpkzZswzZiwAAAAAGAASAEAIgQAPFBBIcKDBgggP"
+            "DgRwgKCBgw8bFoio8MAAAgIpJkSoEeMBjxgnDgTZMKRDhQYQSsxIcGPLgS9XbjwYs2KAmQIHZLw58OZK"
+            "mEB/rkxJs2LMo0GR4qxYVKLOnk6dNg3KVGVNmU1dejy4tSbFAVXBChVIVajRmxh5HhBQNalbrAIDAgA7",
+            "ffb2035c18e0bbcf4df21563f4f3d0d552636a170db96c3fb5a0fa6e29c8a767",
+            id="GIF",
+        ),
+    ],
+)
+def test_vllms_own_names(base64: str, name: str) -> None:
+    """Computed by vLLM 0.32 of pictures that Pillow wrote."""
+    assert of_picture(base64, "/models/x") == name
