@@ -58,13 +58,17 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
 
 
 def rotated(config: pytest.Config) -> list[str]:
-    """Return what a worker collects: what it was told to, or the parts of the whole folder in an order of its
-    own."""
+    """Return what a worker collects: what it was told to, and the whole folder by its parts, in an order of
+    its own."""
     number = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
-    if not number.isdigit() or config.args != [HERE.name] or config.rootpath != HERE.parent:
+    if not number.isdigit():
         return config.args
-    inside = [part for part in HERE.iterdir() if part.name[0] not in "._"]
-    parts = sorted(f"{HERE.name}/{part.name}" for part in inside if part.is_dir() or part.match("test_*.py"))
+    parts = config.args
+    if parts == [HERE.name] and config.rootpath == HERE.parent:
+        inside = [part for part in HERE.iterdir() if part.name[0] not in "._"]
+        parts = sorted(
+            f"{HERE.name}/{part.name}" for part in inside if part.is_dir() or part.match("test_*.py")
+        )
     first = int(number) * len(parts) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     return parts[first:] + parts[:first]
 

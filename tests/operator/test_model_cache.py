@@ -216,9 +216,9 @@ OLD = {"config.json": b"{}", "pytorch_model.bin": WEIGHTS}
     indirect=["hub"],
 )
 def test_pods_that_share_a_cache_download_a_model_once(hub: Hub, wanted: set[str], tmp_path: Path) -> None:
-    pods = [fetching(hub, tmp_path) for _ in range(3)]
+    pods = [fetching(hub, tmp_path) for _ in range(2)]
     said = [each.communicate(timeout=HANG) for each in pods]
-    assert [each.returncode for each in pods] == [0, 0, 0], said
+    assert [each.returncode for each in pods] == [0, 0], said
     assert hub.read == dict.fromkeys(wanted, 1)
     hub.stop()
     again = fetching(hub, tmp_path)

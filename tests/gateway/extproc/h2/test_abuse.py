@@ -47,7 +47,7 @@ GREETING = (
     + settings({Setting.INITIAL_WINDOW_SIZE: 1 << 30, Setting.HEADER_TABLE_SIZE: 0})
     + number(Type.WINDOW_UPDATE, 0, 1 << 30)
 )
-REQUESTS = {Transport.H2: 10_000, Transport.GRPC: 1_000}
+REQUESTS = {Transport.H2: 5_000, Transport.GRPC: 1_000}
 """Fewer for gRPC's own server, which others test too."""
 PER_CONNECTION = 100
 
