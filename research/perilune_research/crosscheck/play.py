@@ -110,7 +110,7 @@ class Crosscheck:
             workload = prepare(jittered(self.trace, Random(play)), hardware.engine)
             outcome = simulate(
                 workload,
-                Setting(policy),
+                Setting(policy=policy),
                 SimulatedFleet(endpoints=o.endpoints, hardware=hardware),
                 Faults(engine_belief=1.0, link_belief=1.0),
                 play,

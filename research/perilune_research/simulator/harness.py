@@ -55,8 +55,8 @@ class Comparison:
     def play(self, policy: str, workload: Workload, seed: int) -> SimulatedOutcome:
         """Simulate one policy."""
         setting = Setting(
-            policy,
-            self.routing,
+            policy=policy,
+            routing=self.routing,
             deployment=self.deployment,
             gateways=self.gateways,
             tenants=self.tenants,

@@ -13,7 +13,7 @@ PLANNER = "+planner"
 """A policy's name with this suffix also runs the migration planner, with every trigger on."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """The policy, its parameters, and how KV can get from one engine to another."""
 

@@ -26,7 +26,9 @@ def both(policy: str) -> list[tuple[Run, Run]]:
     found = []
     for seed in SEEDS:
         workload = LOAD.workload(1.0, seed, H20.engine)
-        before = old.simulate(workload, Setting(policy), SimulatedFleet(hardware=SAME_BLOCKS), Faults(), seed)
+        before = old.simulate(
+            workload, Setting(policy=policy), SimulatedFleet(hardware=SAME_BLOCKS), Faults(), seed
+        )
         after = simulate(workload, Deployment(), policy, seed=seed)
         found.append((measure.run(before, workload), measure.run(after, workload)))
     return found

@@ -26,7 +26,7 @@ def test_its_numbers_are_those_of_a_report():
         Agentic(sessions_per_s=1.5, gap_scale=0.05, same_task_share=0.0, system_prompts=1), 2, 120
     )
     workload = prepare(trace, H20.engine)
-    outcome = simulate(workload, Setting("ear"))
+    outcome = simulate(workload, Setting(policy="ear"))
     assert all(r.succeeded for r in outcome.requests)
     ours = measure.run(outcome, workload)
     theirs = report.run(
@@ -128,7 +128,7 @@ def test_without_a_measured_request_there_is_no_r():
 def test_gaps_between_tokens_are_pooled_over_sequences():
     trace = generate(Agentic(sessions_per_s=2.0, gap_scale=0.05), 3, 40)
     workload = prepare(trace, H20.engine)
-    outcome = simulate(workload, Setting("ear"))
+    outcome = simulate(workload, Setting(policy="ear"))
     run = measure.run(outcome, workload)
     tokens = sum(s.output_tokens - 1 for s in outcome.requests)
     assert sum(count for _, count in outcome.gaps) == tokens

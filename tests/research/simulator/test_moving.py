@@ -36,7 +36,7 @@ def busy() -> Workload:
 def played(
     workload: Workload, arm: str, deployment: Deployment = Deployment.PULL, **migration: int
 ) -> simulation.Simulation:
-    setting = Setting(arm, Routing(migration=Migration(**migration)), deployment=deployment)
+    setting = Setting(policy=arm, routing=Routing(migration=Migration(**migration)), deployment=deployment)
     run = simulation.Simulation(
         workload, setting, simulation.POLICIES[setting.policy_name], SimulatedFleet(), Faults(), 1
     )
@@ -108,7 +108,7 @@ def test_arms_of_the_ablation_are_policies_with_and_without_the_planner(busy: Wo
 
 
 def test_a_dead_endpoint_ends_its_moves(busy: Workload):
-    setting = Setting("sticky" + PLANNER, deployment=Deployment.PULL)
+    setting = Setting(policy="sticky" + PLANNER, deployment=Deployment.PULL)
     faults = Faults(dead_endpoint=2, dead_at_s=80.0)
     run = simulation.Simulation(busy, setting, simulation.POLICIES["sticky"], SimulatedFleet(), faults, 1)
     run.run()
@@ -119,7 +119,7 @@ def test_a_dead_endpoint_ends_its_moves(busy: Workload):
 
 @pytest.fixture(scope="module")
 def handed(busy: Workload) -> simulation.Simulation:
-    setting = Setting("sticky" + PLANNER, PLANS_ALONE, deployment=Deployment.HANDOFF)
+    setting = Setting(policy="sticky" + PLANNER, routing=PLANS_ALONE, deployment=Deployment.HANDOFF)
     run = simulation.Simulation(busy, setting, simulation.POLICIES["sticky"], SimulatedFleet(), Faults(), 1)
     run.run()
     return run
@@ -152,7 +152,7 @@ def test_hand_offs_leave_nothing_behind(handed: simulation.Simulation):
 
 
 def test_an_endpoint_that_dies_ends_its_hand_offs(busy: Workload):
-    setting = Setting("sticky" + PLANNER, deployment=Deployment.HANDOFF)
+    setting = Setting(policy="sticky" + PLANNER, deployment=Deployment.HANDOFF)
     faults = Faults(dead_endpoint=2, dead_at_s=80.0)
     run = simulation.Simulation(busy, setting, simulation.POLICIES["sticky"], SimulatedFleet(), faults, 1)
     run.run()
@@ -167,7 +167,9 @@ def test_with_default_triggers_no_drain_and_no_kv_with_requests_hand_off_is_as_n
     ends = [
         [
             r.finished_s
-            for r in simulation.simulate(busy, Setting(policy, PLANS_ALONE, deployment=arm)).requests
+            for r in simulation.simulate(
+                busy, Setting(policy=policy, routing=PLANS_ALONE, deployment=arm)
+            ).requests
         ]
         for arm in (Deployment.NONE, Deployment.HANDOFF)
     ]

@@ -41,7 +41,9 @@ def play(
     tenants: int = 1,
 ) -> SimulatedOutcome:
     routing = Routing(session_admission=rules)
-    return simulate(workload, Setting("perilune", routing, gateways=gateways, tenants=tenants), fleet)
+    return simulate(
+        workload, Setting(policy="perilune", routing=routing, gateways=gateways, tenants=tenants), fleet
+    )
 
 
 def waited_s(outcome: SimulatedOutcome) -> dict[int, float]:

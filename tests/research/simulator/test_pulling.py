@@ -58,7 +58,7 @@ def simulated(
     host_tokens: int = 0,
 ) -> Simulation:
     workload = prepare(Trace("t", Style.TEXT, sessions), H20.engine)
-    setting = Setting("round_robin", Routing(pull=rules), deployment=arm)
+    setting = Setting(policy="round_robin", routing=Routing(pull=rules), deployment=arm)
     fleet = SimulatedFleet(endpoints=endpoints, host_tokens=host_tokens)
     return Simulation(workload, setting, policy, fleet, Faults(), 1)
 
@@ -158,7 +158,9 @@ def test_an_endpoint_that_dies_ends_its_pulls_and_everything_else_is_served(
     dead: int, arm: Deployment, busy: Workload
 ) -> None:
     fleet = SimulatedFleet(endpoints=4, store=arm.reach.stores)
-    setting = Setting("round_robin" + PLANNER, Routing(pull=Pull(max_seconds=1.0)), deployment=arm)
+    setting = Setting(
+        policy="round_robin" + PLANNER, routing=Routing(pull=Pull(max_seconds=1.0)), deployment=arm
+    )
     faults = Faults(dead_endpoint=dead, dead_at_s=40.0)
     run = Simulation(busy, setting, POLICIES["round_robin"], fleet, faults, 1)
     run.run()

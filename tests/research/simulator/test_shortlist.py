@@ -27,7 +27,7 @@ def spread() -> Workload:
 
 def played(policy: str, workload: Workload, every: int, monkeypatch: pytest.MonkeyPatch) -> SimulatedOutcome:
     monkeypatch.setattr(routing, "AUDIT_EVERY", every)
-    return simulate(workload, Setting(policy), MANY, seed=1)
+    return simulate(workload, Setting(policy=policy), MANY, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_looking_twice_changes_nothing(spread: Workload, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("policy", ["round_robin", "power_of_two"])
 def test_who_chooses_blindly_sees_everybody(policy: str, spread: Workload):
-    outcome = simulate(spread, Setting(policy), MANY, seed=1)
+    outcome = simulate(spread, Setting(policy=policy), MANY, seed=1)
     assert outcome.seen.audited == 0
     assert len({s.endpoint for s in outcome.requests}) > spread.requests / 2
 

@@ -50,15 +50,15 @@ def test_every_policy_serves_everything(policy: str, busy: Workload):
 
 def test_equal_arguments_give_equal_results(busy: Workload):
     faults = Faults(outlier_share=0.2)
-    first, second = (simulate(busy, Setting("ear"), faults=faults, seed=7) for _ in range(2))
+    first, second = (simulate(busy, Setting(policy="ear"), faults=faults, seed=7) for _ in range(2))
     assert times(first) == times(second)
-    other = simulate(busy, Setting("random"), faults=faults, seed=8)
-    assert times(other) != times(simulate(busy, Setting("random"), faults=faults, seed=9))
+    other = simulate(busy, Setting(policy="random"), faults=faults, seed=8)
+    assert times(other) != times(simulate(busy, Setting(policy="random"), faults=faults, seed=9))
 
 
 def test_a_session_is_submitted_after_its_gap(busy: Workload):
     last: dict[int, float] = {}
-    for s in sorted(simulate(busy, Setting("sticky")).requests, key=lambda s: s.number):
+    for s in sorted(simulate(busy, Setting(policy="sticky")).requests, key=lambda s: s.number):
         if s.task.number:
             assert s.submitted_s == pytest.approx(last[s.task.session] + s.task.gap_s)
         last[s.task.session] = s.finished_s
@@ -79,7 +79,7 @@ def chat(*timestamps: float) -> Trace:
 def test_turns_are_submitted_as_the_mode_says(mode: Mode):
     """The first answer takes longer than a second, so the modes part."""
     workload = prepare(chat(0.0, 1.0, 60.0), H20.engine, mode)
-    outcome = simulate(workload, Setting("sticky"))
+    outcome = simulate(workload, Setting(policy="sticky"))
     first, second, third = sorted(outcome.requests, key=lambda s: s.number)
     expected = {
         Mode.THINKTIME: (first.finished_s + 1.0, second.finished_s + 1.0),
@@ -90,7 +90,7 @@ def test_turns_are_submitted_as_the_mode_says(mode: Mode):
 
 
 def alone(policy: str = "sticky", fleet: SimulatedFleet | None = None) -> SimulatedOutcome:
-    return simulate(prepare(chat(0.0, 1.0, 2.0), H20.engine), Setting(policy), fleet)
+    return simulate(prepare(chat(0.0, 1.0, 2.0), H20.engine), Setting(policy=policy), fleet)
 
 
 def test_a_session_alone_runs_at_its_ideal():
@@ -111,7 +111,7 @@ def test_host_memory_keeps_what_the_device_has_evicted(busy: Workload):
     """With a small device everything that leaves it is found in DRAM again; the policy knows where."""
     small = replace(H20, engine=replace(H20.engine, kv_pool_tokens=140_000))
     without, tiered = (
-        simulate(busy, Setting("perilune"), SimulatedFleet(hardware=small, host_tokens=tokens))
+        simulate(busy, Setting(policy="perilune"), SimulatedFleet(hardware=small, host_tokens=tokens))
         for tokens in (0, 2_000_000)
     )
     assert sum(s.host_tokens for s in without.requests) == 0
@@ -124,7 +124,9 @@ def test_host_memory_keeps_what_the_device_has_evicted(busy: Workload):
 
 def test_prefill_and_decode_apart_send_every_prompt_over_the_fabric():
     outcome = simulate(
-        prepare(chat(0.0, 1.0, 2.0), H20.engine), Setting("static_pd"), SimulatedFleet(prefill_endpoints=4)
+        prepare(chat(0.0, 1.0, 2.0), H20.engine),
+        Setting(policy="static_pd"),
+        SimulatedFleet(prefill_endpoints=4),
     )
     assert [s.reason for s in outcome.requests] == [Reason.SPLIT] * 3
     assert all(s.prefill_endpoint < 4 <= s.endpoint for s in outcome.requests)
@@ -134,10 +136,10 @@ def test_prefill_and_decode_apart_send_every_prompt_over_the_fabric():
 
 
 def test_pulls_take_longer_on_slow_links(busy: Workload):
-    setting = Setting("ear", deployment=Deployment.PULL)
+    setting = Setting(policy="ear", deployment=Deployment.PULL)
     usual = simulate(busy, setting)
     slow = simulate(busy, setting, faults=Faults(link_factor=10.0))
-    none = simulate(busy, Setting("ear"))
+    none = simulate(busy, Setting(policy="ear"))
     assert len(usual.transfer_s) > 10 < len(slow.transfer_s)
     assert sum(slow.transfer_s) / len(slow.transfer_s) > 4 * sum(usual.transfer_s) / len(usual.transfer_s)
     assert none.transfer_s == []
@@ -163,9 +165,11 @@ def test_outliers_take_so_many_times_longer():
 def test_unequal_engines_differ_by_at_most_their_spread():
     lone = prepare(chat(*(100.0 * n for n in range(60))), H20.engine)
     outcome = simulate(
-        lone, Setting("round_robin"), SimulatedFleet(endpoints=6), Faults(speed_spread=2.0), seed=3
+        lone, Setting(policy="round_robin"), SimulatedFleet(endpoints=6), Faults(speed_spread=2.0), seed=3
     )
-    alone_s = [s.first_token_s - s.submitted_s for s in simulate(lone, Setting("round_robin")).requests]
+    alone_s = [
+        s.first_token_s - s.submitted_s for s in simulate(lone, Setting(policy="round_robin")).requests
+    ]
     factors = {
         s.endpoint: (s.first_token_s - s.submitted_s) / alone_s[0]
         for s in outcome.requests
@@ -177,7 +181,7 @@ def test_unequal_engines_differ_by_at_most_their_spread():
 
 
 def test_a_dead_endpoint_loses_what_it_had_and_gets_no_more(busy: Workload):
-    outcome = simulate(busy, Setting("ear"), faults=Faults(dead_endpoint=2, dead_at_s=60.0))
+    outcome = simulate(busy, Setting(policy="ear"), faults=Faults(dead_endpoint=2, dead_at_s=60.0))
     failed = [s for s in outcome.requests if s.failed]
     assert 0 < len(failed) < 30
     assert {s.endpoint for s in failed} == {2}
@@ -198,7 +202,7 @@ def test_a_dead_endpoint_loses_what_it_had_and_gets_no_more(busy: Workload):
     ],
 )
 def test_what_the_gateway_does_not_know_costs_but_loses_nothing(faults: Faults, busy: Workload):
-    setting = Setting("ear", deployment=Deployment.PULL)
+    setting = Setting(policy="ear", deployment=Deployment.PULL)
     outcome = simulate(busy, setting, faults=faults)
     assert len(outcome.requests) == busy.requests
     assert times(outcome) != times(simulate(busy, setting))
@@ -206,12 +210,15 @@ def test_what_the_gateway_does_not_know_costs_but_loses_nothing(faults: Faults, 
 
 
 def test_an_overloaded_fleet_refuses(busy: Workload):
-    outcome = simulate(busy, Setting("least_loaded", Routing(limits=Limits(max_pending_seconds=2.0))))
+    outcome = simulate(
+        busy, Setting(policy="least_loaded", routing=Routing(limits=Limits(max_pending_seconds=2.0)))
+    )
     refused = [s for s in outcome.requests if s.rejected]
     assert len(refused) == outcome.seen.refused > 0
     assert len(outcome.requests) == busy.requests
     idle = simulate(
-        prepare(chat(0.0, 1.0), H20.engine), Setting("ear", Routing(limits=Limits(max_pending_seconds=0.1)))
+        prepare(chat(0.0, 1.0), H20.engine),
+        Setting(policy="ear", routing=Routing(limits=Limits(max_pending_seconds=0.1))),
     )
     assert not any(s.rejected for s in idle.requests)
 
@@ -219,9 +226,9 @@ def test_an_overloaded_fleet_refuses(busy: Workload):
 @pytest.mark.heavy
 def test_a_large_fleet_decides_from_a_shortlist_as_from_all():
     workload = replace(LOAD, window_s=40.0).workload(16.0, 1, SimulatedFleet(endpoints=100).hardware.engine)
-    short = simulate(workload, Setting("lmetric_plus_one"), SimulatedFleet(endpoints=100))
+    short = simulate(workload, Setting(policy="lmetric_plus_one"), SimulatedFleet(endpoints=100))
     whole = simulate(
-        workload, Setting("lmetric_plus_one", shortlist_above=1000), SimulatedFleet(endpoints=100)
+        workload, Setting(policy="lmetric_plus_one", shortlist_above=1000), SimulatedFleet(endpoints=100)
     )
     assert short.seen.audited > whole.seen.audited == 0
     p90 = [
@@ -274,5 +281,5 @@ def test_impossible_faults_are_refused(text: str, what: str):
 
 def test_generated_traces_play_in_whole():
     workload = prepare(generate(Agentic(gap_scale=0.01), 1, 30), H20.engine)
-    outcome = simulate(workload, Setting("ear"), SimulatedFleet(endpoints=2))
+    outcome = simulate(workload, Setting(policy="ear"), SimulatedFleet(endpoints=2))
     assert len(outcome.requests) == workload.requests
