@@ -21,12 +21,15 @@ from routing_objects import chosen
 from waiting import HANG
 
 from perilune_api import pool as spec
+from perilune_lab.processes import child
 from perilune_lab.processes.stack import EngineOptions, Stack
 from perilune_operator.metrics import Metrics as OperatorMetrics
 from perilune_operator.metrics import Outcome
 
+SERVER = shutil.which("valkey-server") or shutil.which("redis-server")
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(SERVER is None, reason="no Valkey or Redis: `make state-server` installs one (root)"),
     pytest.mark.skipif(
         shutil.which("prometheus") is None, reason="needs Prometheus; `make prometheus` installs Debian's"
     ),
@@ -138,8 +141,17 @@ async def drain_host(stack: Stack, http: aiohttp.ClientSession) -> None:
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def prometheus(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Prometheus]:
     """Has scraped a stack whose session moved from a draining endpoint."""
-    folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
-    async with Stack(engines=2, options=OPTIONS, routing=ROUTING) as stack, aiohttp.ClientSession() as http:
+    folder, port, state_port = tmp_path_factory.mktemp("prometheus"), free_port(), free_port()
+    assert SERVER is not None
+    command = [SERVER, "--port", f"{state_port}", "--bind", "127.0.0.1", "--save", ""]
+    server = await child.start("server", command, {}, folder)
+    stack = Stack(
+        engines=2,
+        options=OPTIONS,
+        routing=ROUTING,
+        gateway_arguments=("--state-server", f"redis://127.0.0.1:{state_port}"),
+    )
+    async with stack, aiohttp.ClientSession() as http:
         (folder / "prometheus.yaml").write_text(yaml.safe_dump(configuration(stack, operator_page())))
         process = await asyncio.create_subprocess_exec(
             "prometheus",
@@ -161,6 +173,7 @@ async def prometheus(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
         finally:
             process.terminate()
             await process.wait()
+            await server.stop(HANG)
 
 
 async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
