@@ -48,7 +48,7 @@ def test_all_pods_pull_with_the_same_secrets(
     given: dict[str, Any], ours: list[str], expected: list[str] | None, engine: dict[str, Any]
 ) -> None:
     made = pods({**given, "engine": engine}, ours)
-    assert len(made) == (4 if engine else 3)
+    assert len(made) == (5 if engine else 4)
     for name, pod in made.items():
         told = pod.get("imagePullSecrets")
         assert (told and [secret["name"] for secret in told]) == expected, name

@@ -19,7 +19,9 @@ MODEL: Object = {"model": {"name": "m"}}
 
 
 def rendered(namespace: str, spec: Object) -> list[Object]:
-    made = plan("p", namespace, convert(MODEL | spec), Observed(uid="u", generation=1), 0.0, Defaults())
+    made = plan(
+        "p", namespace, convert(MODEL | spec), Observed(uid="u", generation=1), 0.0, Defaults(gateways=1)
+    )
     assert made.objects is not None, made.status.conditions[0].message
     return list(made.objects)
 

@@ -147,7 +147,7 @@ def test_rdma_devices_are_counted_apart_from_gpus(given: Object, number: str) ->
     assert (limits["nvidia.com/gpu"], limits["rdma/hca"]) == ("8", number)
 
 
-def test_engines_and_the_master_wait_for_a_lost_node_and_gateways_do_not() -> None:
+def test_engines_and_the_master_wait_for_a_lost_node_and_gateways_and_their_server_do_not() -> None:
     objects = made(
         {"model": {"name": "m"}, "mooncake": {"store": {"enabled": True}}}, Observed(uid="u", generation=1)
     ).objects
@@ -160,4 +160,4 @@ def test_engines_and_the_master_wait_for_a_lost_node_and_gateways_do_not() -> No
         for o in objects or ()
         if o["kind"] == "Deployment"
     }
-    assert waits == {"p-engine": {300}, "p-master": {300}, "p-gateway": {10}}
+    assert waits == {"p-engine": {300}, "p-master": {300}, "p-gateway": {10}, "p-state": {10}}

@@ -162,7 +162,8 @@ async def test_the_certificate_is_created_once(client: Client, namespace: str) -
     owner = Owner(namespace, "p", "uid")
     wanted = planned(NEW).certificate
     assert wanted is not None
-    metadata = {**wanted["metadata"], "namespace": namespace}
+    # Without its owner, of which the garbage collector would find that there is none.
+    metadata = {**wanted["metadata"], "namespace": namespace, "ownerReferences": []}
     made = replace(plan_of([]), certificate={**wanted, "metadata": metadata})
     assert (await applier(client, owner).apply(made, {})).errors == ()
     where = f"/api/v1/namespaces/{namespace}/secrets/{metadata['name']}"
