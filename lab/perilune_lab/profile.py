@@ -226,7 +226,9 @@ def as_yaml(profile: Profile, transfer: Transfer | None = None, kv_bytes_per_tok
         if transfer and len(transfer.rows) > 1:
             cost = msgspec.structs.replace(cost, transfer_seconds=float(f"{transfer.fit()[0]:.3g}"))
         known = {name: value for name, value in msgspec.to_builtins(cost).items() if value is not None}
-        said += "costModel:\n" + "".join(f"  {name}: {decimal(value)}\n" for name, value in known.items())
+        said += "prefillScale: 1\ncostModel:\n" + "".join(
+            f"  {name}: {decimal(value)}\n" for name, value in known.items()
+        )
     if transfer:
         said += (
             f"# KV came as from nodes with nicGbits: {transfer.nic_gbits(kv_bytes_per_token):.3g}"

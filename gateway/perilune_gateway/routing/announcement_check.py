@@ -60,15 +60,19 @@ class AnnouncementCheck:
         request, fleet, session = fact.request, self._state.fleet, fact.request.session
         address, found = request.target, request.cached_tokens
         endpoint = fleet.get(address)
-        if endpoint is None or endpoint.events or session is None or found is None or request.content:
+        if endpoint is None or endpoint.events:
+            return
+        computed = max(0, request.prompt_tokens - (found or 0)) + request.output_tokens
+        resets, sharing = self._state.silent_resets, self._state.sharing
+        if session is None or found is None or request.content:
+            resets.computed(address, computed)
             return
         report = Report(
-            session=session.key,
-            predicted=request.forecast.held_tokens,
-            cached=found,
-            computed=max(0, request.prompt_tokens - found) + request.output_tokens,
+            session=session.key, predicted=request.forecast.held_tokens, cached=found, computed=computed
         )
-        if self._state.silent_resets.is_empty(address, report, fleet.kv_tokens(address)):
+        # Other gateways' requests fill the pool, too.
+        gateways = 1 + len(sharing.peers) if sharing else 1
+        if resets.is_empty(address, report, fleet.kv_tokens(address) // gateways):
             log.warning("kv blocks forgotten endpoint=%s cause=reset, by its answers", address)
             self._state.index.forget(address)
             self._state.facts.tell(BlocksChanged(Applied(endpoint=address, cleared=True), fact.now))

@@ -96,9 +96,14 @@ class SilentResets:
     def __init__(self) -> None:
         self._answers: dict[str, _Answers] = {}
 
+    def computed(self, endpoint: str, tokens: int) -> None:
+        """Record what an answer that tells nothing else let the engine compute."""
+        if (answers := self._answers.get(endpoint)) is not None:
+            answers.computed += tokens
+
     def is_empty(self, endpoint: str, report: Report, pool_tokens: int) -> bool:
-        """Record what an answer reports. Return whether its endpoint has lost its cache. `pool_tokens`: the
-        size of the endpoint's KV pool."""
+        """Record what an answer reports. Return whether its endpoint has lost its cache. `pool_tokens`: what
+        this gateway's requests may fill of the endpoint's KV pool."""
         answers = self._answers.setdefault(endpoint, _Answers())
         before = answers.turns.pop(report.session, None)
         recent = before is not None and answers.computed - before.computed < ROOM * pool_tokens

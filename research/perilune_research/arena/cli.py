@@ -35,10 +35,10 @@ from perilune_research.arena.contestants import (
     AIPERF,
     CONTESTANTS,
     Contestant,
+    DynamoFrontend,
     Package,
     Program,
     Remote,
-    Runtime,
 )
 from perilune_research.arena.install import NotInstalledError, cache, executable
 from perilune_research.arena.loads import LEVELS, SLOWDOWNS, Client, Halfway, Level, Setting
@@ -136,7 +136,7 @@ class Arena:
             self.programs[AIPERF] = executable(AIPERF, cache())
         for contestant in self.options.contestants:
             front = contestant.front
-            if isinstance(front, Program | Runtime) and front.package not in self.programs:
+            if isinstance(front, Program | DynamoFrontend) and front.package not in self.programs:
                 try:
                     self._say(f"{front.package}: installing it, unless it is installed …")
                     self.programs[front.package] = executable(front.package, cache())

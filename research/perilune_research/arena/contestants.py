@@ -21,7 +21,7 @@ class Package:
     name: str
     version: str
     program: str
-    """The console script that it installs."""
+    """The program of its environment that is started."""
     instead: tuple[str, ...] = ()
     """What is installed in place of the packages on which it says that it depends, since one of them is on no
     index; empty to install these."""
@@ -56,7 +56,7 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Runtime:
+class DynamoFrontend:
     """Dynamo's frontend. It sends requests to workers of Dynamo's own runtime only, so each engine has a
     worker that passes them on (`dynamo_workers.py`)."""
 
@@ -71,7 +71,7 @@ class Remote:
     """`http://host:port`, without `/v1`."""
 
 
-Front = Ours | Balancer | Program | Runtime | Remote
+Front = Ours | Balancer | Program | DynamoFrontend | Remote
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ CONTESTANTS = (
     ),
     Contestant(
         "dynamo",
-        Runtime(DYNAMO),
+        DynamoFrontend(DYNAMO),
         "router mode kv with the engines' KV events; between its frontend and each engine is a worker of its"
         " runtime that passes requests on, which costs CPU",
     ),

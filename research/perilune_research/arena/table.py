@@ -11,7 +11,7 @@ from msgspec import UnsetType
 from perilune_lab.quantiles import mean
 from perilune_lab.report import Quantiles, Run
 from perilune_lab.simulate.measure import interval
-from perilune_research.arena.contestants import OURS, Contestant, Program, Runtime
+from perilune_research.arena.contestants import OURS, Contestant, DynamoFrontend, Program
 from perilune_research.arena.play import Cell
 
 Played = Sequence[tuple[Cell, Run]]
@@ -147,6 +147,6 @@ def legend(contestants: Iterable[Contestant], left_out: Mapping[str, str]) -> li
     """Return a line for each router with its version and settings, and one for each that was left out."""
     lines = []
     for c in contestants:
-        version = f" ({c.front.package})" if isinstance(c.front, Program | Runtime) else ""
+        version = f" ({c.front.package})" if isinstance(c.front, Program | DynamoFrontend) else ""
         lines.append(f"- {c.name}{version}: {c.settings}.")
     return [*lines, *(f"- Left out: {name}: {cause}" for name, cause in left_out.items())]

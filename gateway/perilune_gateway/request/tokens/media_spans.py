@@ -17,6 +17,7 @@ Of two media that are awaited at the same place of equal prompts, neither is lea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Lock
 from typing import NamedTuple
 
 import msgspec
@@ -99,6 +100,8 @@ class MediaSpans:
         self._models: list[str] = []
         self._names: dict[bytes, tuple[str, ...]] = {}
         """Key of a medium → the names that it has in engines of these models."""
+        self._lock = Lock()
+        """Prompts are read in threads, and events in the loop."""
         self._named_alike = False
         """Whether an engine has given a medium the name that follows from its bytes."""
 
@@ -109,9 +112,10 @@ class MediaSpans:
 
     def loaded(self, model: str) -> None:
         """Record what an engine was told to load, which is a part of the names."""
-        if model and model not in self._models and len(self._models) < MOST_MODELS:
-            self._models.append(model)
-            self._names.clear()
+        with self._lock:
+            if model and model not in self._models and len(self._models) < MOST_MODELS:
+                self._models.append(model)
+                self._names.clear()
 
     def names(self, medium: Medium) -> tuple[str, ...]:
         """Return the names that a medium has in engines, as far as its bytes tell, in any thread."""
@@ -119,16 +123,20 @@ class MediaSpans:
             return (medium.uuid,)
         if not (medium.base64 and self._models):
             return ()
-        if (names := self._names.get(medium.key)) is None:
-            told = (of_picture(medium.base64, model) for model in self._models)
-            names = self._names[medium.key] = tuple(filter(None, told))
+        if (names := self._names.get(medium.key)) is not None:
+            return names
+        models = tuple(self._models)
+        names = tuple(filter(None, (of_picture(medium.base64, model) for model in models)))
+        with self._lock:
+            if models == tuple(self._models):  # else an engine of another model has come meanwhile
+                self._names[medium.key] = names
             if len(self._names) > MOST_KNOWN:
-                self._names.pop(next(iter(self._names)), None)
+                self._names.pop(next(iter(self._names)))
         return names
 
     def named(self, key: bytes, names: Sequence[str], own: Sequence[int]) -> Known | None:
-        """Return what engines have announced under one of these names. `own`: the template's tokens for the
-        medium, of which the engine repeats one."""
+        """Return what engines have announced under one of these names, in any thread. `own`: the template's
+        tokens for the medium, of which the engine repeats one."""
         for name in names:
             token, length = self._announced.get(name, (-1, 0))
             if length and (len(own) == 1 or own.count(token) == 1):
@@ -240,11 +248,12 @@ class MediaSpans:
         return expected._replace(head=expected.head[at:], ids=expected.ids[at:], keys=expected.keys[blocks:])
 
     def _learn(self, key: bytes, known: Known) -> None:
-        self._known[key] = known
-        self._identifiers.add(known.identifier)
-        if len(self._known) > MOST_KNOWN:
-            oldest = self._known.pop(next(iter(self._known)))
-            self._identifiers.discard(oldest.identifier)
+        with self._lock:
+            self._known[key] = known
+            self._identifiers.add(known.identifier)
+            if len(self._known) > MOST_KNOWN:
+                oldest = self._known.pop(next(iter(self._known)))
+                self._identifiers.discard(oldest.identifier)
 
     def _seen(self, expected: _Expected) -> tuple[Known | None] | None:
         """Return the medium that is expected, or None in its place if it does not end in these blocks; None
