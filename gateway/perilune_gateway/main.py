@@ -61,7 +61,7 @@ OTHERS_S, AGAIN_S, LEAVE_S = 20.0, 5.0, 0.1
 """Seconds for which a gateway in Kubernetes does not start while the API server has not told of the other
 pools that it serves, until it looks again at one that is invalid, and between looks at whether the requests
 of one that left have ended."""
-ABSENT = "there is no such pool"
+ABSENT = "there is no such pool, or none of its engines has answered yet"
 STATE_PASSWORD = "PERILUNE_STATE_PASSWORD"
 STATE_KEY = "PERILUNE_STATE_KEY"
 """Environment variables about the server of shared state: its password, and the key of sessions' names."""

@@ -51,7 +51,7 @@ class Remembered:
     """What ConfigMap POOL-rendered says."""
 
     spec: Object | None = None
-    """The spec that was carried out last, without replicas and defaults."""
+    """The spec that was carried out last, with one replica and the number of gateways that was chosen."""
     renderings: Mapping[str, Rendering] = field(default_factory=dict)
     """Component → what was rendered for it."""
     gateways: int | None = None
@@ -79,7 +79,9 @@ def remembered(name: str, namespace: str, observed: Observed) -> Remembered:
     kept = observed.children.get(Key("ConfigMap", namespace, names.rendered_name(name)), {})
     data, renderings = dict(kept.get("data") or {}), {}
     spec = _decoded(data.pop(_SPEC, ""), dict)
-    completed = (spec or {}).get("gateway", {}).get("replicas")  # which earlier versions alone remembered
+    completed = (
+        (spec or {}).get("gateway", {}).get("replicas")
+    )  # an earlier version remembered the number here alone
     gateways = _decoded(data.pop(_GATEWAYS, msgspec.json.encode(completed)), int | None)
     for file, text in data.items():
         if (made := _decoded(text, Rendering)) is not None:
