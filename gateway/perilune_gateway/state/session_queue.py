@@ -259,8 +259,9 @@ class SessionQueue:
         self.changed = True
         if self.max_wait_s:
             return waiting
-        begins = self.begin(room, now)
-        return None if begins and begins.ticket == waiting.ticket else self._out(waiting, now)
+        # Those that have waited until waiting was no longer allowed begin or are refused by their own calls.
+        alone = len(self._requests) == 1 and not self._passing
+        return None if alone and self.begin(room, now) else self._out(waiting, now)
 
     def begin(self, room: Room, now: float) -> Waiting | None:
         """Return the next request that begins now. Call it again until it returns None."""

@@ -112,6 +112,25 @@ def test_another_request_of_a_session_begins_with_it():
     assert [q.begin(room, 1.0).ticket for _ in tickets] == tickets
 
 
+def test_who_waits_when_waiting_is_no_longer_allowed_begins_or_is_told():
+    """A request that comes first does not take the begin of another one."""
+    q = queue()
+    q.arrive("a", "t", 1_000, FULL, 0.0)
+    q.max_wait_s = 0.0
+    assert isinstance(q.arrive("b", "t", 1_000, EMPTY, 1.0), Refused)
+    assert begun(q, 2) == ["a"]
+    assert q.is_idle
+
+
+def test_further_requests_of_a_session_that_began_elsewhere_are_not_lost_when_waiting_ends():
+    q = queue()
+    q.arrive("a", "t", 1_000, FULL, 0.0)
+    q.release("a")
+    q.max_wait_s = 0.0
+    q.arrive("b", "t", 1_000, FULL, 1.0)
+    assert begun(q, 2) == ["a"]
+
+
 def test_a_session_that_began_elsewhere_waits_no_longer():
     q = queue()
     waiting = q.arrive("s", "t", 1_000, FULL, 0.0)
