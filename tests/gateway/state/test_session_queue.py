@@ -159,6 +159,16 @@ def test_a_tenant_that_fills_the_queue_leaves_a_place_to_another(body_bytes: int
     assert begun(q, 4, 2.0) == ["many0", "few", "many1"]
 
 
+def test_who_gave_its_place_to_another_tenant_does_not_begin_before_it_is_refused():
+    q = queue(max_waiting=3)
+    for n in range(3):
+        q.arrive(f"many{n}", "many", 100, FULL, 0.0)
+    q.arrive("few", "few", 100, FULL, 1.0)
+    assert begun(q, 4, 1.0) == ["many0", "few", "many1"]
+    assert [waiting.session for waiting, _ in q.refuse(1.0)] == ["many2"]
+    assert q.is_idle
+
+
 def test_the_room_of_a_refused_session_is_kept_until_it_returns():
     q = queue(max_wait_s=10.0)
     q.arrive("long", "t", 40_000, FULL, 0.0)
