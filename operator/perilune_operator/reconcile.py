@@ -45,7 +45,6 @@ from perilune_operator.observe.cluster import Cluster
 from perilune_operator.observe.facts import (
     Demand,
     Demands,
-    FirstTokens,
     GatewayStats,
     Object,
     Observed,
@@ -57,9 +56,11 @@ from perilune_operator.observe.gateway_pages import (
     DRAIN_READ_S,
     FIRST_READ_S,
     READ_S,
+    Counts,
     GatewayPages,
     counted_between,
     first_tokens_between,
+    tells_load,
 )
 from perilune_operator.plan import LOOK_S, Plan, plan, refused
 from perilune_operator.render.objects import Defaults
@@ -125,10 +126,8 @@ class _Pool:
     while this process leads."""
     ttft_seconds: Mapping[names.Duty, float] = field(default_factory=dict)
     """Seconds within which a first token comes in time for each duty's scaling."""
-    first_tokens: Mapping[str, FirstTokens] = field(default_factory=dict)
-    """Gateway, by pod → its requests and those whose first token came in time, as it last reported them."""
-    last_read: GatewayStats | None = None
-    """What its gateways reported at the last reading of which no page was missing."""
+    counts: Counts = Counts()
+    """What each of its gateways had counted at the last reading that said something of the load."""
     pages_due: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the gateways' pages should be read at once."""
     overwritten: tuple[str, float] = "", -inf
@@ -360,16 +359,16 @@ class Reconciler:
             pool.pages_due.clear()
 
     async def _read_stats(self, pool: _Pool) -> None:
-        """Read the pages once. A reading that lacks a page says nothing about the load."""
+        """Read the pages once."""
         pods = self.cluster.pods(pool.name)
         stats = await self._pages.read(pods, canary=pool.tries)
-        if stats is not None and pool.follows_load and stats.whole:
+        if stats is not None and pool.follows_load:
             engines = [readers.pod(pod) for pod in pods]
-            for duty in DUTIES:
+            told = [duty for duty in DUTIES if tells_load(stats, duty, pool.endpoints.get(duty))]
+            for duty in told:
                 pool.demands[duty].append(_demand(duty, pool, stats, engines, self._wall_clock()))
-            known = {**pool.first_tokens, **stats.first_tokens}
-            pool.first_tokens = {pod.name: known[pod.name] for pod in engines if pod.name in known}
-            pool.last_read = stats
+            if told:
+                pool.counts = pool.counts.after(stats, {pod.name for pod in engines})
         changed, pool.stats = stats != pool.stats, stats
         if changed or pool.follows_load or pool.selects:
             pool.wake(self._clock())
@@ -405,11 +404,10 @@ def _demand(
     """Return what the pages say of the endpoints of one duty."""
     own = [pod for pod in pods if pod.duty == duty]
     within_s = pool.ttft_seconds.get(duty, inf)
-    first_tokens, in_time = first_tokens_between(pool.first_tokens, stats.first_tokens, within_s)
+    first_tokens, in_time = first_tokens_between(pool.counts.first_tokens, stats.first_tokens, within_s)
     hosts = {pod.ip for pod in own}
     queues_s = [stats.queue_s_at.get(host, 0.0) for host in hosts]
-    before = pool.last_read or stats
-    unserved = counted_between(before.unserved, stats.unserved) + stats.waiting
+    unserved = counted_between(pool.counts.unserved, stats.unserved) + stats.waiting
     return Demand(
         at=at,
         queue_s=sum(queues_s),
@@ -419,8 +417,9 @@ def _demand(
         in_time=in_time,
         prefilling=sum(queue_s > BUSY_S for queue_s in queues_s),
         wanted=pool.endpoints.get(duty, 0),
-        requests=counted_between(before.routed, stats.routed) + stats.under_way + unserved,
+        requests=counted_between(pool.counts.routed, stats.routed) + stats.under_way + unserved,
         unserved=unserved,
+        missing=len(stats.missing),
     )
 
 

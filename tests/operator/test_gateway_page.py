@@ -21,11 +21,13 @@ from perilune_gateway.observe.stats import EndpointStats, Snapshot
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_operator.observe.facts import Drained, GatewayStats, Missing, Object
 from perilune_operator.observe.gateway_pages import (
+    Counts,
     GatewayPages,
     counted_between,
     first_tokens_between,
     gateway_stats,
     of_pool,
+    tells_load,
 )
 
 
@@ -332,3 +334,31 @@ def test_prompts_and_refusals_for_want_of_an_endpoint_are_counted() -> None:
 def test_a_count_grows_between_two_readings() -> None:
     before, after = {"kept": 5, "restarted": 9, "gone": 3}, {"kept": 7, "restarted": 4, "new": 100}
     assert counted_between(before, after) == 2 + 4
+
+
+def refusals(number: int) -> str:
+    """Return the page of a gateway that has refused so many prompts for want of an endpoint."""
+    metrics = Metrics(CollectorRegistry(), lambda: 0.0)
+    for _ in range(number):
+        metrics.refused(RefuseReason.STARTING)
+    return generate_latest(metrics.registry).decode()
+
+
+def test_what_a_gateway_refused_while_its_page_was_missing_counts_when_it_returns() -> None:
+    counts, grown = Counts(), list[int]()
+    for pages in ({"g1": 5, "g2": 1}, {"g1": 5}, {"g1": 5, "g2": 3}):
+        texts = {gateway: refusals(pages[gateway]) if gateway in pages else "" for gateway in ("g1", "g2")}
+        stats = gateway_stats(texts)
+        assert stats is not None
+        grown.append(counted_between(counts.unserved, stats.unserved))
+        counts = counts.after(stats, {"g1", "g2"})
+    assert grown == [0, 0, 2]
+    assert counts.after(stats, {"g1"}).unserved == {"g1": 5}, "a gateway whose pod is gone is forgotten"
+
+
+@pytest.mark.parametrize("wanted", [0, 1, None])
+def test_one_of_two_pages_says_enough_of_a_pool_without_endpoints(wanted: int | None) -> None:
+    stats = gateway_stats({"g1": refusals(1), "g2": ""})
+    assert stats is not None
+    assert tells_load(stats, "serve", wanted) is (wanted == 0)
+    assert not tells_load(stats, "prefill", wanted)

@@ -342,6 +342,11 @@ def asking(demands: Sequence[Demand], requests: int, unserved: int = 0) -> list[
     return [replace(demand, requests=requests, unserved=unserved) for demand in demands]
 
 
+def lacking(demands: Sequence[Demand]) -> list[Demand]:
+    """Return the same readings without the page of a gateway."""
+    return [replace(demand, missing=1) for demand in demands]
+
+
 @pytest.mark.parametrize("scaling", ZERO)
 @pytest.mark.parametrize(
     ("now", "demands", "wanted"),
@@ -353,6 +358,9 @@ def asking(demands: Sequence[Demand], requests: int, unserved: int = 0) -> list[
         pytest.param(1, over(60), 0, id="quiet for long enough"),
         pytest.param(1, over(55), 1, id="quiet, not for long enough"),
         pytest.param(5, over(60), 0, id="all leave where none is used"),
+        pytest.param(1, lacking(over(60)), 1, id="quiet, as far as a part of the gateways know"),
+        pytest.param(1, [*lacking(over(60)[:-1]), *over(0)], 0, id="the missing page came back, quiet"),
+        pytest.param(0, lacking(asking(over(0), 1, 1)), 1, id="a part of the gateways has a request"),
         pytest.param(1, asking(over(60), 1), 1, id="a request in each reading"),
         pytest.param(
             1, [*asking(over(60), 1)[:1], *over(55)], 1, id="the last request was within downSeconds"

@@ -128,11 +128,14 @@ class NewSessions:
         session = sessions.shared_name(identity.key) if identity.key else None
         if session is not None and any(b.session == session for b in self._beginning.values()):
             return None
+        room = self._room(now)
+        if room.starting:
+            self._state.starts.begin(now)
         verdict = self._queue.arrive(
             session,
             sessions.shared_tenant(identity.tenant),
             prompt.tokens,
-            self._room(now),
+            room,
             now,
             body_bytes=prompt.body_bytes,
             now_us=self._state.now_us(now),

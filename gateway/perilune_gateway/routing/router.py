@@ -132,6 +132,8 @@ class Router:
         self._conversations.configure(self._routing.session, endpoints)
         known = {endpoint.address: endpoint.instance for endpoint in self.state.fleet.endpoints()}
         gone = self.state.fleet.set_endpoints(endpoints, spec.topology, self._clock())
+        if any(endpoint.ready and not endpoint.draining for endpoint in endpoints):
+            self.state.starts.over()
         for address in gone:
             self.state.facts.tell(EndpointLeft(address))
         for endpoint in endpoints:

@@ -174,7 +174,7 @@ class SessionQueue:
         """Other gateway → what it tells."""
         self._passing: deque[Waiting] = deque()
         """Further requests of sessions that have begun."""
-        self._displaced: deque[Waiting] = deque()
+        self._displaced: deque[tuple[Waiting, Refused]] = deque()
         """Requests that are refused because others took their places."""
         self._due_since: dict[Hashable, float] = {}
         """Other gateways' session → since when it could begin."""
@@ -242,7 +242,7 @@ class SessionQueue:
             rank_us = known.rank_us if stays else known.arrived_us - later_us // 2
             longest = max(tokens, known.tokens)
             place = replace(known, tenant=tenant, tokens=longest, rank_us=rank_us, back_at=None)
-        if not self._makes_room(tenant, body_bytes):
+        if not self._makes_room(tenant, body_bytes, now):
             return self._refuse(place, now)
         waiting = Waiting(
             ticket=self._next,
@@ -259,8 +259,9 @@ class SessionQueue:
         self.changed = True
         if self.max_wait_s:
             return waiting
-        begins = self.begin(room, now)
-        return None if begins and begins.ticket == waiting.ticket else self._out(waiting, now)
+        # Those that have waited until waiting was no longer allowed begin or are refused by their own calls.
+        alone = len(self._requests) == 1 and not self._passing
+        return None if alone and self.begin(room, now) else self._out(waiting, now)
 
     def begin(self, room: Room, now: float) -> Waiting | None:
         """Return the next request that begins now. Call it again until it returns None."""
@@ -295,7 +296,7 @@ class SessionQueue:
         """Refuse the requests that have waited too long."""
         self._pace(now)
         while self._displaced:
-            yield (one := self._displaced.popleft()), self._out(one, now)
+            yield self._displaced.popleft()
         while self._requests:
             oldest = next(iter(self._requests.values()))
             if now - oldest.since < self.max_wait_s:
@@ -447,7 +448,7 @@ class SessionQueue:
                 before[other.tenant] += other.tokens
         return (min(before.total(), before[place.tenant] * len(before)) + 1) / pace
 
-    def _makes_room(self, tenant: Hashable, body_bytes: int) -> bool:
+    def _makes_room(self, tenant: Hashable, body_bytes: int, now: float) -> bool:
         """Return whether a further request may wait, if need be in the place of a tenant that has more."""
         while (crowded := len(self._requests) >= self.max_waiting) or self._bytes + body_bytes > MAX_BYTES:
             has: Counter[Hashable] = Counter()
@@ -457,8 +458,7 @@ class SessionQueue:
             if has[tenant] + (1 if crowded else body_bytes) >= number:
                 return False
             last = next(w for w in reversed(self._requests.values()) if w.tenant == most)
-            self._displaced.append(last)
-            self._take(last.ticket)
+            self._displaced.append((last, self._out(last, now)))
         return True
 
     def _own_pace(self) -> float:

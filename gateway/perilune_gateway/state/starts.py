@@ -1,7 +1,8 @@
 """When clients should come back to a pool whose first endpoint starts.
 
 The start begins with the first request that no endpoint could take, because that request is what makes the
-operator start one (`scaling.minReplicas: 0`). It ends with the next request that an endpoint takes.
+operator start one (`scaling.minReplicas: 0`). It ends when an endpoint is ready, whether a request comes or
+not.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ class Starts:
     def __init__(self) -> None:
         self._since: float | None = None
 
+    def begin(self, now: float) -> None:
+        """Record that a request has come that no endpoint can take."""
+        if self._since is None:
+            self._since = now
+
     def retry_after_s(self, start_s: float, now: float) -> float:
         """Return after how many seconds the client should come back: the rest of the time that a start takes.
         `start_s`: that time, as far as known."""
-        if self._since is None:
-            self._since = now
-        return min(LONGEST_S, max(SHORTEST_S, start_s - (now - self._since)))
+        since = self._since = now if self._since is None else self._since
+        return min(LONGEST_S, max(SHORTEST_S, start_s - (now - since)))
 
     def over(self) -> None:
-        """Record that an endpoint takes requests."""
+        """Record that an endpoint is ready."""
         self._since = None

@@ -190,6 +190,8 @@ class Demand:
     """Number of the pool's requests that came since the reading before, that wait or that are under way."""
     unserved: int = 0
     """How many of them no endpoint could take, or wait."""
+    missing: int = 0
+    """Number of gateways whose page was missing, so that their requests count at a later reading."""
 
 
 Demands = Mapping[names.Duty, Sequence[Demand]]

@@ -10,8 +10,9 @@ import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf, isfinite
+from typing import TypeVar
 
 import aiohttp
 import msgspec
@@ -23,6 +24,8 @@ from perilune_operator.observe import readers
 from perilune_operator.observe.facts import Drained, FirstTokens, GatewayStats, Missing, Object
 
 log = logging.getLogger(__name__)
+
+Count = TypeVar("Count")
 
 READ_S, FIRST_READ_S, DRAIN_READ_S = 30.0, 5.0, 1.0
 """Time between two readings: usually, until a gateway has answered or where the load sets the number of
@@ -172,6 +175,34 @@ def _together(read: Mapping[str, _Page | Missing]) -> GatewayStats | None:
 
 def _missing(read: Mapping[str, _Page | Missing]) -> Mapping[str, Missing]:
     return {gateway: page for gateway, page in read.items() if isinstance(page, Missing)}
+
+
+def tells_load(stats: GatewayStats, duty: names.Duty, wanted: int | None) -> bool:
+    """Return whether a reading says enough of the endpoints of a duty. Where the pool should have none to
+    serve, a single page can say that a prompt finds none. `wanted`: the number that the pool should have."""
+    return stats.whole or (duty == "serve" and wanted == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What each gateway, by pod, had counted when its page last came."""
+
+    first_tokens: Mapping[str, FirstTokens] = field(default_factory=dict)
+    routed: Mapping[str, int] = field(default_factory=dict)
+    unserved: Mapping[str, int] = field(default_factory=dict)
+
+    def after(self, stats: GatewayStats, pods: Collection[str]) -> "Counts":
+        """Return the counts after a further reading. Those of a gateway whose page is missing stay until its
+        pod is gone."""
+        return Counts(
+            _of(pods, {**self.first_tokens, **stats.first_tokens}),
+            _of(pods, {**self.routed, **stats.routed}),
+            _of(pods, {**self.unserved, **stats.unserved}),
+        )
+
+
+def _of(pods: Collection[str], counts: Mapping[str, Count]) -> Mapping[str, Count]:
+    return {pod: count for pod, count in counts.items() if pod in pods}
 
 
 def first_tokens_between(

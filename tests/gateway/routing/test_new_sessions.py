@@ -10,6 +10,7 @@ from perilune_api.pool import EndpointSpec, Engine, Limits, Role, Routing, Sessi
 from perilune_gateway.model import Refusal, RefuseReason, Routed, SessionKey
 from perilune_gateway.routing.new_sessions import Queued
 from perilune_gateway.state import session_queue
+from perilune_gateway.state.starts import SHORTEST_S
 
 ON = SessionAdmission(enabled=True, max_wait_seconds=60.0)
 
@@ -208,7 +209,7 @@ def test_who_waits_longer_than_maxwaitseconds_for_the_first_endpoint_is_told_whe
     rig.now += 60.0
     ((ticket, refusal),) = rig.router.due()
     assert (ticket, refusal.reason, refusal.status) == (waiting.ticket, RefuseReason.STARTING, 429)
-    assert refusal.retry_after_s > 0
+    assert refusal.retry_after_s == SHORTEST_S, "the endpoint has been starting since it came"
 
 
 def test_nothing_is_held_where_waiting_is_not_allowed():

@@ -72,6 +72,17 @@ def test_the_first_requests_of_a_pool_that_starts_on_demand_are_told_when_to_com
     assert again.retry_after_s == 60.0
 
 
+def test_the_next_start_begins_anew_although_no_request_came_between() -> None:
+    rig = Rig(pool(endpoints=[], routing=ON_DEMAND))
+    assert isinstance(rig.ask(), Refusal)
+    rig.router.configure(pool(endpoints=[A], routing=ON_DEMAND))
+    rig.now += 3_600.0
+    rig.router.configure(pool(endpoints=[], routing=ON_DEMAND))
+    again = rig.ask()
+    assert isinstance(again, Refusal)
+    assert again.retry_after_s == 60.0
+
+
 def test_only_prompts_start_an_endpoint() -> None:
     rig = Rig(pool(endpoints=[], routing=ON_DEMAND))
     refusal = rig.router.on_headers(head("/v1/models", has_body=False))

@@ -112,6 +112,25 @@ def test_another_request_of_a_session_begins_with_it():
     assert [q.begin(room, 1.0).ticket for _ in tickets] == tickets
 
 
+def test_who_waits_when_waiting_is_no_longer_allowed_begins_or_is_told():
+    """A request that comes first does not take the begin of another one."""
+    q = queue()
+    q.arrive("a", "t", 1_000, FULL, 0.0)
+    q.max_wait_s = 0.0
+    assert isinstance(q.arrive("b", "t", 1_000, EMPTY, 1.0), Refused)
+    assert begun(q, 2) == ["a"]
+    assert q.is_idle
+
+
+def test_further_requests_of_a_session_that_began_elsewhere_are_not_lost_when_waiting_ends():
+    q = queue()
+    q.arrive("a", "t", 1_000, FULL, 0.0)
+    q.release("a")
+    q.max_wait_s = 0.0
+    q.arrive("b", "t", 1_000, FULL, 1.0)
+    assert begun(q, 2) == ["a"]
+
+
 def test_a_session_that_began_elsewhere_waits_no_longer():
     q = queue()
     waiting = q.arrive("s", "t", 1_000, FULL, 0.0)
@@ -138,6 +157,16 @@ def test_a_tenant_that_fills_the_queue_leaves_a_place_to_another(body_bytes: int
     assert isinstance(q.arrive("many3", "many", 100, FULL, 1.0, body_bytes=body_bytes), Refused)
     assert [waiting.session for waiting, _ in q.refuse(1.0)] == ["many2"]
     assert begun(q, 4, 2.0) == ["many0", "few", "many1"]
+
+
+def test_who_gave_its_place_to_another_tenant_does_not_begin_before_it_is_refused():
+    q = queue(max_waiting=3)
+    for n in range(3):
+        q.arrive(f"many{n}", "many", 100, FULL, 0.0)
+    q.arrive("few", "few", 100, FULL, 1.0)
+    assert begun(q, 4, 1.0) == ["many0", "few", "many1"]
+    assert [waiting.session for waiting, _ in q.refuse(1.0)] == ["many2"]
+    assert q.is_idle
 
 
 def test_the_room_of_a_refused_session_is_kept_until_it_returns():
