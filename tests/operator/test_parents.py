@@ -1,5 +1,7 @@
 """What is written into an InferencePool's status on plain Envoy Gateway."""
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -173,3 +175,46 @@ async def test_pools_that_no_envoy_gateway_serves_are_left_alone() -> None:
     await statuses(server, pool(OTHERS)).look()
     await statuses(server, pool(BY_DEFAULT), route("r", "z", accepted="True")).look()
     assert server.patches == []
+
+
+class Cluster(ApiServer):
+    """Lists objects, and refuses the first list of `late`."""
+
+    def __init__(self, found: dict[str, Any], late: str) -> None:
+        super().__init__()
+        self.patched = asyncio.Event()
+        self._found, self._late = found, late
+
+    async def request(self, method: str, path: str, body: Any = None, **_: Any) -> Object:
+        kind = path.rpartition("/")[2]
+        if method == "GET" and kind == self._late:
+            self._late = ""
+            raise ApiError(403, "Forbidden", "not yet allowed")
+        if method == "GET" and kind in self._found:
+            return {"metadata": {"resourceVersion": "1"}, "items": list(self._found[kind].values())}
+        answer = await super().request(method, path, body)
+        if method == "PATCH":
+            self.patched.set()
+        return answer
+
+    async def watch(self, *_: Any) -> AsyncIterator[Object]:
+        await asyncio.Event().wait()
+        yield {}
+
+
+@pytest.mark.parametrize("late", ["httproutes", "gateways", "gatewayclasses"])
+async def test_nothing_is_written_before_everything_is_listed(late: str) -> None:
+    """An entry that left for want of its Gateway would come back with another time."""
+    routed = route("r", "g", accepted="True")
+    before = told(pool(), routed, has_picker=False)
+    names = {"inferencepools": "pools", "httproutes": "routes", "gateways": "gateways"}
+    found = statuses(ApiServer(), pool(*before), routed).found
+    listed = {kind: found[what] for kind, what in (names | {"gatewayclasses": "classes"}).items()}
+    server = Cluster(listed, late)
+    running = asyncio.create_task(Statuses(server).run())  # type: ignore[arg-type]
+    await server.patched.wait()
+    running.cancel()
+    await asyncio.wait((running,))
+    (_, body) = server.patches[0]
+    assert words(body["status"]["parents"]) == {"g": GOOD}
+    assert body["status"]["parents"][0]["conditions"][0]["lastTransitionTime"] == NOW

@@ -44,8 +44,8 @@ class Statuses:
         self._controller = controller
         self._clock = clock
         self._changed = asyncio.Event()
-        self.found: dict[str, Mapping[str, Object]] = {what: {} for what in _FOLLOWED}
-        """What is followed → objects by key."""
+        self.found: dict[str, Mapping[str, Object]] = {}
+        """What is followed → objects by key, as soon as it is listed."""
 
     async def run(self) -> None:
         """Write until cancelled."""
@@ -70,7 +70,10 @@ class Statuses:
         return take
 
     async def look(self) -> None:
-        """Write what differs."""
+        """Write what differs, once everything is listed: until then entries would lack their reasons."""
+        if missing := _FOLLOWED.keys() - self.found.keys():
+            log.info("no status is written until these are listed: %s", ", ".join(sorted(missing)))
+            return
         for pool in list(self.found["pools"].values()):
             try:
                 await self._judge(pool)
