@@ -89,6 +89,18 @@ def test_a_pools_parents_are_the_gateways_of_its_routes(
     assert words(told(pool(), *routes)) == expected
 
 
+@pytest.mark.parametrize("verdicts", [("True", "False"), ("False", "True")])
+def test_a_route_that_one_listener_accepts_is_accepted(verdicts: tuple[str, str]) -> None:
+    made = route("r", "g", "g")
+    at = [{"name": "g", "sectionName": name} for name in ("http", "https")]
+    made["spec"]["parentRefs"] = at
+    made["status"]["parents"] = [
+        {"parentRef": reference, "conditions": [{"type": "Accepted", "status": verdict}]}
+        for reference, verdict in zip(at, verdicts, strict=True)
+    ]
+    assert words(told(pool(), made)) == {"g": GOOD}
+
+
 def test_a_picker_that_is_not_there_is_named() -> None:
     (entry,) = told(pool(), route("r", "g", accepted="True"), has_picker=False)
     accepted, resolved = entry["conditions"]
