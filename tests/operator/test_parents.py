@@ -190,18 +190,18 @@ async def test_pools_that_no_envoy_gateway_serves_are_left_alone() -> None:
 
 
 class Cluster(ApiServer):
-    """Lists objects, and refuses the first list of `late`."""
+    """Lists objects; the first list of `late` ends with an error."""
 
-    def __init__(self, found: dict[str, Any], late: str) -> None:
+    def __init__(self, found: dict[str, Any], late: str, error: Exception) -> None:
         super().__init__()
         self.patched = asyncio.Event()
-        self._found, self._late = found, late
+        self._found, self._late, self._error = found, late, error
 
     async def request(self, method: str, path: str, body: Any = None, **_: Any) -> Object:
         kind = path.rpartition("/")[2]
         if method == "GET" and kind == self._late:
             self._late = ""
-            raise ApiError(403, "Forbidden", "not yet allowed")
+            raise self._error
         if method == "GET" and kind in self._found:
             return {"metadata": {"resourceVersion": "1"}, "items": list(self._found[kind].values())}
         answer = await super().request(method, path, body)
@@ -215,18 +215,27 @@ class Cluster(ApiServer):
 
 
 @pytest.mark.parametrize("late", ["httproutes", "gateways", "gatewayclasses"])
-async def test_nothing_is_written_before_everything_is_listed(late: str) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(ApiError(403, "Forbidden", "not yet allowed"), id="refused"),
+        pytest.param(KeyError("metadata"), id="unexpected"),
+    ],
+)
+async def test_nothing_is_written_before_everything_is_listed(late: str, error: Exception) -> None:
     """An entry that left for want of its Gateway would come back with another time."""
     routed = route("r", "g", accepted="True")
     before = told(pool(), routed, has_picker=False)
     names = {"inferencepools": "pools", "httproutes": "routes", "gateways": "gateways"}
     found = statuses(ApiServer(), pool(*before), routed).found
     listed = {kind: found[what] for kind, what in (names | {"gatewayclasses": "classes"}).items()}
-    server = Cluster(listed, late)
+    server = Cluster(listed, late, error)
     running = asyncio.create_task(Statuses(server).run())  # type: ignore[arg-type]
-    await server.patched.wait()
+    patched = asyncio.create_task(server.patched.wait())
+    await asyncio.wait((running, patched), return_when=asyncio.FIRST_COMPLETED)
     running.cancel()
     await asyncio.wait((running,))
+    patched.cancel()
     (_, body) = server.patches[0]
     assert words(body["status"]["parents"]) == {"g": GOOD}
     assert body["status"]["parents"][0]["conditions"][0]["lastTransitionTime"] == NOW
