@@ -87,6 +87,8 @@ class Reason(StrEnum):
     """gateway.servedBy or gateway.serves names a pool that the namespace does not have."""
     NOT_NAMED = "NotNamed"
     """The pool that it names does not name this pool."""
+    TLS_DIFFERS = "TlsDiffers"
+    """Some pools that share a gateway have engine.tls, and others do not."""
     POOL_NOT_READY = "PoolNotReady"
     """A pool of gateway.serves is not ready."""
     SEVERAL_WRITERS = "SeveralWriters"

@@ -64,13 +64,15 @@ class _Trust(ssl.SSLContext):
     _file: Path
     _hostname: str
     _seen: tuple[int, int, int]
+    _error: str
+    """Why the newest files could not be read; empty if they could."""
     _now: ssl.SSLContext
 
     @classmethod
     def of(cls, tls: EngineTls) -> Self:
         """Read the CA certificates. Raises SpecError."""
         made = cls(ssl.PROTOCOL_TLS_CLIENT)
-        made._file, made._hostname = Path(tls.ca_file), tls.hostname
+        made._file, made._hostname, made._error = Path(tls.ca_file), tls.hostname, ""
         try:
             made._seen, made._now = made._stat(), made._load()
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
@@ -91,8 +93,11 @@ class _Trust(ssl.SSLContext):
             self._seen = seen
             self._now = self._load()
         except (OSError, ValueError) as error:
-            log.warning("ca certificates of engines kept error=%s", error)
+            if str(error) != self._error:
+                log.warning("ca certificates of engines kept error=%s", error)
+            self._error = str(error)
         else:
+            self._error = ""
             log.info("ca certificates of engines read again file=%s", self._file)
 
     def _stat(self) -> tuple[int, int, int]:

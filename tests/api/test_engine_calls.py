@@ -77,6 +77,30 @@ async def test_files_that_cannot_be_read_leave_the_last_ones_in_use(tmp_path: Pa
         assert await scheme(http, at) == "https"
 
 
+async def test_files_that_cannot_be_read_are_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cert, key = certificates.make(tmp_path, host=f"DNS:{HOST}")
+    trusted = tmp_path / "ca.crt"
+    trusted.write_bytes(cert.read_bytes())
+
+    async def warnings_of(calls: int) -> int:
+        caplog.clear()
+        for _ in range(calls):
+            assert await scheme(http, at) == "https"
+        return sum(record.levelname == "WARNING" for record in caplog.records)
+
+    async with serving((cert, key)) as at, engine_calls.session(EngineTls(str(trusted), HOST)) as http:
+        trusted.unlink()
+        assert await warnings_of(3) == 1
+        trusted.write_text("no certificate")
+        assert await warnings_of(3) == 1
+        trusted.write_bytes(cert.read_bytes())
+        assert await warnings_of(3) == 0
+        trusted.unlink()
+        assert await warnings_of(3) == 1, "another time"
+
+
 async def test_without_tls_engines_are_asked_in_plain_text(tmp_path: Path) -> None:
     async with serving(None) as at, engine_calls.session(None) as http:
         assert await scheme(http, at) == "http"

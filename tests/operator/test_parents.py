@@ -1,5 +1,7 @@
 """What is written into an InferencePool's status on plain Envoy Gateway."""
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -85,6 +87,18 @@ def test_a_pools_parents_are_the_gateways_of_its_routes(
     routes: list[Object], expected: dict[str, tuple[str, ...]]
 ) -> None:
     assert words(told(pool(), *routes)) == expected
+
+
+@pytest.mark.parametrize("verdicts", [("True", "False"), ("False", "True")])
+def test_a_route_that_one_listener_accepts_is_accepted(verdicts: tuple[str, str]) -> None:
+    made = route("r", "g", "g")
+    at = [{"name": "g", "sectionName": name} for name in ("http", "https")]
+    made["spec"]["parentRefs"] = at
+    made["status"]["parents"] = [
+        {"parentRef": reference, "conditions": [{"type": "Accepted", "status": verdict}]}
+        for reference, verdict in zip(at, verdicts, strict=True)
+    ]
+    assert words(told(pool(), made)) == {"g": GOOD}
 
 
 def test_a_picker_that_is_not_there_is_named() -> None:
@@ -173,3 +187,55 @@ async def test_pools_that_no_envoy_gateway_serves_are_left_alone() -> None:
     await statuses(server, pool(OTHERS)).look()
     await statuses(server, pool(BY_DEFAULT), route("r", "z", accepted="True")).look()
     assert server.patches == []
+
+
+class Cluster(ApiServer):
+    """Lists objects; the first list of `late` ends with an error."""
+
+    def __init__(self, found: dict[str, Any], late: str, error: Exception) -> None:
+        super().__init__()
+        self.patched = asyncio.Event()
+        self._found, self._late, self._error = found, late, error
+
+    async def request(self, method: str, path: str, body: Any = None, **_: Any) -> Object:
+        kind = path.rpartition("/")[2]
+        if method == "GET" and kind == self._late:
+            self._late = ""
+            raise self._error
+        if method == "GET" and kind in self._found:
+            return {"metadata": {"resourceVersion": "1"}, "items": list(self._found[kind].values())}
+        answer = await super().request(method, path, body)
+        if method == "PATCH":
+            self.patched.set()
+        return answer
+
+    async def watch(self, *_: Any) -> AsyncIterator[Object]:
+        await asyncio.Event().wait()
+        yield {}
+
+
+@pytest.mark.parametrize("late", ["httproutes", "gateways", "gatewayclasses"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(ApiError(403, "Forbidden", "not yet allowed"), id="refused"),
+        pytest.param(KeyError("metadata"), id="unexpected"),
+    ],
+)
+async def test_nothing_is_written_before_everything_is_listed(late: str, error: Exception) -> None:
+    """An entry that left for want of its Gateway would come back with another time."""
+    routed = route("r", "g", accepted="True")
+    before = told(pool(), routed, has_picker=False)
+    names = {"inferencepools": "pools", "httproutes": "routes", "gateways": "gateways"}
+    found = statuses(ApiServer(), pool(*before), routed).found
+    listed = {kind: found[what] for kind, what in (names | {"gatewayclasses": "classes"}).items()}
+    server = Cluster(listed, late, error)
+    running = asyncio.create_task(Statuses(server).run())  # type: ignore[arg-type]
+    patched = asyncio.create_task(server.patched.wait())
+    await asyncio.wait((running, patched), return_when=asyncio.FIRST_COMPLETED)
+    running.cancel()
+    await asyncio.wait((running,))
+    patched.cancel()
+    (_, body) = server.patches[0]
+    assert words(body["status"]["parents"]) == {"g": GOOD}
+    assert body["status"]["parents"][0]["conditions"][0]["lastTransitionTime"] == NOW

@@ -110,7 +110,19 @@ def test_a_serving_pool_says_which_pools_it_misses(others: list[Object], told: t
     assert found["Ready"] == conditions({**SERVING, "gateway": {"failOpen": False}})["Ready"]
 
 
-@pytest.mark.parametrize("spec", [None, "x", {"gateway": "x"}, {"gateway": {"serves": None}}])
+@pytest.mark.parametrize("served", [False, True])
+@pytest.mark.parametrize("serving", [False, True])
+def test_pools_that_share_a_gateway_have_tls_to_engines_or_none(*, serving: bool, served: bool) -> None:
+    def engine(tls: bool) -> Object:
+        return {"kind": "simulated", **({"tls": {"secret": "s"}} if tls else {})}
+
+    chat = other("chat", {"servedBy": "p"}, **TRUE)
+    chat["spec"]["engine"] = engine(served)
+    told = conditions({**SERVING, "engine": engine(serving)}, chat)["ServedPoolsReady"]
+    assert told == (("True", "Available") if serving is served else ("False", "TlsDiffers"))
+
+
+@pytest.mark.parametrize("spec", [None, "x", {"gateway": "x", "engine": "x"}, {"gateway": {"serves": None}}])
 def test_a_spec_that_is_none_names_no_pool(spec: object) -> None:
     """The operator sees such a pool, too, and refuses it."""
     assert not readers.other_pool({"metadata": {"name": "p"}, "spec": spec}).serves

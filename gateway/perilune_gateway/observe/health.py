@@ -405,7 +405,7 @@ def _not_ready(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
         cause="its /metrics does not answer: it is down, or far too busy"
         if stats.silent
         else "it is down, still loading, or answered with errors",
-        cure=f"see its log and curl http://{address}/metrics; it is used again once that succeeds",
+        cure=f"see its log and {stats.curl}/metrics; it is used again once that succeeds",
     )
 
 
@@ -417,7 +417,7 @@ def _asleep(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
         message="its engine sleeps",
         effect="it gets no requests, its sessions go elsewhere, and what it cached is gone",
         cause="somebody has sent it to sleep (POST /sleep)",
-        cure=f"curl -X POST http://{address}/wake_up; it is used again once its metrics say that it is awake",
+        cure=f"{stats.curl}/wake_up -X POST; it is used again once its metrics say that it is awake",
     )
 
 
@@ -434,7 +434,7 @@ def _ejected(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
         cause="it hangs, or is far slower than the other endpoints"
         if late
         else "its requests fail, although its /metrics answers",
-        cure=f"see its log and send it a request (http://{address}/v1/completions); it is used again once "
+        cure=f"see its log and send it a request ({stats.curl}/v1/completions); it is used again once "
         "a trial succeeds",
     )
 
@@ -448,7 +448,7 @@ def _stale_metrics(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
             message="its metrics were never read" if isinf(age_s) else f"its metrics are {age_s:.0f} s old",
             effect="its load is estimated from the requests that this gateway has sent there",
             cause="the engine's /metrics does not answer within 2 s",
-            cure=f"curl http://{stats.endpoint.address}/metrics from the gateway's host",
+            cure=f"{stats.curl}/metrics from the gateway's host",
         )
 
 

@@ -191,6 +191,7 @@ class Snapshots:
     def _rows(self, index: IndexStats) -> tuple[EndpointStats, ...]:
         now, state = self._clock(), self._state
         silent, rows = state.fleet.silent(now), []
+        tls = self._router.pool.spec.engine.tls is not None
         for view in state.fleet.view(now, state.sessions.bound):
             address = view.endpoint.address
             metrics = state.fleet.engine_metrics(address)
@@ -198,6 +199,7 @@ class Snapshots:
             rows.append(
                 EndpointStats(
                     endpoint=view.endpoint,
+                    tls=tls,
                     load=view.load,
                     index=index.endpoints.get(address, EndpointBlocks()),
                     prefix_queries_tokens=metrics.prefix_queries_tokens if metrics else 0.0,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import inf, nan
 from typing import TYPE_CHECKING
 
-from perilune_gateway.model import Endpoint, Load
+from perilune_gateway.model import Endpoint, Load, server_of
 from perilune_gateway.model.kv_events import EventStats, IngestStats
 from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.moves.planner import PlannerStats
@@ -34,6 +34,8 @@ class EndpointStats:
     """One endpoint at one moment."""
 
     endpoint: Endpoint
+    tls: bool = False
+    """Whether its engine is called over TLS."""
     load: Load = Load()
     index: EndpointBlocks = EndpointBlocks()
     prefix_queries_tokens: float = 0.0
@@ -65,6 +67,12 @@ class EndpointStats:
     """Number of its blocks that are not used yet, because their parents are not known."""
     strange_group: str = ""
     """A kind of KV cache group in its events that this version does not know; else empty."""
+
+    @property
+    def curl(self) -> str:
+        """Return the command, and the beginning of the URL, by which somebody asks the engine."""
+        scheme = "-k https" if self.tls else "http"  # its certificate is for another name
+        return f"curl {scheme}://{server_of(self.endpoint.address)}"
 
     @property
     def engine_hit_ratio(self) -> float:

@@ -9,7 +9,7 @@ Entries of other controllers stay as they are. A condition that says what it sai
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -91,22 +91,23 @@ def _key(reference: Object, of: Object) -> Key:
     return reference.get("namespace") or of["metadata"]["namespace"], reference["name"]
 
 
-def _attached(pool: Object, routes: Iterable[Object]) -> Mapping[Key, list[str | None]]:
-    """Return the Gateways of the routes to the pool, each with these routes' `Accepted`; None: not told."""
+def _attached(pool: Object, routes: Iterable[Object]) -> Mapping[Key, Sequence[str | None]]:
+    """Return the Gateways of the routes to the pool, each with what these routes' `Accepted` says at each of
+    its listeners; None: not told."""
     found: dict[Key, list[str | None]] = {}
     wanted = pool["metadata"]["namespace"], pool["metadata"]["name"]
     for route in routes:
         if wanted not in {_key(backend, route) for backend in _pools_of(route)}:
             continue
-        told: dict[Key, str] = {}
+        told: dict[Key, list[str | None]] = {}  # one for each listener that the route names
         for entry in (route.get("status") or {}).get("parents") or ():
             said = {c["type"]: c["status"] for c in entry.get("conditions") or ()}
             if "Accepted" in said:
-                told[_key(entry["parentRef"], route)] = said["Accepted"]
+                told.setdefault(_key(entry["parentRef"], route), []).append(said["Accepted"])
         for parent in route["spec"].get("parentRefs") or ():
             if parent.get("kind", "Gateway") == "Gateway":
                 key = _key(parent, route)
-                found.setdefault(key, []).append(told.get(key))
+                found.setdefault(key, []).extend(told.get(key, [None]))
     return found
 
 

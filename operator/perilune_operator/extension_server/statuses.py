@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 ENVOY_GATEWAY = "gateway.envoyproxy.io/gatewayclass-controller"
 """The controller of the GatewayClasses of Envoy Gateway, unless its own configuration names another."""
 LOOK_S = 10.0
+AGAIN_S = 1.0
+"""Seconds from an error that nothing expects to the next attempt."""
 SOON_S = 0.2
 """Seconds between a change and the look that follows, in which further ones may come."""
 POOLS = f"/apis/{INFERENCE}/v1/inferencepools"
@@ -44,11 +46,19 @@ class Statuses:
         self._controller = controller
         self._clock = clock
         self._changed = asyncio.Event()
-        self.found: dict[str, Mapping[str, Object]] = {what: {} for what in _FOLLOWED}
-        """What is followed → objects by key."""
+        self.found: dict[str, Mapping[str, Object]] = {}
+        """What is followed → objects by key, as soon as it is listed."""
 
     async def run(self) -> None:
-        """Write until cancelled."""
+        """Write until cancelled. An error that nothing expects is logged, and all is listed again."""
+        while True:
+            try:
+                await self._run()
+            except Exception:  # the hooks, which routes need, are served meanwhile
+                log.exception("statuses are followed again in %s s", AGAIN_S)
+            await asyncio.sleep(AGAIN_S)
+
+    async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             for what, path in _FOLLOWED.items():
                 tasks.create_task(kube.follow(self._client, path, self._take(what)))
@@ -70,7 +80,10 @@ class Statuses:
         return take
 
     async def look(self) -> None:
-        """Write what differs."""
+        """Write what differs, once everything is listed: until then entries would lack their reasons."""
+        if missing := _FOLLOWED.keys() - self.found.keys():
+            log.info("no status is written until these are listed: %s", ", ".join(sorted(missing)))
+            return
         for pool in list(self.found["pools"].values()):
             try:
                 await self._judge(pool)

@@ -249,6 +249,8 @@ class OtherPool:
     """The pool whose gateway serves it; empty when it has its own."""
     serves: frozenset[str] = frozenset()
     """The pools that its gateway serves in addition."""
+    engine_tls: bool = False
+    """Whether its engines have `engine.tls`."""
     said: Mapping[str, Verdict] = field(default_factory=dict)
     """What the operator wrote about it last, by the type of the condition."""
 

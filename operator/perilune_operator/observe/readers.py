@@ -154,15 +154,20 @@ def verdicts(conditions: Sequence[Object] | None, generation: int, *types: str) 
 
 def other_pool(obj: Object) -> OtherPool:
     """Read a pool, whose spec may be one that the operator refuses."""
-    spec = obj.get("spec")
-    gateway = spec.get("gateway") if isinstance(spec, dict) else None
-    given = gateway if isinstance(gateway, dict) else {}
+
+    def part(of: object, name: str) -> Object:
+        found = of.get(name) if isinstance(of, dict) else None
+        return found if isinstance(found, dict) else {}
+
+    spec = part(obj, "spec")
+    gateway, engine = part(spec, "gateway"), part(spec, "engine")
     conditions = (obj.get("status") or {}).get("conditions") or ()
     kinds = [c["type"] for c in conditions]
     said = verdicts(conditions, 0, *kinds)
     return OtherPool(
-        str(given.get("servedBy") or ""),
-        frozenset(map(str, given.get("serves") or ())),
+        str(gateway.get("servedBy") or ""),
+        frozenset(map(str, gateway.get("serves") or ())),
+        engine.get("tls") is not None,
         dict(zip(kinds, said, strict=True)),
     )
 

@@ -49,6 +49,12 @@ def served(pool: Context, observed: Observed) -> Fact | None:
     if foreign:
         words = f"{listed(foreign)} does not name this pool in gateway.servedBy."
         return Fact(kind, "False", Reason.NOT_NAMED, words)
+    tls = pool.spec.engine.tls is not None
+    different = [name for name in wanted if observed.others[name].engine_tls is not tls]
+    if different:
+        has, lacks = ("this pool", listed(different)) if tls else (listed(different), "this pool")
+        words = f"All pools that share a gateway have engine.tls, or none: {has} has it, and {lacks} has not."
+        return Fact(kind, "False", Reason.TLS_DIFFERS, words)
     unready = [trouble for name in wanted if (trouble := _trouble(name, observed.others[name]))]
     if unready:
         return Fact(kind, "False", Reason.POOL_NOT_READY, listed(unready)[:400])

@@ -72,7 +72,7 @@ class EngineTlsSpec(pool.EngineTls, frozen=True, kw_only=True):
 
     hostname: Annotated[str, Meta(max_length=253, pattern=r"^[-.A-Za-z0-9]*$")] = ""
     """Name for which the engines' certificate is issued. The default is POOL.NAMESPACE.svc, and with
-    gateway.servedBy that of the pool named there."""
+    gateway.servedBy SERVEDBY.NAMESPACE.svc; set it too if that pool sets its own."""
     secret: OptionalObject = ""
     """Name of a Secret in the pool's namespace with tls.crt, tls.key and ca.crt, which all engines mount. If
     empty, it is POOL-engine-tls, which the issuer writes."""

@@ -106,6 +106,23 @@ def test_a_problem_of_one_endpoint_is_named_with_cause_and_cure(row, expected):
     assert all(p.endpoint == "a" and p.message and p.effect and p.cause and p.cure for p in found)
 
 
+@pytest.mark.parametrize(("tls", "url"), [(False, "curl http://a/"), (True, "curl -k https://a/")])
+@pytest.mark.parametrize(
+    "row",
+    [
+        stats(ready=False),
+        stats(ready=False, asleep=True),
+        stats(ready=False, ejection=EjectionStats(Cause.LATE, 3.0, 4, 4)),
+        stats(age_s=15.1),
+    ],
+    ids=["not ready", "asleep", "ejected", "metrics old"],
+)
+def test_a_cure_asks_the_engine_as_it_wants_to_be_asked(row, tls, url):
+    rank = dataclasses.replace(row, tls=tls, endpoint=dataclasses.replace(row.endpoint, address="a#1"))
+    for asked in (dataclasses.replace(row, tls=tls), rank):
+        assert url in diagnose([asked, stats("healthy")], 16)[0].cure
+
+
 def test_a_decision_log_that_cannot_be_written_is_a_problem_of_the_gateways_own():
     about = {"block_size": 16, "pool": "d/p", "policy": "ear", "version": "1", "uptime_s": 2.0}
     fine = report([stats()], **about, decision_log=LogStats("/var/log/d", written=9))

@@ -8,9 +8,11 @@ from random import Random
 
 import pytest
 from handing_rig import Handing, text
-from router_rig import A, B, Rig, pool
+from msgspec.structs import replace
+from router_rig import SMALL, A, B, Rig, pool
 from routing_objects import head
 
+from perilune_api.pool import EngineTls
 from perilune_gateway.feeds.pool_events import EventFeeds, EventSink
 from perilune_gateway.model import EngineMetrics
 from perilune_gateway.observe.health import Status
@@ -69,6 +71,13 @@ async def test_a_probe_is_told_what_health_says(rig, snapshots, down, answered_b
 async def test_an_empty_pool_serves_nobody(rig, snapshots) -> None:
     rig.router.configure(pool(endpoints=[]))
     assert not snapshots.serves()
+
+
+@pytest.mark.parametrize(("tls", "url"), [(None, "http://"), (EngineTls("ca.crt", "p.ns.svc"), "https://")])
+async def test_a_cure_asks_engines_as_the_pool_says(tls: EngineTls | None, url: str) -> None:
+    async with snapshots_of(Rig(pool(engine=replace(SMALL, tls=tls)))) as snapshots:
+        problems = snapshots.health("").problems
+        assert {found.endpoint for found in problems if f"{url}{found.endpoint}/" in found.cure} == {A, B}
 
 
 async def test_sessions_that_were_forgotten_are_counted(rig, snapshots) -> None:
