@@ -16,7 +16,7 @@ from perilune_gateway.model import Decision, DecisionRecord, Endpoint, Load, Out
 from perilune_gateway.model.kv_events import EventStats, IngestStats
 from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.observe.merged_metrics import MergedMetrics
-from perilune_gateway.observe.metrics import Metrics
+from perilune_gateway.observe.metrics import Metrics, refusals
 from perilune_gateway.observe.stats import EndpointStats, Snapshot
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_operator.observe.facts import Drained, GatewayStats, Missing, Object
@@ -111,9 +111,13 @@ def test_sessions_and_hits_are_read_from_the_gateways_pages(
 
 
 def test_of_a_gateway_with_several_pools_each_pool_reads_its_own_series() -> None:
-    merged = MergedMetrics()
+    merged, itself = MergedMetrics(), CollectorRegistry()
+    refusals(itself)  # of requests of which the pool is not known
+    for family in itself.collect():
+        merged.add(family)
     for pool, sessions, engine in (("a", 3, "e1"), ("b", 4, "e2")):
         metrics = Metrics(CollectorRegistry(), lambda: 0.0)
+        metrics.refused(RefuseReason.STARTING)
         stats = EndpointStats(
             endpoint=Endpoint(address=f"10.0.0.{sessions}:8000"), load=Load(sessions=sessions, kv_usage=0.5)
         )
@@ -130,6 +134,7 @@ def test_of_a_gateway_with_several_pools_each_pool_reads_its_own_series() -> Non
     assert told
     assert (told.sessions, told.sessions_at, told.kv_in_use_at) == (4, {"10.0.0.4": 4}, {"10.0.0.4": 0.5})
     assert told.drained == {Drained("g1", "e2", "m")}
+    assert told.unserved == {"g1": 1}
 
 
 SESSIONS = 'perilune_endpoint_sessions{{endpoint="10.0.0.1:8000"}} {}\n'.format

@@ -115,7 +115,8 @@ def _parsed(text: str) -> _Page:
         findings={finding: int(_finite(count)) for finding, count in _FINDINGS.findall(text)},
         first_tokens={float(bound): int(_finite(count)) for bound, count in _FIRST_TOKENS.findall(text)},
         routed=int(sum(map(_finite, _ROUTED.findall(text)))),
-        unserved=int(_number(_UNSERVED, text) or 0.0),
+        # The gateway counts for itself, too, what it refuses before it knows the pool.
+        unserved=int(sum(map(_finite, _UNSERVED.findall(text)))),
         waiting=int(_number(_WAITING, text) or 0.0),
         under_way=int(sum(_summed(text, "in_flight_requests").values())),
     )
