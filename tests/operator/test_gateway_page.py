@@ -16,7 +16,8 @@ from perilune_gateway.model import Decision, DecisionRecord, Endpoint, Load, Out
 from perilune_gateway.model.kv_events import EventStats, IngestStats
 from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.observe.merged_metrics import MergedMetrics
-from perilune_gateway.observe.metrics import Metrics, refusals
+from perilune_gateway.observe.metrics import Metrics
+from perilune_gateway.observe.metrics import refusals as counter_of_refusals
 from perilune_gateway.observe.stats import EndpointStats, Snapshot
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_operator.observe.facts import Drained, GatewayStats, Missing, Object
@@ -112,7 +113,7 @@ def test_sessions_and_hits_are_read_from_the_gateways_pages(
 
 def test_of_a_gateway_with_several_pools_each_pool_reads_its_own_series() -> None:
     merged, itself = MergedMetrics(), CollectorRegistry()
-    refusals(itself)  # of requests of which the pool is not known
+    counter_of_refusals(itself)  # of requests of which the pool is not known
     for family in itself.collect():
         merged.add(family)
     for pool, sessions, engine in (("a", 3, "e1"), ("b", 4, "e2")):
