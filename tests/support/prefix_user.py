@@ -1,9 +1,11 @@
 """A user whose prompts share long beginnings, in front of a whole stack."""
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
 from stack_user import StackUser
+from waiting import HANG
 
 from perilune_lab.vocabulary import Vocabulary
 
@@ -30,7 +32,11 @@ class User(StackUser):
             return answer.headers["x-perilune-endpoint"], usage["prompt_tokens_details"]["cached_tokens"]
 
     async def outcomes(self) -> list[tuple[str, str | None]]:
-        return [(one["outcome"], one["cause"]) for one in (await self.moves())["pulls"]["ended"]]
+        """Return how pulls ended, once none is open: the gateway hears of an end after the client."""
+        async with asyncio.timeout(HANG):
+            while (pulls := (await self.moves())["pulls"])["open"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        return [(one["outcome"], one["cause"]) for one in pulls["ended"]]
 
     def child(self, address: str) -> Any:
         return self.stack.children[f"engine-{self.stack.endpoints.index(address)}"]
