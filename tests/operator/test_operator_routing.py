@@ -94,7 +94,6 @@ async def test_two_pools_behind_one_envoy_gateway(routed: tuple[Client, str], ro
     refusal = await becomes(client, f"{POLICIES.format(namespace)}httproutefilters/p")
     assert refusal["spec"]["directResponse"]["statusCode"] == 404
 
-    await route_is(client, namespace, "p", "False", "WaitingForRoute")
     await program(client, GATEWAYS.format(namespace) + "/g", "False")
     await becomes(  # the Gateway that no controller has looked at yet is not programmed either
         client,
