@@ -98,7 +98,7 @@ RULES: Mapping[type, Sequence[Rule]] = {
         ),
         Rule(
             "has(self.tls) == has(oldSelf.tls)",
-            "engines keep TLS or plain text, which nobody could ask half of them: make another pool",
+            "TLS of engines stays on or off, since Envoy asks all of them in one way: make another pool",
             ".tls",
         ),
     ),

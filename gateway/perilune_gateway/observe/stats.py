@@ -70,7 +70,7 @@ class EndpointStats:
 
     @property
     def curl(self) -> str:
-        """Return the command, and the beginning of the URL, by which somebody asks the engine."""
+        """Return the beginning of a command that asks the engine: curl, and the URL up to its path."""
         scheme = "-k https" if self.tls else "http"  # its certificate is for another name
         return f"curl {scheme}://{server_of(self.endpoint.address)}"
 

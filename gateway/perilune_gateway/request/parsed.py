@@ -85,8 +85,8 @@ class ParsedRequest(Struct, frozen=True, gc=False, kw_only=True):
     cache_salt: str = ""
     priority: int = 0
     cut_to: int | None = None
-    """Tokens to which the engine cuts a longer prompt; WHOLE_CONTEXT: as many as the context holds; None: it
-    refuses one."""
+    """The engine cuts a longer prompt to this number of tokens. WHOLE_CONTEXT: to as many as the context
+    holds. None: it refuses a longer prompt."""
     cut_side: str = ""
     """The end of the prompt that it cuts, `left` or `right`; empty if the request does not say."""
     unsplit: Unsplit | None = None

@@ -16,6 +16,7 @@ from perilune_api.inference_pool.engine import EngineKind
 from perilune_api.inference_pool.gateway import GatewayMode
 from perilune_api.pool import SpecError
 from perilune_operator.observe.facts import Object
+from perilune_operator.render import tls
 from perilune_operator.render.engine_door import TLS_FILES
 from perilune_operator.render.objects import Context
 
@@ -86,34 +87,10 @@ def objects(pool: Context, mode: GatewayMode) -> Iterator[Object]:
         words = "Implementations of the inference extension ask engines in plain text: leave it out"
         raise SpecError(f"{words} - at `$.spec.engine.tls`")
     if given.issuer:
-        if not pool.has("Certificate"):
-            words = "The cluster has no cert-manager: install it, or give a Secret"
-            raise SpecError(f"{words} - at `$.spec.engine.tls.issuer`")
-        yield pool.object(
-            "Certificate",
-            f"{pool.name}-engine",
-            "engine",
-            spec={
-                "secretName": secret(pool),
-                "dnsNames": [hostname],
-                "usages": ["server auth"],
-                "issuerRef": {"group": "cert-manager.io", "kind": given.issuer_kind, "name": given.issuer},
-            },
-        )
+        yield tls.certificate(pool, "engine", f"{pool.name}-engine", given, secret(pool), hostname)
     if pool.has("BackendTLSPolicy"):
         services = [pool.name, *([names.models_name(pool.name)] if pool.spec.gateway.serves else [])]
-        yield pool.object(
-            "BackendTLSPolicy",
-            pool.name,
-            "engine",
-            spec={
-                "targetRefs": [{"group": "", "kind": "Service", "name": name} for name in services],
-                "validation": {
-                    "hostname": hostname,
-                    "caCertificateRefs": [{"group": "", "kind": "Secret", "name": ca_secret(pool)}],
-                },
-            },
-        )
+        yield tls.policy(pool, "engine", pool.name, services, hostname, ca_secret(pool))
     elif mode is GatewayMode.ENVOY_GATEWAY:
         words = "The cluster has no BackendTLSPolicy, by which Envoy would ask engines over TLS"
         raise SpecError(f"{words} - at `$.spec.engine.tls`")

@@ -1,17 +1,23 @@
 """TLS between Envoy and the gateway: a certificate from cert-manager or a given Secret, and Envoy's part.
+`certificate` and `policy` make the same objects for engines (engine_tls.py).
 
 The kubelet mounts the Secret, so the operator reads none. A gateway uses renewed files for new connections.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from perilune_api import names
+from perilune_api.inference_pool.engine import EngineTlsSpec
+from perilune_api.inference_pool.gateway import TlsSpec
 from perilune_api.pool import SpecError
 from perilune_operator.observe.facts import Object
 from perilune_operator.render.objects import Context
 
 FOLDER = "/etc/perilune/tls"
 CA_FOLDER = "/etc/perilune/tls-ca"
+Part = Literal["gateway", "engine"]
+"""What speaks TLS: the pool's part, and its block of the spec."""
 
 
 def host(pool: Context) -> str:
@@ -66,30 +72,32 @@ def objects(pool: Context) -> Iterator[Object]:
     if given is None:
         return
     if given.issuer:
-        if not pool.has("Certificate"):
-            words = "The cluster has no cert-manager: install it, or give a Secret"
-            raise SpecError(f"{words} - at `$.spec.gateway.tls.issuer`")
-        yield pool.object(
-            "Certificate",
-            name,
-            "gateway",
-            spec={
-                "secretName": secret(pool),
-                "dnsNames": [host(pool)],
-                "usages": ["server auth"],
-                "issuerRef": {"group": "cert-manager.io", "kind": given.issuer_kind, "name": given.issuer},
-            },
-        )
+        yield certificate(pool, "gateway", name, given, secret(pool), host(pool))
     if pool.has("BackendTLSPolicy"):
-        yield pool.object(
-            "BackendTLSPolicy",
-            name,
-            "gateway",
-            spec={
-                "targetRefs": [{"group": "", "kind": "Service", "name": name}],
-                "validation": {
-                    "hostname": host(pool),
-                    "caCertificateRefs": [{"group": "", "kind": "Secret", "name": ca_secret(pool)}],
-                },
-            },
-        )
+        yield policy(pool, "gateway", name, [name], host(pool), ca_secret(pool))
+
+
+def certificate(
+    pool: Context, part: Part, name: str, given: TlsSpec | EngineTlsSpec, secret: str, host: str
+) -> Object:
+    """Return the request for a certificate of a part of the pool (`gateway`, `engine`). Raises SpecError
+    without cert-manager."""
+    if not pool.has("Certificate"):
+        words = "The cluster has no cert-manager: install it, or give a Secret"
+        raise SpecError(f"{words} - at `$.spec.{part}.tls.issuer`")
+    issuer = {"group": "cert-manager.io", "kind": given.issuer_kind, "name": given.issuer}
+    spec = {"secretName": secret, "dnsNames": [host], "usages": ["server auth"], "issuerRef": issuer}
+    return pool.object("Certificate", name, part, spec=spec)
+
+
+def policy(
+    pool: Context, part: Part, name: str, services: Sequence[str], host: str, ca_secret: str
+) -> Object:
+    """Return the policy by which Envoy asks these Services over TLS, and trusts what the Secret's ca.crt
+    signs for `host`."""
+    trusted = [{"group": "", "kind": "Secret", "name": ca_secret}]
+    spec = {
+        "targetRefs": [{"group": "", "kind": "Service", "name": service} for service in services],
+        "validation": {"hostname": host, "caCertificateRefs": trusted},
+    }
+    return pool.object("BackendTLSPolicy", name, part, spec=spec)
