@@ -21,6 +21,9 @@ from torch.nn.attention.bias import causal_lower_right
 
 HIDDEN, HEADS, KV_HEADS, DIM, EXPERTS, TOP, EXPERT_HIDDEN, VOCABULARY = 2048, 32, 4, 128, 128, 8, 768, 151_936
 ALL_LAYERS, LAYERS = 48, 8
+GRAPH_TOKENS = 1088
+"""The most tokens of a step that runs as a CUDA graph. A larger step's kernels take longer than launching
+them one by one."""
 BF16 = torch.bfloat16
 
 
@@ -146,7 +149,7 @@ def measure(step: Step, layers: list[Layer], head: Any) -> float:
         return y
 
     last = torch.randn(step.sequences + (step.new > 0), HIDDEN, device="cuda", dtype=BF16)
-    graph = tokens <= 512
+    graph = tokens <= GRAPH_TOKENS
     return timed(body, graph) * ALL_LAYERS / LAYERS + timed(lambda: last @ head, graph)
 
 

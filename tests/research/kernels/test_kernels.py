@@ -12,7 +12,7 @@ MEASURED = msgspec.json.decode(cli.RECORDED.read_bytes(), type=Measured)
 def test_prefill_grows_as_the_model_says():
     """From 256 new tokens to 8,192 behind 122,880, one fixed cost and one rate explain 97-fold times."""
     found = prefill(MEASURED)
-    assert found.median_error < 0.02
+    assert found.median_error < 0.03
     assert found.worst_error < 0.16
 
 
@@ -20,12 +20,13 @@ def test_decode_grows_as_the_model_says():
     """From 1 sequence of 1,024 tokens to a million tokens of context."""
     found = decode(MEASURED)
     assert found.median_error < 0.06
-    assert found.worst_error < 0.15
+    assert found.worst_error < 0.16
 
 
 def test_a_mixed_step_is_its_prefill_and_the_reading_of_the_contexts():
     found = mixed(MEASURED)
-    assert found.median_error < 0.10
+    assert found.median_error < 0.04
+    assert found.worst_error < 0.10
 
 
 def test_a_line_is_found():
