@@ -9,12 +9,13 @@ names its parent.
 """
 
 import json
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from random import Random
 from typing import Any
+
+from zstandard import ZstdCompressor
 
 from enginebed.conversations import WIRES, Api, Object, Usage, text
 
@@ -87,7 +88,7 @@ class Agent:
         headers = {"content-type": "application/json"} | (self.kind.headers(self) if self.named else {})
         written = json.dumps(body, ensure_ascii=self.kind.ascii).encode()
         if self.kind.compresses:
-            headers["content-encoding"], written = "deflate", zlib.compress(written)
+            headers["content-encoding"], written = "zstd", ZstdCompressor().compress(written)
         return Ask(path=self.kind.path, headers=headers, body=written, streams=bool(body.get("stream")))
 
     def answered(self, answer: Answer) -> None:

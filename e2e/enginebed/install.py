@@ -29,6 +29,8 @@ VERSIONS = ("0.32.0", "0.23.0")
 """The newest first: it is the default."""
 LOCKS = Path(__file__).parent / "locks"
 UV = "uv==0.13.9"
+SOUND = ("soundfile==0.13.1", "cffi==2.0.0", "pycparser==2.23")
+"""By which vLLM decodes sound; `vllm[audio]` asks for it, and the locks do not have it."""
 LIBIBVERBS = "libibverbs1"
 """Debian's package of a library that Mooncake loads even for TCP."""
 
@@ -111,6 +113,17 @@ def _name_it_vllm(folder: Path, version: str) -> None:
     info = site / f"vllm-{version}+cpu.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+
+
+def sound_library(environment: Environment) -> Path:
+    """Return a folder for PYTHONPATH with what vLLM decodes sound by; install it there first if need be."""
+    folder = CACHE / f"sound-{SOUND[0].partition('==')[2]}-vllm-{environment.version}"
+    if not (folder / ".complete").exists():
+        with step(f"installing {SOUND[0]} into {folder}, once"):
+            uv, python = environment.program("uv"), environment.program("python")
+            run([uv, "pip", "install", "--python", python, "--no-deps", "--target", folder, *SOUND])
+            (folder / ".complete").touch()
+    return folder
 
 
 def ensure_libibverbs() -> None:

@@ -4,7 +4,9 @@
     {"cached": 64, "events": BASE64}                                                     a line of the output
 
 vLLM itself reads and hashes each medium, and its KVCacheManager finds cached blocks and makes KV events,
-which come back as the engine would publish them. Pictures are files; sound is 16-bit PCM.
+which come back as the engine would publish them. Sound is for a model that hears 16,000 samples a second, as
+nearly all do; what resamples other sound is not installed, so linear interpolation stands for it. A line
+with `name` alone is answered with vLLM's name for the medium; after one with `forget` nothing is cached.
 """
 
 import base64
@@ -18,7 +20,9 @@ import torch
 from vllm.distributed.kv_events import KVEventBatch
 from vllm.multimodal.hasher import MultiModalHasher
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.media.audio import AudioMediaIO
 from vllm.multimodal.media.image import ImageMediaIO
+from vllm.multimodal.parse import MultiModalDataParser
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -26,7 +30,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-BLOCK, CHUNK, MOST_TOKENS = 32, 160, 8192
+BLOCK, CHUNK, MOST_TOKENS, HEARS = 32, 160, 8192, 16_000
 """A step computes at most CHUNK tokens, so that media lie in several events."""
 
 
@@ -35,7 +39,12 @@ def identifier(medium: dict) -> str:
     if medium["kind"] == "image":
         item = ImageMediaIO().load_base64("image/png", medium["data"])
     else:
-        item = np.frombuffer(base64.b64decode(medium["data"]), np.int16).astype(np.float32) / 32768
+        heard, rate = AudioMediaIO(audio_backend="soundfile").load_base64("audio/wav", medium["data"])
+        if rate != HEARS:
+            at = np.arange(len(heard) * HEARS // rate) * rate / HEARS
+            heard = np.interp(at, np.arange(len(heard)), heard).astype(np.float32)
+        items = MultiModalDataParser(target_sr=HEARS).parse_mm_data({"audio": [(heard, HEARS)]})
+        (item,) = items["audio"].get_all_items_for_hash()
     return MultiModalHasher.hash_kwargs("blake3", model_id="tiny", **{medium["kind"]: item})
 
 
@@ -51,6 +60,13 @@ init_none_hash(sha256_cbor)
 kv, hasher, numbers = manager(), get_request_block_hasher(BLOCK, sha256_cbor), count()
 for line in sys.stdin:
     asked = json.loads(line)
+    if "name" in asked:
+        print(json.dumps({"name": identifier(asked["name"])}), flush=True)
+        continue
+    if "forget" in asked:
+        kv = manager()
+        print("{}", flush=True)
+        continue
     features = [
         MultiModalFeatureSpec(
             data=None,

@@ -3,11 +3,9 @@ knows of every turn how much of it is cached."""
 
 import asyncio
 import json
-import os
 import shutil
 import time
 from collections import defaultdict
-from pathlib import Path
 from random import Random
 
 import aiohttp
@@ -18,6 +16,7 @@ from msgspec import structs
 from enginebed import agents, judged, models
 from enginebed.completions import until
 from enginebed.marks import REQUESTS
+from enginebed.pages import table, write
 from enginebed.rig import Rig
 from perilune_api.names import DECISION_HEADER
 from perilune_api.pool import parse
@@ -44,7 +43,9 @@ TEMPLATES_HEAD = (
     *("engine's template", "API", "tools", "thinking", "engines equal", "differs in", "equal tokens"),
     *("proof", "tokenized by"),
 )
+STORED_HEAD = ("template", "conversation", "length here", "predicted", "length", "cached")
 _rows: list[tuple[str, ...]] = []
+_stored: list[tuple[str, ...]] = []
 _renderings: list[tuple[str, ...]] = []
 
 
@@ -125,23 +126,6 @@ def exact(of):
     return f"{sum(each.above == 0 for each in of)} of {len(of)}" if of else "–"
 
 
-def table(head, rows):
-    """Return a table of the page."""
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def write(name, written):
-    """Put a table between its marks in the page that AGENTS names, if there is one."""
-    print(f"\n{written}")
-    if not os.environ.get("AGENTS"):
-        return
-    page = Path(os.environ["AGENTS"])
-    text, begin, end = page.read_text(), f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-    before, after = text.partition(begin)[0], text.partition(end)[2]
-    page.write_text(f"{before}{begin}{written}\n{end}{after}")
-
-
 async def test_every_turn_of_an_agent_is_predicted_exactly(served, report):
     template, rig = served
     phase = report.phase(f"agents, {template}")
@@ -207,27 +191,41 @@ async def test_codex_goes_on_by_http_where_web_sockets_are_refused(served):
     assert not (await turn(rig, codex)).failed
 
 
-async def test_a_stored_response_goes_on_where_it_is(served):
-    """The SDK sends `previous_response_id` and only what is new. Of such a prompt the gateway knows what the
-    engine has announced of the session; where the template rewrites answers, of its last prompt."""
+STORED = {
+    "by body, thinking": {},
+    "by body, not thinking": {"reasoning": {"effort": "none"}},
+    "by headers, thinking": {},
+    "with tools": {"tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}]},
+}
+"""Stored conversations, and what their requests have. With thinking, answers of the template like Qwen3's
+are thoughts alone, which vLLM leaves out of the next prompt."""
+
+
+@pytest.mark.parametrize("kind", STORED)
+async def test_a_stored_response_goes_on_where_it_is(served, kind):
+    """The SDK sends `previous_response_id` and only what is new. The gateway has the turns that came through
+    it, and asks the engine for the answers."""
     template, rig = served
-    before, promised = "", []
-    for n in range(4):
-        said = agents.text(Random(n), 60)
-        body = {"model": "tiny", "input": said, "instructions": "Be brief.", "max_output_tokens": 8}
-        body |= {"previous_response_id": before} if before else {}
-        headers = {DECISION_HEADER: "yes"}
+    before, told = "", []
+    for n in range(5):
+        said = agents.text(Random(f"{kind} {n}"), 60)
+        body = {"model": "tiny", "input": said, "instructions": f"{kind}.", "max_output_tokens": 8 + n}
+        body |= STORED[kind] | ({"previous_response_id": before} if before else {})
+        headers = {DECISION_HEADER: "yes"} | ({"x-session-id": kind} if "headers" in kind else {})
         async with rig.http.post(f"{rig.url}/v1/responses", json=body, headers=headers) as answer:
             assert answer.status == 200, await answer.text()
-            told, decision = await answer.json(), answer.headers[DECISION_HEADER]
-        before = told["id"]
+            response, decision = await answer.json(), answer.headers[DECISION_HEADER]
+        before, usage = response["id"], response["usage"]
         page = await rig.page(f"/api/decisions/{decision.rpartition('request=')[2]}")
-        promised.append((page["cached_tokens"], told["usage"]["input_tokens_details"]["cached_tokens"]))
-    print(promised)
-    assert all(predicted <= cached + BLOCK for predicted, cached in promised), promised
-    assert all(predicted for predicted, _ in promised[1:]), promised
-    if template == "Llama-like":
-        assert all(predicted == cached for predicted, cached in promised), promised
+        predicted = page["token_source"], page["prompt_tokens"], page["cached_tokens"]
+        told.append((predicted, usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]))
+    lists = (", ".join(str(of[1:][what]) for of, *_ in told) for what in (0, 1))
+    counted = (", ".join(str(one[what]) for one in told) for what in (1, 2))
+    _stored.append((template, kind, *lists, *counted))
+    if (template, kind) == ([*TEMPLATES][-1], [*STORED][-1]):
+        write("stored", table(STORED_HEAD, _stored))
+    assert told == [(("local", tokens, cached), tokens, cached) for _, tokens, cached in told]
+    assert all(cached for *_, cached in told[1:])
 
 
 async def test_health_shows_in_what_templates_differ(served, tmp_path):

@@ -10,16 +10,23 @@ from msgspec import structs
 
 from enginebed import conversations, judged
 from enginebed.completions import until
+from enginebed.pages import table, write
 from perilune_api.pool import HashAlgorithm
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800), pytest.mark.asyncio(loop_scope="session")]
 FEW_MESSAGES = 5
+OTHER_WORDS = "<|im_start|>", "<|im_start|>the "
+"""What another template has in place of the engine's words."""
+MIXED_HEAD = (
+    *("API", "tools", "thinking", "engines equal", "different", "in"),
+    *("proof", "tokenized by"),
+)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def engines(rig, tiny):
-    """One as the operator renders it, but for a small replay buffer; one whose root is random. A gateway is
-    told about one of them only."""
+async def engines(rig, tiny, tmp_path_factory):
+    """One as the operator renders it, but for a small replay buffer; one whose root is random, with another
+    chat template. A gateway is told about one of them only, unless a test says otherwise."""
     model = {
         "name": "tiny",
         "source": str(tiny["qwen"]),
@@ -28,7 +35,11 @@ async def engines(rig, tiny):
     }
     rendered = rig.render({"model": model, "engine": {"args": ["--num-gpu-blocks-override=200"]}})
     usual = await rig.engine(rendered.with_buffer(FEW_MESSAGES), 0)
-    random = await rig.engine(rendered, 1, PYTHONHASHSEED="3141592653")  # that nobody is told
+    other = tmp_path_factory.mktemp("template") / "other.jinja"
+    other.write_text(json.loads((tiny["qwen"] / "tokenizer_config.json").read_text())["chat_template"])
+    other.write_text(other.read_text().replace(*OTHER_WORDS))
+    differs = rendered.with_option("--chat-template", str(other))
+    random = await rig.engine(differs, 1, PYTHONHASHSEED="3141592653")  # that nobody is told
     await rig.ready(usual, random)
     document = rendered.with_endpoints([usual.pod.address, random.pod.address])
     await rig.start_gateway(document)
@@ -105,7 +116,7 @@ async def test_another_chat_template(rig, engines, tiny, tmp_path):
     tokenizes."""
     folder = shutil.copytree(tiny["qwen"], tmp_path / "model")
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["chat_template"] = config["chat_template"].replace("<|im_start|>", "<|im_start|>the ")
+    config["chat_template"] = config["chat_template"].replace(*OTHER_WORDS)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     await after_traffic(rig, engines, 0, 5, model={"tokenizer": str(folder)})
 
@@ -123,6 +134,38 @@ async def test_another_chat_template(rig, engines, tiny, tmp_path):
     asked = [one for one in phase.answered if one.source == "engine"]
     assert asked, judged.misses(phase)
     assert all(one.prompt == one.prompt_predicted for one in asked), judged.misses(phase)
+
+
+async def test_two_engines_of_one_pool_with_different_templates(rig, engines):
+    """Health's table says which engine differs, in what, and who tokenizes: the gateway, since not most of
+    them do."""
+    rig.kill_gateway()
+    await asyncio.shield(rig.gateway.ended)
+    await rig.start_gateway(engines)
+    await after_more(rig, 61)
+    first, second = (endpoint.address for endpoint in engines.spec.endpoints)
+
+    async def told():
+        rows = (await rig.page("/api/health"))["renderings"]
+        return {(row["api"], row["equal"], *row["different"]) for row in rows} >= {
+            ("chat", 1, second),
+            ("completions", 2),
+        }
+
+    await until(told, 60)
+    health = await rig.page("/api/health")
+    names = {first: "the first", second: "the second"}
+    rows = [
+        (
+            *(row["api"], "yes" if row["tools"] else "no", row["thinking"], str(row["equal"])),
+            ", ".join(names[engine] for engine in row["different"]),
+            f"{row['part']}, from token {row['at']} on" if row["part"] else "",
+            *(row["proof"], "an engine" if row["asks_engine"] else "the gateway"),
+        )
+        for row in health["renderings"]
+    ]
+    write("mixed", table(MIXED_HEAD, rows))
+    assert {problem["endpoint"] for problem in health["problems"] if problem["kind"] == "tokens"} == {second}
 
 
 async def test_a_random_root(rig, engines):

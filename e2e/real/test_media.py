@@ -7,6 +7,7 @@ LLaVA and Qwen.
 
 import asyncio
 import json
+import os
 import struct
 import subprocess
 import zlib
@@ -19,13 +20,13 @@ import pytest
 from router_rig import A, Rig, pool
 from routing_objects import head
 
-from enginebed import models
+from enginebed import install, models
 from enginebed.conversations import text
 from perilune_api.pool import Engine, Model
 from perilune_gateway.feeds.kv_events import decode
 from perilune_gateway.model import Routed
 from perilune_gateway.request.openai import parse
-from perilune_gateway.request.tokens import Tokenizer
+from perilune_gateway.request.tokens import Tokenizer, media_names
 from perilune_gateway.routing.router import Encode
 from perilune_gateway.state.engine_blocks import EngineBlocks
 
@@ -70,8 +71,18 @@ def picture(seed, size=24, mode=2):
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
-def sound(seed):
-    data = b64encode(Random(seed).randbytes(3200)).decode()
+def sound(seed, samples=1600, rate=16_000, channels=1, kind=1):
+    """Return a part with noise as a WAV file. `kind`: 1 is PCM of 16 bits, 3 floats of 32."""
+    bits = 16 if kind == 1 else 32
+    if kind == 1:
+        body = Random(seed).randbytes(2 * channels * samples)
+    else:
+        body = struct.pack(f"<{samples}f", *(Random(seed).uniform(-1, 1) for _ in range(samples)))
+    align = channels * bits // 8
+    head = struct.pack("<HHIIHH", kind, channels, rate, rate * align, align, bits)
+    chunks = [(b"fmt ", head), (b"data", body)]
+    told = b"WAVE" + b"".join(name + struct.pack("<I", len(of)) + of for name, of in chunks)
+    data = b64encode(b"RIFF" + struct.pack("<I", len(told)) + told).decode()
     return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
 
 
@@ -131,6 +142,19 @@ class Session:
         other._hear(self._events)
         return other
 
+    def forget(self):
+        """Let the engine cache nothing."""
+        self._told({"forget": True})
+
+    def name_of(self, kind, data):
+        """Return vLLM's name for a medium."""
+        return self._told({"name": {"kind": kind, "data": data}})["name"]
+
+    def _told(self, question):
+        self._vllm.stdin.write(json.dumps(question) + "\n")
+        self._vllm.stdin.flush()
+        return json.loads(self._vllm.stdout.readline())
+
     def _hear(self, events):
         for event in events:
             self._rig.router.on_applied(self._blocks.apply(A, event, self._rig.now))
@@ -160,26 +184,32 @@ class Session:
                 ids.append(token)
         ends = [span["start"] + span["length"] for span in spans]
         self.told = all(end < len(ids) // BLOCK * BLOCK for end in ends)
-        self._vllm.stdin.write(json.dumps({"ids": ids, "media": spans}) + "\n")
-        self._vllm.stdin.flush()
-        return ids, json.loads(self._vllm.stdout.readline())
+        return ids, self._told({"ids": ids, "media": spans})
 
 
-@pytest.fixture
-def session(environment, tmp_path):
+@pytest.fixture(scope="module")
+def vllm(environment, tmp_path_factory):
     script = Path(__file__).with_name("media_cache.py")
     with (
-        (tmp_path / "vllm.log").open("w") as log,
+        (tmp_path_factory.mktemp("media") / "vllm.log").open("w") as log,
         subprocess.Popen(
             [environment.program("python"), str(script)],
+            env=os.environ | {"PYTHONPATH": str(install.sound_library(environment))},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
         ) as vllm,
     ):
-        yield Session(tmp_path / "model", vllm)
+        yield vllm
         vllm.stdin.close()
+
+
+@pytest.fixture
+def session(vllm, tmp_path):
+    made = Session(tmp_path / "model", vllm)
+    made.forget()
+    return made
 
 
 def test_conversations_with_pictures_and_sound_are_predicted_exactly(session):
@@ -234,16 +264,40 @@ def test_another_medium_after_equal_words_is_another_prompt(session):
     assert predicted[2] == counted[1] > 0
 
 
-def test_another_gateway_knows_pictures_by_their_names(session, tmp_path):
-    """Those of all kinds, and in the first prompt that it sees; of sound it knows what stands before."""
-    pictures = [picture(1), words(Random(5), 20), picture(2, mode=0), picture(3, mode=6)]
-    messages = [{"role": "user", "content": [*pictures, words(Random(6), 40)]}]
+def test_another_gateway_knows_media_by_their_names(session, tmp_path):
+    """Pictures of all kinds and sound, in the first prompt that it sees; of sound that engines resample it
+    knows what stands before, and its health says why."""
+    media = [picture(1), words(Random(5), 20), picture(2, mode=0), picture(3, mode=6), sound(4)]
+    messages = [{"role": "user", "content": [*media, words(Random(6), 40)]}]
     session.ask(messages)
-    predicted, counted = session.another(tmp_path / "another").ask(messages)
+    other = session.another(tmp_path / "another")
+    predicted, counted = other.ask(messages)
     assert predicted == ("local", *counted)
-    assert counted[1] > 3 * 40
-    messages = [{"role": "user", "content": [*pictures, sound(4), words(Random(6), 40)]}]
+    assert counted[1] > 4 * 40
+    assert {(row.kind, row.named) for row in other.media.table()} == {("image", "bytes"), ("audio", "bytes")}
+    messages = [{"role": "user", "content": [*media, sound(4, rate=8_000), words(Random(6), 40)]}]
     session.ask(messages)
-    predicted, counted = session.another(tmp_path / "third").ask(messages)
+    third = session.another(tmp_path / "third")
+    predicted, counted = third.ask(messages)
     assert predicted[0] == "estimate"
-    assert 3 * 40 < predicted[2] < counted[1]
+    assert 4 * 40 < predicted[2] < counted[1]
+    (why,) = [row for row in third.media.table() if not row.has_name]
+    print(why)
+    assert (why.kind, why.named) == ("audio", "rate")
+
+
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        pytest.param(picture(1), "bytes", id="picture"),
+        pytest.param(picture(2, mode=0), "bytes", id="grey picture"),
+        pytest.param(picture(3, mode=6), "bytes", id="picture with transparency"),
+        pytest.param(sound(4), "bytes", id="sound"),
+        pytest.param(sound(5, samples=30_001, channels=2), "bytes", id="sound of two channels"),
+        pytest.param(sound(6, kind=3), "bytes", id="sound as floats"),
+    ],
+)
+def test_names_are_those_of_vllm(session, part, named):
+    kind, data, _ = medium(part)
+    ours = media_names.of(kind, data, LOADED)
+    assert ours == (session.name_of(kind, data), named)
