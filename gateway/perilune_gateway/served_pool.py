@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from importlib.metadata import version
 from math import inf
 from random import Random
@@ -405,10 +405,11 @@ class ServedPool:
     def _shared_stats(self) -> SharedStats | None:
         return self.shared.stats(self._clock()) if self.shared else None
 
-    def _least_busy(self) -> str:
-        """Return the ready endpoint with the fewest requests in flight, which the tokenizer asks; "" when
-        none is ready."""
+    def _least_busy(self, among: Collection[str] = ()) -> str:
+        """Return the ready endpoint with the fewest requests in flight, which the tokenizer asks; one of
+        these servers if any are given, and "" when none is ready."""
         ready = [v for v in self.state.fleet.view(self._clock()) if v.endpoint.ready]
+        ready = [v for v in ready if not among or v.endpoint.server in among]
         return min(ready, key=lambda v: v.load.in_flight).endpoint.server if ready else ""
 
 

@@ -49,6 +49,8 @@ from perilune_gateway.observe.health import report
 from perilune_gateway.observe.stats import EndpointStats, SessionStats
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.request.paths import Api
+from perilune_gateway.request.tokens.media_names import WORDS, Named
+from perilune_gateway.request.tokens.media_spans import MediaRow
 from perilune_gateway.request.tokens.proof import KindParity, Part, Proof, Thinking
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_lab.processes.stack import EngineOptions, Stack
@@ -262,6 +264,7 @@ class Many:
     engines: int = 1000
     lacks: tuple[Lack, ...] = ()
     renderings: tuple[KindParity, ...] = ()
+    media: tuple[MediaRow, ...] = ()
 
     def endpoints(self) -> tuple[EndpointStats, ...]:
         return tuple(
@@ -298,6 +301,7 @@ class Many:
                 uptime_s=1.0,
                 lacks=self.lacks,
                 renderings=self.renderings,
+                media=self.media,
             )
 
         return PoolData(
@@ -435,6 +439,24 @@ async def test_what_tokens_engines_make_of_each_kind_of_request_is_a_table(brows
                 "messagesyeson1 of 2tools, from token 23 ontokenizedan engine"
             )
             await expect(console.page.locator("#problems")).to_contain_text("messages with tools")
+    finally:
+        await admin.stop()
+
+
+async def test_media_without_a_name_are_shown_with_the_reason(browser: Browser) -> None:
+    many = Many(engines=2)
+    many.media = tuple(
+        MediaRow(kind=kind, named=named, parts=parts, has_name=named is Named.BYTES, says=WORDS[named])
+        for kind, named, parts in (("image", Named.BYTES, 31), ("video", Named.VIDEO, 2))
+    )
+    admin = Admin(AdminData(CollectorRegistry(), {"p": many.data()}))
+    port = await admin.start()
+    try:
+        async with opened(browser, f"http://127.0.0.1:{port}") as console:
+            rows = console.page.locator("#media tbody tr")
+            await expect(rows.first).to_have_text(f"image31yes{WORDS[Named.BYTES]}")
+            await expect(rows.last).to_have_text(f"video2no{WORDS[Named.VIDEO]}")
+            await expect(console.page.locator("#health")).to_have_text("ok")
     finally:
         await admin.stop()
 

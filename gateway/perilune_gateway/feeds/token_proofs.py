@@ -109,7 +109,7 @@ class TokenProofs:
 
     def _prefer(self) -> None:
         verdicts = {server: engine.verdicts for server, engine in self._engines.items()}
-        self._tokenizer.asks_engine_for = preferred(verdicts) if self._tokenizer.local else frozenset()
+        self._tokenizer.asks_engine_for = preferred(verdicts) if self._tokenizer.local else {}
 
     def _missing(self, server: str, instance: str, wanted: Sequence[Kind]) -> Sequence[Kind]:
         """Return the kinds of which the engine should be asked now."""

@@ -107,6 +107,8 @@ class AwaitedMedium(NamedTuple):
     """The next medium, if it is in the body."""
     names: tuple[str, ...] = ()
     """The engine's name for it, as far as its bytes tell: one of these."""
+    family: str = ""
+    """Media whose names are made alike: the same engines have them, or have others."""
 
 
 class Tokens(Struct, frozen=True, gc=False, kw_only=True):

@@ -19,6 +19,7 @@ from perilune_gateway.model.kv_events import IngestStats, Lost
 from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.observe.findings import Lack
 from perilune_gateway.observe.stats import EndpointStats, LogStats
+from perilune_gateway.request.tokens.media_spans import MediaRow
 from perilune_gateway.request.tokens.proof import Kind, KindParity, Part
 from perilune_gateway.routing.handing_over import HandoffStats
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
@@ -116,6 +117,8 @@ class Health:
     """What engines that others run (`engine.selector`) lack for exact routing, worst first."""
     renderings: tuple[KindParity, ...] = ()
     """Whether engines and gateway make the same tokens, for each kind of request that was seen."""
+    media: tuple[MediaRow, ...] = ()
+    """How the media of prompts get the names by which engines cache them, and why some have none."""
 
 
 def report(
@@ -138,6 +141,7 @@ def report(
     lacks: tuple[Lack, ...] = (),
     policies: Sequence[PolicyState] = (),
     renderings: tuple[KindParity, ...] = (),
+    media: tuple[MediaRow, ...] = (),
 ) -> Health:
     """Return the health. `block_size`, `prefill_scale` and `has_cost_model` are the pool's; `pool_error` says
     why the newest pool document is not in force, if it is not. `peers`: the endpoints whose host memory
@@ -171,6 +175,7 @@ def report(
         token_memory_max_bytes=handoffs.token_max_bytes if handoffs else 0,
         lacks=lacks,
         renderings=renderings,
+        media=media,
     )
 
 

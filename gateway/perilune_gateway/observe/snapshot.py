@@ -265,4 +265,5 @@ class Snapshots:
             lacks=self.lacks() or (),
             policies=self._router.policies.states(),
             renderings=self._proofs.table() if self._proofs else (),
+            media=self._state.media.table(),
         )

@@ -81,6 +81,7 @@ class Responses(WithMedia, frozen=True, kw_only=True):
     request_id: Any = None
     max_output_tokens: int | None = None
     truncation: str | None = NOT_CUT
+    store: Any = True
 
 
 class Messages(WithMedia, frozen=True, kw_only=True):

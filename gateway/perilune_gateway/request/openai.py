@@ -166,6 +166,7 @@ def _responses(body: bytes) -> ParsedRequest:
     return replace(
         request,
         previous_response_id=fields.previous_response_id or "",
+        stored=bool(fields.store),
         request_id=text(fields.request_id),
         cut_to=None if fields.truncation == bodies.NOT_CUT else WHOLE_CONTEXT,
     )

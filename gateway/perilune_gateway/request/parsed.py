@@ -62,6 +62,18 @@ class ChatPrompt(Struct, frozen=True, gc=False, kw_only=True):
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
+class EarlierTurn(Struct, gc=False, kw_only=True):
+    """A turn of a conversation that an engine stores. Immutable except for `said`."""
+
+    response_id: str
+    server: str
+    """Where the response is stored (`ip:port`)."""
+    input: Raw
+    """The input of the request, as its body had it."""
+    said: tuple[str, ...] | None = None
+    """The texts of the answer, without thoughts and calls; None until the engine was asked."""
+
+
 class ParsedRequest(Struct, frozen=True, gc=False, kw_only=True):
     """The fields of a request that routing needs. Absent strings are empty, absent numbers 0."""
 
@@ -80,6 +92,10 @@ class ParsedRequest(Struct, frozen=True, gc=False, kw_only=True):
     """Body `user`; Anthropic: `metadata.user_id`."""
     previous_response_id: str = ""
     """If not empty, the engine prepends a stored conversation, which this body does not contain."""
+    earlier: tuple[EarlierTurn, ...] = ()
+    """That conversation, the first turn first; empty if the gateway does not have all of it."""
+    stored: bool = False
+    """Whether the engine is to store the conversation with the answer, if it stores any."""
     request_id: str = ""
     """In /v1/responses the id of the response, if the client chooses it."""
     cache_salt: str = ""

@@ -103,12 +103,12 @@ class CandidateBuilder:
         index, prompt, now = self._state.index, context.prompt, context.now
         matches, session = index.find_matches(prompt.blocks, now), context.session
         unlike = prompt.source is TokenSource.ESTIMATE and not matches.longest
-        if prompt.chained:
+        if prompt.partial:
             known = session is not None and session.begins_with(prompt.lead)
         else:
             known = session is not None and self._state.knows(session, prompt.body_bytes)
         if unlike and session and known:
-            held = self._state.held(session, now, prompt=prompt.chained and prompt.rewritten)
+            held = self._state.held(session, now, prompt=prompt.partial and prompt.rewritten)
             self._weigh(context, held, session.chain)
             return matches
         hits, _, score = (

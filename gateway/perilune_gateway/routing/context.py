@@ -75,8 +75,10 @@ class Prompt(Struct, frozen=True, gc=False, kw_only=True):
     cache_salt: str = ""
     """The salt that the gateway derived from the tenant. Empty if the body's own counts."""
     chained: bool = False
-    """Whether it names an earlier response, which only one engine's process has. Then its blocks are those of
-    the session's context, and the body brings what is new."""
+    """Whether it names an earlier response, which only one engine's process has."""
+    partial: bool = False
+    """Whether only what is new is known of it, since it names an earlier response. Then its blocks are those
+    of the session's context."""
     lead: int = 0
     """Hash of what stands before its messages, if it or a later one may name an earlier response."""
     keeps_lead: bool = True

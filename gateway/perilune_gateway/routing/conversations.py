@@ -56,7 +56,7 @@ class Conversations:
         stored = self._aliases.stored(identity.tenant, request.previous_response_id)
         if stored and not identity.session_id:
             identity = inferred(identity, stored.session_id)
-        if identity.session_id or not (self._keys.infer and prompt.blocks):
+        if identity.session_id or prompt.chained or not (self._keys.infer and prompt.blocks):
             return identity, self.arrived(identity, now)
         if session := sessions.infer(identity.tenant, prompt.blocks, prompt.tokens, now):
             return inferred(identity, session.key.session_id), sessions.arrived(session.key, now)

@@ -70,6 +70,17 @@ class Prompts:
         generated them. A completion's prompt is what the client writes."""
         return api in (paths.Api.CHAT, paths.Api.MESSAGES) and self._tokenizer.rewrites_answers
 
+    def continued(self, request: ParsedRequest, tenant: str) -> ParsedRequest:
+        """Return a request that names an earlier response with the turns before it, as far as they are known
+        and the tenant's."""
+        if not self._aliases.stored(tenant, request.previous_response_id):
+            return request
+        return replace(request, earlier=self._state.stored.before(request.previous_response_id))
+
+    def routed(self, request: ParsedRequest, response_id: str, server: str) -> None:
+        """Record that the request was routed to `server`, which stores its conversation if it stores any."""
+        self._state.stored.keep(response_id, request, server)
+
     def tokens(self, request: ParsedRequest) -> Tokens | None:
         """Return the prompt's tokens, or None if a thread or an engine has to count them."""
         return self._tokenizer.now(request)
@@ -92,10 +103,11 @@ class Prompts:
             salt = self._aliases.cache_salt(tenant, request.cache_salt)
             request = replace(request, cache_salt=salt)
         chained, stores = bool(request.previous_response_id), request.api is paths.Api.RESPONSES
+        partial = chained and tokens.ids is None
         prompt = Prompt(
             tokens=tokens.count,
             source=tokens.source,
-            blocks=() if pooling or chained else self._hash_blocks(request, tokens, lora, now),
+            blocks=() if pooling or partial else self._hash_blocks(request, tokens, lora, now),
             model=request.model,
             output_tokens=request.max_output_tokens,
             priority=request.priority,
@@ -103,6 +115,7 @@ class Prompts:
             cache_key=bounded(request.prompt_cache_key),
             cache_salt=salt,
             chained=chained,
+            partial=partial,
             names_response=paths.answers_with_id(head.path) and not request.request_id,
             unsplit=self._unsplit(request),
             lead=lead(request) if stores else 0,
@@ -124,7 +137,7 @@ class Prompts:
             blocks = block_hashes.chain(tokens.ids, self._block_size, root, extra)
             if tokens.awaited is not None:
                 self._state.media.expect(root, blocks, tokens.ids, tokens.awaited, now)
-            if tokens.media or self._state.media.learns:
+            if tokens.media or self._state.media.learns or request.earlier:
                 return blocks
         model = self._model
         text = digested(request.prefix_text(), int(MEDIA_TOKENS * model.bytes_per_token))

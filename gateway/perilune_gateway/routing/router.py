@@ -245,6 +245,9 @@ class Router:
         if request.model not in self.models:
             refusal = admission.unknown_model(request.model, self.models, "This pool")
             return self._verdicts.refused(head, refusal, timer)
+        if request.previous_response_id:
+            identity = head.identity or self._conversations.identity(head)
+            request = self._prompts.continued(request, identity.tenant)
         timer.lap(Step.PARSE)
         tokens = self._prompts.tokens(request)
         if tokens is None:
@@ -267,7 +270,7 @@ class Router:
         context.queued_s = context.now - queued.since
         if refusal:
             return self._verdicts.refused(head, refusal, timer, context)
-        return self._route(context)
+        return self._route(context, queued.request)
 
     def left(self, queued: Queued) -> None:
         """Record that the client of a request that waited has gone."""
@@ -361,9 +364,9 @@ class Router:
                 return self._verdicts.refused(head, refusal, timer, context)
             case Queued() as queued:
                 return queued
-        return self._route(context)
+        return self._route(context, request)
 
-    def _route(self, context: RequestContext) -> Routed | Refusal:
+    def _route(self, context: RequestContext, request: ParsedRequest) -> Routed | Refusal:
         """Decide with the prompt."""
         prompt, timer = context.prompt, context.timer
         self._candidates.find_eligible(context)
@@ -376,6 +379,7 @@ class Router:
         assert not isinstance(verdict, NeedBody), "a policy asked for a body that it had seen"
         if isinstance(verdict, Routed):
             self.state.index.record_match(prompt.blocks, matches, context.now)
+            self._prompts.routed(request, verdict.fields.request_id, verdict.destinations[0])
         return verdict
 
     def _with_session(
@@ -392,7 +396,7 @@ class Router:
         if session:
             self.moves.handing_over.follow(session)
         holder = self._conversations.holder(identity, session, request.previous_response_id)
-        if prompt.chained and session:
+        if prompt.partial and session:
             prompt = replace(prompt, tokens=session.context_tokens + prompt.tokens)
         return RequestContext(
             head=head, now=now, timer=timer, identity=identity, session=session, prompt=prompt, holder=holder

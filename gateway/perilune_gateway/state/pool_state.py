@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from perilune_api.pool import Pool
 from perilune_gateway.model import EngineModel
+from perilune_gateway.request.stored_turns import StoredTurns
 from perilune_gateway.request.tokens.media_spans import MediaSpans
 from perilune_gateway.state.block_tokens import BlockTokens
 from perilune_gateway.state.calibration import Calibration
@@ -64,6 +65,7 @@ class PoolState:
     reports: FullReports
     starts: Starts
     media: MediaSpans
+    stored: StoredTurns
     sharing: Sharing | None
     """With other replicas of the gateway. None if nothing is shared."""
     block_size: int
@@ -120,6 +122,7 @@ class PoolState:
             reports=FullReports(),
             starts=Starts(),
             media=MediaSpans(spec.engine.block_size),
+            stored=StoredTurns(),
             sharing=sharing,
             block_size=spec.engine.block_size,
         )

@@ -2,7 +2,7 @@
 
 import asyncio
 from base64 import b64encode
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from perilune_gateway.feeds.token_proofs import AGAIN_S, TokenProofs, run
 from perilune_gateway.model import TokenSource
 from perilune_gateway.request.tokens import Tokenizer
 from perilune_gateway.request.tokens.conversation import Medium
-from perilune_gateway.request.tokens.media_names import of_picture
+from perilune_gateway.request.tokens.media_names import of
 from perilune_gateway.request.tokens.proof import Outcome, Part, Thinking
 
 OURS = """\
@@ -56,11 +56,15 @@ class Rig:
     def __init__(self, folder: Path, http: aiohttp.ClientSession) -> None:
         self.now = 0.0
         self.http = http
-        self.tokenizer = Tokenizer(
-            Model(name="m", tokenizer=str(folder)), lambda: self.asked, stopwatch=lambda: 0.0
-        )
+        self.tokenizer = Tokenizer(Model(name="m", tokenizer=str(folder)), self.choose, stopwatch=lambda: 0.0)
         self.asked = ""
+        self.among = set[str]()
+        """Of which engines the last question should be asked one."""
         self.proofs = TokenProofs(self.tokenizer, "m", lambda: self.now)
+
+    def choose(self, among: Collection[str]) -> str:
+        self.among = {*among}
+        return self.asked
 
     async def look(self, *engines: Served, instance: str = "") -> None:
         await self.proofs.look([(engine.address, instance) for engine in engines], self.http)
@@ -130,6 +134,7 @@ async def test_where_most_engines_differ_an_engine_tokenizes(rig: Rig, engines: 
     quiet = request(CHAT, messages=HI, **NO_THINKING)
     assert rig.tokenizer.now(quiet) is None
     assert (await rig.tokenizer.encode(quiet)).source is TokenSource.ENGINE
+    assert rig.among == {engines[1].address, engines[2].address}, "one of those that differ"
     loud = rig.tokenizer.now(request(CHAT, messages=HI))
     assert loud is not None
     assert loud.source is TokenSource.LOCAL, "these do not differ"
@@ -317,5 +322,5 @@ async def test_what_engines_have_loaded_names_pictures(
     assert sees.media.names_media
     data = b64encode(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + bytes(9) + b"\2" + bytes(99)).decode()
     picture = Medium("image", b"key", base64=data)
-    assert sees.media.names(picture) == (of_picture(data, "/models/m"),) != ("",)
+    assert sees.media.names(picture) == (of("image", data, "/models/m").name,) != ("",)
     await sees.close()

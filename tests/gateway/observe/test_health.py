@@ -11,6 +11,8 @@ from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.observe.health import ProblemKind, Status, diagnose, report
 from perilune_gateway.observe.stats import EndpointStats, LogStats
 from perilune_gateway.request.paths import Api
+from perilune_gateway.request.tokens.media_names import WORDS, Named
+from perilune_gateway.request.tokens.media_spans import MediaRow
 from perilune_gateway.request.tokens.proof import KindParity, Part, Proof, Thinking
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_gateway.state.calibration import EndpointCalibration, RatioStats
@@ -290,3 +292,11 @@ def test_other_tokens_of_a_kind_of_request_are_a_problem_of_each_such_engine():
     )
     fine = report([stats()], **about, renderings=(alike,))
     assert (fine.status, fine.renderings) == (Status.OK, (alike,))
+
+
+def test_media_without_a_name_are_told_and_no_problem():
+    about = {"block_size": 16, "pool": "d/p", "policy": "ear", "version": "1", "uptime_s": 2.0}
+    row = MediaRow(kind="audio", named=Named.RATE, parts=4, has_name=False, says=WORDS[Named.RATE])
+    told = report([stats()], **about, media=(row,))
+    assert (told.status, told.media) == (Status.OK, (row,))
+    assert "resample" in row.says

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import struct
 from base64 import b64encode
 from collections.abc import Iterable, Mapping
 from itertools import count
@@ -19,7 +20,7 @@ from perilune_gateway.model.kv_events import BlockStored
 from perilune_gateway.request.openai import parse
 from perilune_gateway.request.parsed import ParsedRequest
 from perilune_gateway.request.tokens import Tokenizer
-from perilune_gateway.request.tokens.media_names import of_picture
+from perilune_gateway.request.tokens.media_names import Named, of
 from perilune_gateway.routing.router import Encode
 from perilune_gateway.state.engine_blocks import EngineBlocks
 
@@ -29,7 +30,7 @@ TEMPLATE = """\
     {{- '<|im_start|>' + m.role + '\\n' }}
     {%- if m.content is string %}{{- m.content }}{%- else %}
     {%- for part in m.content %}
-        {%- if part.type == 'image' %}{{- 'PLACE' }}
+        {%- if part.type in ('image', 'audio', 'video') %}{{- 'PLACE' }}
         {%- elif part.type == 'text' %}{{- part.text }}{%- endif %}
     {%- endfor %}{%- endif %}
     {{- '<|im_end|>\\n' }}
@@ -321,26 +322,35 @@ def png(seed: int) -> tuple[dict[str, object], str]:
     begins = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + bytes(9) + b"\2"
     data = b64encode(begins + Random(seed).randbytes(3000)).decode()
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
-    return part, of_picture(data, LOADED)
+    return part, of("image", data, LOADED).name
+
+
+def wav(seed: int, rate: int = 16_000) -> tuple[dict[str, object], str]:
+    """Return a part with sound, and the engine's name for it if its model hears at this rate."""
+    body = Random(seed).randbytes(2_000)
+    head = struct.pack("<4sIHHIIHH4sI", b"fmt ", 16, 1, 1, rate, 2 * rate, 2, 16, b"data", len(body))
+    data = b64encode(b"RIFF" + struct.pack("<I", 44 + len(body)) + b"WAVE" + head + body).decode()
+    part = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+    return part, of("audio", data, LOADED).name
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 1000])
-def test_what_an_engine_has_announced_under_a_pictures_name_is_known(tmp_path: Path, step: int) -> None:
+def test_what_an_engine_has_announced_under_a_mediums_name_is_known(tmp_path: Path, step: int) -> None:
     """To a gateway, too, that has not seen the request that it is of."""
     for name in ("first", "late"):
         (tmp_path / name).mkdir()
     session, late = Session(tmp_path / "first", BARE), Session(tmp_path / "late", BARE)
     session.engine.blocks_of_a_step = step
-    (cat, cats_name), (dog, dogs_name) = png(1), png(2)
-    pictures = [(cats_name, 70), (dogs_name, 33)]
-    prompt = LOOK, cat, text("what is it? " * 9), dog, text("and this? " * 9)
+    (cat, cats_name), (dog, dogs_name), (bark, barks_name) = png(1), png(2), wav(3)
+    pictures = [(cats_name, 70), (dogs_name, 33), (barks_name, 20)]
+    prompt = LOOK, cat, text("what is it? " * 9), dog, bark, text("and this? " * 9)
     session.ask(*prompt, pictures=pictures)
     late.engine = session.engine
     late.media.loaded(LOADED)
     late.hear(session.events)
     record, cached = late.ask(*prompt, pictures=pictures)
     assert record.token_source is TokenSource.LOCAL
-    assert record.cached_tokens == cached > 70 + 33
+    assert record.cached_tokens == cached > 70 + 33 + 20
 
 
 def test_names_tell_pictures_apart_that_are_awaited_at_the_same_time(session: Session) -> None:
@@ -366,3 +376,67 @@ def test_a_name_that_no_engine_gives_changes_nothing(session: Session) -> None:
     record, cached = session.ask(LOOK, cat, text("what is it? " * 9), pictures=[("cat", 70)])
     assert record.token_source is TokenSource.LOCAL
     assert record.cached_tokens == cached > 70
+
+
+def test_sound_that_engines_resample_is_learned_though_pictures_have_their_names(session: Session) -> None:
+    """Also sound whose name would be right for nearly all models, but is not for this one."""
+    session.media.loaded(LOADED)
+    (cat, cats_name), (bark, _), (other, _) = png(1), wav(2), wav(3, rate=8_000)
+    words = text("what is it? " * 9)
+    for _ in range(2):
+        session.ask(LOOK, cat, words, pictures=[(cats_name, 70)])
+    for sound, name in ((bark, "bark"), (other, "howl")):
+        session.ask(LOOK, sound, words, pictures=[(name, 70)])
+        record, cached = session.ask(LOOK, sound, words, pictures=[(name, 70)])
+        assert record.token_source is TokenSource.LOCAL
+        assert record.cached_tokens == cached > 70
+
+
+MP3 = {
+    "type": "input_audio",
+    "input_audio": {"data": b64encode(b"ID3" + bytes(99)).decode(), "format": "mp3"},
+}
+VIDEO = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
+FETCHED = {"type": "image_url", "image_url": {"url": "https://example.com/cat.png"}}
+
+
+@pytest.mark.parametrize(
+    ("part", "more", "row"),
+    [
+        pytest.param(png(1)[0], {}, ("image", Named.BYTES, True), id="a picture"),
+        pytest.param(wav(1)[0], {}, ("audio", Named.BYTES, True), id="sound"),
+        pytest.param(png(1)[0] | {"uuid": "cat"}, {}, ("image", Named.CLIENT, True), id="the client's name"),
+        pytest.param(MP3, {}, ("audio", Named.FORMAT, False), id="compressed sound"),
+        pytest.param(wav(1, 8_000)[0], {}, ("audio", Named.RATE, False), id="sound of another rate"),
+        pytest.param(VIDEO, {}, ("video", Named.VIDEO, False), id="video"),
+        pytest.param(FETCHED, {}, ("image", Named.FETCHED, False), id="what the engine fetches"),
+        pytest.param(
+            png(1)[0],
+            {"media_io_kwargs": {"image": {}}},
+            ("image", Named.ARGUMENTS, False),
+            id="arguments for media",
+        ),
+        pytest.param(
+            {"type": "image_embeds", "image_embeds": "AAAA"},
+            {},
+            ("any", Named.UNPLACED, False),
+            id="what has no place in the template",
+        ),
+    ],
+)
+def test_health_says_what_has_no_name(
+    session: Session, part: dict[str, object], more: dict[str, object], row: tuple[str, Named, bool]
+) -> None:
+    assert session.media.table() == ()
+    session.media.loaded(LOADED)
+    session.ask(LOOK, part, pictures=[("cat", 70)], more=more)
+    (told,) = session.media.table()
+    assert (told.kind, told.named, told.has_name) == row
+    assert told.parts == 1
+    assert told.says
+
+
+def test_before_an_engine_has_told_its_model_nothing_has_a_name(session: Session) -> None:
+    session.ask(LOOK, png(1)[0], pictures=[("cat", 70)])
+    (told,) = session.media.table()
+    assert told.named is Named.MODEL

@@ -18,7 +18,7 @@ class Cause(StrEnum):
     """Most engines make other tokens of this kind of prompt than the local tokenizer (proof.py)."""
     MEDIA = "media"
     STORED_CONVERSATION = "stored_conversation"
-    """The request has a previous_response_id, so a part of the prompt is stored in the engine."""
+    """The request has a previous_response_id, and the gateway does not have what is stored in the engine."""
     NO_TEXT = "no_text"
     """The prompt is given as embeddings."""
     TOO_MUCH = "too_much"
@@ -46,3 +46,11 @@ class CannotTellError(Exception):
         self.detail = detail
         self.estimate = estimate
         """The source's own estimate in tokens, better than one from bytes; 0 means that it has none."""
+
+
+class UnplacedMediaError(CannotTellError):
+    """A prompt has parts that are more than text, and no template here has a place for all of them."""
+
+    def __init__(self, parts: int, estimate: int) -> None:
+        super().__init__(Cause.MEDIA, f"{parts} parts", estimate)
+        self.parts = parts

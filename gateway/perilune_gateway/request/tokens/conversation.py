@@ -9,8 +9,8 @@ to be done here for the tokens to be right (source: renderers and API layers of 
 - tool calls' `arguments` become objects; anything but a JSON object becomes `{}`;
 - tools are written as type, name, description, parameters, absent ones `null`;
 - Anthropic: `system` blocks become the first message, `tool_result`s `tool` messages, `tool_use` tool calls;
-  Responses: `instructions` come first, calls join their assistant message, a custom tool is a function of one
-  text, and the functions of a namespace have its name before theirs.
+  Responses: `instructions` come first, then the turns that the engine stores; calls join their assistant
+  message, a custom tool is a function of one text, and functions of a namespace have its name before theirs.
 
 Some of this depends on the template (`Form`): where it refuses a later system message, Anthropic's are all
 put first; where it does not know developers, their messages and the system's become the first one.
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import msgspec
 from xxhash import xxh3_128_digest
 
-from perilune_gateway.request.parsed import BILLING_MARK, ChatPrompt
+from perilune_gateway.request.parsed import BILLING_MARK, ChatPrompt, EarlierTurn
 from perilune_gateway.request.paths import Api
 
 Message = dict[str, Any]
@@ -130,9 +130,14 @@ class Medium(NamedTuple):
     key: bytes
     """A digest of its bytes in the body; empty if the engine has to fetch it."""
     base64: str = ""
-    """A picture's bytes, if they alone give it its name in an engine."""
+    """The bytes of a picture or sound, if they may give it its name in an engine."""
     uuid: str = ""
     """The name that the client gives it, if no arguments change that."""
+
+    @property
+    def family(self) -> str:
+        """Media whose names are made alike."""
+        return "client" if self.uuid else self.kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,10 +156,13 @@ class Conversation:
     """Those parts, where they stay in the messages, since the template has words for them."""
 
 
-def read(api: Api, prompt: ChatPrompt, form: Form = ANY_FORM) -> Conversation:
-    """Return the conversation of a body in the form that the template expects. Raises ConversationError."""
+def read(
+    api: Api, prompt: ChatPrompt, form: Form = ANY_FORM, earlier: Sequence[EarlierTurn] = ()
+) -> Conversation:
+    """Return the conversation of a body in the form that the template expects. `earlier`: the turns before it
+    that the engine stores, with their answers. Raises ConversationError."""
     try:
-        return _Reader(form).read(api, prompt)
+        return _Reader(form).read(api, prompt, earlier)
     except ConversationError:
         raise
     except KeyError as error:
@@ -186,7 +194,7 @@ class _Reader:
         self._placed: list[Medium] = []
         self._media_kwargs = b""
 
-    def read(self, api: Api, prompt: ChatPrompt) -> Conversation:
+    def read(self, api: Api, prompt: ChatPrompt, earlier: Sequence[EarlierTurn]) -> Conversation:
         self._media_kwargs = prompt.media_kwargs
         content = msgspec.json.decode(prompt.messages)
         system = msgspec.json.decode(prompt.system) if prompt.system else None
@@ -197,7 +205,7 @@ class _Reader:
                 messages = _from_anthropic(content, system, self._form.system_first)
                 functions = _anthropic_tools(tools or [], content)
             case Api.RESPONSES:
-                messages = _from_responses(content, system)
+                messages = _from_responses(content, system, earlier)
                 functions = [function for tool in tools or () for function in _responses_tools(tool)]
             case _:
                 messages, functions = content, [_chat_tool(tool) for tool in tools or ()]
@@ -289,7 +297,7 @@ def _medium(part: dict[str, Any], kwargs: bytes) -> Medium:
         return Medium(kind, key)
     if uuid:
         return Medium(kind, key, uuid=str(uuid))
-    return Medium(kind, key, base64=content if kind == "image" else "")
+    return Medium(kind, key, base64=content if kind in ("image", "audio") else "")
 
 
 def _text(value: Any) -> str:
@@ -493,10 +501,21 @@ def _anthropic_tool(tool: dict[str, Any]) -> dict[str, Any]:
 # OpenAI Responses
 
 
-def _from_responses(content: Any, instructions: Any) -> list[Message]:
+def _from_responses(content: Any, instructions: Any, earlier: Sequence[EarlierTurn]) -> list[Message]:
+    """Return the messages of instructions, stored turns and items. Of stored turns, engines leave out the
+    system's messages, and of their answers all but the texts."""
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
+    for turn in earlier:
+        asked = _from_items(msgspec.json.decode(turn.input))
+        messages += [message for message in asked if message["role"] != "system"]
+        messages += [{"role": "assistant", "content": text} for text in turn.said or ()]
+    return [*messages, *_from_items(content)]
+
+
+def _from_items(content: Any) -> list[Message]:
     if isinstance(content, str):
-        return [*messages, {"role": "user", "content": content}]
+        return [{"role": "user", "content": content}]
+    messages: list[Message] = []
     for item in content:
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
         match item.get("type", "message"):

@@ -1,4 +1,5 @@
-"""Asks an engine for a prompt's tokens, by `POST /tokenize` of an endpoint: exact, whatever its template.
+"""Asks an engine for a prompt's tokens, by `POST /tokenize` of an endpoint: exact, whatever its template; and
+for the answer of a response that it stores.
 
 Costs a round trip and the engine's CPU. At most `max_concurrent` requests run at a time, the others wait. The
 body for a long prompt is written in a thread. For a request with several prompts only the first is sent, and
@@ -8,7 +9,7 @@ is not used, nor read to its end. Has no timeout; the caller must end what takes
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from perilune_api import engine_calls, pages
 from perilune_api.foreign_bytes import UNREADABLE
 from perilune_api.pool import EngineTls
 from perilune_gateway.model import Tokens, TokenSource
-from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest, TextPrompt, TokenId
+from perilune_gateway.request.parsed import ChatPrompt, EarlierTurn, ParsedRequest, TextPrompt, TokenId
 from perilune_gateway.request.paths import Api
 from perilune_gateway.request.tokens.causes import CannotTellError, Cause
 from perilune_gateway.request.tokens.conversation import ANY_FORM, Form, as_sent
@@ -34,7 +35,24 @@ class _Answer(msgspec.Struct, frozen=True):
     tokens: list[TokenId]
 
 
+class _Part(msgspec.Struct, frozen=True):
+    text: str | None = None
+
+
+class _Item(msgspec.Struct, frozen=True):
+    type: str = ""
+    content: list[_Part] | None = None
+
+
+class _Response(msgspec.Struct, frozen=True):
+    status: str
+    output: list[_Item]
+
+
 _ANSWER = msgspec.json.Decoder(_Answer)
+_RESPONSE = msgspec.json.Decoder(_Response)
+_UNFINISHED = frozenset(("queued", "in_progress"))
+_RESPONSE_BYTES = 8 * 1024 * 1024
 _JSON = {"content-type": "application/json"}
 _OLD_NAME = "reasoning_content"
 TEMPLATE_TOKENS = 16_384
@@ -44,13 +62,13 @@ _TOKEN_BYTES = 16
 
 
 class EngineTokenizer:
-    """`choose` returns the endpoint (`ip:port`) that is to tokenize, or "" when none can. Belongs to one
-    event loop. `close` frees the connections; the caller owns the `threads`. Every question has these
-    `headers`. `tls`: of the engines."""
+    """`choose` returns the endpoint (`ip:port`) that is to tokenize, one of those it gets if any, or "" when
+    none can. Belongs to one event loop. `close` frees the connections; the caller owns the `threads`. Every
+    question has these `headers`. `tls`: of the engines."""
 
     def __init__(
         self,
-        choose: Callable[[], str],
+        choose: Callable[[Collection[str]], str],
         bytes_per_token: float,
         max_concurrent: int,
         threads: Executor,
@@ -70,31 +88,19 @@ class EngineTokenizer:
         if self._http is not None:
             await self._http.close()
 
-    async def ask(self, request: ParsedRequest) -> Tokens:
-        """Return the prompt's tokens. Raises CannotTellError."""
+    async def ask(self, request: ParsedRequest, among: Collection[str] = ()) -> Tokens:
+        """Return the prompt's tokens as one of these engines makes them; empty: as any. Raises
+        CannotTellError."""
         if size_bytes(request) <= AT_ONCE_BYTES:
             body, rest_bytes = question(request, self._bytes_per_token, self.form)
         else:
             loop = asyncio.get_running_loop()
             ask = partial(question, request, self._bytes_per_token, self.form)
             body, rest_bytes = await loop.run_in_executor(self._threads, ask)
-        if not (endpoint := self._choose()):
+        if not (endpoint := self._choose(among)):
             raise CannotTellError(Cause.NO_ENGINE)
-        if self._http is None:
-            self._http = engine_calls.session(self._tls, {**pages.PLAIN, **self._headers})
-        url, most = f"http://{endpoint}/tokenize", _most_tokens(request)
-        try:
-            async with (
-                self._slots,
-                self._http.post(url, data=body, headers=_JSON, **pages.NO_REDIRECTS) as answer,
-            ):
-                if answer.status != 200:
-                    raise CannotTellError(Cause.ENGINE_STATUS, f"{endpoint} {answer.status}")
-                content = await pages.read(answer, most * _TOKEN_BYTES)
-        except pages.TooLongError as error:
-            raise CannotTellError(Cause.ENGINE_ANSWER, f"{endpoint} {error}") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise CannotTellError(Cause.ENGINE_UNREACHABLE, f"{endpoint} {error!r}") from None
+        most = _most_tokens(request)
+        content = await self._content("POST", endpoint, "/tokenize", most * _TOKEN_BYTES, body)
         try:
             ids = _ANSWER.decode(content).tokens
         except UNREADABLE as error:
@@ -105,6 +111,41 @@ class EngineTokenizer:
         return Tokens(
             count=len(ids) + rest, source=TokenSource.ENGINE, ids=ids, longest=len(ids) if rest else 0
         )
+
+    async def said(self, turn: EarlierTurn) -> tuple[str, ...]:
+        """Return the texts of an answer that an engine stores. Raises CannotTellError, also while it is not
+        complete."""
+        content = await self._content(
+            "GET", turn.server, f"/v1/responses/{turn.response_id}", _RESPONSE_BYTES
+        )
+        try:
+            response = _RESPONSE.decode(content)
+        except UNREADABLE as error:
+            raise CannotTellError(Cause.ENGINE_ANSWER, f"{turn.server} {error}") from None
+        if response.status in _UNFINISHED:
+            raise CannotTellError(Cause.STORED_CONVERSATION, f"the response is {response.status}")
+        messages = (item for item in response.output if item.type == "message")
+        return tuple(part.text or "" for message in messages for part in message.content or ())
+
+    async def _content(
+        self, method: str, endpoint: str, path: str, most_bytes: int, body: bytes | None = None
+    ) -> bytes:
+        """Return what an endpoint answers with status 200. Raises CannotTellError."""
+        if self._http is None:
+            self._http = engine_calls.session(self._tls, {**pages.PLAIN, **self._headers})
+        url, headers = f"http://{endpoint}{path}", _JSON if body else {}
+        try:
+            async with (
+                self._slots,
+                self._http.request(method, url, data=body, headers=headers, **pages.NO_REDIRECTS) as answer,
+            ):
+                if answer.status != 200:
+                    raise CannotTellError(Cause.ENGINE_STATUS, f"{endpoint} {answer.status}")
+                return await pages.read(answer, most_bytes)
+        except pages.TooLongError as error:
+            raise CannotTellError(Cause.ENGINE_ANSWER, f"{endpoint} {error}") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise CannotTellError(Cause.ENGINE_UNREACHABLE, f"{endpoint} {error!r}") from None
 
 
 def question(request: ParsedRequest, bytes_per_token: float, form: Form = ANY_FORM) -> tuple[bytes, int]:

@@ -4,11 +4,11 @@
     KV event with multimodal keys ─ stored ─▶ a medium's tokens, its identifier and where it lies ─▶ find
 
 How many tokens a medium has, only the model's processor tells. Its name in the engine follows from the bytes
-of most pictures (media_names.py); then any event that names it tells its tokens, whoever sent it, and
-whenever. Nothing of the others is decoded: the first prompt with a medium is exact up to it, and the engine's
-events of that prompt show the rest, all media of it. The tokens there before a medium, and those after it,
-must be the prompt's, and the engine's name for it must be new. A medium is known by its bytes in the body;
-one that the engine has to fetch has none, and is never known.
+of most pictures and some sound (media_names.py); then any event that names it tells its tokens, whoever sent
+it, and whenever. Nothing of the others is decoded: the first prompt with a medium is exact up to it, and the
+engine's events of that prompt show the rest, all media of it. The tokens there before a medium, and those
+after it, must be the prompt's, and the engine's name for it must be new. A medium is known by its bytes in
+the body; one that the engine has to fetch has none, and is never known. `table` says which have no name.
 
 Learned are media that become a run of one token in place of one token of the template, as in Qwen's models.
 Of two media that are awaited at the same place of equal prompts, neither is learned.
@@ -16,7 +16,9 @@ Of two media that are awaited at the same place of equal prompts, neither is lea
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from threading import Lock
 from typing import NamedTuple
 
@@ -24,7 +26,7 @@ import msgspec
 
 from perilune_gateway.model import AwaitedMedium, MediaSpan
 from perilune_gateway.request.tokens.conversation import Medium
-from perilune_gateway.request.tokens.media_names import of_picture
+from perilune_gateway.request.tokens.media_names import KNOWN, WORDS, Named, of
 
 MOST_EXPECTED, MOST_KNOWN = 4_096, 16_384
 AWAITED_AT_ONCE = 16
@@ -41,6 +43,20 @@ MOST_TOKENS = 262_144
 MOST_MODELS = 16
 MmKeys = Sequence[tuple[str, int]]
 """Media that lie in one block: (identifier, position relative to the block's first token)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaRow:
+    """Media of one kind whose names are known, or are not, for the same reason."""
+
+    kind: str
+    named: Named
+    parts: int
+    """Number of such parts of prompts; a later turn with the same medium counts again."""
+    has_name: bool
+    says: str
+    """What that means, in words."""
+
 
 encode_keys = msgspec.msgpack.Encoder().encode
 """Return the bytes of a block's keys that its hash covers."""
@@ -98,16 +114,18 @@ class MediaSpans:
         self._announced: dict[str, tuple[int, int]] = {}
         """Engine's name of a medium → its token and how often that stands there."""
         self._models: list[str] = []
-        self._names: dict[bytes, tuple[str, ...]] = {}
-        """Key of a medium → the names that it has in engines of these models."""
+        self._names: dict[bytes, tuple[tuple[str, ...], Named]] = {}
+        """Key of a medium → the names that it has in engines of these models, or why it has none."""
+        self._parts: Counter[tuple[str, Named]] = Counter()
+        """Parts of prompts by kind and by who gives them their names."""
         self._lock = Lock()
         """Prompts are read in threads, and events in the loop."""
-        self._named_alike = False
-        """Whether an engine has given a medium the name that follows from its bytes."""
+        self._named_alike: set[str] = set()
+        """The families of which an engine has given a medium the name that follows from its bytes."""
 
     @property
     def names_media(self) -> bool:
-        """Whether pictures have names, which take a while to compute."""
+        """Whether media have names, which take a while to compute."""
         return bool(self._models)
 
     def loaded(self, model: str) -> None:
@@ -119,22 +137,53 @@ class MediaSpans:
 
     def names(self, medium: Medium) -> tuple[str, ...]:
         """Return the names that a medium has in engines, as far as its bytes tell, in any thread."""
+        return self._named(medium)[0]
+
+    def note(self, medium: Medium) -> None:
+        """Count a part of a prompt by its name, in any thread."""
+        self._count(medium.kind, self._named(medium)[1], 1)
+
+    def unplaced(self, parts: int) -> None:
+        """Count parts of a prompt for which no template here has a place."""
+        self._count("any", Named.UNPLACED, parts)
+
+    def table(self) -> tuple[MediaRow, ...]:
+        """Return how the media of prompts get their names, for health."""
+        with self._lock:
+            counted = sorted(self._parts.items())
+        return tuple(
+            MediaRow(kind=kind, named=named, parts=parts, has_name=named in KNOWN, says=WORDS[named])
+            for (kind, named), parts in counted
+        )
+
+    def _count(self, kind: str, named: Named, parts: int) -> None:
+        with self._lock:
+            self._parts[kind, named] += parts
+
+    def _named(self, medium: Medium) -> tuple[tuple[str, ...], Named]:
         if medium.uuid:
-            return (medium.uuid,)
-        if not (medium.base64 and self._models):
-            return ()
-        if (names := self._names.get(medium.key)) is not None:
-            return names
+            return (medium.uuid,), Named.CLIENT
+        if not medium.key:
+            return (), Named.FETCHED
+        if medium.kind == "video":
+            return (), Named.VIDEO
+        if not medium.base64:
+            return (), Named.ARGUMENTS
+        if not self._models:
+            return (), Named.MODEL
+        if (known := self._names.get(medium.key)) is not None:
+            return known
         models = tuple(self._models)
-        names = tuple(filter(None, (of_picture(medium.base64, model) for model in models)))
+        named = [of(medium.kind, medium.base64, model) for model in models]
+        found = tuple(name for name, _ in named if name), named[0].named
         with self._lock:
             if models == tuple(self._models):  # else an engine of another model has come meanwhile
-                self._names[medium.key] = names
+                self._names[medium.key] = found
             if len(self._names) > MOST_KNOWN:
                 self._names.pop(next(iter(self._names)))
-        return names
+        return found
 
-    def named(self, key: bytes, names: Sequence[str], own: Sequence[int]) -> Known | None:
+    def named(self, medium: Medium, names: Sequence[str], own: Sequence[int]) -> Known | None:
         """Return what engines have announced under one of these names, in any thread. `own`: the template's
         tokens for the medium, of which the engine repeats one."""
         for name in names:
@@ -142,8 +191,8 @@ class MediaSpans:
             if length and (len(own) == 1 or own.count(token) == 1):
                 lead = own.index(token) if len(own) > 1 else 0
                 known = Known((*own[:lead], *[token] * length, *own[lead + 1 :]), lead, length, name)
-                self._learn(key, known)
-                self._named_alike = True
+                self._learn(medium.key, known)
+                self._named_alike.add(medium.family)
                 return known
         return None
 
@@ -229,9 +278,10 @@ class MediaSpans:
         """Learn a medium, if it is known now, and those after it, as far as they are stored; return the one
         that is to come next, if any."""
         while known:
-            key, _, after, then, names = expected.awaited
+            key, _, after, then, names, family = expected.awaited
             self._learn(key, known)
-            self._named_alike = self._named_alike or known.identifier in names
+            if known.identifier in names:
+                self._named_alike.add(family)
             if then is None:
                 return None
             head = (*expected.head, *known.ids, *after)
@@ -258,7 +308,7 @@ class MediaSpans:
     def _seen(self, expected: _Expected) -> tuple[Known | None] | None:
         """Return the medium that is expected, or None in its place if it does not end in these blocks; None
         if something else is there."""
-        (key, own, after, then, names), head, _, ids, keys, _ = expected
+        (key, own, after, then, names, family), head, _, ids, keys, _ = expected
         begin = len(head)
         if ids[:begin] != head[: len(ids)]:
             return None
@@ -268,7 +318,7 @@ class MediaSpans:
         identifier, start = media[0]
         stop = min(media[1][1], len(ids)) if media[1:] else len(ids)
         known = self._known.get(key)
-        if names and self._named_alike and identifier not in names:
+        if names and family in self._named_alike and identifier not in names:
             return None
         if start >= len(ids) or (
             identifier != known.identifier if known else identifier in self._identifiers

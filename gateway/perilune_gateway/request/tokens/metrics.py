@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from perilune_gateway.model import TokenSource
 from perilune_gateway.request.tokens.causes import Cause
 from perilune_gateway.request.tokens.incremental import IncrementalEncoder, Why
+from perilune_gateway.request.tokens.media_names import Named
 from perilune_gateway.request.tokens.tokenizer import Tokenizer
 
 
@@ -38,6 +39,16 @@ class TokenMetrics:
         for cause in Cause:
             passed.add_metric((cause.value,), tokenizer.causes[cause])
         yield passed
+        media = CounterMetricFamily(
+            "perilune_media_parts",
+            "Pictures, sound and video in prompts, by what gives them their names in engines, or by why none"
+            " is known.",
+            labels=("named",),
+        )
+        rows = tokenizer.media.table()
+        for named in Named:
+            media.add_metric((named.value,), sum(row.parts for row in rows if row.named is named))
+        yield media
         if tokenizer.local is not None:
             yield from _local(tokenizer.local)
 

@@ -8,9 +8,15 @@ from collections.abc import Collection, Sequence
 
 from msgspec import Raw
 
-from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest, TextPrompt, TokenPrompt
+from perilune_gateway.request.parsed import (
+    ChatPrompt,
+    EarlierTurn,
+    ParsedRequest,
+    TextPrompt,
+    TokenPrompt,
+)
 from perilune_gateway.request.paths import Api
-from perilune_gateway.request.tokens.causes import CannotTellError, Cause
+from perilune_gateway.request.tokens.causes import CannotTellError, Cause, UnplacedMediaError
 from perilune_gateway.request.tokens.conversation import (
     ANY_FORM,
     Conversation,
@@ -37,7 +43,8 @@ def size_bytes(request: ParsedRequest) -> int:
     """Return the size of the prompt. A conversation counts as the body writes it; token ids count 0."""
     match request.prompt:
         case ChatPrompt() as chat:
-            return len(chat.messages) + len(chat.system) + len(chat.tools) + len(chat.documents)
+            new = len(chat.messages) + len(chat.system) + len(chat.tools) + len(chat.documents)
+            return new + sum(len(turn.input) for turn in request.earlier)
         case TextPrompt(texts=texts):
             return sum(len(text.encode()) for text in texts)
         case TokenPrompt():
@@ -49,10 +56,11 @@ def has_tools(api: Api, chat: ChatPrompt) -> bool:
     return bool(chat.tools) and (api is Api.MESSAGES or b"{" in bytes(chat.tools))
 
 
-def brackets(chat: ChatPrompt) -> int:
+def brackets(chat: ChatPrompt, earlier: Sequence[EarlierTurn] = ()) -> int:
     """Return the number of opening brackets, an upper limit of the objects and lists that decoding the
     conversation makes."""
-    raws = map(bytes, (chat.messages, chat.system, chat.tools, chat.documents))
+    turns = (turn.input for turn in earlier)
+    raws = map(bytes, (chat.messages, chat.system, chat.tools, chat.documents, *turns))
     return sum(raw.count(b"{") + raw.count(b"[") for raw in raws)
 
 
@@ -67,7 +75,7 @@ def too_much(request: ParsedRequest, context_tokens: int) -> CannotTellError | N
             if (chars := sum(map(len, texts))) > most_bytes:
                 return CannotTellError(Cause.TOO_MUCH, f"{chars} characters")
         case ChatPrompt() as chat if (size := size_bytes(request)) > most_brackets:
-            if (found := brackets(chat)) > most_brackets:
+            if (found := brackets(chat, request.earlier)) > most_brackets:
                 return CannotTellError(Cause.TOO_MUCH, f"{found} objects and lists")
             if size > most_bytes and not has_base64(chat.messages):
                 return CannotTellError(Cause.TOO_MUCH, f"{size} bytes")
@@ -106,10 +114,10 @@ def text_conversation(
     """Return the conversation, if it is complete and only text, or has only media of the kinds `placed`.
     Raises CannotTellError when a part is stored in the engine, has a wrong form, or is another medium; in the
     last case with an estimate."""
-    if request.previous_response_id:
+    if request.previous_response_id and not request.earlier:
         raise CannotTellError(Cause.STORED_CONVERSATION)
     try:
-        conversation = read(request.api, chat, form)
+        conversation = read(request.api, chat, form, request.earlier)
     except ConversationError as error:
         raise CannotTellError(Cause.CONVERSATION, error) from None
     if conversation.media and (
@@ -118,15 +126,15 @@ def text_conversation(
     ):
         text_tokens = math.ceil((size_bytes(request) - conversation.media_bytes) / bytes_per_token)
         guess = max(text_tokens, 1) + conversation.media * MEDIA_TOKENS
-        raise CannotTellError(Cause.MEDIA, f"{conversation.media} parts", guess)
+        raise UnplacedMediaError(conversation.media, guess)
     return conversation
 
 
 def has_base64(messages: Raw) -> bool:
-    """Return whether the messages contain a picture in base64. A long text is searched only if a sample of
-    its bytes has a long run without a space or a mark, which only base64 has. A picture of less than 8 kB is
-    not found then; counted as text it has at most about twice MEDIA_TOKENS."""
+    """Return whether the messages contain a picture or sound in base64. A long text is searched only if a
+    sample of its bytes has a long run without a space or a mark, which only base64 has. A picture of less
+    than 8 kB is not found then; counted as text it has at most about twice MEDIA_TOKENS."""
     text = memoryview(messages)
     if len(text) > _LONG and _ONLY_BASE64 not in bytes(text[::_STRIDE]).translate(_AS_MARKS):
         return False
-    return b"base64" in bytes(text)
+    return any(sign in bytes(text) for sign in (b"base64", b'"input_audio"'))

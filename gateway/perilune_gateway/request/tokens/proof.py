@@ -507,12 +507,14 @@ def table(verdicts: Mapping[str, Mapping[Kind, Verdict]]) -> tuple[KindParity, .
     return tuple(rows)
 
 
-def preferred(verdicts: Mapping[str, Mapping[Kind, Verdict]]) -> frozenset[Kind]:
-    """Return the kinds for which an engine should be asked: most engines that told make other tokens than the
-    gateway, and their /tokenize gives these."""
-    chosen = set()
+def preferred(verdicts: Mapping[str, Mapping[Kind, Verdict]]) -> Mapping[Kind, frozenset[str]]:
+    """Return the kinds for which an engine should be asked, and the engines that may be: most that told make
+    other tokens than the gateway, and their /tokenize gives these."""
+    chosen = {}
     for kind in {kind for of in verdicts.values() for kind in of}:
-        told = [of[kind] for of in verdicts.values() if kind in of and of[kind].outcome is not Outcome.UNTOLD]
-        if told and 2 * sum(verdict.cured for verdict in told) > len(told):
-            chosen.add(kind)
-    return frozenset(chosen)
+        told = {engine: of[kind] for engine, of in verdicts.items() if kind in of}
+        told = {engine: verdict for engine, verdict in told.items() if verdict.outcome is not Outcome.UNTOLD}
+        cured = frozenset(engine for engine, verdict in told.items() if verdict.cured)
+        if 2 * len(cured) > len(told):
+            chosen[kind] = cured
+    return chosen

@@ -11,9 +11,10 @@
 When a source fails, the next one is used; each cause is counted, and logged once. A conversation that the
 template refuses (undefined roles, its own `raise_exception`) is estimated, not refused: the engine has the
 same template and answers 400 itself, and a wrong copy of the template in the gateway must not fail a request.
-Prompts that are not all text (pictures that are not known yet, a conversation stored in the engine) are
-estimated, and so are prompts that no context can hold (`too_much`), and those for which nothing is generated
-(embeddings and such).
+Of a conversation that an engine stores, the turns that came through this gateway are put before the request,
+with their answers as that engine tells them. Prompts that are not all text (pictures that are not known yet),
+and stored conversations that the gateway does not have, are estimated, and so are prompts that no context can
+hold (`too_much`), and those for which nothing is generated (embeddings and such).
 
 A conversation is decoded, normalised and rendered whole at every turn, which takes about 2.5 ns a byte (0.3
 ms for 130 KB). A template may render earlier messages differently when a new one comes (it drops their
@@ -32,7 +33,7 @@ import secrets
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,7 +45,12 @@ from perilune_gateway.model import AwaitedMedium, MediaSpan, Tokens, TokenSource
 from perilune_gateway.request.parsed import ChatPrompt, ParsedRequest, TextPrompt, TokenPrompt
 from perilune_gateway.request.paths import Api
 from perilune_gateway.request.tokens import encoder
-from perilune_gateway.request.tokens.causes import ENGINE_MAY_KNOW, CannotTellError, Cause
+from perilune_gateway.request.tokens.causes import (
+    ENGINE_MAY_KNOW,
+    CannotTellError,
+    Cause,
+    UnplacedMediaError,
+)
 from perilune_gateway.request.tokens.conversation import Form, Medium, TemplateError
 from perilune_gateway.request.tokens.engine import EngineTokenizer
 from perilune_gateway.request.tokens.incremental import IncrementalEncoder
@@ -88,16 +94,16 @@ _CALIBRATION_CHARS = 1000
 class Tokenizer:
     """Tokens of requests for one model.
 
-    `engine` returns the endpoint (`ip:port`) that is to tokenize, or "" when none can; `headers` are those of
-    the questions that it is asked, and `tls` the engines'. `now` and `encode` belong to one event loop;
-    `close` frees threads and connections. Raises SpecError when the pool names a tokenizer that does not
-    exist or does not load.
+    `engine` returns the endpoint (`ip:port`) that is to tokenize, one of those it gets if any, or "" when
+    none can; `headers` are those of the questions that it is asked, and `tls` the engines'. `now` and
+    `encode` belong to one event loop; `close` frees threads and connections. Raises SpecError when the pool
+    names a tokenizer that does not exist or does not load.
     """
 
     def __init__(
         self,
         model: Model,
-        engine: Callable[[], str] | None = None,
+        engine: Callable[[Collection[str]], str] | None = None,
         *,
         timeout_s: float = 1.5,
         max_concurrent: int = 32,
@@ -122,7 +128,12 @@ class Tokenizer:
         self.timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
         self._engine = EngineTokenizer(
-            engine or (lambda: ""), model.bytes_per_token, max_concurrent, self._threads, headers or {}, tls
+            engine or (lambda among: ""),
+            model.bytes_per_token,
+            max_concurrent,
+            self._threads,
+            headers or {},
+            tls,
         )
         self._stopwatch = stopwatch
         if self._templates is not None:
@@ -130,9 +141,9 @@ class Tokenizer:
             self._engine.form = Form(system_first=template.system_first, unthinking=template.unthinking)
         self.seen: set[Kind] = set()
         """The kinds of requests that had to be tokenized. After the first ones a sample is looked at."""
-        self.asks_engine_for: frozenset[Kind] = frozenset()
+        self.asks_engine_for: Mapping[Kind, frozenset[str]] = {}
         """The kinds that an engine tokenizes although there is a local tokenizer, because their tokens
-        differ."""
+        differ; and the engines that make these other tokens."""
         self._noted = 0
         self.media = media or MediaSpans(block_size=1)
 
@@ -186,6 +197,8 @@ class Tokenizer:
             return self._estimate(request, why)
         if self.local is None:
             return None if self._asks_engine else self._estimate(request)
+        if any(turn.said is None for turn in request.earlier):
+            return None  # an engine has to be asked what it said
         match request.prompt:
             case ChatPrompt(messages=messages) if self.media.names_media and has_base64(messages):
                 return None  # to name a picture takes a while
@@ -207,6 +220,9 @@ class Tokenizer:
             return self._estimate(request)
         try:
             async with asyncio.timeout(self.timeout_s):
+                for turn in request.earlier:
+                    if turn.said is None:
+                        turn.said = await self._engine.said(turn)
                 return self._count(await self._local_or_engine(request))
         except CannotTellError as error:
             return self._estimate(request, error)
@@ -229,7 +245,7 @@ class Tokenizer:
                 self._note(error)
         else:
             self._note_kind(request)
-        tokens = await self._engine.ask(request)
+        tokens = await self._engine.ask(request, self.asks_engine_for.get(kind_of(request), ()))
         ids = self._kept(request, tokens.ids or ())
         cut = len(tokens.ids or ()) - len(ids)
         return replace(tokens, count=tokens.count - cut, ids=ids) if cut else tokens
@@ -292,6 +308,8 @@ class Tokenizer:
         around = self.local.encoder.around
         if special and around is None:
             raise CannotTellError(Cause.MEDIA, "special tokens", self._guess(text, placed))
+        for medium, _ in placed:
+            self.media.note(medium)
         before, behind = around if special and around else (array("I"), array("I"))
         ids, spans, at = array("I", before), list[MediaSpan](), 0
         for n, (medium, place) in enumerate(placed):
@@ -321,7 +339,7 @@ class Tokenizer:
         if (known := self.media.find(medium.key)) or not (names := self.media.names(medium)):
             return known
         assert self.local is not None
-        return self.media.named(medium.key, names, [*self.local.encode(place).ids])
+        return self.media.named(medium, names, [*self.local.encode(place).ids])
 
     def _kept(self, request: ParsedRequest, ids: Sequence[int], before: Sequence[int] = ()) -> Sequence[int]:
         return kept(request, ids, self._cut_context, before)
@@ -355,7 +373,7 @@ class Tokenizer:
                 after = after[: min(AFTER, len(after) - 1)]
             own = tuple(self.local.encode(place).ids)
             names = self.media.names(medium)
-            awaited = AwaitedMedium(medium.key, own, tuple(after), awaited, names)
+            awaited = AwaitedMedium(medium.key, own, tuple(after), awaited, names, medium.family)
         return awaited
 
     def _guess(self, text: str, placed: Sequence[tuple[Medium, str]]) -> int:
@@ -383,6 +401,9 @@ class Tokenizer:
     # -- estimate and bookkeeping ----------------------------------------------------------------
 
     def _estimate(self, request: ParsedRequest, why: CannotTellError | None = None) -> Tokens:
+        """Return an estimate, of a request that names an earlier response only of what is new."""
+        if request.earlier:
+            request = replace(request, earlier=())
         if (
             why is None
             and isinstance(request.prompt, ChatPrompt)
@@ -395,6 +416,8 @@ class Tokenizer:
                 why = error  # else a picture in base64 would count as text
         if why is not None:
             self._note(why)
+        if isinstance(why, UnplacedMediaError):
+            self.media.unplaced(why.parts)
         count = why.estimate if why is not None else 0
         count = count or max(math.ceil(size_bytes(request) / self._bytes_per_token), 1)
         if (most := longest(request, self._cut_context)) is not None:

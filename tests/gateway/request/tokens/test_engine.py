@@ -60,7 +60,7 @@ async def engine():
 
 @pytest.fixture
 async def by_engine(engine):
-    tokenizer = Tokenizer(Model(name="m"), lambda: engine.address, timeout_s=5.0, max_concurrent=2)
+    tokenizer = Tokenizer(Model(name="m"), lambda among: engine.address, timeout_s=5.0, max_concurrent=2)
     yield tokenizer
     await tokenizer.close()
 
@@ -249,7 +249,7 @@ async def test_an_engine_does_not_choose_whom_the_gateway_asks(by_engine, engine
 
 async def test_an_engine_that_does_not_answer_in_time(engine):
     engine.gate.clear()
-    tokenizer = Tokenizer(Model(name="m"), lambda: engine.address, timeout_s=0.05)
+    tokenizer = Tokenizer(Model(name="m"), lambda among: engine.address, timeout_s=0.05)
     assert await tokenizer.encode(request(COMPLETIONS, prompt="x" * 40)) == Tokens(
         count=10, source=TokenSource.ESTIMATE
     )
@@ -260,8 +260,10 @@ async def test_an_engine_that_does_not_answer_in_time(engine):
 @pytest.mark.parametrize(
     ("address", "cause"),
     [
-        pytest.param(lambda: f"127.0.0.1:{unused_port()}", Cause.ENGINE_UNREACHABLE, id="nobody listens"),
-        pytest.param(lambda: "", Cause.NO_ENGINE, id="no endpoint is ready"),
+        pytest.param(
+            lambda among: f"127.0.0.1:{unused_port()}", Cause.ENGINE_UNREACHABLE, id="nobody listens"
+        ),
+        pytest.param(lambda among: "", Cause.NO_ENGINE, id="no endpoint is ready"),
     ],
 )
 async def test_without_an_engine_to_ask_tokens_are_estimated(address, cause):
@@ -295,7 +297,7 @@ async def test_engines_are_not_asked_more_at_once_than_allowed(by_engine, engine
 async def test_the_engine_is_asked_where_local_cannot_tell(config, body, cause, folder, tmp_path, engine):
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = Tokenizer(Model(name="m", tokenizer=str(tmp_path)), lambda: engine.address)
+    tokenizer = Tokenizer(Model(name="m", tokenizer=str(tmp_path)), lambda among: engine.address)
     asked = request(CHAT, messages=HI, **body)
     assert tokenizer.now(asked) is None
     assert (await tokenizer.encode(asked)).source is TokenSource.ENGINE
@@ -305,7 +307,7 @@ async def test_the_engine_is_asked_where_local_cannot_tell(config, body, cause, 
 
 
 async def test_the_engine_is_not_asked_what_it_refuses_too(folder, engine):
-    tokenizer = Tokenizer(Model(name="m", tokenizer=str(folder)), lambda: engine.address)
+    tokenizer = Tokenizer(Model(name="m", tokenizer=str(folder)), lambda among: engine.address)
     tokens = tokenizer.now(request(CHAT, messages=[{"role": "pirate", "content": "arr"}]))
     assert tokens.source is TokenSource.ESTIMATE
     assert not engine.questions
@@ -313,7 +315,9 @@ async def test_the_engine_is_not_asked_what_it_refuses_too(folder, engine):
 
 
 async def test_questions_have_the_key_that_engines_demand(engine):
-    tokenizer = Tokenizer(Model(name="m"), lambda: engine.address, headers={"authorization": "Bearer k"})
+    tokenizer = Tokenizer(
+        Model(name="m"), lambda among: engine.address, headers={"authorization": "Bearer k"}
+    )
     assert await tokenizer.encode(request(CHAT, messages=HI))
     await tokenizer.close()
     assert engine.authorizations == ["Bearer k"]

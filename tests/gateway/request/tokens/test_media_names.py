@@ -1,10 +1,19 @@
-"""The names of pictures, as vLLM 0.32 computes them."""
+"""The names of pictures and sound, as vLLM 0.32 computes them."""
 
+import struct
 from base64 import b64encode
 
 import pytest
 
-from perilune_gateway.request.tokens.media_names import MOST_BYTES, is_rgb, of_picture
+from perilune_gateway.request.tokens.media_names import (
+    MOST_BYTES,
+    MOST_SAMPLES,
+    Name,
+    Named,
+    is_rgb,
+    of,
+    samples_of,
+)
 
 PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + bytes(8) + b"\x08"
 JPEG = b"\xff\xd8\xff\xe0\0\x04ab\xff\xc2\0\x11\x08\0\x10\0\x10"
@@ -37,7 +46,7 @@ def test_whether_a_picture_is_converted(data: bytes, rgb: bool | None) -> None:
 
 
 def name(data: bytes, model: str = "m", algorithm: str = "blake3") -> str:
-    return of_picture(b64encode(data).decode(), model, algorithm)
+    return of("image", b64encode(data).decode(), model, algorithm).name
 
 
 def test_a_name_covers_bytes_model_and_conversion() -> None:
@@ -50,18 +59,19 @@ def test_a_name_covers_bytes_model_and_conversion() -> None:
 
 
 @pytest.mark.parametrize(
-    "base64",
+    ("base64", "why"),
     [
-        pytest.param("", id="nothing"),
-        pytest.param("A", id="no base64"),
-        pytest.param("AA AA", id="spaces, which the engine refuses"),
-        pytest.param("\ud83d", id="half a sign"),
-        pytest.param(b64encode(b"BM" + bytes(20)).decode(), id="another format"),
-        pytest.param(b64encode(PNG + b"\2" + bytes(MOST_BYTES)).decode(), id="too large"),
+        pytest.param("", Named.FORMAT, id="nothing"),
+        pytest.param("A", Named.BAD_BASE64, id="no base64"),
+        pytest.param("AA AA", Named.BAD_BASE64, id="spaces, which the engine refuses"),
+        pytest.param("\ud83d", Named.BAD_BASE64, id="half a sign"),
+        pytest.param(b64encode(b"BM" + bytes(20)).decode(), Named.FORMAT, id="another format"),
+        pytest.param(b64encode(PNG + b"\2" + bytes(MOST_BYTES)).decode(), Named.TOO_LARGE, id="too large"),
     ],
 )
-def test_what_has_no_name(base64: str) -> None:
-    assert of_picture(base64, "m") == ""
+def test_what_has_no_name(base64: str, why: Named) -> None:
+    assert of("image", base64, "m") == Name("", why)
+    assert of("audio", base64, "m") == Name("", why)
 
 
 def test_without_the_engines_model_there_is_no_name() -> None:
@@ -99,4 +109,66 @@ def test_without_the_engines_model_there_is_no_name() -> None:
 )
 def test_vllms_own_names(base64: str, name: str) -> None:
     """Computed by vLLM 0.32 of pictures that Pillow wrote."""
-    assert of_picture(base64, "/models/x") == name
+    assert of("image", base64, "/models/x") == Name(name, Named.BYTES)
+
+
+def wav(
+    body: bytes, *, kind: int = 1, channels: int = 1, rate: int = 16_000, bits: int = 16, more: bytes = b""
+) -> bytes:
+    align = channels * bits // 8
+    head = struct.pack("<HHIIHH", kind, channels, rate, rate * align, align, bits) + more
+    chunks = [(b"fmt ", head), (b"LIST", b"odd"), (b"data", body)]
+    told = b"".join(name + struct.pack("<I", len(of)) + of + bytes(len(of) % 2) for name, of in chunks)
+    return b"RIFF" + struct.pack("<I", 4 + len(told)) + b"WAVE" + told
+
+
+EXTENSIBLE = struct.pack("<HHIH14s", 22, 16, 4, 1, bytes(14))
+
+
+@pytest.mark.parametrize(
+    ("data", "samples"),
+    [
+        pytest.param(wav(struct.pack("<3h", -32768, 0, 16384)), (-1.0, 0.0, 0.5), id="PCM"),
+        pytest.param(wav(struct.pack("<2h", 1, -1)), (2**-15, -(2**-15)), id="the smallest steps"),
+        pytest.param(
+            wav(struct.pack("<4h", 32767, 32767, 1, -32768), channels=2),
+            (32767 / 32768, -32767 / 65536),
+            id="two channels: their mean",
+        ),
+        pytest.param(wav(struct.pack("<2f", 0.1, -2), kind=3, bits=32), (0.1, -2.0), id="floats"),
+        pytest.param(wav(struct.pack("<h", 8192), kind=0xFFFE, more=EXTENSIBLE), (0.25,), id="extensible"),
+    ],
+)
+def test_the_samples_of_sound(data: bytes, samples: tuple[float, ...]) -> None:
+    assert samples_of(data) == struct.pack(f"<{len(samples)}f", *samples)
+
+
+WHOLE = wav(bytes(64))
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        pytest.param(b"ID3" + bytes(99), Named.FORMAT, id="MP3"),
+        pytest.param(wav(bytes(64), rate=44_100), Named.RATE, id="another rate"),
+        pytest.param(wav(bytes(64), bits=24), Named.FORMAT, id="24 bits"),
+        pytest.param(wav(bytes(64), kind=7, bits=8), Named.FORMAT, id="mu-law"),
+        pytest.param(wav(bytes(60), channels=6), Named.FORMAT, id="six channels"),
+        pytest.param(wav(bytes(63)), Named.FORMAT, id="half a sample"),
+        pytest.param(wav(b""), Named.FORMAT, id="silence of no length"),
+        pytest.param(WHOLE[:-1], Named.FORMAT, id="cut"),
+        pytest.param(WHOLE[:20], Named.FORMAT, id="no whole head"),
+        pytest.param(WHOLE[:4] + bytes(4) + b"AVI " + WHOLE[12:], Named.FORMAT, id="no WAV"),
+        pytest.param(wav(bytes(2 * MOST_SAMPLES + 2)), Named.TOO_LARGE, id="too long"),
+        pytest.param(wav(bytes(64), kind=0xFFFE), Named.FORMAT, id="extensible without an extension"),
+    ],
+)
+def test_sound_without_a_name(data: bytes, why: Named) -> None:
+    assert samples_of(data) is why
+    assert of("audio", b64encode(data).decode(), "m") == Name("", why)
+
+
+def test_sound_and_a_picture_of_the_same_bytes_have_different_names() -> None:
+    data = b64encode(WHOLE).decode()
+    assert of("audio", data, "m").name
+    assert of("image", data, "m") == Name("", Named.FORMAT)

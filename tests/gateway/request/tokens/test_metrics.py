@@ -63,5 +63,13 @@ async def test_without_a_local_tokenizer_its_metrics_are_absent():
     assert 'perilune_tokenized_prompts_total{source="estimate"} 1.0' in page
     assert 'perilune_tokenized_prompts_total{source="engine"} 0.0' in page, "from the start"
     assert 'perilune_tokenizer_passed_on_total{cause="timeout"} 0.0' in page
+    assert 'perilune_media_parts_total{named="fetched"} 0.0' in page
     assert "perilune_tokenizer_info" not in page
+    await tokenizer.close()
+
+
+async def test_media_are_counted_by_what_names_them():
+    tokenizer = Tokenizer(Model(name="m", tokenize="estimate"))
+    tokenizer.media.unplaced(2)
+    assert 'perilune_media_parts_total{named="unplaced"} 2.0' in scrape(tokenizer)
     await tokenizer.close()

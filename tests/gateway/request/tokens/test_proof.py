@@ -234,10 +234,11 @@ UNTOLD = Verdict(outcome=Outcome.UNTOLD)
 
 
 def test_an_engine_is_asked_where_most_engines_differ():
-    assert preferred({"a": {TOOLS: OTHER}, "b": {TOOLS: OTHER}, "c": {TOOLS: EQUAL}}) == {TOOLS}
-    assert preferred({"a": {TOOLS: OTHER}, "b": {TOOLS: EQUAL}}) == frozenset()
-    assert preferred({"a": {TOOLS: OTHER}, "b": {TOOLS: UNTOLD}}) == {TOOLS}
-    assert preferred({}) == frozenset()
+    most = preferred({"a": {TOOLS: OTHER}, "b": {TOOLS: OTHER}, "c": {TOOLS: EQUAL}})
+    assert most == {TOOLS: {"a", "b"}}
+    assert preferred({"a": {TOOLS: OTHER}, "b": {TOOLS: EQUAL}}) == {}
+    assert preferred({"a": {TOOLS: OTHER}, "b": {TOOLS: UNTOLD}}) == {TOOLS: {"a"}}
+    assert preferred({}) == {}
 
 
 def test_the_table_has_a_row_for_each_kind():

@@ -29,7 +29,7 @@ from perilune_gateway.request.tokens.prompts import MEDIA_TOKENS, size_bytes
     ],
 )
 async def test_given_ids_are_taken_whatever_the_mode(mode, prompt, tokens):
-    tokenizer = Tokenizer(Model(name="m", tokenize=mode), lambda: "127.0.0.1:1")
+    tokenizer = Tokenizer(Model(name="m", tokenize=mode), lambda among: "127.0.0.1:1")
     asked = request(COMPLETIONS, prompt=prompt)
     assert tokenizer.now(asked) == tokens
     assert await tokenizer.encode(asked) == tokens
@@ -236,7 +236,9 @@ def test_a_picture_in_a_long_text_is_found(data, causes):
     ],
 )
 async def test_an_estimate_counts_bytes(path, body, count):
-    tokenizer = Tokenizer(Model(name="m", tokenize="estimate", bytes_per_token=2.5), lambda: "127.0.0.1:1")
+    tokenizer = Tokenizer(
+        Model(name="m", tokenize="estimate", bytes_per_token=2.5), lambda among: "127.0.0.1:1"
+    )
     asked = request(path, **body)
     assert tokenizer.now(asked) == Tokens(count=count, source=TokenSource.ESTIMATE)
     assert await tokenizer.encode(asked) == Tokens(count=count, source=TokenSource.ESTIMATE)
@@ -256,7 +258,9 @@ async def test_an_estimate_counts_bytes(path, body, count):
 @pytest.mark.parametrize("mode", ["auto", "engine", "estimate"])
 async def test_nobody_looks_at_what_no_context_holds(mode, path, body, folder):
     local = str(folder) if mode == "auto" else ""
-    tokenizer = Tokenizer(Model(name="m", tokenizer=local, tokenize=mode, context_tokens=100), lambda: "")
+    tokenizer = Tokenizer(
+        Model(name="m", tokenizer=local, tokenize=mode, context_tokens=100), lambda among: ""
+    )
     asked = request(path, **body)
     estimate = Tokens(count=math.ceil(size_bytes(asked) / 4), source=TokenSource.ESTIMATE)
     assert tokenizer.now(asked) == estimate

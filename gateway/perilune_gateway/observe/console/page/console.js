@@ -249,7 +249,7 @@ async function page(path) {
   return value;
 }
 async function health() {
-  const { status, problems, lacks, renderings = [] } = await page("api/health");
+  const { status, problems, lacks, renderings = [], media = [] } = await page("api/health");
   $("health").textContent = status;
   $("health").className = `pill ${status === "ok" ? "good" : status === "degraded" ? "warn" : "bad"}`;
   const told = (what, facts) => make("li", {}, make("b", { textContent: what }), ...Object.entries(facts).map(([name, words]) => make("div", { textContent: `${name}: ${words}` })));
@@ -261,6 +261,8 @@ async function health() {
   const kind = (r) => [r.api, r.tools ? "yes" : "no", r.thinking, `${count(r.equal)} of ${count(r.equal + r.different.length)}${r.untold ? `, ${count(r.untold)} untold` : ""}`, differs(r), r.proof, r.asks_engine ? "an engine" : "here"];
   $("tokens-box").hidden = !renderings.length;
   $("tokens").replaceChildren(...(renderings.length ? [table(["API", "tools", "thinking", "engines equal", "differs", "proof", "tokenized by"], renderings.map(kind))] : []));
+  $("media-box").hidden = !media.length;
+  $("media").replaceChildren(...(media.length ? [table(["what", "parts of prompts", "name known", "why"], media.map((m) => [m.kind, count(m.parts), m.has_name ? "yes" : "no", m.says]))] : []));
   $("problems").replaceChildren(...(found.length ? found : [make("li", { className: "good", textContent: "Everything is as it should be." })]));
 }
 async function moves() {
