@@ -11,7 +11,7 @@ from testbed.http import Client, eventually, under_load
 from testbed.kube import Kube
 from testbed.pool import LivePool, is_ready
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 NAMESPACE = "theirs"
 FIRST_S = 60.0
@@ -58,8 +58,8 @@ class Theirs:
         self.rolled()
 
     def rolled(self) -> None:
-        words = ("rollout", "status", "deployment/vllm", "-n", NAMESPACE, "--timeout=120s")
-        self.kube.ctl(*words, timeout_s=130)
+        words = ("rollout", "status", "deployment/vllm", "-n", NAMESPACE, "--timeout=300s")
+        self.kube.ctl(*words, timeout_s=310)
 
     def pods(self) -> list[dict]:
         found = self.kube.get("pod", "-n", NAMESPACE, "-l", "app=vllm")

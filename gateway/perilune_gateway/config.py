@@ -46,6 +46,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="an InferencePool of the Gateway API inference extension (v1), whose endpoint picker this is",
     )
     parser.add_argument(
+        "--routing",
+        type=Path,
+        metavar="FILE",
+        help="with --inference-pool: YAML with the field `routing`, as in a pool document. Unless it has"
+        " `fallbacks`, one endpoint is named (default: that, and the default policy)",
+    )
+    parser.add_argument(
         "--listen",
         type=_address,
         default="127.0.0.1:9002",
@@ -188,6 +195,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if (args.tls_cert is None) != (args.tls_key is None):
         parser.error("--tls-cert and --tls-key go together")
+    if args.routing and not args.inference_pool:
+        parser.error("--routing goes with --inference-pool; a pool document has its own")
     if args.tls_client_ca and not args.tls_cert:
         parser.error("--tls-client-ca needs --tls-cert and --tls-key")
     if args.state_ca and not (args.state_server or "").startswith("rediss:"):

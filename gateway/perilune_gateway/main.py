@@ -27,7 +27,7 @@ import uvloop
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 
 from perilune_api import kube, names
-from perilune_api.pool import Pool, SpecError, load
+from perilune_api.pool import Pool, Routing, SpecError, load
 from perilune_gateway.config import arguments
 from perilune_gateway.extproc import Transport, new_server
 from perilune_gateway.extproc.service import Service
@@ -35,7 +35,7 @@ from perilune_gateway.extproc.tls import Tls
 from perilune_gateway.feeds import zmq_sockets
 from perilune_gateway.feeds.kubernetes import KubernetesPool
 from perilune_gateway.feeds.pool_file import PoolFile, refuse_unusable
-from perilune_gateway.feeds.pool_origin import inference_pool
+from perilune_gateway.feeds.pool_origin import PICKERS, inference_pool, pickers_routing
 from perilune_gateway.feeds.shared_state import Server
 from perilune_gateway.model import Refusal
 from perilune_gateway.model.tracing import Trace, begin
@@ -293,7 +293,9 @@ async def serve(args: argparse.Namespace) -> None:
         key = authorization(os.environ.get(ENGINE_API_KEY, ""))
         headers = {names.AUTHORIZATION_HEADER: key} if key else {}
         namespace, own = args.kubernetes or args.inference_pool
-        origin = inference_pool(namespace, own) if args.inference_pool else None
+        origin = None
+        if args.inference_pool:
+            origin = inference_pool(namespace, own, _routing(args.routing) if args.routing else PICKERS)
 
         def watch(name: str) -> KubernetesPool:
             of = origin if name == own else None
@@ -310,6 +312,13 @@ async def serve(args: argparse.Namespace) -> None:
             present.cancel()
     finally:
         await client.close()
+
+
+def _routing(path: Path) -> Routing:
+    try:
+        return pickers_routing(path.read_text())
+    except (SpecError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: {error}") from None
 
 
 def _load(path: Path) -> Pool:

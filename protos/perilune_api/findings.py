@@ -62,7 +62,8 @@ class Advice(NamedTuple):
 ADVICE: Mapping[Finding, Advice] = {
     Finding.UNREACHABLE: Advice(
         "requests that are sent there fail, and its share of the pool is missing",
-        "see its log; if it demands a key, name the key's Secret in engine.apiKey",
+        "see its log; if it demands a key, name the key's Secret in engine.apiKey (for perilune doctor, set"
+        " PERILUNE_ENGINE_API_KEY)",
     ),
     Finding.OTHER_MODEL: Advice(
         "it gets no requests",

@@ -12,8 +12,9 @@ PAGES = sorted(
 )
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
-RUN = "<!-- run by tests/docs -->"
-"""Stands before a block whose commands `test_quickstart.py` runs."""
+RUN = ("<!-- run by tests/docs -->", "<!-- run by tests/operator -->")
+"""Stand before a block whose commands a test runs: of this folder, or of tests/operator, on a real API
+server."""
 
 
 class Block(NamedTuple):
@@ -29,7 +30,7 @@ def blocks(markdown: str) -> Iterator[Block]:
     for found in fence.finditer(markdown):
         before = markdown[: found.start()].rstrip().rpartition("\n")[2].strip()
         text = "".join(line.removeprefix(found[1]) for line in found[3].splitlines(keepends=True))
-        yield Block(found[2], text, before == RUN)
+        yield Block(found[2], text, before in RUN)
 
 
 def prose(markdown: str) -> str:

@@ -47,6 +47,13 @@ def test_the_pool_comes_from_one_place(capsys) -> None:
     assert arguments(["--kubernetes", "ns/p"]).kubernetes == ("ns", "p")
 
 
+def test_a_picker_alone_is_told_how_to_route(capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        arguments(["--kubernetes", "ns/p", "--routing", "r.yaml"])
+    assert "a pool document has its own" in capsys.readouterr().err
+    assert arguments(["--inference-pool", "ns/p", "--routing", "r.yaml"]).routing.name == "r.yaml"
+
+
 def test_addresses_of_every_kind() -> None:
     for address in ("127.0.0.1:0", "[::1]:9002", "localhost:65535"):
         assert arguments(["--pool", "x", "--listen", address]).listen == address

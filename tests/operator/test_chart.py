@@ -18,6 +18,8 @@ from document_tables import rows
 from perilune_api import names
 from perilune_api.inference_pool.checks import convert
 from perilune_gateway.config import arguments as gateway_arguments
+from perilune_gateway.feeds.pool_origin import PICKERS, pickers_routing
+from perilune_gateway.main import ENGINE_API_KEY
 from perilune_operator.extension_server import main as extension_server
 from perilune_operator.extension_server import statuses
 from perilune_operator.kinds import KINDS
@@ -367,6 +369,28 @@ def test_a_picker_alone_is_all_that_is_installed_for_an_inference_pool(
     take = json.loads(made["ConfigMap/qwen-perilune"]["data"]["take"])
     assert take["spec"]["endpointPickerRef"]["name"] == "qwen-perilune"
     assert take["spec"]["endpointPickerRef"]["port"] == {"number": 9002}
+
+
+def test_a_picker_routes_and_knows_the_engines_key_as_its_values_say(
+    template: Callable[..., dict[str, Any]],
+) -> None:
+    plain = template("picker.pool=qwen")
+    assert pickers_routing(plain["ConfigMap/qwen-perilune"]["data"]["routing.yaml"]) == PICKERS
+    values = ("picker.routing.policy.name=llm_d", "picker.routing.fallbacks=2")
+    made = template("picker.pool=qwen", *values, "picker.apiKey.name=s", "picker.apiKey.key=k")
+    routing = pickers_routing(made["ConfigMap/qwen-perilune"]["data"]["routing.yaml"])
+    assert (routing.policy.name, routing.fallbacks) == ("llm_d", 2)
+    pods = [rendered["Deployment/qwen-perilune"]["spec"]["template"] for rendered in (plain, made)]
+    marks = {pod["metadata"]["annotations"]["perilune.dev/routing"] for pod in pods}
+    assert len(marks) == 2, "another routing is another pod"
+    (container,) = pods[1]["spec"]["containers"]
+    (variable,) = container["env"]
+    assert variable["name"] == ENGINE_API_KEY
+    assert variable["valueFrom"]["secretKeyRef"] == {"name": "s", "key": "k"}
+    assert "env" not in pods[0]["spec"]["containers"][0]
+    assert gateway_arguments(
+        [arg for arg in container["args"] if not arg.startswith("--tls")]
+    ).routing == Path("/routing/routing.yaml")
 
 
 def test_a_picker_has_the_rights_of_the_example(template: Callable[..., dict[str, Any]]) -> None:

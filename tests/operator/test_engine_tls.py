@@ -6,7 +6,7 @@ import pytest
 from plans import made
 
 from perilune_api.inference_pool.checks import convert
-from perilune_api.pool import SpecError
+from perilune_api.pool import EngineTls, SpecError, parse_known
 from perilune_operator.observe.facts import Observed
 
 Object = dict[str, Any]
@@ -106,3 +106,26 @@ def test_pools_behind_one_gateway_have_engines_of_one_name() -> None:
     targets = [target["name"] for target in found["BackendTLSPolicy", True]["targetRefs"]]
     assert targets == ["p", "p-models"]
     assert found["BackendTLSPolicy", False]["validation"]["hostname"] == "p.ns.svc"
+
+
+def test_engines_that_others_run_are_asked_by_their_own_name_and_ca() -> None:
+    selector = {"labels": {"app": "vllm"}, "port": 8443}
+    engine = {"selector": selector, "tls": {"caSecret": "theirs", "hostname": "vllm.example"}}
+    kinds = ENVOY_GATEWAY | {"gateway.networking.k8s.io/BackendTLSPolicy"}
+    observed = Observed(uid="u", generation=1, kinds=frozenset(kinds))
+    objects = made({"engine": engine, "gateway": {"parent": {"name": "g"}}}, observed).objects or ()
+    (policy,) = [o["spec"] for o in objects if o["kind"] == "BackendTLSPolicy"]
+    assert policy["validation"] == {
+        "caCertificateRefs": [{"group": "", "kind": "Secret", "name": "theirs"}],
+        "hostname": "vllm.example",
+    }
+    (gateway,) = [o for o in objects if o["kind"] == "Deployment" and o["metadata"]["name"] == "p-gateway"]
+    volumes = {v["name"]: v for v in gateway["spec"]["template"]["spec"]["volumes"]}
+    assert volumes["engine-ca"]["secret"]["secretName"] == "theirs"
+    (document,) = [
+        o["data"]["pool.yaml"] for o in objects if o["metadata"]["name"] == "p-gateway" and "data" in o
+    ]
+    assert parse_known(document)[0].spec.engine.tls == EngineTls(
+        "/etc/perilune/engine-ca/ca.crt", "vllm.example"
+    )
+    assert not [o for o in objects if o["kind"] == "Certificate"]

@@ -130,6 +130,7 @@ def said(stats: GatewayStats | None, **more: Any) -> dict[str, tuple[str, str, s
 def test_before_a_gateway_tells_nothing_is_known() -> None:
     told = said(None)
     assert told["EnginesReady"][:2] == ("False", "WaitingForEngines")
+    assert "`perilune doctor -n ns p`" in told["EnginesReady"][2]
     assert "RoutingExact" not in told
 
 

@@ -61,8 +61,7 @@ class _Source(msgspec.Struct):
     replay_endpoint: str | None = None
 
 
-class _Sources(msgspec.Struct):
-    sources: list[_Source] = []
+_Sources = dict[str, _Source | None]
 
 
 class _Version(msgspec.Struct):
@@ -81,9 +80,11 @@ def read_version(page: bytes) -> str:
 
 
 def read_sources(page: bytes) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Read /kv_event_sources: (events, replay), by rank; replay is empty unless every rank has one. Raises
-    one of UNREADABLE."""
-    told = [s for s in msgspec.json.decode(page, type=_Sources).sources[:MOST_SOURCES] if s.endpoint]
+    """Read /kv_event_sources, a map of the ranks: (events, replay), by rank; replay is empty unless every
+    rank has one. Raises one of UNREADABLE."""
+    ranks = msgspec.json.decode(page, type=_Sources)
+    numbers = sorted((n for n in ranks if n.isascii() and n.isdigit() and len(n) < 6), key=int)
+    told = [s for n in numbers[:MOST_SOURCES] if (s := ranks[n]) and s.endpoint]
     events = tuple(s.endpoint or "" for s in told)
     replay = tuple(s.replay_endpoint for s in told if s.replay_endpoint)
     return events, replay if len(replay) == len(events) else ()
@@ -120,17 +121,29 @@ def directly(http: aiohttp.ClientSession, server: str, page_s: float = PAGE_S) -
         try:
             async with asyncio.timeout(page_s), http.get(f"{at}{path}", allow_redirects=False) as answer:
                 if answer.status != 200:
-                    return f"{path} answers {answer.status}"
+                    return unread(path, answer.status)
                 return await pages.read(answer, most)
         except TimeoutError:
             return f"{path} does not answer within {page_s:g} s"
         except (aiohttp.ClientError, OSError, ValueError) as error:
+            if isinstance(error, aiohttp.ClientConnectorCertificateError):
+                why = getattr(error.certificate_error, "verify_message", "") or error.certificate_error
+                return f"its certificate is not accepted: {why} (engine.tls, or perilune doctor --ca)"[:200]
             sealed = isinstance(error, aiohttp.ClientSSLError)
             if path == MODELS and not sealed and await _speaks_tls(at, page_s):
                 return HTTPS
             return f"{path}: {type(error).__name__} {error}".strip()[:200]
 
     return get
+
+
+def unread(path: str, status: int) -> str:
+    """Return why a page with this status is not read."""
+    if status in (401, 403):
+        return f"{path} answers {status}: it demands a key"
+    if 300 <= status < 400:
+        return f"{path} answers {status}, and redirects are not followed"
+    return f"{path} answers {status}"
 
 
 async def _speaks_tls(at: str, within_s: float) -> bool:
@@ -155,9 +168,13 @@ async def ask(get: Get) -> EngineFacts:
         get("/kv_event_sources", MAX_BYTES),
     )
     facts = read_config(metrics) if isinstance(metrics, bytes) else EngineFacts()
-    served, trouble = (_read(read_models, models) or (), "") if isinstance(models, bytes) else ((), models)
-    if not served and not trouble:
-        trouble = "/v1/models names no model"
+    served: tuple[ServedModel, ...] = ()
+    if isinstance(models, str):
+        trouble = models
+    elif (read := _read(read_models, models)) is None:
+        trouble = "/v1/models answers something else than a list of models"
+    else:
+        served, trouble = read, "" if read else "/v1/models names no model"
     events, replay = (_read(read_sources, sources) if isinstance(sources, bytes) else None) or (None, ())
     return replace(
         facts,
@@ -198,7 +215,11 @@ class EngineWords:
 
         async def one(server: str) -> None:
             async with slots:
-                self.known[server] = await ask(directly(http, server))
+                told = await ask(directly(http, server))
+            before = self.known.get(server)
+            if before and told.events is None and self._asked[server][0] == there[server]:
+                told = replace(told, events=before.events, replay=before.replay)  # it was busy
+            self.known[server] = told
             self._asked[server] = there[server], self._clock()
 
         await asyncio.gather(*map(one, due))

@@ -131,9 +131,9 @@ def _own(pod: Object) -> Sequence[EndpointSpec]:
     return () if made is None else (made,)
 
 
-def without_strangers(pool: Pool, known: Mapping[str, EngineFacts]) -> Pool:
-    """Return the pool, in which engines that serve other models are not ready. `known`: what engines
-    told."""
+def as_told(pool: Pool, known: Mapping[str, EngineFacts]) -> Pool:
+    """Return the pool with what its engines told, by their addresses: where they publish KV events, if
+    nothing else says so; and one that serves another model is not ready."""
     model = pool.spec.model
     ours = {model.name, *model.aliases}
 
@@ -141,9 +141,10 @@ def without_strangers(pool: Pool, known: Mapping[str, EngineFacts]) -> Pool:
         told = known.get(endpoint.address)
         return told is None or not told.models or any(served.id in ours for served in told.models)
 
-    endpoints = tuple(
-        e if serves(e) else msgspec.structs.replace(e, ready=False) for e in pool.spec.endpoints
+    told = (
+        selected_pods.told_by(e, known[e.address]) if e.address in known else e for e in pool.spec.endpoints
     )
+    endpoints = tuple(e if serves(e) else msgspec.structs.replace(e, ready=False) for e in told)
     return msgspec.structs.replace(pool, spec=msgspec.structs.replace(pool.spec, endpoints=endpoints))
 
 
@@ -354,7 +355,7 @@ class KubernetesPool:
         try:
             givers = [(pod, e.address) for pod, e in _givers(self.pods, reader(document))]
             serving = leaving.look(givers, self._clock(), self._wall_clock())
-            pool = without_strangers(with_pods(document, self.pods, serving), self.words.known)
+            pool = as_told(with_pods(document, self.pods, serving), self.words.known)
             if pool == self.current:
                 return True
             check(pool)

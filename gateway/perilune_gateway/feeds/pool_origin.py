@@ -3,19 +3,20 @@
 config_map       the operator's ConfigMap, which has the document as it is
 inference_pool   an InferencePool of the Gateway API inference extension (v1), and the InferenceObjectives
                  of its namespace: the document selects its pods (`engine.selector`), and all else is
-                 what the engines tell and Perilune's defaults
+                 what the engines tell, and the routing that the picker is given
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import indent
 from typing import Any
 
 import msgspec
 
 from perilune_api import names
-from perilune_api.pool import Engine, Limits, Metadata, Pool, Routing, Selector, Spec, SpecError, dump
+from perilune_api.pool import Engine, Metadata, Pool, Routing, Selector, Spec, SpecError, dump, parse
 
 Object = dict[str, Any]
 
@@ -24,6 +25,11 @@ OBJECTIVES = ("/apis/inference.networking.x-k8s.io/v1alpha2", "/apis/llm-d.ai/v1
 """APIs that have InferenceObjectives: the extension's, and llm-d's of the same shape."""
 MOST_LEVEL = 8
 """Levels of priority reach from minus this to this."""
+PICKERS = Routing(fallbacks=0)
+"""How a picker routes unless it is told otherwise. Not every implementation takes several addresses: Envoy AI
+Gateway answers them with 503."""
+_ANY = Engine(selector=Selector(labels={"any": "pod"}))
+_BEFORE = "metadata: {name: picker}\nspec:\n  engine: {selector: {labels: {any: pod}}}\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +69,19 @@ def config_map(namespace: str, name: str) -> Origin:
     )
 
 
-def inference_pool(namespace: str, name: str) -> Origin:
-    """Return an InferencePool of the inference extension."""
+def pickers_routing(text: str) -> Routing:
+    """Read how a picker routes: the field `routing` of a pool document's `spec`, and no other. Raises
+    SpecError."""
+    spec = parse(_BEFORE + indent(text, "  ")).spec
+    if spec != Spec(engine=_ANY, routing=spec.routing):
+        raise SpecError("Only the field routing counts here: leave the others out - at `$.spec`")
+    named = (msgspec.yaml.decode(text) or {}).get("routing") or {}
+    fallbacks = spec.routing.fallbacks if "fallbacks" in named else PICKERS.fallbacks
+    return msgspec.structs.replace(spec.routing, fallbacks=fallbacks)
+
+
+def inference_pool(namespace: str, name: str, routing: Routing = PICKERS) -> Origin:
+    """Return an InferencePool of the inference extension, whose requests are routed so."""
     named = {"fieldSelector": f"metadata.name={name}"}
     pools = Collection(f"{EXTENSION}/namespaces/{namespace}/inferencepools", named)
     objectives = (
@@ -76,13 +93,14 @@ def inference_pool(namespace: str, name: str) -> Origin:
         named, *objectives = found
         if not named:
             return ""
-        return dump(document(named[0], [o for each in objectives for o in each])).decode()
+        return dump(document(named[0], [o for each in objectives for o in each], routing)).decode()
 
     return Origin((pools, *objectives), text)
 
 
-def document(pool: Object, objectives: Sequence[Object]) -> Pool:
-    """Return the pool document of an InferencePool. Raises SpecError for one that selects no pods."""
+def document(pool: Object, objectives: Sequence[Object], routing: Routing = PICKERS) -> Pool:
+    """Return the pool document of an InferencePool. An InferenceObjective counts before one of `routing`.
+    Raises SpecError for one that selects no pods."""
     meta, spec = pool["metadata"], pool.get("spec") or {}
     labels = (spec.get("selector") or {}).get("matchLabels") or {}
     ports = [int(port["number"]) for port in spec.get("targetPorts") or ()]
@@ -93,9 +111,9 @@ def document(pool: Object, objectives: Sequence[Object]) -> Pool:
         selector = msgspec.convert({"labels": labels, "port": first, "furtherPorts": further}, Selector)
     except msgspec.ValidationError as error:
         raise SpecError(f"The InferencePool's selector cannot be used: {error}") from None
-    limits = Limits(objectives=priorities(meta["name"], objectives))
-    # Not every implementation takes several addresses: Envoy AI Gateway answers them with 503.
-    routing = Routing(limits=limits, fallbacks=0)
+    levels = {**routing.limits.objectives, **priorities(meta["name"], objectives)}
+    limits = msgspec.structs.replace(routing.limits, objectives=levels)
+    routing = msgspec.structs.replace(routing, limits=limits)
     made = Spec(engine=Engine(selector=selector), routing=routing)
     return Pool(Metadata(meta["name"], meta["namespace"]), made)
 

@@ -7,7 +7,8 @@ Pure. Where a pod's KV events come from, its role and its ranks follow, in this 
 - the arguments of its containers: vLLM's --kv-events-config and --data-parallel-size, as an argument or
   within a shell's line;
 - labels: llm-d's and KServe's `llm-d.ai/role`, and AIBrix' `model.aibrix.ai/kv-events-enabled`, which stands
-  for the ports 5557 and 5558.
+  for the ports 5557 and 5558;
+- for KV events, the engine's own word (`/kv_event_sources`).
 
 A pod with several HTTP ports (`furtherPorts`) has an engine at each, whose events' ports follow each other as
 those of ranks do.
@@ -23,6 +24,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -216,6 +218,32 @@ def endpoints(pod: Object, selector: Selector) -> tuple[EndpointSpec, ...]:
 def _addresses(host: str, port: int, ranks: int) -> tuple[str, ...]:
     """One address for each rank; none where the ports would end above the last one."""
     return tuple(f"tcp://{host}:{port + rank}" for rank in range(ranks)) if 0 < port <= 65_536 - ranks else ()
+
+
+def told_by(endpoint: EndpointSpec, facts: EngineFacts) -> EndpointSpec:
+    """Return an endpoint of whose KV events nothing else is known, with where its engine says that it
+    publishes them; as it is if the engine says nothing, or sends them elsewhere."""
+    if endpoint.events or not facts.events:
+        return endpoint
+    host = endpoint.address.rpartition(":")[0]
+    events = tuple(listening(host, address) for address in facts.events)
+    replay = tuple(listening(host, address) for address in facts.replay)
+    if not all(events):
+        return endpoint
+    return msgspec.structs.replace(endpoint, events=events, replay=replay if all(replay) else ())
+
+
+def listening(host: str, address: str) -> str:
+    """Return where to connect to a socket of the engine at this host, by its own word (`tcp://*:5557`); empty
+    if that is another host's, to which the engine connects itself."""
+    parts = urlsplit(address)
+    try:
+        port = parts.port
+    except ValueError:
+        return ""
+    at, _, _ = parts.netloc.rpartition(":")
+    listens = parts.scheme == "tcp" and at in ("*", "[::]", "0.0.0.0", host)
+    return f"tcp://{host}:{port}" if listens and port else ""
 
 
 def completed(document: Pool, told: EngineFacts) -> Pool:

@@ -126,7 +126,18 @@ def is_older(version: str, than: tuple[int, int]) -> bool:
     return numbers is not None and (int(numbers[1]), int(numbers[2])) < than
 
 
-def together(found: Mapping[str, Sequence[Finding]]) -> tuple[Lack, ...]:
+def together(found: Mapping[str, Sequence[Finding]], expected: Expected) -> tuple[Lack, ...]:
     """Return the findings of all engines, by address, worst first."""
     having = {f: [address for address, own in found.items() if f in own] for f in Finding}
-    return tuple(Lack(f, of, ADVICE[f].costs, ADVICE[f].cure) for f, of in having.items() if of)
+    return tuple(Lack(f, of, ADVICE[f].costs, cure(f, expected)) for f, of in having.items() if of)
+
+
+def cure(finding: Finding, expected: Expected) -> str:
+    """Return what to change, with the flag's value where it follows from what engines should have in
+    common."""
+    if finding is Finding.BLOCK_SIZE and expected.block_size:
+        return f"start it with --block-size {expected.block_size}, like the rest of the pool"
+    if finding is Finding.HASHING and expected.hash_algorithm:
+        algorithm = expected.hash_algorithm
+        return f"start it with --prefix-caching-hash-algo {algorithm}, like the rest of the pool"
+    return ADVICE[finding].cure

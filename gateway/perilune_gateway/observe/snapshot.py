@@ -127,7 +127,7 @@ class Snapshots:
                 transfers=bool(endpoint.bootstrap or endpoint.peer),
             )
             found[server] = findings.lacks(seen, wanted)
-        return findings.together(found)
+        return findings.together(found, wanted)
 
     def canary(self) -> CanaryStats | None:
         """Return what this gateway knows of the pool's canary; None without one."""

@@ -26,7 +26,7 @@ from typing import Any
 import aiohttp
 
 from perilune_api import engine_calls, kube, names, pages
-from perilune_api.pool import Pool, SpecError, load
+from perilune_api.pool import EngineTls, Pool, SpecError, load
 from perilune_gateway.feeds.selected_pods import completed
 from perilune_gateway.main import ENGINE_API_KEY, authorization
 from perilune_gateway.request.tokens.proof import Kind
@@ -49,7 +49,8 @@ examples:
 
 Findings come worst first, each with what it costs and the flag that cures it. With -n, engines are reached
 through the API server, so it works from wherever kubectl works. PERILUNE_ENGINE_API_KEY has the key of
-engines that demand one.
+engines that demand one. Engines whose certificate no CA of the system has signed:
+  perilune doctor --ca ca.crt --hostname vllm.example https://10.0.0.1:8000
 """
 
 
@@ -70,6 +71,13 @@ def parser() -> argparse.ArgumentParser:
         help="let each engine generate one token for each of six short Responses requests, whose tokens"
         " nothing else tells",
     )
+    p.add_argument(
+        "--ca",
+        type=Path,
+        metavar="FILE",
+        help="CA certificates of engines with https:// URLs, in place of the system's",
+    )
+    p.add_argument("--hostname", default="", help="with --ca: the name in the certificate of these engines")
     p.add_argument("--json", action="store_true", help="print the report as JSON")
     return p
 
@@ -81,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         p.error("with -n give the name of one pool, and nothing else")
     if not args.namespace and bool(args.pool) == bool(args.engines):
         p.error("give URLs of engines, or --pool FILE, or -n NAMESPACE POOL")
+    if bool(args.ca) != bool(args.hostname) or (args.ca and (args.namespace or args.pool)):
+        p.error("give --ca and --hostname together, and only with URLs; a pool says it in engine.tls")
     try:
         made = asyncio.run(_examined(p, args))
     except (OSError, kube.ApiError) as error:
@@ -107,6 +117,8 @@ async def _examined(p: argparse.ArgumentParser, args: argparse.Namespace) -> Map
         except SpecError as error:
             raise SpecError(f"{args.pool}: {error}") from None
     tls = pool.spec.engine.tls if pool else None
+    if args.ca:
+        tls = EngineTls(str(args.ca), args.hostname)
     async with engine_calls.session(tls, {**pages.PLAIN, **headers}) as http:
         if args.namespace:
             client = await kube.connect()

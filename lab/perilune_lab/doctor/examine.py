@@ -1,8 +1,8 @@
 """Asks one engine everything that the doctor reports. Reads only, and generates nothing unless it may.
 
-Its pages (`perilune_gateway.feeds.engine_words`) → where it publishes KV events, by the pool or by its own
-word → whether something speaks ZMQ there → its tokens of short conversations of all kinds. Each question has
-TIMEOUT_S, and each answer a greatest length.
+Its pages (`perilune_gateway.feeds.engine_words`) → where it publishes KV events, by the pool, by its own
+word, or at the usual ports → whether something speaks ZMQ there → its tokens of short conversations of all
+kinds. Each question has TIMEOUT_S, and each answer a greatest length.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from perilune_api import pages
+from perilune_api.findings import EVENTS_PORT, REPLAY_PORT
 from perilune_gateway.feeds import engine_words
 from perilune_gateway.feeds.engine_words import Get
+from perilune_gateway.feeds.selected_pods import listening
 from perilune_gateway.model.engine_facts import EngineFacts
 from perilune_gateway.request.tokens.proof import Kind, Post, Told
 from perilune_lab.doctor import tokens
@@ -70,6 +72,8 @@ async def examine(patient: Patient, *, generate: bool = False) -> Examined:
     replay = [*patient.replay]
     if not patient.events:
         replay = [address for address in (_at(patient.host, a) for a in facts.replay) if address]
+    if not events and facts.events is None and patient.host and not facts.trouble:
+        events, replay = await _usual(patient.host)
     if facts.trouble:
         return Examined(name=patient.name, facts=facts, events=events, replay=replay)
     model = facts.model
@@ -88,21 +92,22 @@ async def examine(patient: Patient, *, generate: bool = False) -> Examined:
     )
 
 
+async def _usual(host: str) -> tuple[list[str], list[str]]:
+    """Return where an engine publishes that has no page which says so (older vLLM): the usual ports, if
+    ZMQ sockets are there."""
+    usual = [f"tcp://{host}:{port}" for port in (EVENTS_PORT, REPLAY_PORT)]
+    events, replay = await asyncio.gather(*map(_greets, usual))
+    return ([usual[0]], [usual[1]] if replay else []) if events else ([], [])
+
+
 async def _nothing() -> list[bool]:
     return []
 
 
 def _at(host: str, address: str) -> str:
-    """Where to connect to an engine's socket, by its own word (`tcp://*:5557`); empty if that is another
-    host's, to which the engine connects itself."""
-    parts = urlsplit(address)
-    try:
-        port = parts.port
-    except ValueError:
-        return ""
-    at, _, _ = parts.netloc.rpartition(":")
-    listens = parts.scheme == "tcp" and at in ("*", "[::]", "0.0.0.0", host)
-    return f"tcp://{host}:{port}" if listens and port else ""
+    """Where to connect to an engine's socket; its own word where its host is not known, and empty if that is
+    another host's."""
+    return listening(host, address) if host else listening("*", address)
 
 
 async def _greets(address: str) -> bool:

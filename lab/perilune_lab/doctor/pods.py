@@ -7,32 +7,37 @@ written.
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
+from typing import Any
 
 import aiohttp
 import msgspec
 
 from perilune_api import kube, names
+from perilune_api.conditions import Condition
 from perilune_api.pool import Pool, SpecError, parse_known
+from perilune_gateway.feeds import engine_words
 from perilune_gateway.feeds.kubernetes import reader, selected
 from perilune_lab.doctor.examine import TIMEOUT_S, Patient, direct
+
+WAIT_S, LOOK_S = 20.0, 0.5
+"""Seconds for which a pool is waited for that the operator has not rendered yet, and between two looks."""
 
 
 async def pool(
     client: kube.Client, namespace: str, name: str, http: aiohttp.ClientSession
 ) -> tuple[Pool, list[Patient]]:
-    """Return a pool's document and its started engines. Raises SpecError without such a pool, OSError and
-    kube.ApiError."""
+    """Return a pool's document and its started engines. A pool that the operator has not rendered yet is
+    waited for. Raises SpecError without such a pool and for one that it refuses, OSError, kube.ApiError."""
     at = f"/api/v1/namespaces/{namespace}"
-    try:
-        found = await client.request("GET", f"{at}/configmaps/{names.gateway_name(name)}")
-    except kube.ApiError as error:
-        if error.status == 404:
-            words = (
-                f"There is no pool {name} in namespace {namespace}, or the operator has not accepted it yet"
-            )
-            raise SpecError(words) from None
-        raise
+    until = time.monotonic() + WAIT_S
+    while (found := await _found(client, f"{at}/configmaps/{names.gateway_name(name)}")) is None:
+        await _check(client, namespace, name)
+        if time.monotonic() > until:
+            raise SpecError(f"The operator has not accepted the pool {name} for {WAIT_S:g} s: does it run?")
+        await asyncio.sleep(LOOK_S)
     document, _ = parse_known(found.get("data", {}).get(names.POOL_DOCUMENT, ""))
     listed = await client.request("GET", f"{at}/pods", params=selected(document))
     read = reader(document)
@@ -51,6 +56,27 @@ async def pool(
     return document, patients
 
 
+async def _found(client: kube.Client, where: str) -> dict[str, Any] | None:
+    """Return an object; None without it."""
+    try:
+        found: dict[str, Any] = await client.request("GET", where)
+    except kube.ApiError as error:
+        if error.status != 404:
+            raise
+        return None
+    return found
+
+
+async def _check(client: kube.Client, namespace: str, name: str) -> None:
+    """Raise SpecError if there is no pool of that name, or if the operator refuses it."""
+    where = f"/apis/{names.GROUP}/v1alpha1/namespaces/{namespace}/inferencepools/{name}"
+    if (pool := await _found(client, where)) is None:
+        raise SpecError(f"There is no pool {name} in namespace {namespace}")
+    for condition in pool.get("status", {}).get("conditions") or ():
+        if (condition["type"], condition["status"]) == (Condition.ACCEPTED, "False"):
+            raise SpecError(f"The operator refuses the pool {name}: {condition['message']}")
+
+
 def _proxied(client: kube.Client, proxy: str, name: str) -> Patient:
     """Return an engine that is reached through the API server, at the path `proxy`."""
 
@@ -59,7 +85,7 @@ def _proxied(client: kube.Client, proxy: str, name: str) -> Patient:
             status, page = await client.fetch("GET", proxy + path, most_bytes=most, timeout_s=TIMEOUT_S)
         except (OSError, ValueError) as error:
             return f"{path}: {type(error).__name__} {error}"[:200]
-        return page if status == 200 else f"{path} answers {status}"
+        return page if status == 200 else engine_words.unread(path, status)
 
     async def post(path: str, body: bytes, most: int) -> bytes | None:
         try:

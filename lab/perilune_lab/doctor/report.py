@@ -20,6 +20,8 @@ from perilune_lab.doctor import tokens
 from perilune_lab.doctor.examine import Examined
 
 UNKNOWN = "?"
+MOST_CELL = 1000
+"""Characters that are printed of one text."""
 Verdicts = Mapping[str, Mapping[Kind, Verdict]]
 """By engine and kind of request."""
 
@@ -58,7 +60,7 @@ def lacks(engines: Sequence[Examined], expected: Expected, verdicts: Verdicts) -
         )
         for engine in engines
     }
-    return findings.together(found)
+    return findings.together(found, expected)
 
 
 def is_exact(found: Sequence[Lack]) -> bool:
@@ -121,6 +123,7 @@ def document(engines: Sequence[Examined], found: Sequence[Lack], verdicts: Verdi
 
 def printable(report: Mapping[str, Any]) -> RenderableType:
     """Return the report for people."""
+    report = _printable(report)
     table = Table(box=None, pad_edge=False)
     for column in ("engine", "version", "model", "context", "block", "prefix caching", "KV events", "hashes"):
         table.add_column(column, overflow="fold")
@@ -144,6 +147,18 @@ def printable(report: Mapping[str, Any]) -> RenderableType:
         parts.append(Text(f"   cure   {finding['cure']}"))
     exact = "Routing is exact." if report["exact"] else "Routing works, and is not exact: see above."
     return Group(*parts, Text(exact if count else "No engine was found."))
+
+
+def _printable(told: Any) -> Any:
+    """Return what engines told without characters that a terminal would obey."""
+    match told:
+        case str():
+            return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in told[:MOST_CELL])
+        case Mapping():
+            return {key: _printable(value) for key, value in told.items()}
+        case list():
+            return [_printable(each) for each in told]
+    return told
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

@@ -6,6 +6,8 @@ gateway uses, too. Without a tokenizer of the pool's own, engines are compared w
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -28,18 +30,26 @@ if TYPE_CHECKING:
     from perilune_gateway.request.tokens.proof import Post
 
 Ids = Sequence[int]
+WITHIN_S = 30.0
+"""Seconds for all questions to one engine. What it has not told by then is untold."""
 _TEXT = Kind(Api.COMPLETIONS)
 
 
 async def of_engine(post: Post, model: str, *, generate: bool = False) -> Mapping[Kind, Told]:
     """Return what the engine tells, by kind; nothing if it has no /tokenize. `generate`: whether it may
     generate a token for each kind of which it tells nothing else."""
-    told = {kind: word async for kind, word in ask(post, [_TEXT], model)}
-    if told[_TEXT].ids is None:
-        return {}
     rest = [kind for kind in EVERY_KIND if kind != _TEXT]
-    form = await form_of(post, model)
-    return told | {kind: word async for kind, word in ask(post, rest, model, form, generate=generate)}
+    told = dict.fromkeys([_TEXT, *rest], Told())
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(WITHIN_S):
+            async for kind, word in ask(post, [_TEXT], model):
+                told[kind] = word
+            if told[_TEXT].ids is None:
+                return {}
+            form = await form_of(post, model)
+            async for kind, word in ask(post, rest, model, form, generate=generate):
+                told[kind] = word
+    return told if told[_TEXT].ids is not None else {}
 
 
 async def of_gateway(model: Model) -> Mapping[Kind, Ids]:

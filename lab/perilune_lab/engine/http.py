@@ -351,9 +351,10 @@ class Server:
         return _answer({"server_load": sum(service.open_requests for service in self._ranks)})
 
     async def _sources(self, _: web.Request) -> web.Response:
-        sources = [
-            {
-                "data_parallel_rank": publisher.rank,
+        sources = {
+            str(publisher.rank): {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
                 "endpoint": publisher.events,
                 "replay_endpoint": publisher.replay,
                 "topic": publisher.topic,
@@ -362,8 +363,8 @@ class Server:
             }
             for service in self._ranks
             if (publisher := service.publisher)
-        ]
-        return _answer({"sources": sources})
+        }
+        return _answer(sources)
 
     def error(self, message: str, status: int, kind: str, param: str | None) -> web.Response:
         body = error_body(message, status, kind, param)

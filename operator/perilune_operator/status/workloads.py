@@ -40,7 +40,7 @@ def engines(pool: Context, observed: Observed, ready: int, wanted: int) -> Fact:
     and `wanted`: numbers of endpoints."""
     kind = Condition.ENGINES_READY
     if pool.spec.engine.selector is not None:
-        return _selected(observed)
+        return _selected(pool, observed)
     if not endpoints.can_run(pool):
         words = f"An endpoint of {endpoints.gpus(pool)} GPUs spans nodes: install LeaderWorkerSet."
         return Fact(kind, "False", Reason.NO_WORKLOAD_API, words)
@@ -70,12 +70,15 @@ def starts_on_demand(pool: Context) -> bool:
     return pool.spec.scaling is not None and not pool.spec.scaling.min_replicas
 
 
-def _selected(observed: Observed) -> Fact:
+def _selected(pool: Context, observed: Observed) -> Fact:
     """Whether requests can go to an engine of those that others run; how many there should be is theirs to
     know."""
     kind, stats = Condition.ENGINES_READY, observed.gateway
     if stats is None:
-        words = "No gateway has told yet which engines it found: it waits for one that answers /v1/models."
+        words = (
+            "No gateway has told yet which engines it found: it waits for one that answers /v1/models."
+            f" `perilune doctor -n {pool.namespace} {pool.name}` tells why one does not."
+        )
         return Fact(kind, "False", Reason.WAITING_FOR_ENGINES, words)
     found, ready = len(stats.ready_at), int(sum(stats.ready_at.values()))
     if not found:

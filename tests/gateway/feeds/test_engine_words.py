@@ -13,6 +13,7 @@ from perilune_api.pool import EndpointSpec
 from perilune_gateway.feeds.engine_words import EngineWords, ask, directly, read_sources
 from perilune_gateway.model.engine_facts import EngineFacts, ServedModel
 
+NO_LIST = "/v1/models answers something else than a list of models"
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests.
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
@@ -61,11 +62,16 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 async def test_an_engine_tells_everything(engine: Engine, http: aiohttp.ClientSession) -> None:
-    source = {"data_parallel_rank": 0, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}
+    source = {
+        "publisher": "zmq",
+        "endpoint": "tcp://*:5557",
+        "replay_endpoint": "tcp://*:5558",
+        "hwm": 100000,
+    }
     engine.pages |= {
         "/version": {"version": "0.32.0"},
         "/metrics": METRICS,
-        "/kv_event_sources": {"sources": [source]},
+        "/kv_event_sources": {"0": source},
     }
     assert await ask(directly(http, engine.address)) == EngineFacts(
         models=(ServedModel("m", context_tokens=4096),),
@@ -92,7 +98,7 @@ async def test_what_an_engine_does_not_tell_is_unknown(engine: Engine, http: aio
     [
         pytest.param(None, "/v1/models answers 404", id="no page"),
         pytest.param({"data": []}, "/v1/models names no model", id="no model"),
-        pytest.param("[" * 10_000, "/v1/models names no model", id="nested"),
+        pytest.param("[" * 10_000, NO_LIST, id="nested"),
         pytest.param("x" * 2_000_000, "/v1/models: TooLongError more than 1048576 bytes", id="endless"),
     ],
 )
@@ -106,14 +112,24 @@ async def test_an_engine_that_names_no_model_has_a_trouble(
 async def test_a_key_is_needed_where_an_engine_demands_one(engine: Engine) -> None:
     engine.key = "k"
     async with aiohttp.ClientSession() as http:
-        assert (await ask(directly(http, engine.address))).trouble == "/v1/models answers 401"
+        assert (
+            await ask(directly(http, engine.address))
+        ).trouble == "/v1/models answers 401: it demands a key"
     async with aiohttp.ClientSession(headers={"authorization": "Bearer k"}) as http:
         assert (await ask(directly(http, engine.address))).trouble == ""
 
 
 def test_a_replay_counts_only_if_every_rank_has_one() -> None:
-    sources = b'{"sources":[{"endpoint":"tcp://*:1","replay_endpoint":"tcp://*:3"},{"endpoint":"tcp://*:2"}]}'
+    sources = b'{"0":{"endpoint":"tcp://*:1","replay_endpoint":"tcp://*:3"},"1":{"endpoint":"tcp://*:2"}}'
     assert read_sources(sources) == (("tcp://*:1", "tcp://*:2"), ())
+
+
+def test_ranks_are_in_their_order_whatever_the_page_says_first() -> None:
+    ranks = ",".join(f'"{n}":{{"endpoint":"tcp://*:{n}"}}' for n in (10, 2, 0))
+    assert read_sources(f'{{{ranks},"x":null,"3":{{}},"007":null}}'.encode()) == (
+        ("tcp://*:0", "tcp://*:2", "tcp://*:10"),
+        (),
+    )
 
 
 async def test_engines_are_asked_again_when_they_are_others_or_after_a_while(
@@ -148,6 +164,25 @@ async def test_an_engine_in_trouble_is_asked_until_it_answers(
     engine.pages = pages
     await words.look(there, http)
     assert not words.known[engine.address].trouble
+
+
+async def test_where_events_are_is_kept_while_an_engine_does_not_say_it_again(
+    engine: Engine, http: aiohttp.ClientSession
+) -> None:
+    """It is another engine's word that does not count for a new one at the same address."""
+    now = 0.0
+    words = EngineWords(lambda: now)
+    engine.pages["/kv_event_sources"] = {"0": {"endpoint": "tcp://*:5557"}}
+
+    async def events(instance: str) -> tuple[str, ...] | None:
+        await words.look([EndpointSpec(address=engine.address, instance=instance)], http)
+        return words.known[engine.address].events
+
+    assert await events("1") == ("tcp://*:5557",)
+    del engine.pages["/kv_event_sources"]
+    now = 30.0
+    assert await events("1") == ("tcp://*:5557",)
+    assert await events("2") is None
 
 
 async def test_an_engine_that_speaks_https_is_named_as_such(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from perilune_api.pool import Selector, SpecError, parse
-from perilune_gateway.feeds.pool_origin import document, inference_pool, priorities
+from perilune_gateway.feeds.pool_origin import document, inference_pool, pickers_routing, priorities
 
 Object = dict[str, Any]
 
@@ -38,6 +38,33 @@ def test_several_target_ports_are_several_engines_of_each_pod() -> None:
 def test_priorities_of_any_scale_become_levels() -> None:
     given = [objective("urgent", priority=100), objective("batch", priority=-100), objective("plain")]
     assert priorities("qwen", given) == {"urgent": 8, "batch": -8, "plain": 0}
+
+
+def test_a_picker_routes_as_it_is_told_and_objectives_of_the_cluster_count_before() -> None:
+    given = pickers_routing(
+        "routing:\n  policy: {name: llm_d}\n  limits: {objectives: {chat: 1, own: 3}, maxPendingSeconds: 9}\n"
+    )
+    routing = document(pool(), [objective("chat", priority=2)], given).spec.routing
+    assert (routing.policy.name, routing.fallbacks, routing.limits.max_pending_seconds) == ("llm_d", 0, 9)
+    assert routing.limits.objectives == {"chat": 2, "own": 3}
+
+
+@pytest.mark.parametrize(("text", "fallbacks"), [("", 0), ("routing: {}", 0), ("routing: {fallbacks: 3}", 3)])
+def test_a_picker_names_one_endpoint_unless_told_otherwise(text: str, fallbacks: int) -> None:
+    assert pickers_routing(text).fallbacks == fallbacks
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        pytest.param("routing: {polcy: {}}", r"polcy.*\$\.spec\.routing", id="typo"),
+        pytest.param("model: {name: m}", "Only the field routing counts", id="another field"),
+        pytest.param("endpoints: []\nrouting: [", "Not YAML", id="no YAML"),
+    ],
+)
+def test_a_wrong_routing_is_refused_by_name(text: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        pickers_routing(text)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from perilune_api.findings import EVENTS_FLAG
 from perilune_api.pool import (
@@ -18,7 +19,7 @@ from perilune_api.pool import (
     Spec,
     SpecError,
 )
-from perilune_gateway.feeds.selected_pods import Published, completed, endpoints, published
+from perilune_gateway.feeds.selected_pods import Published, completed, endpoints, published, told_by
 from perilune_gateway.model.engine_facts import EngineFacts, ServedModel
 
 Object = dict[str, Any]
@@ -198,6 +199,31 @@ TOLD = EngineFacts(
 
 def document(**model: Any) -> Pool:
     return Pool(Metadata("p"), Spec(Model(**model), Engine(selector=SELECTOR)))
+
+
+AT = EndpointSpec(address="10.0.0.1:8000")
+PUBLISHES = EngineFacts(events=("tcp://*:5557", "tcp://*:5558"), replay=("tcp://*:5560", "tcp://*:5561"))
+
+
+@pytest.mark.parametrize(
+    ("known", "told", "events", "replay"),
+    [
+        pytest.param(AT, PUBLISHES, (5557, 5558), (5560, 5561), id="each rank"),
+        pytest.param(AT, EngineFacts(events=("tcp://*:7",)), (7,), (), id="no replay"),
+        pytest.param(AT, EngineFacts(events=("tcp://10.0.0.1:7",)), (7,), (), id="its own address"),
+        pytest.param(AT, EngineFacts(events=("tcp://collector:5557",)), (), (), id="it sends them elsewhere"),
+        pytest.param(AT, EngineFacts(events=("tcp://*:x",)), (), (), id="no port"),
+        pytest.param(AT, EngineFacts(events=()), (), (), id="none"),
+        pytest.param(AT, EngineFacts(), (), (), id="not told"),
+        pytest.param(replace(AT, events=("tcp://10.0.0.1:1",)), PUBLISHES, (1,), (), id="known before"),
+    ],
+)
+def test_an_engine_says_where_it_publishes_events(
+    known: EndpointSpec, told: EngineFacts, events: tuple[int, ...], replay: tuple[int, ...]
+) -> None:
+    made = told_by(known, told)
+    assert made.events == tuple(f"tcp://10.0.0.1:{port}" for port in events)
+    assert made.replay == tuple(f"tcp://10.0.0.1:{port}" for port in replay)
 
 
 def test_what_the_engines_tell_completes_the_document() -> None:

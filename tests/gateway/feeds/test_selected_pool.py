@@ -1,15 +1,18 @@
 """A pool whose engines others run, from the Kubernetes API and from real HTTP: found, asked, left."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
+from pathlib import Path
 
+import certificates
 import pytest
 from aiohttp import web
 from kubernetes.aio.client.configuration import Configuration
 from waiting import HANG
 
 from perilune_api import kube
-from perilune_api.pool import Engine, Metadata, Model, Pool, Selector, Spec, Topology, dump
+from perilune_api.pool import Engine, EngineTls, Metadata, Model, Pool, Selector, Spec, Topology, dump
 from perilune_gateway.feeds.kubernetes import KubernetesPool, with_pods
 from perilune_gateway.feeds.leaving import Use
 from perilune_gateway.feeds.pool_origin import inference_pool
@@ -58,8 +61,8 @@ class Cluster:
         meta = {"name": host, "namespace": "ns", "uid": host, "resourceVersion": "1"}
         self.pods.append({"metadata": meta, "spec": {"nodeName": f"node-{host}"}, "status": status})
 
-    def select(self, name: str = "") -> None:
-        engine = Engine(selector=Selector(labels=LABELS, port=self.port))
+    def select(self, name: str = "", *, port: int = 0, tls: EngineTls | None = None) -> None:
+        engine = Engine(selector=Selector(labels=LABELS, port=port or self.port), tls=tls)
         self.document = dump(Pool(Metadata("p", "ns"), Spec(Model(name=name), engine)))
 
 
@@ -151,6 +154,35 @@ async def test_a_standard_inference_pool_is_a_source_too(cluster: Cluster) -> No
         following.cancel()
     finally:
         await client.close()
+
+
+async def test_engines_that_speak_tls_are_asked_so(
+    cluster: Cluster, source: KubernetesPool, tmp_path: Path
+) -> None:
+    """Before it begins, and while it runs: one that serves another model gets no requests."""
+    pair = certificates.make(tmp_path, host="DNS:vllm.example")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*pair)
+    app = web.Application()
+    app.router.add_get("/v1/models", cluster.models_page)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "0.0.0.0", 0, ssl_context=context).start()
+    port = runner.addresses[0][1]
+    cluster.select(port=port, tls=EngineTls(str(pair[0]), "vllm.example"))
+    cluster.run("127.0.0.1", "m")
+    cluster.run("127.0.0.2", "other")
+    try:
+        async with asyncio.timeout(HANG):
+            assert (await source.first()).spec.model.name == "m"
+            pools: asyncio.Queue[Pool] = asyncio.Queue()
+            following = asyncio.create_task(source.run(pools.put_nowait, lambda address: Use(0, 0)))
+            while [e.ready for e in (await pools.get()).spec.endpoints] != [True, False]:
+                pass
+            following.cancel()
+    finally:
+        await runner.cleanup()
+    assert source.words.known[f"127.0.0.1:{port}"].trouble == ""
 
 
 def test_endpoints_on_a_node_that_is_being_emptied_drain(cluster: Cluster) -> None:

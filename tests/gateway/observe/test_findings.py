@@ -102,12 +102,19 @@ def test_a_version_is_older_only_if_it_is_known(version: str, older: bool) -> No
 
 
 def test_findings_of_all_engines_come_worst_first_with_their_cures() -> None:
-    made = together({"a": [Finding.NO_TRANSFER], "b": [Finding.NO_EVENTS, Finding.NO_TRANSFER]})
+    made = together({"a": [Finding.NO_TRANSFER], "b": [Finding.NO_EVENTS, Finding.NO_TRANSFER]}, Expected())
     assert [(lack.finding, list(lack.endpoints)) for lack in made] == [
         (Finding.NO_EVENTS, ["b"]),
         (Finding.NO_TRANSFER, ["a", "b"]),
     ]
     assert "--kv-events-config" in made[0].cure
+
+
+def test_a_cure_names_the_value_that_the_other_engines_have() -> None:
+    expected = Expected(block_size=64, hash_algorithm="sha256")
+    block, hashing = together({"a": [Finding.BLOCK_SIZE, Finding.HASHING]}, expected)
+    assert "--block-size 64," in block.cure
+    assert "--prefix-caching-hash-algo sha256," in hashing.cure
 
 
 def test_every_finding_has_costs_and_a_cure() -> None:

@@ -2,14 +2,17 @@
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from perilune_api.findings import EVENTS_PORT, REPLAY_PORT
 from perilune_api.pool import SpecError
 from perilune_lab.doctor.cli import main
 
@@ -26,19 +29,18 @@ class Engine:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.block, self.caching, self.version, self.template = 16, "True", "0.32.0", 0
-        self.publishes = True
+        self.publishes, self.tells_sources = True, True
         self.url = ""
         self.events_port = 0
 
     async def page(self, request: web.Request) -> web.Response:
         self.asked.append(f"{request.method} {request.path}")
-        sources = [
-            {"endpoint": f"tcp://*:{self.events_port}", "replay_endpoint": f"tcp://*:{self.events_port}"}
-        ]
+        at = f"tcp://*:{self.events_port}"
+        source = {"publisher": "zmq", "endpoint": at, "replay_endpoint": at}
         pages: dict[str, Any] = {
             "/v1/models": {"data": [{"id": "m", "max_model_len": 4096}]},
             "/version": {"version": self.version},
-            "/kv_event_sources": {"sources": sources if self.publishes else []},
+            "/kv_event_sources": {"0": source} if self.publishes else {},
         }
         if request.path == "/metrics":
             return web.Response(text=METRICS.format(block=self.block, caching=self.caching))
@@ -46,6 +48,8 @@ class Engine:
             asked = await request.json()
             text = json.dumps(asked.get("messages") or asked["prompt"])
             return web.json_response({"tokens": [*text.encode(), self.template]})
+        if not self.tells_sources:
+            del pages["/kv_event_sources"]
         return web.json_response(pages[request.path]) if request.path in pages else web.Response(status=404)
 
 
@@ -55,19 +59,27 @@ async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     writer.close()
 
 
+@asynccontextmanager
+async def served(engine: Engine, host: str = "127.0.0.1") -> AsyncIterator[str]:
+    """Serve an engine, and yield its URL."""
+    app = web.Application()
+    app.router.add_route("*", "/{page:.*}", engine.page)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, host, 0).start()
+    try:
+        yield f"http://{host}:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
 @pytest.fixture
 async def engines() -> AsyncIterator[list[Engine]]:
     """Two of them."""
     made = [Engine(), Engine()]
     async with AsyncExitStack() as stack:
         for engine in made:
-            app = web.Application()
-            app.router.add_route("*", "/{page:.*}", engine.page)
-            runner = web.AppRunner(app, shutdown_timeout=0.1)
-            await runner.setup()
-            stack.push_async_callback(runner.cleanup)
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            engine.url = await stack.enter_async_context(served(engine))
             publisher = await stack.enter_async_context(await asyncio.start_server(greet, "127.0.0.1", 0))
             engine.events_port = publisher.sockets[0].getsockname()[1]
         yield made
@@ -135,6 +147,23 @@ async def test_a_publisher_that_is_not_there_is_told_as_silent(doctor: Doctor, e
     engines[0].events_port = 1
     _, report = await doctor.report(engines[:1])
     assert [finding["finding"] for finding in report["findings"]][:1] == ["events_silent"]
+
+
+async def test_an_engine_without_a_page_of_its_events_is_looked_at_where_they_usually_are(
+    doctor: Doctor, engines: list[Engine]
+) -> None:
+    """Older vLLM has no such page."""
+    engines[0].tells_sources = False
+    _, report = await doctor.report(engines[:1])
+    assert [finding["finding"] for finding in report["findings"]][:1] == ["no_events"]
+    host = str(IPv4Address("127.64.0.0") + random.randrange(2**22))
+    async with AsyncExitStack() as stack:
+        for port in (EVENTS_PORT, REPLAY_PORT):
+            await stack.enter_async_context(await asyncio.start_server(greet, host, port))
+        url = await stack.enter_async_context(served(engines[0], host))
+        _, text = await doctor.ask("--json", url)
+    row = json.loads(text)["engines"][0]
+    assert (row["events"], row["replay"]) == ([f"tcp://{host}:5557"], [f"tcp://{host}:5558"])
 
 
 async def test_the_table_says_what_to_do(doctor: Doctor, engines: list[Engine]) -> None:

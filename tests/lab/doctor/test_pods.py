@@ -29,15 +29,24 @@ class ApiServer:
     def __init__(self) -> None:
         self.asked: set[str] = set()
         self.pool = DOCUMENT
+        self.rendered = True
+        self.conditions: list[dict[str, str]] = []
 
     async def collection(self, request: web.Request) -> web.Response:
         assert request.query["labelSelector"] == "app=vllm"
         return web.json_response({"items": [pod("a"), pod("b", f"vllm serve m {EVENTS_FLAG}")]})
 
     async def document(self, request: web.Request) -> web.Response:
-        if request.match_info["name"] != "p-gateway":
+        if request.match_info["name"] != "p-gateway" or not self.rendered:
             return web.json_response({"reason": "NotFound"}, status=404)
         return web.json_response({"data": {"pool.yaml": dump(self.pool).decode()}})
+
+    async def resource(self, request: web.Request) -> web.Response:
+        if request.match_info["name"] != "p":
+            return web.json_response({"reason": "NotFound"}, status=404)
+        answer = web.json_response({"status": {"conditions": self.conditions}})
+        self.rendered = True  # until the next question
+        return answer
 
     async def proxy(self, request: web.Request) -> web.Response:
         self.asked.add(f"{request.match_info['pod']} {request.method} /{request.match_info['page']}")
@@ -61,6 +70,8 @@ async def client(server: ApiServer) -> AsyncIterator[kube.Client]:
     app = web.Application()
     app.router.add_get("/api/v1/namespaces/ns/pods", server.collection)
     app.router.add_get("/api/v1/namespaces/ns/configmaps/{name}", server.document)
+    pools = "/apis/perilune.dev/v1alpha1/namespaces/ns/inferencepools"
+    app.router.add_get(pools + "/{name}", server.resource)
     app.router.add_route("*", "/api/v1/namespaces/ns/pods/{pod}/proxy/{page:.*}", server.proxy)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
@@ -104,6 +115,23 @@ async def test_engines_that_speak_tls_are_reached_so_through_the_api_server(
         "https:a:8000 GET /v1/models",
         "https:b:8000 GET /v1/models",
     }
+
+
+async def test_a_pool_that_was_made_a_moment_ago_is_waited_for(
+    server: ApiServer, client: kube.Client
+) -> None:
+    server.rendered = False
+    async with aiohttp.ClientSession() as http:
+        _, patients = await pods.pool(client, "ns", "p", http)
+    assert [patient.name for patient in patients] == ["a", "b"]
+
+
+async def test_why_the_operator_refuses_a_pool_is_told(server: ApiServer, client: kube.Client) -> None:
+    server.rendered = False
+    server.conditions = [{"type": "Accepted", "status": "False", "message": "no such field"}]
+    async with aiohttp.ClientSession() as http:
+        with pytest.raises(SpecError, match="The operator refuses the pool p: no such field"):
+            await pods.pool(client, "ns", "p", http)
 
 
 async def test_a_pool_that_is_not_there_is_named(client: kube.Client) -> None:

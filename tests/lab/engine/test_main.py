@@ -285,7 +285,7 @@ async def test_small_pages(shared):
     assert pages["load"] == {"server_load": 0}
     (model,) = pages["v1/models"]["data"]
     assert (model["id"], model["max_model_len"], model["parent"]) == ("sim-30b", 1000, None)
-    (source,) = pages["kv_event_sources"]["sources"]
+    (source,) = pages["kv_event_sources"].values()
     assert (source["endpoint"], source["replay_endpoint"]) == (shared.facts["events"], shared.facts["replay"])
     assert source["topic"] == f"kv@{shared.facts['http']}@sim-30b"
 
@@ -539,7 +539,7 @@ async def test_without_events_the_ready_line_and_the_page_name_none(start):
     engine = start("--events", "none")
     assert set(engine.facts) == {"http"}
     _, body = await get(f"{engine.url}/kv_event_sources")
-    assert json.loads(body) == {"sources": []}
+    assert json.loads(body) == {}
 
 
 async def test_reset_empties_the_cache(engine):

@@ -61,10 +61,10 @@ async def test_rank_r_publishes_r_ports_further(two):
     assert rank == 1
     assert len(stored[0]["block_hashes"]) == 100 // 16
     async with aiohttp.ClientSession() as session, session.get(f"{two.url}/kv_event_sources") as answer:
-        sources = (await answer.json())["sources"]
-    assert [(s["data_parallel_rank"], s["endpoint"], s["replay_endpoint"]) for s in sources] == [
-        (0, events[0], replay[0]),
-        (1, events[1], replay[1]),
+        sources = await answer.json()
+    assert [(rank, s["endpoint"], s["replay_endpoint"]) for rank, s in sources.items()] == [
+        ("0", events[0], replay[0]),
+        ("1", events[1], replay[1]),
     ]
 
 
