@@ -108,7 +108,7 @@ class PoolState:
                 elsewhere=sharing.sessions if sharing else None,
             ),
             index=index,
-            calibration=Calibration(believed, facts.tell),
+            calibration=Calibration(believed, facts.tell, fleet.level),
             computed_again=ComputedAgain(),
             parity=ParityCheck(
                 spec.engine.hashing,
