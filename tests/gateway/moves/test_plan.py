@@ -419,7 +419,9 @@ def test_a_hot_host_is_left_when_waiting_costs_more_than_the_copy(
         pytest.param(None, "b", id="not known"),
     ],
 )
-def test_a_hot_host_is_left_for_where_nothing_is_evicted_that_is_needed(live, target: str) -> None:
+def test_a_hot_host_is_left_for_where_nothing_is_evicted_that_is_needed(
+    live: dict[str, int] | None, target: str
+) -> None:
     candidates = [
         with_pool(4_000, one(address, queue_s)) for address, queue_s in zip("abc", (9, 0, 1), strict=True)
     ]

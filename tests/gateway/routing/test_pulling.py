@@ -379,6 +379,7 @@ def test_the_endpoint_that_any_policy_chooses_fetches_what_another_one_holds(pol
     rig = Pulls(policy)
     routed = rig.ask_b()
     assert (routed.pull and routed.pull.source, rig.why(routed)) == (A, None)
+    assert routed.pull
     rig.now += 0.25
     rig.router.moves.pulling.took(routed.ticket, routed.pull, len(HELD), 0.2)
     (ended,) = rig.page()["pulls"]["ended"]
