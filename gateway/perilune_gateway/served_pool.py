@@ -31,6 +31,7 @@ from perilune_gateway.feeds import (
     prefill_legs,
     pull_legs,
     store_keys,
+    store_questions,
     store_segments,
     token_proofs,
 )
@@ -54,6 +55,7 @@ from perilune_gateway.request.tokens import Tokenizer
 from perilune_gateway.request.tokens.metrics import TokenMetrics
 from perilune_gateway.routing.new_router import new_router
 from perilune_gateway.routing.trial import Trial
+from perilune_gateway.state.context_digests import ContextDigests
 from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.pool_state import PoolState, index_blocks
 from perilune_gateway.state.prompt_names import PromptNames
@@ -146,16 +148,18 @@ class ServedPool:
         )
         registry.register(TokenMetrics(self.tokenizer))
         self.proofs = token_proofs.TokenProofs(self.tokenizer, spec.model.name, clock)
+        hashed = (
+            spec.engine.hashing,
+            spec.engine.block_size,
+            {lora.name: lora.path for lora in spec.model.loras},
+        )
+        self._digests = ContextDigests(*hashed)
         self.blocks = EngineBlocks(
             self.state.index,
             spec.engine.block_size,
             store=kv_reach(spec).stores,
             max_names=2 * index_blocks(pool),
-            prompt_names=PromptNames(
-                spec.engine.hashing,
-                spec.engine.block_size,
-                {lora.name: lora.path for lora in spec.model.loras},
-            ),
+            prompt_names=PromptNames(*hashed),
             media=self.state.media,
         )
         self._legs_due = handoff_legs.Due()
@@ -290,7 +294,15 @@ class ServedPool:
         )
         if master := self.router.pool.spec.engine.store_master:
             yield store_segments.run(master, self.blocks.segments)
-            yield store_keys.run(master, self.blocks.listed, self.blocks.knows, self._clock)
+            prefixes = store_keys.Prefixes()
+            yield store_keys.run(master, self.blocks.listed, self.blocks.knows, self._clock, prefixes)
+            yield store_questions.run(
+                store_questions.Master(master, prefixes, self._digests),
+                lambda: self.state.contexts(self._clock()),
+                self.state.index.in_store,
+                self.blocks.surveyed,
+                self._clock,
+            )
         if self.shared:
             yield self.shared.run()
         yield self.shadow.run()

@@ -11,8 +11,9 @@ several KV cache groups the one with the most blocks counts, because sliding win
 some. Keys of other models in the same store are told apart by the text before the ranks.
 
 `mooncake_master` 0.3.13 takes 2 to 5 µs for each key and answers others within 15 ms meanwhile. At most SHARE
-of its time is taken, by KEY_S for each key, except when a client of the store has gone. A store of more than
-MAX_KEYS keys is not read.
+of its time is taken, by KEY_S for each key, except when a client of the store has gone. Of a store of more
+than MAX_KEYS keys only some are read, once, for what they begin with; `store_questions` asks for the blocks
+that matter.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from math import inf, isfinite
 
 import aiohttp
@@ -39,6 +40,8 @@ network may be busy."""
 RENEW_S = 600.0
 """The list is read after this many seconds although nothing has changed."""
 MAX_KEYS = 1_000_000
+HEAD_BYTES = 256 * 1024
+"""How much is read of a longer list, once, for what its keys begin with."""
 METRICS_BYTES = 4 * 1024 * 1024
 """Most bytes of the master's metrics, which have some 10 kB."""
 _CHUNK_BYTES = 32 * 1024
@@ -60,6 +63,13 @@ def counts(page: bytes) -> Counts:
     if not all(map(isfinite, found.values())):
         raise ValueError(f"a count is not a number: {found}")
     return found
+
+
+class Prefixes:
+    """What the keys of our model begin with in this store, one for each rank; none while no list was read."""
+
+    def __init__(self) -> None:
+        self.known: Sequence[bytes] = ()
 
 
 class Keys:
@@ -93,18 +103,18 @@ class Keys:
         self._by_prefix[prefix] = names
         return names
 
-    def names(self, is_ours: Callable[[int], bool]) -> Collection[int]:
-        """Return the names of all blocks that every rank has. Of several models the one whose names
-        `is_ours` knows most often."""
-        models: dict[bytes, Collection[int]] = {}
+    def ours(self, is_ours: Callable[[int], bool]) -> tuple[Collection[bytes], Collection[int]]:
+        """Return (the prefixes of all ranks, the names of all blocks that every rank has). Of several models
+        the one whose names `is_ours` knows most often."""
+        models: dict[bytes, tuple[Collection[bytes], Collection[int]]] = {}
         for (model, _), (ranks, names) in self._groups.items():
             whole: Collection[int] = names
             if len(ranks) > 1:
                 whole = [name for name, count in names.items() if count == len(ranks)]
-            models[model] = max(models.get(model, ()), whole, key=len)
+            models[model] = max(models.get(model, ((), ())), (ranks, whole), key=lambda group: len(group[1]))
         if len(models) < 2:
-            return next(iter(models.values()), ())
-        return max(models.values(), key=lambda names: sum(map(is_ours, names)))
+            return next(iter(models.values()), ((), ()))
+        return max(models.values(), key=lambda group: sum(map(is_ours, group[1])))
 
 
 async def run(
@@ -112,13 +122,14 @@ async def run(
     sink: Sink,
     is_ours: Callable[[int], bool],
     clock: Callable[[], float],
+    prefixes: Prefixes,
     *,
     interval_s: float = INTERVAL_S,
     max_keys: int = MAX_KEYS,
     key_s: float = KEY_S,
 ) -> None:
-    """Pass the names of all blocks in the store of `http://<master>` to `sink`, until cancelled. `key_s`:
-    seconds that one key is reckoned to take."""
+    """Pass the names of all blocks in the store of `http://<master>` to `sink`, and what keys begin with to
+    `prefixes`, until cancelled. `key_s`: seconds that one key is reckoned to take."""
     failing, seen, read_at, next_at = "", Counts(), -inf, -inf
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(f"http://{master}/", timeout=timeout) as session:
@@ -132,10 +143,14 @@ async def run(
                 size = found.get("master_key_count", 0)
                 if size > max_keys:
                     failed = f"the store has more than {max_keys} keys"
+                    if not prefixes.known:
+                        some = await _read(session, inf, HEAD_BYTES)
+                        prefixes.known = [*some.ours(is_ours)[0]]
                 elif due and (lost or now >= next_at):
-                    names = await _read(session, max_keys)
+                    ranks, names = (await _read(session, 2 * max_keys)).ours(is_ours)
                     seen, read_at, next_at = found, now, clock() + size * key_s / SHARE
-                    for _ in sink(names.names(is_ours), now, clock()):
+                    prefixes.known = [*ranks]
+                    for _ in sink(names, now, clock()):
                         await asyncio.sleep(0)
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                 failed = repr(error)
@@ -153,14 +168,16 @@ async def _get(session: aiohttp.ClientSession, path: str) -> bytes:
         return await pages.read(answer, METRICS_BYTES)
 
 
-async def _read(session: aiohttp.ClientSession, max_keys: int) -> Keys:
-    """Return the whole list. Raises ValueError when it is longer than expected."""
-    keys, left, rest = Keys(), 2 * max_keys, b""
+async def _read(session: aiohttp.ClientSession, most_lines: float, most_bytes: float = inf) -> Keys:
+    """Return the list, or its first bytes. Raises ValueError when it has more lines."""
+    keys, left, rest = Keys(), most_lines, b""
     async with session.get("get_all_keys", allow_redirects=False) as answer:
         answer.raise_for_status()
         async for chunk in answer.content.iter_chunked(_CHUNK_BYTES):
             *lines, rest = (rest + chunk).split(b"\n")
             keys.add(lines)
+            if (most_bytes := most_bytes - len(chunk)) <= 0:
+                return keys
             left -= len(lines)
             if left < 0 or len(rest) > _CHUNK_BYTES:
                 raise ValueError("the list of keys is too long")

@@ -7,7 +7,7 @@ what cannot be handed over. `endpoints` costs O(endpoints), `sessions` costs O(s
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 
 from perilune_api.pool import Role, Spec
 from perilune_api.topology import Link
@@ -131,6 +131,17 @@ class PoolGatherer:
         )
         facts = (self._session(s, now) for s in staying)
         return list(islice((session for session in facts if session is not None), limit))
+
+    def live_tokens(self, now: float, active_s: float) -> Mapping[str, int]:
+        """Return the tokens of the contexts of each endpoint's sessions that were used within `active_s`."""
+        sessions = self._state.sessions
+        return {
+            host: sum(
+                s.context_tokens
+                for s in takewhile(lambda s: now - s.seen_at <= active_s, sessions.at(host, now))
+            )
+            for host in self._state.fleet.addresses()
+        }
 
     def _session(self, s: Session, now: float) -> SessionFacts | None:
         """Return the session's facts; None while its turn is being prefilled, because then it is not yet

@@ -6,7 +6,9 @@
    a hot rack (its mean queue is hot and `rack_pressure` times the fleet's). `pressed` lists these hosts.
 2. *Target*: an endpoint that is ready, does not drain and has KV room for the context. Of these, one that
    will itself be replaced soon is taken only if there is no other. For a hot host its
-   queue must be shorter, for a hot rack it must be in another rack. Of the `TARGETS` shortest queues the best
+   queue must be shorter, for a hot rack it must be in another rack, and for both its whole KV cache must have
+   room beside the contexts of its own live sessions, because a copy that evicts those costs more than a
+   queue. Sessions that are over cost no room. Of the `TARGETS` shortest queues the best
    benefit − worth × cost wins. Without a target the session stays.
 3. *Cost*: the seconds to get the context's KV, by the fastest way: pulled over the link, read from the store,
    or recomputed. *Benefit*: the difference of the queues, over the turns for which it is expected to last
@@ -130,12 +132,14 @@ def plan_migration(
     *,
     pullable: bool = True,
     ahead: bool = False,
+    live: Mapping[str, int] | None = None,
     triggers: Collection[MoveTrigger] = ALL_TRIGGERS,
 ) -> Plan:
     """Return a plan. `endpoints` are all endpoints of the pool, with links to the sessions' hosts and the
     prefixes' locations that they can pull KV from. `pullable`: whether engines can pull KV from each other.
-    `ahead`: whether that happens before a session moves, so that no request waits for it."""
-    draft = _Draft(endpoints, budget, params, pullable, triggers, ahead)
+    `ahead`: whether that happens before a session moves, so that no request waits for it. `live`: tokens of
+    the contexts of each endpoint's live sessions; None: not known."""
+    draft = _Draft(endpoints, budget, params, pullable, triggers, ahead, live)
     offers = [(draft.offer(session), session) for session in sessions if draft.trigger(session.host)]
     offers.sort(key=lambda offer: (offer[0].reason is not MoveReason.DRAIN, -offer[0].value_s))
     verdicts = [draft.settle(session) for _, session in offers]
@@ -165,8 +169,13 @@ class _Draft:
         pullable: bool,
         triggers: Collection[MoveTrigger],
         ahead: bool = False,
+        live: Mapping[str, int] | None = None,
     ) -> None:
         self._ahead = ahead
+        self._unclaimed: dict[str, int] = {}
+        """Tokens of each endpoint's KV cache that no live session's context needs, if that is known."""
+        if live is not None:
+            self._unclaimed = {c.address: c.load.kv_pool_tokens - live.get(c.address, 0) for c in endpoints}
         self._endpoints = {c.address: c for c in endpoints}
         self._params, self._pullable = params, pullable
         self._triggers = frozenset(triggers)
@@ -210,6 +219,9 @@ class _Draft:
             self._queue_s[address] += change_s
             self._racks[self._endpoints[address].endpoint.place.rack][1] += change_s
         self._room[move.target] -= session.context_tokens
+        if self._unclaimed:
+            self._unclaimed[move.source] += session.context_tokens
+            self._unclaimed[move.target] -= session.context_tokens
         return move
 
     def offer(self, session: SessionFacts) -> Move:
@@ -269,13 +281,20 @@ class _Draft:
             for c in self._shortlist
             if c is not host
             and self._takes(c, session.context_tokens)
-            and (trigger is MoveReason.DRAIN or queue_s[c.address] < queue_s[session.host])
+            and (trigger is MoveReason.DRAIN or self._is_better(c, session))
             and (trigger is not MoveReason.RACK_PRESSURE or c.endpoint.place.rack != host.endpoint.place.rack)
         ]
         found = [c for c in found if not c.endpoint.superseded] or found
         if len(found) > TARGETS:
             found = nsmallest(TARGETS, found, key=lambda c: queue_s[c.address])
         return found
+
+    def _is_better(self, target: Candidate, session: SessionFacts) -> bool:
+        """Return whether a session of a hot host waits less at the target, and displaces nothing there that
+        is needed."""
+        address, tokens = target.address, session.context_tokens
+        shorter = self._queue_s[address] < self._queue_s[session.host]
+        return shorter and self._unclaimed.get(address, tokens) >= tokens
 
     def _takes(self, candidate: Candidate, tokens: int) -> bool:
         endpoint = candidate.endpoint

@@ -105,6 +105,10 @@ class Gatherer(Protocol):
         """Return at most `limit` sessions bound to `host`, the most recently used first, but those of `last`
         after all others and in its order."""
 
+    def live_tokens(self, now: float, active_s: float) -> Mapping[str, int] | None:
+        """Return the tokens of the contexts of each endpoint's sessions that were used within `active_s`;
+        None if they are not known."""
+
     def prefix(self, name: Subject, tokens: int, now: float) -> PrefixFacts | None:
         """Return the facts of a prefix, or None if no endpoint caches it any more."""
 
@@ -197,6 +201,7 @@ class Planner:
                 prefixes,
                 pullable=gatherer.pullable,
                 ahead=gatherer.ahead,
+                live=gatherer.live_tokens(now, ACTIVE_S),
                 triggers=on,
             )
         else:

@@ -65,6 +65,9 @@ def page(
             {"source": source, "target": target, **asdict(ratio)}
             for (source, target), ratio in calibration.links(now).items()
         ],
+        "levels": [
+            {"level": level.name.lower(), **asdict(ratio)} for level, ratio in calibration.levels(now).items()
+        ],
         "ended": [_ended(one, now) for one in list(planner.ended)[: -RECENT - 1 : -1]],
     }
 

@@ -82,6 +82,9 @@ class OutsidePolicy:
     moves_sessions: bool = False
     """Whether it moves sessions away from hot endpoints itself. The migration planner then leaves that to
     it."""
+    all_holders: bool = False
+    """Whether it asks for all endpoints that hold the prompt's prefix. Otherwise those that hold the most are
+    among its locations; with very many holders, all of them cost time."""
 
 
 __all__ = [

@@ -101,6 +101,13 @@ class Policies(Mapping[str, Policy]):
         found = self.found.get(name)
         return bool(found and found.policy and found.policy.moves_sessions)
 
+    def asks_for_holders(self, name: str) -> bool:
+        """Return whether a policy asks for all endpoints that hold a prompt's prefix."""
+        if name in self._ours:
+            return name == PolicyName.CONDUCTOR
+        found = self.found.get(name)
+        return bool(found and found.policy and found.policy.all_holders)
+
 
 def outside(found: packages.Found) -> Policy:
     """Return the policy of a package as the router calls it, with its own block of the parameters. It raises

@@ -27,6 +27,7 @@ from perilune_gateway.model import (
     Unsplit,
 )
 from perilune_gateway.model.kv_reach import kv_reach
+from perilune_gateway.policy import POLICIES
 from perilune_gateway.request import paths
 from perilune_gateway.routing import admission
 from perilune_gateway.routing.context import Prompt, RequestContext
@@ -37,7 +38,7 @@ from perilune_gateway.state.prefix_index import Matches
 from perilune_gateway.state.session import Session
 
 MAX_LOCATIONS = 4
-"""Maximum number of endpoints in a prefix's locations."""
+"""Maximum number of endpoints in a prefix's locations, unless a policy asks for all holders."""
 
 
 class CandidateBuilder:
@@ -51,7 +52,10 @@ class CandidateBuilder:
         self._bytes_per_token = pool.spec.model.bytes_per_token
         self._block_size = pool.spec.engine.block_size
         self._session_failures = pool.spec.routing.ejection.session_failures
-        rules = pool.spec.routing.pull
+        rules, routing = pool.spec.routing.pull, pool.spec.routing
+        canary = (routing.canary.policy.name,) if routing.canary else ()
+        asked = (routing.policy.name, *canary, *routing.shadow.policies)
+        self._most = None if any(map(POLICIES.asks_for_holders, asked)) else MAX_LOCATIONS
         reach = kv_reach(pool.spec)
         self._reads_peers = rules.enabled and reach.reads_peers
         self._pulls = rules.enabled and (reach.hands_over or reach.reads_peers)
@@ -235,12 +239,12 @@ class CandidateBuilder:
         return overlaps
 
     def _locations(self, matches: Matches, limit: int, waits: Mapping[str, float]) -> tuple[Location, ...]:
-        """Return the endpoints that hold the most of the prompt. Where host memory is read, one of those that
-        have the most there is among them."""
+        """Return the endpoints that hold the most of the prompt, or all holders if a policy asks for them.
+        Where host memory is read, one of those that have the most there is among them."""
         held, size = matches.host, self._block_size
         if not (limit and held):
             return ()
-        longest = sorted(held, key=held.__getitem__, reverse=True)[:MAX_LOCATIONS]
+        longest = sorted(held, key=held.__getitem__, reverse=True)[: self._most]
         offloaded = {address: n for address, n in matches.offloaded.items() if address in waits}
         if offloaded and (most := max(offloaded, key=offloaded.__getitem__)) not in longest:
             longest[-1] = most

@@ -4,8 +4,10 @@
 
 There is one `Ratio` per endpoint for prefill, for the time to the first token and for loading from the shared
 store, and one per link for transfers. Each ratio has a prior, the value assumed before any observation. The
-prior of an endpoint's ratio is that of the whole pool. A link without observations uses the transfers of its
-source, which queue at the source's network card, or else those of the pool. Every other prior is 1.0.
+prior of an endpoint's ratio is that of the whole pool. A link without observations is as slow as the slower
+of its source's other transfers, which queue at one network card, and of those of links of its level (within a
+node, a rack, a spine, or beyond), which share its switches; without either, as the pool's. Every other prior
+is 1.0.
 
 1. An observation is limited to the range LOW to HIGH, so that one outlier changes an average little.
 2. Averages are exponential with the gain `GAIN`. The first observations weigh more, and the prior counts as
@@ -23,11 +25,12 @@ The calibration also averages the seconds that a request decodes on an endpoint,
 an argument, reading changes nothing, and every method except `forget` and `links` costs O(1).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf, nan
 from typing import NamedTuple
 
+from perilune_api.topology import Level
 from perilune_gateway.model import H20_30B, EngineModel
 from perilune_gateway.model.shared import Measure, Measured
 from perilune_gateway.state import facts
@@ -157,11 +160,18 @@ class _Priors(NamedTuple):
 class Calibration:
     """The ratios of a pool."""
 
-    def __init__(self, engine: EngineModel = H20_30B, tell: facts.Tell = facts.nobody) -> None:
+    def __init__(
+        self,
+        engine: EngineModel = H20_30B,
+        tell: facts.Tell = facts.nobody,
+        level: Callable[[str, str], Level | None] = lambda source, target: None,
+    ) -> None:
         """`engine` is the assumed speed of the pool's engines before any observation. `tell` hears of each
-        measurement of this replica."""
+        measurement of this replica. `level` returns the nearest level that source and target share, if they
+        are known."""
         self.engine = engine
         self._tell = tell
+        self._level = level
         self.transfers = 0
         """Number of transfers between endpoints that were observed."""
         self._speeds: dict[str, tuple[float, Speed]] = {}
@@ -175,6 +185,7 @@ class Calibration:
         """Ratios over all endpoints, including those that left the pool."""
         self._endpoints: dict[str, _Endpoint] = {}
         self._links: dict[tuple[str, str], Ratio] = {}
+        self._levels: dict[Level, Ratio] = {}
 
     # -- observations ------------------------------------------------------------------------------
 
@@ -237,7 +248,10 @@ class Calibration:
         if seen.of is Measure.TRANSFER:
             self.transfers += 1
             link = self._links.setdefault((seen.source, seen.endpoint), Ratio(half_life_s=HALF_LIFE_S))
-            return self._pool.sends, self._endpoint(seen.source).sends, link
+            ratios = self._pool.sends, self._endpoint(seen.source).sends, link
+            if (level := self._level(seen.source, seen.endpoint)) is None:
+                return ratios
+            return *ratios, self._levels.setdefault(level, Ratio(half_life_s=HALF_LIFE_S))
         pool, endpoint = self._pool, self._endpoint(seen.endpoint)
         if seen.of is Measure.PREFILL:
             return pool.prefill, endpoint.prefill
@@ -295,9 +309,11 @@ class Calibration:
 
     def slowdown(self, source: str, target: str, now: float) -> float:
         """Return observed / predicted seconds of a transfer from `source` to `target`."""
-        link, sends = self._links.get((source, target)), self._known(source).sends
-        known = link if link is not None and link.count else sends if sends.count else self._pool.sends
-        return known.at(now)
+        if link := self._links.get((source, target)):
+            return link.at(now)
+        level = self._level(source, target) if self._levels else None
+        near = [self._known(source).sends] if level is None else [self._known(source).sends, self._at(level)]
+        return max((ratio.at(now) for ratio in near if ratio.count), default=self._pool.sends.at(now))
 
     def of(self, address: str, now: float) -> EndpointCalibration:
         known, pool = self._known(address), self._pool
@@ -320,6 +336,13 @@ class Calibration:
             ratios = _Priors(pool.prefill.at(now), pool.ttft.at(now), pool.store.at(now))
             self._priors = now, ratios
         return ratios
+
+    def levels(self, now: float) -> Mapping[Level, RatioStats]:
+        """Return the ratio of the links of each level that was used."""
+        return {level: ratio.stats(now) for level, ratio in self._levels.items()}
+
+    def _at(self, level: Level) -> Ratio:
+        return self._levels.get(level, _UNKNOWN.sends)
 
     def _known(self, address: str) -> _Endpoint:
         return self._endpoints.get(address, _UNKNOWN)

@@ -16,6 +16,7 @@ hashes from the token ids in the events:
 5. *Listed*: the store's master names all blocks that the store has. They are in the store from then on, and
    no others; those with unknown names wait too. `prompt` learns names from a prompt's tokens, as far as
    blocks wait for them (see `prompt_names`).
+6. *Surveyed*: the master was asked for the blocks of one context.
 
 A name means the same block in the whole pool. When there are more than `max_names`, names of blocks that no
 endpoint caches are forgotten (see `block_names`). Blocks that cannot be used are counted by `Unused` and
@@ -167,6 +168,11 @@ class EngineBlocks:
             yield
         self._older = Names(0)
         self._index.unlisted(since)
+
+    def surveyed(self, held: Sequence[int], lacking: Sequence[int], since: float, now: float) -> None:
+        """Note which blocks of a context the store has, and which it lacked at `since`."""
+        self._index.listed(held, now)
+        self._index.lost(lacking, since)
 
     def prompt(self, token_ids: Sequence[int], ours: Sequence[int], lora: str, salt: str, now: float) -> None:
         """Learn from a prompt's tokens which blocks the engines' names mean. `ours`: its blocks."""

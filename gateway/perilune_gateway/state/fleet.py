@@ -20,7 +20,7 @@ from types import MappingProxyType
 from msgspec import Struct, structs
 
 from perilune_api.pool import Role, Topology
-from perilune_api.topology import Link
+from perilune_api.topology import Level, Link
 from perilune_gateway.model import Endpoint, EngineMetrics, Load, Tier
 from perilune_gateway.state.facts import BlocksChanged, Judged, LoadChanged, SessionsChanged, Unreached
 from perilune_gateway.state.loads import Loads
@@ -193,6 +193,11 @@ class Fleet:
         """Return the link from `source` to `target`; None if one of them is unknown."""
         state = self._states.get(target)
         return state.links.get(source) if state else None
+
+    def level(self, source: str, target: str) -> Level | None:
+        """Return the nearest level that both endpoints share; None if one of them is unknown."""
+        link = self.link(target, source)
+        return link.distance if link else None
 
     def alike(self, source: str, target: str) -> bool:
         """Whether the KV of both endpoints means the same, as far as they have names for it."""

@@ -5,10 +5,13 @@ Each object has one writer: the router and the feeds call it from one event loop
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from perilune_api.pool import Pool
 from perilune_gateway.model import EngineModel
+from perilune_gateway.model.handoff import Content
 from perilune_gateway.request.stored_turns import StoredTurns
 from perilune_gateway.request.tokens.media_spans import MediaSpans
 from perilune_gateway.state.block_tokens import BlockTokens
@@ -37,6 +40,8 @@ SPECULATIVE_TTL_S = 30.0
 INDEX_BLOCKS_PER_ENDPOINT = 4
 """Maximum size of the index divided by the pool's KV blocks, for blocks on the device, in host memory, and of
 prompts that were just routed."""
+CONTEXTS = 1_000
+"""Number of a host's latest sessions of which `PoolState.contexts` tells."""
 MIN_INDEX_BLOCKS = 1_000_000
 """The maximum size of the index is at least this many blocks."""
 
@@ -105,7 +110,7 @@ class PoolState:
                 elsewhere=sharing.sessions if sharing else None,
             ),
             index=index,
-            calibration=Calibration(believed, facts.tell),
+            calibration=Calibration(believed, facts.tell, fleet.level),
             computed_again=ComputedAgain(),
             parity=ParityCheck(
                 spec.engine.hashing,
@@ -153,6 +158,16 @@ class PoolState:
             held = max(session.unblocked_tokens // self.block_size, len(chain))
         here = {session.host: held} if held else {}
         return Matches(blocks=len(chain), device=here, host=here, reach=here, longest=held)
+
+    def contexts(self, now: float) -> Iterator[Content]:
+        """Yield the contexts of the sessions that are between two turns, as far as their tokens are known; of
+        each host its latest CONTEXTS."""
+        for address in self.fleet.addresses():
+            for session in list(islice(self.sessions.at(address, now), CONTEXTS)):
+                if session.chain and session.ticket not in self.requests:
+                    context = self.block_tokens.prompt(session.tail)
+                    if isinstance(context, Content):
+                        yield context
 
     def announces(self, session: Session) -> bool:
         """Return whether the session's host announces what it caches."""

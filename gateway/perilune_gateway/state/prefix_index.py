@@ -311,11 +311,17 @@ class PrefixIndex:
                 blocks = [block for block in blocks if not self._one_copy_less(holder, block, bit)]
             holder.on_device -= self._blocks.take(blocks, bit)
 
-    def lost(self, blocks: Iterable[int]) -> None:
-        """Note that the store has lost these blocks."""
+    def lost(self, blocks: Iterable[int], since: float = inf) -> None:
+        """Note that the store has lost these blocks, of which the last report is older than `since`."""
+        expiry_s = self._store.expiry_s
         for block in blocks:
-            if self._store.expiry_s.pop(block, None) is not None:
+            if block in expiry_s and expiry_s[block] - self._store_ttl_s < since:
+                del expiry_s[block]
                 self._no_longer_stored(block)
+
+    def in_store(self, blocks: Iterable[int]) -> list[bool]:
+        """Return of each block whether the store has it, as far as known."""
+        return [block in self._store.expiry_s for block in blocks]
 
     def listed(self, blocks: Sequence[int], now: float) -> None:
         """Note that the store has these blocks, which is no use of them."""

@@ -195,6 +195,9 @@ class Moving:
             idle_s=now - s.seen_s,
         )
 
+    def live_tokens(self, now: float, active_s: float) -> None:
+        """Return None: targets are not looked at for what a copy would evict."""
+
     def prefix(self, name: Subject, tokens: int, now: float) -> PrefixFacts | None:
         assert isinstance(name, int), "a prefix is named by a run"
         if self.handoffs.moves(name):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from waiting import HANG
+from waiting import HANG, until
 
 from perilune_gateway.feeds import store_keys
 
@@ -16,7 +16,7 @@ PREFIX = "qwen@tp_rank:{}@pcp0@dcp0@pp_rank:0@group:{}"
 def names(*lines, is_ours=lambda name: False):
     keys = store_keys.Keys()
     keys.add([line.encode() for line in lines])
-    return set(keys.names(is_ours))
+    return set(keys.ours(is_ours)[1])
 
 
 def key(name, rank=0, group=0, model="qwen"):
@@ -97,7 +97,7 @@ class Clock:
 
 @pytest.fixture
 async def followed():
-    master, seen, clock = Master(), asyncio.Queue(), Clock()
+    master, seen, clock, prefixes = Master(), asyncio.Queue(), Clock(), store_keys.Prefixes()
 
     def sink(names, since, now):
         assert since < now
@@ -106,9 +106,11 @@ async def followed():
 
     address = await master.serve()
     feed = asyncio.create_task(
-        store_keys.run(address, sink, lambda name: True, clock, interval_s=0.001, max_keys=4, key_s=0.5)
+        store_keys.run(
+            address, sink, lambda name: True, clock, prefixes, interval_s=0.001, max_keys=4, key_s=0.5
+        )
     )
-    yield master, seen, clock
+    yield master, seen, clock, prefixes
     feed.cancel()
     await asyncio.gather(feed, return_exceptions=True)
     await master.runner.cleanup()
@@ -119,7 +121,7 @@ async def next_of(seen):
 
 
 async def test_the_list_is_read_at_once_and_when_it_has_changed_within_its_share(followed):
-    master, seen, clock = followed
+    master, seen, clock, _ = followed
     assert await next_of(seen) == {1, 2}
     began = clock.now
     master.keys = [key(2)]
@@ -131,7 +133,7 @@ async def test_the_list_is_read_at_once_and_when_it_has_changed_within_its_share
 
 
 async def test_the_list_is_read_at_once_when_an_engine_has_gone(followed):
-    master, seen, clock = followed
+    master, seen, clock, _ = followed
     await next_of(seen)
     began = clock.now
     master.keys, master.clients = [], 1
@@ -140,7 +142,7 @@ async def test_the_list_is_read_at_once_when_an_engine_has_gone(followed):
 
 
 async def test_a_list_that_has_not_changed_is_read_seldom(followed):
-    _, seen, clock = followed
+    _, seen, clock, _ = followed
     await next_of(seen)
     began, clock.step = clock.now, 50.0
     assert await next_of(seen) == {1, 2}
@@ -148,7 +150,7 @@ async def test_a_list_that_has_not_changed_is_read_seldom(followed):
 
 
 async def test_a_store_with_too_many_keys_is_not_read(followed):
-    master, seen, _ = followed
+    master, seen, _, _ = followed
     await next_of(seen)
     master.claimed = 5
     master.keys = [key(n) for n in range(5)]
@@ -162,3 +164,15 @@ async def test_a_store_with_too_many_keys_is_not_read(followed):
                 master.claimed, master.keys, master.clients = 0, [key(7)], 1
             await asyncio.sleep(0.001)
     assert await next_of(seen) == {7}
+
+
+async def test_of_a_store_with_too_many_keys_it_is_read_once_what_they_begin_with(followed):
+    master, seen, _, prefixes = followed
+    await next_of(seen)
+    assert set(prefixes.known) == {PREFIX.format(0, 0).encode()}
+    prefixes.known, reads = (), master.reads
+    master.keys = [key(n, rank) for n in range(5) for rank in (0, 1)]
+    await until(lambda: prefixes.known)
+    assert set(prefixes.known) == {PREFIX.format(rank, 0).encode() for rank in (0, 1)}
+    assert master.reads == reads + 1
+    assert seen.empty()

@@ -409,6 +409,46 @@ def test_a_hot_host_is_left_when_waiting_costs_more_than_the_copy(
     assert only(plan([s], [one("a", queue_s), one("b")], ahead=True)).reason is reason
 
 
+@pytest.mark.parametrize(
+    ("live", "target"),
+    [
+        pytest.param({"a": 9_000}, "b", id="nobody there"),
+        pytest.param({"a": 9_000, "b": 3_500}, "c", id="its sessions need the room"),
+        pytest.param({"a": 9_000, "b": 3_000}, "b", id="just enough"),
+        pytest.param({"a": 9_000, "b": 3_001, "c": 3_001}, "", id="room nowhere"),
+        pytest.param(None, "b", id="not known"),
+    ],
+)
+def test_a_hot_host_is_left_for_where_nothing_is_evicted_that_is_needed(
+    live: dict[str, int] | None, target: str
+) -> None:
+    candidates = [
+        with_pool(4_000, one(address, queue_s)) for address, queue_s in zip("abc", (9, 0, 1), strict=True)
+    ]
+    move = only(plan([session()], candidates, live=live, ahead=True))
+    assert move.target == target
+    assert move.reason is (MoveReason.HOT_HOST if target else MoveReason.NOWHERE)
+
+
+def test_two_moves_do_not_fill_one_target() -> None:
+    candidates = [
+        one("a", 9.0, sessions=9),
+        *(with_pool(4_000, one(a, q)) for a, q in (("b", 0.0), ("c", 1.0))),
+    ]
+    p = plan([session(name) for name in "stu"], candidates, live={"b": 2_500, "c": 2_500}, ahead=True)
+    assert [move.target for move in p.moves] == ["b", "c"]
+    assert [move.reason for move in p.stays] == [MoveReason.NOWHERE]
+
+
+def test_a_drain_takes_no_thought_of_what_is_evicted() -> None:
+    candidates = [one("a", draining=True), with_pool(4_000, one("b"))]
+    assert only(plan([session()], candidates, live={"b": 4_000}, ahead=True)).reason is MoveReason.DRAIN
+
+
+def with_pool(tokens: int, of: Candidate) -> Candidate:
+    return structs.replace(of, load=of.load._replace(kv_pool_tokens=tokens))
+
+
 def test_the_pools_time_is_the_limit_of_moves_that_no_drain_demands() -> None:
     candidates = [one("a", 9.0, sessions=9), one("b", draining=True), one("c"), one("d")]
     facts = [session(f"hot {n}", turns=9) for n in range(3)] + [session(f"drain {n}", "b") for n in range(3)]

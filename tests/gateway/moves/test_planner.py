@@ -42,6 +42,7 @@ class World:
     prefixes: dict[str, PrefixFacts] = field(default_factory=dict)
     pullable: bool = True
     ahead: bool = True
+    live: dict[str, int] | None = None
     asked: list[tuple[str, int]] = field(default_factory=list)
 
     def endpoints(self, now: float, near: Sequence[str] = ()) -> list[Candidate]:
@@ -59,6 +60,9 @@ class World:
         here = {s.session: s for s in self.bound if s.host == host}
         first = [s for name, s in here.items() if name not in last]
         return [*first, *(here[name] for name in last if name in here)][:limit]
+
+    def live_tokens(self, now: float, active_s: float) -> dict[str, int] | None:
+        return self.live
 
     def prefix(self, name: str, tokens: int, now: float) -> PrefixFacts | None:
         return self.prefixes.get(name)

@@ -16,6 +16,7 @@ from perilune_gateway.model.handoff import GivenUp, HandoffOutcome, Leg
 from perilune_gateway.observe import moves as move_rows
 from perilune_gateway.observe.explain import to_json
 from perilune_gateway.observe.stats import Snapshot
+from perilune_gateway.policy import OURS
 from perilune_gateway.state.connectors import Connector
 from perilune_gateway.state.request_facts import Prefilled
 
@@ -371,6 +372,20 @@ def test_blocks_whose_tokens_were_forgotten_stay() -> None:
     routed = rig.ask_b([*text(5, 3_200), *text(6, 100)])
     assert (routed.pull, rig.why(routed)) == (None, Unpulled.TOKENS)
     assert 'perilune_pulls_total{outcome="tokens"} 1.0' in rig.metrics_text()
+
+
+@pytest.mark.parametrize("policy", OURS)
+def test_the_endpoint_that_any_policy_chooses_fetches_what_another_one_holds(policy: str) -> None:
+    rig = Pulls(policy)
+    routed = rig.ask_b()
+    assert (routed.pull and routed.pull.source, rig.why(routed)) == (A, None)
+    assert routed.pull
+    rig.now += 0.25
+    rig.router.moves.pulling.took(routed.ticket, routed.pull, len(HELD), 0.2)
+    (ended,) = rig.page()["pulls"]["ended"]
+    assert (ended["outcome"], ended["pulled_tokens"]) == (HandoffOutcome.COPIED, len(HELD))
+    assert 0 < ended["cost_s"] < 0.4, "as predicted"
+    assert ended["seconds"] == pytest.approx(0.25), "as measured"
 
 
 def test_ears_hot_session_takes_its_kv_along() -> None:

@@ -6,7 +6,7 @@ import pytest
 from router_rig import USUAL, A, B, C, Rig, completion, pool
 from routing_objects import chosen, head
 
-from perilune_api.pool import EndpointSpec, Limits, NodePlace, Routing, Topology
+from perilune_api.pool import Canary, EndpointSpec, Limits, NodePlace, Routing, Shadow, Topology
 from perilune_api.topology import Level
 from perilune_gateway.model import (
     H20_30B,
@@ -60,6 +60,29 @@ def test_a_prompt_carries_its_longest_prefix_and_who_holds_it() -> None:
     links = {c.address: c.links for c in record.candidates}
     assert links[A][B].distance is links[B][A].distance is Level.RACK
     assert links[C][A].distance is links[C][B].distance is Level.SPINE
+
+
+@pytest.mark.parametrize(
+    ("routing", "holders"),
+    [
+        (Routing(policy=chosen("conductor")), 6),
+        (Routing(policy=chosen("mooncake")), 4),
+        (Routing(), 4),
+        (Routing(shadow=Shadow(policies=("conductor",))), 6),
+        (Routing(canary=Canary(policy=chosen("conductor"))), 6),
+    ],
+    ids=["asks", "does not", "default", "in shadow", "canary"],
+)
+def test_all_holders_reach_a_policy_that_asks_for_them(routing: Routing, holders: int) -> None:
+    addresses = [f"10.0.0.{number}:8000" for number in range(1, 8)]
+    endpoints = [EndpointSpec(address=a, events=(f"tcp://{a}",)) for a in addresses]
+    rig = Rig(pool(endpoints=endpoints, routing=routing, engine=USUAL))
+    for address in addresses[1:]:
+        rig.stored(address, range(320))
+    _, record = route(rig, range(640))
+    locations = {location.address for location in record.view.prefix.locations}
+    assert len(locations) == holders
+    assert all(locations - {c.address} <= c.links.keys() for c in record.candidates)
 
 
 def test_each_use_of_a_prefix_is_counted() -> None:

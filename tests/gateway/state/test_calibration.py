@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from perilune_api.topology import Level
 from perilune_gateway.state.calibration import (
     GAIN,
     HALF_LIFE_S,
@@ -94,6 +95,32 @@ def test_a_link_is_believed_like_its_source_and_a_source_like_the_pool() -> None
     )
     assert known.slowdown("x", "c", HALF_LIFE_S) == pytest.approx(1.375, rel=1e-3), "what is not used fades"
     assert set(known.links(0.0)) == {("a", "b"), ("a", "c"), ("d", "c")}
+
+
+def test_a_link_that_was_not_used_is_as_slow_as_its_source_or_its_level() -> None:
+    racks = {"a": 1, "b": 1, "c": 2, "d": 2, "e": 2}
+
+    def level(source: str, target: str) -> Level | None:
+        if not racks.keys() >= {source, target}:
+            return None
+        return Level.RACK if racks[source] == racks[target] else Level.FABRIC
+
+    known = Calibration(level=level)
+    for _ in range(100):
+        known.transfer("a", "b", 1.0, 1.0, 0.0)
+        known.transfer("a", "c", 5.0, 1.0, 0.0)
+        known.transfer("d", "c", 2.0, 1.0, 0.0)
+    within, beyond, of_a, of_d = 1.5, 5.0, 3.0, 2.0
+    assert known.slowdown("b", "d", 0.0) == pytest.approx(beyond, rel=0.05), "beyond its rack, as others are"
+    assert known.slowdown("b", "a", 0.0) == pytest.approx(within, rel=0.05)
+    assert known.slowdown("d", "e", 0.0) == pytest.approx(of_d, rel=0.05), "its network card is the narrower"
+    assert known.slowdown("a", "x", 0.0) == pytest.approx(of_a, rel=0.1), "of x only the source is known"
+    assert known.slowdown("a", "b", 0.0) == pytest.approx(1.0, rel=0.05), "as observed"
+    assert known.slowdown("b", "d", HALF_LIFE_S) == pytest.approx(3.0, rel=0.05), "what is not used fades"
+    assert {level: ratio.observations for level, ratio in known.levels(0.0).items()} == {
+        Level.RACK: 200,
+        Level.FABRIC: 100,
+    }
 
 
 def test_an_endpoint_is_shrunk_to_the_pool_by_how_little_was_observed() -> None:
