@@ -74,7 +74,7 @@ class Victim:
         try:
             lines = [*head, b"host: x", b"connection: close", b"content-length: %d" % len(body)]
             writer.write(b"\r\n".join(lines) + b"\r\n\r\n" + body)
-            said = await asyncio.wait_for(reader.read(), 20)
+            said = await asyncio.wait_for(reader.read(), HANG)
         finally:
             writer.close()
         return int(said.split(b" ", 2)[1]) if said else 0, said

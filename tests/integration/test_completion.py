@@ -6,7 +6,7 @@ import time
 import aiohttp
 import pytest
 from envoy_doubles import ILL
-from waiting import until
+from waiting import HANG, until
 
 from perilune_gateway.model import Outcome
 from perilune_lab.processes.envoy import Mode
@@ -64,7 +64,7 @@ async def test_client_that_leaves_before_the_answer_has_cancelled(each_rig, mode
     request.cancel()
     assert await each_rig.router.outcome(test_id) is Outcome.CANCELLED
     assert test_id not in each_rig.router.responses
-    await asyncio.wait_for(each_rig.endpoints[0].left[test_id].wait(), 10)
+    await asyncio.wait_for(each_rig.endpoints[0].left[test_id].wait(), HANG)
 
 
 @by_every_path
@@ -77,7 +77,7 @@ async def test_client_that_leaves_during_sse_frees_the_ticket_at_once(rig, mode,
         reply.close()
     expected = Outcome.CANCELLED if mode == "duplex" else Outcome.COMPLETED
     assert await rig.router.outcome(test_id) is expected
-    await asyncio.wait_for(rig.endpoints[0].left[test_id].wait(), 10)
+    await asyncio.wait_for(rig.endpoints[0].left[test_id].wait(), HANG)
 
 
 @by_every_path

@@ -12,7 +12,7 @@ import time
 import envoy_doubles as doubles
 import pytest
 from envoy_doubles import Call
-from waiting import until
+from waiting import HANG, until
 
 from perilune_api import extproc_pb2 as pb
 from perilune_api import paths
@@ -390,7 +390,7 @@ async def test_a_stream_lasts_while_the_answer_runs(stub_rig, mode, response, ke
         assert await reply.content.readline() == b"data: first\n"
         ended = stub_rig.processor.ended[test_id]
         if not kept:
-            await asyncio.wait_for(ended.wait(), 10)
+            await asyncio.wait_for(ended.wait(), HANG)
         else:
             await ask(
                 stub_rig, envoy, **{doubles.DO: "pick", doubles.ROUTE: stub_rig.addresses[0]}
@@ -398,7 +398,7 @@ async def test_a_stream_lasts_while_the_answer_runs(stub_rig, mode, response, ke
             assert not ended.is_set()
         stub_rig.endpoints[0].let_go(test_id)
         assert (await reply.read()).endswith(b"data: [DONE]\n\n")
-    await asyncio.wait_for(ended.wait(), 10)
+    await asyncio.wait_for(ended.wait(), HANG)
 
 
 @pytest.mark.parametrize(
@@ -428,14 +428,14 @@ async def test_stream_with_mode_override_lasts(stub_rig, body, trailers, kept):
         assert await reply.content.readline() == b"data: first\n"
         ended = stub_rig.processor.ended[test_id]
         if not kept:
-            await asyncio.wait_for(ended.wait(), 10)
+            await asyncio.wait_for(ended.wait(), HANG)
         else:
             assert (await ask(stub_rig, envoy))[0] == 200  # time passes
             assert not ended.is_set()
         for endpoint in endpoint_of.values():
             endpoint.let_go(test_id)
         assert (await reply.read()).endswith(b"data: [DONE]\n\n")
-    await asyncio.wait_for(ended.wait(), 10)
+    await asyncio.wait_for(ended.wait(), HANG)
 
 
 async def test_mode_override_is_ignored_in_full_duplex(stub_rig):

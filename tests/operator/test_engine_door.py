@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ports import free_port
+from waiting import HANG
 
 from perilune_api import names
 from perilune_gateway.main import ENGINE_SECRET, PREVIOUS_SECRET
@@ -330,7 +331,7 @@ async def test_a_renewed_certificate_is_read_each_time_the_kubelet_changes_its_l
         await asyncio.sleep(0)  # until it has looked for the first time
     for number in (2, 3):
         issue(number)
-        await asyncio.wait_for(seen.wait(), 30)
+        await asyncio.wait_for(seen.wait(), HANG)
         seen.clear()
     running.cancel()
     with suppress(asyncio.CancelledError):

@@ -19,6 +19,7 @@ import grpc
 import grpc.aio
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
+from waiting import HANG
 
 from perilune_api import extproc_pb2 as pb
 from perilune_api.names import EXT_PROC_SERVICE
@@ -72,9 +73,9 @@ class ScriptedRouter:
         self._finished: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._ordinal = 0
 
-    async def outcome(self, test_id: str, timeout_s: float = 10.0) -> Outcome:
+    async def outcome(self, test_id: str) -> Outcome:
         """Wait for the end of the request, and return how it ended."""
-        await asyncio.wait_for(self._finished[test_id].wait(), timeout_s)
+        await asyncio.wait_for(self._finished[test_id].wait(), HANG)
         return self.outcomes[test_id][0]
 
     def on_headers(self, head: RequestHead) -> Routed | Refusal | NeedBody:
@@ -155,9 +156,9 @@ class StubEndpoint:
     def let_go(self, test_id: str) -> None:
         self._let_go[test_id].set()
 
-    async def arrived(self, test_id: str, timeout_s: float = 10.0) -> None:
+    async def arrived(self, test_id: str) -> None:
         """Wait until the request is here, its body read."""
-        await asyncio.wait_for(self._arrived[test_id].wait(), timeout_s)
+        await asyncio.wait_for(self._arrived[test_id].wait(), HANG)
 
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=64 * 1024 * 1024)

@@ -178,7 +178,7 @@ async def test_a_handshake_that_takes_too_long_is_ended(tmp_path, caplog, monkey
     monkeypatch.setattr(limits, "HANDSHAKE_S", 0.2)
     async with refusing(tmp_path, caplog) as (port, _, service):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        assert await asyncio.wait_for(reader.read(), 10) == b""
+        assert await asyncio.wait_for(reader.read(), HANG) == b""
         writer.close()
         await until(lambda: service.connections_closed[Closed.HANDSHAKE_TIMEOUT] == 1)
 
@@ -187,7 +187,7 @@ async def test_bytes_that_are_no_tls_end_the_connection(tmp_path, caplog):
     async with refusing(tmp_path, caplog) as (port, _, service):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(grpc_server.GREETING)
-        await asyncio.wait_for(reader.read(), 10)
+        await asyncio.wait_for(reader.read(), HANG)
         writer.close()
         await until(lambda: service.connections_closed[Closed.TLS_FAILED] == 1)
 
@@ -197,7 +197,7 @@ async def test_a_client_that_does_not_offer_h2_by_alpn_is_refused(tmp_path, capl
         context = ssl.create_default_context(cafile=cert)
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-            await asyncio.wait_for(reader.readexactly(1), 10)
+            await asyncio.wait_for(reader.readexactly(1), HANG)
         writer.close()
         await until(lambda: service.connections_closed[Closed.TLS_FAILED] == 1)
     assert "does not offer h2 by ALPN" in caplog.text
@@ -207,5 +207,5 @@ async def test_a_stop_does_not_wait_for_handshakes(tmp_path):
     async with serving(Tls(*certificates.make(tmp_path))) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         await asyncio.sleep(0)
-    assert await asyncio.wait_for(reader.read(), 10) == b""
+    assert await asyncio.wait_for(reader.read(), HANG) == b""
     writer.close()

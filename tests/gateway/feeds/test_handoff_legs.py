@@ -126,7 +126,7 @@ async def test_every_wait_has_a_bound(monkeypatch, bound: str, silent: str, caus
         on.giver.go_on.set()
         on.begin()
         assert await on.ended() == (HandoffOutcome.EXPIRED, cause)
-        await asyncio.wait_for(getattr(on, silent).left.wait(), 10)  # the engine need not go on
+        await asyncio.wait_for(getattr(on, silent).left.wait(), HANG)  # the engine need not go on
         loads = [on.rig.load(address).in_flight for address in on.engines]
         assert loads == [0, 0]
 

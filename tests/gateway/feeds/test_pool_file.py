@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from waiting import until
+from waiting import HANG, until
 
 from perilune_api.pool import Pool, SpecError, load
 from perilune_gateway.feeds.leaving import Use
@@ -196,7 +196,7 @@ class TestRun:
         taken: asyncio.Queue[Pool] = asyncio.Queue()
         async with self.watching(file, taken.put_nowait):
             path.write_text(document(7))
-            assert ports(await asyncio.wait_for(taken.get(), 10)) == [7]
+            assert ports(await asyncio.wait_for(taken.get(), HANG)) == [7]
         assert ports(file.current) == [7]
         assert "pool file taken" in caplog.text
 
@@ -209,7 +209,7 @@ class TestRun:
 
         async with self.watching(file, refuse):
             path.write_text(document(7))
-            await asyncio.wait_for(asked.wait(), 10)
+            await asyncio.wait_for(asked.wait(), HANG)
         assert "blockSize" in file.last_error
         assert ports(file.current) == [1]
 
@@ -226,7 +226,7 @@ class TestRun:
             path.unlink()
             path.write_text(document(9))
             os.close(end)
-            assert ports(await asyncio.wait_for(taken.get(), 10)) == [9]
+            assert ports(await asyncio.wait_for(taken.get(), HANG)) == [9]
         assert file.last_error == ""
 
     async def test_a_stop_does_not_wait_for_a_read_that_does_not_end(self, file, path):

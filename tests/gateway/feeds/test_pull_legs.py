@@ -13,6 +13,7 @@ from handing_rig import Handing, text
 from leg_engines import Engine, never
 from msgspec import structs
 from routing_objects import head
+from waiting import HANG
 
 from perilune_gateway.feeds.pull_legs import PullLegs
 from perilune_gateway.model import Routed
@@ -125,17 +126,17 @@ async def test_a_leg_that_hangs_is_given_up_in_time(end: str) -> None:
     async with scene() as on:
         getattr(on, end).handler = never
         assert await on.fetch(within_s=0.2) == (False, {GivenUp.NOT_TAKEN: 1}, [])
-        await asyncio.wait_for(getattr(on, end).left.wait(), 10)
+        await asyncio.wait_for(getattr(on, end).left.wait(), HANG)
 
 
 async def test_the_legs_of_a_client_that_leaves_are_cancelled() -> None:
     async with scene() as on:
         on.taker.handler = never
         fetch = asyncio.create_task(on.fetch())
-        await asyncio.wait_for(on.taker.asked.wait(), 10)
+        await asyncio.wait_for(on.taker.asked.wait(), HANG)
         fetch.cancel()
         await asyncio.wait({fetch})
-        await asyncio.wait_for(on.taker.left.wait(), 10)
+        await asyncio.wait_for(on.taker.left.wait(), HANG)
 
 
 async def test_a_giver_whose_page_is_gone_is_not_asked() -> None:

@@ -17,6 +17,7 @@ import zmq
 import zmq.asyncio
 from stepped_engine import SteppedEngine
 from vllm_captures import Message, namespace_of, read_messages, read_requests, replay
+from waiting import HANG
 
 from perilune_lab.engine.events import END_OF_REPLAY, Publisher, to_event
 from perilune_lab.engine.hashing import Algorithm, BlockHasher, low64
@@ -217,7 +218,7 @@ async def test_live_and_replayed_frames_equal_the_recorded_ones(main_run):
         await replay_socket.send_multipart([b"", first.to_bytes(8, "big")])
         answers = []
         while not answers or tuple(answers[-1]) != END_OF_REPLAY:
-            answers.append(await asyncio.wait_for(replay_socket.recv_multipart(), 10))
+            answers.append(await asyncio.wait_for(replay_socket.recv_multipart(), HANG))
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
