@@ -9,7 +9,7 @@ It has no model and no time of its own, and records what it received.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Self
 
 from aiohttp import web
@@ -51,10 +51,16 @@ def words(body: Mapping[str, Any], number: int) -> Answer:
 
 
 class Server:
-    """`answer(body, number)` is asked for every request; the first number is 0."""
+    """`answer(body, number)` is asked for every request; the first number is 0. Each answer waits for
+    `pause`."""
 
-    def __init__(self, answer: Callable[[dict[str, Any], int], Answer] = words) -> None:
+    def __init__(
+        self,
+        answer: Callable[[dict[str, Any], int], Answer] = words,
+        pause: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self.answer = answer
+        self.pause = pause
         self.url = ""
         self.bodies: list[dict[str, Any]] = []
         self.paths: list[str] = []
@@ -86,6 +92,8 @@ class Server:
         self.most_open = max(self.most_open, self.open)
         try:
             status, headers, chunks = self.answer(body, len(self.bodies) - 1)
+            if self.pause:
+                await self.pause()
             response = web.StreamResponse(status=status, headers=headers)
             await response.prepare(request)
             for chunk in chunks:

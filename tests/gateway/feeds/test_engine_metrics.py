@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from waiting import until
+from waiting import HANG, until
 
 from perilune_gateway.feeds.engine_metrics import MOST_SERIES, interval_s, parse, run
 from perilune_gateway.model import EngineMetrics
@@ -128,12 +128,11 @@ class TestParse:
         assert parse(text) == oracle(text)
         assert parse(text).gpu_blocks == 6280 * ranks
 
-    def test_a_page_of_real_size_takes_well_below_a_millisecond(self):
-        """About 0.2 ms where prometheus_client takes 30; the bound leaves room for a busy machine."""
+    def test_a_page_of_real_size_takes_a_small_part_of_what_prometheus_client_takes(self):
+        """About 0.2 ms instead of 30."""
         text = exposition(ranks=2)
         assert 90_000 < len(text) < 200_000
-        best = min(_seconds(lambda: parse(text)) for _ in range(20))
-        assert best < 2e-3
+        assert 15 * _seconds(lambda: parse(text)) < _seconds(lambda: oracle(text))
 
     @pytest.mark.parametrize(
         ("text", "running"),
@@ -181,21 +180,27 @@ class TestParse:
         assert parse(f"vllm:kv_cache_usage_perc {said}\n".encode()).kv_usage == usage
 
     @pytest.mark.parametrize(
-        "line",
+        ("begin", "again", "end"),
         [
-            pytest.param(b'{a="' + b"}" * 200_000, id="braces in a value without an end"),
-            pytest.param(b'{a="' + b'\\"' * 200_000, id="escapes without an end"),
-            pytest.param(b"{" + b"a" * 400_000, id="a name without an end"),
-            pytest.param(b"{" + b"a" * 400_000 + b"} 1", id="a name without a value"),
-            pytest.param(b"{" + b'"",' * 200_000, id="quotes without an end"),
-            pytest.param(b"{" + b'a="",' * 100_000 + b"} 1", id="many labels"),
-            pytest.param(b"{" + b"a =" * 200_000 + b"} 1", id="many names without a value"),
+            pytest.param(b'{a="', b"}", b"", id="braces in a value without an end"),
+            pytest.param(b'{a="', b'\\"', b"", id="escapes without an end"),
+            pytest.param(b"{", b"aa", b"", id="a name without an end"),
+            pytest.param(b"{", b"aa", b"} 1", id="a name without a value"),
+            pytest.param(b"{", b'"",', b"", id="quotes without an end"),
+            pytest.param(b"{", b'a="",', b"} 1", id="many labels"),
+            pytest.param(b"{", b"a =", b"} 1", id="many names without a value"),
         ],
     )
-    def test_a_line_takes_its_length(self, line):
-        """Found by reading: some of these would have held the loop that routes for minutes."""
-        text = b"vllm:cache_config_info" + line + b"\nvllm:num_requests_running" + line
-        assert _seconds(lambda: parse(text)) < 1.0
+    def test_a_line_takes_its_length(self, begin, again, end):
+        """Found by reading: some of these would have held the loop that routes for minutes. With the square
+        of its length, eight times as much would take 64 times as long."""
+
+        def parsing_s(times: int) -> float:
+            line = begin + again * times + end
+            text = b"vllm:cache_config_info" + line + b"\nvllm:num_requests_running" + line
+            return _seconds(lambda: parse(text))
+
+        assert parsing_s(80_000) < 30 * parsing_s(10_000)
 
     @pytest.mark.parametrize(
         ("awake", "asleep"), [(b"1", False), (b"0", True), (b"0.0", True), (b"NaN", False), (b"x", False)]
@@ -254,9 +259,14 @@ def _escaped(text: str) -> str:
 
 
 def _seconds(call) -> float:
-    start = thread_time()
-    call()
-    return thread_time() - start
+    """Return the least CPU time of three calls."""
+
+    def once() -> float:
+        start = thread_time()
+        call()
+        return thread_time() - start
+
+    return min(once() for _ in range(3))
 
 
 @pytest.mark.parametrize(
@@ -375,11 +385,10 @@ class TestFeed:
         async with (
             slow.serving() as at_slow,
             quick.serving() as at_quick,
-            scraping(lambda: [at_slow, at_quick], sink, timeout_s=0.2),
+            scraping(lambda: [at_slow, at_quick], sink, timeout_s=HANG),
         ):
-            await until(lambda: (at_slow, None) in sink.told)
-            before = sink.told.index((at_slow, None))
-            assert sink.told[:before].count((at_quick, EngineMetrics(running=1))) >= 3
+            await until(lambda: sink.told.count((at_quick, EngineMetrics(running=1))) >= 3 and slow.waiting)
+            assert {address for address, _ in sink.told} == {at_quick}
 
     async def test_a_fleet_that_hangs_takes_few_connections_and_starves_nobody(self, monkeypatch):
         monkeypatch.setattr("perilune_gateway.feeds.engine_metrics.MOST_SCRAPES", 4)
