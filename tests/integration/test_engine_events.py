@@ -1,8 +1,8 @@
 """A simulated engine's events over real sockets: hashes agree, and the index predicts its cache hits."""
 
 import asyncio
+import os
 import random
-import re
 import sys
 import time
 
@@ -18,10 +18,10 @@ from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.parity import Parity, ParityCheck
 from perilune_gateway.state.prefix_index import PrefixIndex
+from perilune_lab.processes import child
 
 ENGINE = "engine"
 SIZE = 16
-START = "import sys; from perilune_lab.engine.main import main; sys.exit(main(sys.argv[1:]))"
 
 
 class Sink:
@@ -53,22 +53,20 @@ class Sink:
 
 
 @pytest.mark.parametrize("algorithm", list(HashAlgorithm))
-async def test_predicted_hits_equal_the_engines(algorithm):
+async def test_predicted_hits_equal_the_engines(algorithm, tmp_path):
     """Conversations that outgrow its cache, plain, salted and with an adapter, one after the other."""
     hashing = Hashing(algorithm, "7")
-    engine = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", START, "--listen", "127.0.0.1:0", "--time-scale", "200"),
-        *("--kv-tokens", "3200", "--block-size", str(SIZE), "--lora", "adapter=/models/adapter"),
-        *("--hash-algorithm", algorithm, "--hash-seed", "7"),
-        stdout=asyncio.subprocess.PIPE,
+    command = (
+        *(sys.executable, "-P", "-m", "perilune_lab.engine.main", "--listen", "127.0.0.1:0"),
+        *("--time-scale", "200", "--kv-tokens", "3200", "--block-size", str(SIZE)),
+        *("--lora", "adapter=/models/adapter", "--hash-algorithm", algorithm, "--hash-seed", "7"),
     )
+    engine = await child.start("engine", command, os.environ, tmp_path)
     context = zmq_sockets.new_context()
     sink, counters = Sink(hashing), Counters()
     feed = None
     try:
-        assert engine.stdout
-        line = (await engine.stdout.readline()).decode()
-        said = dict(re.findall(r"(\w+)=(\S+)", line))
+        said = await engine.until_ready(HANG)
         publisher = Publisher(ENGINE, 0, said["events"], said["replay"])
         shared = Shared(context=context, clock=time.time, rng=random.Random(1), replay_timeout_s=10.0)
         feed = asyncio.create_task(kv_feed.run(publisher, sink, shared, counters))
@@ -100,5 +98,4 @@ async def test_predicted_hits_equal_the_engines(algorithm):
             feed.cancel()
             await asyncio.gather(feed, return_exceptions=True)
         context.destroy(linger=0)
-        engine.terminate()
-        await engine.wait()
+        await engine.stop(HANG)

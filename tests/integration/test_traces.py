@@ -27,7 +27,6 @@ from testbed import programs
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00"
-READY = r"ext_proc=(\S+) admin=(\S+)"
 
 
 @dataclass
@@ -47,7 +46,7 @@ class Collector:
 
     async def new_spans(self, known: int, wanted: int = 1) -> list[dict[str, Any]]:
         """Those after the first `known`, when there are `wanted`."""
-        await until(lambda: len(self.spans()) >= known + wanted, seconds=20)
+        await until(lambda: len(self.spans()) >= known + wanted)
         return self.spans()[known:]
 
 
@@ -125,7 +124,7 @@ async def collecting(folder: Path) -> AsyncIterator[Collector]:
     )
     running = await child.start("collector", (str(program), "--config", str(settings)), os.environ, folder)
     try:
-        await until(lambda: "Everything is ready" in running.log.read_text() or not running.alive, seconds=20)
+        await until(lambda: "Everything is ready" in running.log.read_text() or not running.alive)
         address = re.search(r'"Starting HTTP server".*"endpoint":"([^"]+)"', running.log.read_text())
         assert address, running.tail()
         yield Collector(f"http://{address[1]}", file)
@@ -157,26 +156,21 @@ async def scene(folder: Path, mode: Mode, *arguments: str) -> AsyncIterator[Scen
         )
         file = folder / "pool.yaml"
         file.write_bytes(dump(Pool(Metadata("p", "ns"), spec)))
-        gateway = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "perilune_gateway.main", "--pool", str(file), *arguments),
-            *("--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"),
-            stdout=asyncio.subprocess.PIPE,
-            env={"OTEL_BSP_SCHEDULE_DELAY": "50", "OTEL_EXPORTER_OTLP_HEADERS": "x-key=from-environment"},
-        )
+        command = (sys.executable, "-P", "-m", "perilune_gateway.main", "--pool", str(file), *arguments)
+        env = {"OTEL_BSP_SCHEDULE_DELAY": "50", "OTEL_EXPORTER_OTLP_HEADERS": "x-key=from-environment"}
+        listening = ("--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0")
+        gateway = await child.start("gateway", (*command, *listening), env, folder)
         try:
-            assert gateway.stdout is not None
+            ready = await gateway.until_ready(HANG)
+            admin = f"http://{ready['admin']}"
             async with asyncio.timeout(HANG):
-                found = re.search(READY, (await gateway.stdout.readline()).decode())
-                assert found
-                admin = f"http://{found[2]}"
                 while (await http.get(f"{admin}/readyz")).status != 200:  # noqa: ASYNC110 - by HTTP
                     await asyncio.sleep(0.02)
-            async with Envoy(config([address], [found[1]], mode=mode)) as envoy:
+            async with Envoy(config([address], [ready["ext_proc"]], mode=mode)) as envoy:
                 yield Scene(envoy.url, admin, engine, http)
         finally:
-            gateway.terminate()
-            async with asyncio.timeout(HANG):
-                assert await gateway.wait() == 0
+            await gateway.stop(HANG)
+            assert await gateway.ended == 0
 
 
 def sampled_by(got: dict[str, str]) -> tuple[str, str]:

@@ -252,6 +252,7 @@ def _run(
 
 
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parent))
     for soon in sys.argv[2:]:
         importlib.import_module(soon)
     _serve(importlib.import_module(sys.argv[1]).main)
