@@ -184,7 +184,7 @@ def ours():
 
 
 @contextlib.asynccontextmanager
-async def feeding(engine, ours, *, replay=True, counters=None, timeout_s=2.0):
+async def feeding(engine, ours, *, replay=True, counters=None, timeout_s=30.0):
     sink = Recorder()
     shared = Shared(
         context=ours,
@@ -231,7 +231,7 @@ async def test_a_replay_without_an_end_is_broken_off(context, ours, monkeypatch,
     monkeypatch.setattr(kv_replay, "REPLAYED_MESSAGES", 50)
     engine, counters = Endless(context), Counters()
     engine.step = step
-    async with feeding(engine, ours, counters=counters, timeout_s=0.05) as sink:
+    async with feeding(engine, ours, counters=counters, timeout_s=0.5) as sink:
         await engine.asked()
         await engine.send(1000, at(5.0))
         await sink.until(lambda: sink.times[-1:] == [5.0])
@@ -253,22 +253,24 @@ class Lossy(Engine):
 
 
 @pytest.mark.parametrize(
-    ("drops", "asked"),
+    ("drops", "asked", "more"),
     [
-        pytest.param([{4}], [0, 3], id="one in the middle"),
-        pytest.param([{4, 7}, {7}], [0, 3, 6], id="several holes"),
-        pytest.param([{-1}], [0, 9], id="the end"),
-        pytest.param([{7, 8, 9, -1}, {9, -1}, {-1}], [0, 6, 8, 9], id="the last and the end"),
+        pytest.param([{4}], [0, 3], {}, id="one in the middle"),
+        pytest.param([{4, 7}, {7}], [0, 3, 6], {}, id="several holes"),
+        pytest.param([{-1}], [0, 9], {"timeout_s": 1.0}, id="the end"),
+        pytest.param(
+            [{7, 8, 9, -1}, {9, -1}, {-1}], [0, 6, 8, 9], {"timeout_s": 1.0}, id="the last and the end"
+        ),
     ],
 )
-async def test_what_a_replay_drops_is_asked_for_again_from_the_next_number(context, ours, drops, asked):
+async def test_what_a_replay_drops_is_asked_for_again_from_the_next_number(context, ours, drops, asked, more):
     """A ROUTER drops without a word what its reader's queue has no room for. The message before the next one
     shows that it is the same engine."""
     engine, counters = Lossy(context), Counters()
     engine.drops = drops
     for seq in range(10):
         await engine.send(seq, at(seq), dropped=True)
-    async with feeding(engine, ours, counters=counters, timeout_s=0.2) as sink:
+    async with feeding(engine, ours, counters=counters, **more) as sink:
         await sink.until(lambda: len(sink.batches) == 10)
         await until(lambda: not counters.catching_up)
         assert sink.times == [*range(10)]
@@ -281,7 +283,7 @@ async def test_a_replay_that_brings_nothing_new_is_given_up(context, ours, caplo
     engine.drops = [{*range(3, 10), -1}] * 100
     for seq in range(10):
         await engine.send(seq, at(seq), dropped=True)
-    async with feeding(engine, ours, counters=counters, timeout_s=0.05) as sink:
+    async with feeding(engine, ours, counters=counters, timeout_s=0.3) as sink:
         await sink.until(lambda: len(sink.batches) == 3)
         await until(lambda: not counters.catching_up)
         engine.buffer.clear()
@@ -488,7 +490,7 @@ async def test_an_engine_that_answers_late(context, ours):
     engine = Engine(context, answers=False)
     for seq in range(3):
         await engine.send(seq, at(seq), dropped=True)
-    async with feeding(engine, ours, timeout_s=0.2) as sink:
+    async with feeding(engine, ours, timeout_s=1.0) as sink:
         await engine.asked()
         engine.answers = True
         await sink.until(lambda: len(sink.batches) == 3)

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from msgspec import structs
 from router_rig import USUAL, C, Rig, completion, pool
 from routing_objects import head
 from waiting import HANG, until
@@ -88,8 +89,9 @@ class Scene:
 
 
 @contextlib.asynccontextmanager
-async def scene(accept_s: float = 1.0, **own: str) -> AsyncIterator[Scene]:
-    """`own`: headers of all requests of the gateway."""
+async def scene(accept_s: float = HANG, **own: str) -> AsyncIterator[Scene]:
+    """Serve a prefill engine to a request. `accept_s`: longer than a pool may say, unless a test is about a
+    prompt that is not accepted. `own`: headers of all requests of the gateway."""
     giver, app = Giver(), web.Application()
     giver.has_page.set()
     app.router.add_post("/v1/completions", giver.complete)
@@ -102,15 +104,16 @@ async def scene(accept_s: float = 1.0, **own: str) -> AsyncIterator[Scene]:
         EndpointSpec(address=address, events=("tcp://p",), bootstrap=address, role=Role.PREFILL),
         EndpointSpec(address=C, events=("tcp://d",), bootstrap="10.0.0.3:8998"),
     ]
-    routing = Routing(disaggregation=Disaggregation(accept_seconds=accept_s))
-    rig = Rig(pool(endpoints=listed, routing=routing, engine=USUAL))
+    rig = Rig(pool(endpoints=listed, routing=Routing(disaggregation=Disaggregation()), engine=USUAL))
     for i, endpoint in enumerate(listed):
         rig.state.connectors.answered(endpoint.address, Connector([f"engine-{i}"], 1))
     legs = PrefillLegs(rig.router.moves.remote_prefills, rig.state.connectors, "secret")
     async with aiohttp.ClientSession(headers=own) as http:
         run = asyncio.create_task(legs.run(http))
         await asyncio.sleep(0)
-        yield Scene(rig, giver, legs, address, rig.route(PROMPT, HEAD))
+        made = Scene(rig, giver, legs, address, rig.route(PROMPT, HEAD))
+        structs.force_setattr(made.routed.remote, "accept_s", accept_s)
+        yield made
         run.cancel()
         await asyncio.wait({run})
     await runner.cleanup()
@@ -182,7 +185,7 @@ async def test_an_engine_that_has_restarted_is_taken_from_by_its_new_id() -> Non
     ],
 )
 async def test_no_request_waits_longer_for_a_page_than_for_the_prompts_acceptance(page: Any) -> None:
-    async with scene(accept_s=0.2) as on:
+    async with scene(accept_s=0.5) as on:
         if page is None:
             on.giver.has_page.clear()
         else:
@@ -204,6 +207,7 @@ async def test_an_error_of_the_gateway_costs_one_leg() -> None:
         on.giver.accepts.set()
         another = on.rig.route(list(range(5_000, 8_200)))
         assert another.remote
+        structs.force_setattr(another.remote, "accept_s", HANG)
         assert await on.legs.give(another.ticket, another.remote, HEAD, completion(PROMPT)) is not None
         assert on.given_up() == {GivenUp.ERROR: 1}
 

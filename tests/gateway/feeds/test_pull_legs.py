@@ -34,7 +34,7 @@ class Scene:
     http: aiohttp.ClientSession
     routed: Routed
 
-    async def fetch(self, within_s: float = 10.0) -> tuple[bool, dict[GivenUp, int], list[str]]:
+    async def fetch(self, within_s: float = HANG) -> tuple[bool, dict[GivenUp, int], list[str]]:
         """Fetch, and return whether that succeeded, the causes if not, and which engines count as
         unreachable."""
         assert self.routed.pull

@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 from router_rig import A, Rig, pool
 from routing_objects import head
+from waiting import HANG
 
 from perilune_api.pool import Routing
 from perilune_api.pool import Shadow as Spec
@@ -182,11 +183,13 @@ async def test_decisions_are_judged_in_another_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
-    [pytest.param(HANGS, Stopped.HUNG, id="hangs"), pytest.param(DIES, Stopped.DIED, id="dies")],
+    ("text", "hang_s", "why"),
+    [pytest.param(HANGS, 0.2, Stopped.HUNG, id="hangs"), pytest.param(DIES, HANG, Stopped.DIED, id="dies")],
 )
-async def test_a_policy_with_which_the_process_ends_is_asked_no_more(text: str, why: Stopped) -> None:
-    judged = Judged(Spec(policies=("ear", "sticky"), cpu=1.0), starts=script(text), hang_s=0.2)
+async def test_a_policy_with_which_the_process_ends_is_asked_no_more(
+    text: str, hang_s: float, why: Stopped
+) -> None:
+    judged = Judged(Spec(policies=("ear", "sticky"), cpu=1.0), starts=script(text), hang_s=hang_s)
     await judged.until(lambda stats: all(tally.off for tally in stats.policies.values()))
     assert judged.stats.stopped[why] == 2
     assert judged.shadow.asked == []
