@@ -1,4 +1,5 @@
-"""Shares tests out among workers; ends a run that skipped some with what was missing and how to get it."""
+"""Workers, settings of properties, the order of tests; ends a run that skipped some with what was missing and
+how to get it."""
 
 import gc
 import os
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from _pytest.terminal import TerminalReporter
+from hypothesis import settings
+from property_examples import examples
 from second_chance import SecondChance, plain
 from xdist.remote import Producer
 from xdist.scheduler import LoadGroupScheduling
@@ -15,6 +18,10 @@ from xdist.scheduler import LoadGroupScheduling
 HERE = Path(__file__).parent
 LONGEST = ("integration", "research", "lab", "operator")
 """Folders of the longest files, the longest first."""
+
+# A busy machine is no failure. The examples are the same every time, so many of them add little.
+settings.register_profile("all", deadline=None, derandomize=True, max_examples=examples(50))
+settings.load_profile("all")
 
 os.environ["SSL_CERT_FILE"] = os.devnull
 """No test leaves this machine, and aiohttp reads certificates at each start: a fifth of what it costs."""

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from perilune_api import pool
@@ -191,7 +191,6 @@ def test_errors_name_the_field(text: str, message: str) -> None:
     assert message in str(error.value)
 
 
-@settings(deadline=None)
 @given(st.builds(Model, name=st.text(min_size=1, max_size=9)), st.integers(1, 65535))
 def test_dump_reads_back(model: Model, port: int) -> None:
     made = Pool(Metadata("p"), Spec(model, endpoints=(EndpointSpec(address=f"10.0.0.1:{port}"),)))

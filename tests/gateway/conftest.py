@@ -1,22 +1,15 @@
-"""Recordings of real vLLM, read once (tests/fixtures/vllm-kv-events/README.md); a router; settings of
-properties."""
+"""Recordings of real vLLM, read once (tests/fixtures/vllm-kv-events/README.md); a router."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from property_examples import examples
 from router_rig import Rig, pool
 from vllm_captures import read_messages, read_requests
 
 from perilune_api.pool import HashAlgorithm, Hashing
 from perilune_gateway.feeds import kv_events
-
-# A busy machine is no failure. The examples are the same every time, so many of them add little.
-settings.register_profile("gateway", deadline=None, derandomize=True, max_examples=examples(50))
-settings.load_profile("gateway")
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 BLOCK_SIZE = 32

@@ -49,7 +49,7 @@ NODES = st.lists(
 ).map(tuple)
 
 
-@settings(deadline=None, derandomize=True, max_examples=examples(60))
+@settings(max_examples=examples(60))
 @given(SPECS, KINDS, NODES)
 def test_planning_its_own_result_changes_nothing(spec: Object, kinds: frozenset[str], nodes: Any) -> None:
     first = made(spec, Observed(uid="u", generation=1, nodes=nodes, kinds=kinds))
@@ -78,7 +78,7 @@ def test_planning_its_own_result_changes_nothing(spec: Object, kinds: frozenset[
     assert third == second
 
 
-@settings(deadline=None, derandomize=True, max_examples=examples(60))
+@settings(max_examples=examples(60))
 @given(SPECS, KINDS, NODES)
 def test_every_object_is_whole(spec: Object, kinds: frozenset[str], nodes: Any) -> None:
     objects = made(spec, Observed(uid="u", generation=1, nodes=nodes, kinds=kinds)).objects or ()
@@ -99,7 +99,7 @@ def test_every_object_is_whole(spec: Object, kinds: frozenset[str], nodes: Any) 
                 assert mounts <= {volume["name"] for volume in pod.get("volumes", ())}
 
 
-@settings(deadline=None, derandomize=True, max_examples=examples(30))
+@settings(max_examples=examples(30))
 @given(SPECS, NODES)
 def test_the_gateways_document_can_be_read_back(spec: Object, nodes: Any) -> None:
     objects = made(spec, Observed(uid="u", generation=1, nodes=nodes)).objects or ()

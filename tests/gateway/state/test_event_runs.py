@@ -119,4 +119,4 @@ def leading(chain: list[int], held: set[int]) -> int:
 
 
 TestRuns = Runs.TestCase
-TestRuns.settings = settings(max_examples=examples(100), stateful_step_count=30, deadline=None)
+TestRuns.settings = settings(max_examples=examples(100), stateful_step_count=30)

@@ -617,7 +617,7 @@ changes: st.SearchStrategy[Change] = st.one_of(
 )
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_replicas_agree_after_the_same_changes_in_any_order_and_number(data: st.DataObject):
     """A stamp is of one change: two changes with one stamp do not exist."""

@@ -125,7 +125,7 @@ class Mirror:
                     self.held.clear()
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), st.integers(0, 12)), max_size=40),
 )
