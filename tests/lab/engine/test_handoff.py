@@ -233,7 +233,7 @@ class TestAfterTheAbortTimeout:
             await until_free(http, pair.giver)
             return await pair.take(http, ids(2, 8000), "left")
 
-        assert await self.waited_s(tmp_path, start, legs, "--slowdown", "20") >= self.ABORT_S
+        assert await self.waited_s(tmp_path, start, legs, "--slowdown", "100") >= self.ABORT_S
 
     async def test_the_give_leg_ended_by_itself(self, tmp_path, start):
         async def legs(http, pair):
