@@ -21,9 +21,10 @@ PACKAGES = (
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> ZipFile:
     """Built without network access: this environment has hatchling."""
     folder = tmp_path_factory.mktemp("wheel")
-    command = (sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check")
-    options = ("--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder))
-    built = subprocess.run((*command, *options, str(ROOT)), capture_output=True, text=True)
+    code = "import sys; from hatchling.build import build_wheel; build_wheel(sys.argv[1])"  # what pip runs
+    built = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], cwd=ROOT, capture_output=True, text=True
+    )
     assert built.returncode == 0, built.stderr
     (path,) = folder.glob("perilune-*.whl")
     return ZipFile(path)

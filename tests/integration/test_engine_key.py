@@ -65,7 +65,7 @@ async def serving(mode: Mode, routing: spec.Routing, **of: Any) -> AsyncIterator
         yield Pool(stack, http, envoy.url)
 
 
-@pytest.mark.parametrize("mode", [Mode.BUFFERED, Mode.FULL_DUPLEX])
+@pytest.mark.parametrize("mode", [Mode.BUFFERED, pytest.param(Mode.FULL_DUPLEX, marks=pytest.mark.heavy)])
 async def test_clients_do_not_need_the_key(mode: Mode) -> None:
     """Whether the decision takes the body, or the headers of a known session suffice."""
     async with serving(mode, spec.Routing(limits=LIMITS)) as pool:
@@ -81,7 +81,7 @@ async def test_clients_do_not_need_the_key(mode: Mode) -> None:
         assert (await pool.complete(url=engine, authorization=f"Bearer {KEY}"))[0] == 200
 
 
-@pytest.mark.parametrize("mode", [Mode.BUFFERED, Mode.FULL_DUPLEX])
+@pytest.mark.parametrize("mode", [pytest.param(Mode.BUFFERED, marks=pytest.mark.heavy), Mode.FULL_DUPLEX])
 async def test_clients_are_told_apart_by_their_own_credentials(mode: Mode) -> None:
     async with serving(mode, spec.Routing(cache_salt="tenant", limits=LIMITS)) as pool:
         for client in CLIENTS[:2]:
