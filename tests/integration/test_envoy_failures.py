@@ -12,7 +12,7 @@ import time
 import envoy_doubles as doubles
 import pytest
 from envoy_doubles import Call
-from waiting import HANG, until
+from waiting import HANG, until, until_true
 
 from perilune_api import extproc_pb2 as pb
 from perilune_api import paths
@@ -459,15 +459,33 @@ async def test_mode_override_is_ignored_in_full_duplex(stub_rig):
     assert Kind.REQUEST_BODY in seen
 
 
+PINGS, BYTES_OF_A_PING = 25, 17
+
+
 @pytest.mark.parametrize("server", ["ours", "with the default policy of gRPC"])
 async def test_pings_without_data_keep_the_connection(rig, server):
     """The default policy drops a peer after a few of them."""
     rig.processor.acts = {"": leave}
     address = rig.gateway if server == "ours" else rig.processor.address
     envoy = await rig.envoy(address, keepalive_s=0.02)
-    assert (await ask(rig, envoy, **rig.headers(rig.new_id())))[0] == 200
-    await asyncio.sleep(0.5)  # 25 pings; time itself is the matter here
-    assert (await ask(rig, envoy, **rig.headers(rig.new_id())))[0] == 200
-    async with rig.http.get(f"{envoy.admin_url}/stats?filter=cluster.processors.upstream_cx_total") as reply:
-        connections = int((await reply.text()).split(":")[1])
+
+    async def counted(name: str) -> int:
+        url = f"{envoy.admin_url}/stats?filter=cluster.processors.{name}$"
+        async with rig.http.get(url) as reply:
+            return int((await reply.text()).split(":")[1])
+
+    async def asked() -> None:
+        assert (await ask(rig, envoy, **rig.headers(rig.new_id())))[0] == 200
+
+    async def is_dropped() -> bool:
+        return await counted("upstream_cx_destroy") > 0
+
+    async def pings_answered() -> bool:
+        return await counted("upstream_cx_rx_bytes_total") >= answered
+
+    await asked()
+    answered = await counted("upstream_cx_rx_bytes_total") + PINGS * BYTES_OF_A_PING
+    await until_true(pings_answered if server == "ours" else is_dropped)
+    await asked()
+    connections = await counted("upstream_cx_total")
     assert connections == 1 if server == "ours" else connections > 1

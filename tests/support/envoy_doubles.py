@@ -137,9 +137,10 @@ class ScriptedRouter:
 class StubEndpoint:
     """An HTTP server that says what it received.
 
-    /sse streams one event and ends when `let_go(test_id)` was called, or after `?seconds=`; /sse/break then
-    breaks the connection instead; /die breaks it before any answer; /status/N answers N; /hang answers when
-    let go; all other paths answer at once. The answer is JSON: name, sha1 and bytes of the body, its framing.
+    /sse streams one event, and one more each second for `?seconds=`, and ends when `let_go(test_id)` was
+    called; /sse/break then breaks the connection instead; /die breaks it before any answer; /status/N answers
+    N; /hang answers when let go; all other paths answer at once. The answer is JSON: name, sha1 and bytes of
+    the body, its framing.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -212,12 +213,10 @@ class StubEndpoint:
         reply = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await reply.prepare(request)
         await reply.write(b"data: first\n\n")
-        if "seconds" in request.query:
-            for _ in range(int(request.query["seconds"])):
-                await asyncio.sleep(1)
-                await reply.write(b"data: more\n\n")
-        else:
-            await self._let_go[test_id].wait()
+        for _ in range(int(request.query.get("seconds", 0))):
+            await asyncio.sleep(1)
+            await reply.write(b"data: more\n\n")
+        await self._let_go[test_id].wait()
         if broken:
             _abort(request.protocol)
         elif request.transport is not None and not request.transport.is_closing():
