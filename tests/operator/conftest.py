@@ -1,8 +1,9 @@
-"""Real etcd, API server, controller manager: one of each kind at a time, a namespace for each test.
+"""Real etcd, API server, controller manager: one at a time, a namespace for each test.
 
 A start takes 6 s of CPU time, and a server that nobody uses takes a fortieth of a core from what follows.
-So tests of one kind run one after the other, on one worker of xdist, and `Servers` ends a server when
-the next test needs another kind or none. Those that restart it or change its CRD come last.
+So the tests that need one run one after the other, on one worker of xdist, and by what they need of it: first
+those with a scheduler, which then ends, and last those with more CRDs, which then stay. `Servers` ends the
+server when the next test needs none.
 """
 
 import asyncio
@@ -25,6 +26,8 @@ KINDS = {
     "own_server": "scheduled",
 }
 """Fixture → the kind of API server that it is."""
+ORDER = ("scheduled", "plain", "routed")
+"""A running server can become each kind that follows its own."""
 
 
 def kind_of(item: pytest.Item | None) -> str:
@@ -42,40 +45,48 @@ class Servers:
         self._running = ExitStack()
 
     def get(self, kind: str) -> ApiServer:
-        if self._server is None or kind != self._kind:
-            self.keep_only("")
+        if self._server is None or ORDER.index(kind) < ORDER.index(self._kind):
+            self.end()
+            self._kind = "scheduled" if kind == "scheduled" else "plain"
             with ExitStack() as starting:
-                server = starting.enter_context(started(scheduler=kind == "scheduled"))
-                if kind == "routed":
-                    asyncio.run(gateway_crds.install(server))
+                self._server = starting.enter_context(started(scheduler=kind == "scheduled"))
                 self._running = starting.pop_all()
-            self._kind, self._server = kind, server
+        if kind != self._kind:
+            self._server.without_scheduler()
+            if kind == "routed":
+                asyncio.run(gateway_crds.install(self._server))
+            self._kind = kind
         return self._server
 
-    def keep_only(self, kind: str) -> None:
-        if kind != self._kind:
-            self._running.close()
-            self._kind, self._server = "", None
+    def end(self) -> None:
+        self._running.close()
+        self._kind, self._server = "", None
 
 
 servers = Servers()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that need a real API server, and put those of one kind together."""
+    """Mark the tests that need a real API server, and put them together by what they need of it."""
     for item in items:
-        if kind := kind_of(item):
+        if kind_of(item):
             item.add_marker("api_server")
-            item.add_marker(pytest.mark.xdist_group(kind))
+            item.add_marker(pytest.mark.xdist_group("api_server"))
         elif "helm" in getattr(item, "fixturenames", ()):
             item.add_marker("api_server")
-    items.sort(key=lambda item: (kind_of(item), "own_server" in getattr(item, "fixturenames", ())))
+
+    def turn(item: pytest.Item) -> tuple[int, bool]:
+        kind = kind_of(item)
+        return ORDER.index(kind) + 1 if kind else 0, "own_server" in getattr(item, "fixturenames", ())
+
+    items.sort(key=turn)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Generator[None]:
     yield
-    servers.keep_only(kind_of(nextitem))
+    if not kind_of(nextitem):
+        servers.end()
 
 
 @pytest.fixture

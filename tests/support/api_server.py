@@ -72,6 +72,8 @@ class ApiServer:
     folder: Path
     restart: Callable[[], None]
     """Kill it and start it again; etcd and all else go on. Returns before it answers."""
+    without_scheduler: Callable[[], None]
+    """Kill the scheduler, if there is one; all else goes on."""
 
     @property
     def access(self) -> Configuration:
@@ -131,7 +133,12 @@ def started(*, scheduler: bool = False, kwok: bool = False) -> Iterator[ApiServe
             running["kube-apiserver"].wait()
             start(*commands[1])
 
-        server = ApiServer(f"https://127.0.0.1:{port}", folder, restart)
+        def without_scheduler() -> None:
+            if scheduling := running.pop("kube-scheduler", None):
+                scheduling.kill()
+                scheduling.wait()
+
+        server = ApiServer(f"https://127.0.0.1:{port}", folder, restart, without_scheduler)
         commands = [
             [
                 "etcd",
