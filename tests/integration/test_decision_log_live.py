@@ -4,7 +4,8 @@ import asyncio
 import json
 import os
 import signal
-from itertools import takewhile
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import aiohttp
@@ -23,11 +24,12 @@ from perilune_lab.vocabulary import Vocabulary
 from perilune_lab.whatif import cli as whatif
 
 SECONDS, SCALE = 1.0, 40.0
+SESSIONS, TURNS = 10, 3
 
 
 async def recorded(folder: Path, policy: str, *, kill: bool = False) -> Path:
-    """Return the log of a gateway under a few seconds of agentic load. With `kill` the gateway has no time to
-    end it."""
+    """Return the log of a gateway under the agentic load of a few sessions. With `kill` the gateway has no
+    time to end it."""
     load = demo_load(3, 1, SECONDS, SCALE)
     log = folder / f"{policy}.jsonl"
     stack = Stack(
@@ -45,10 +47,8 @@ async def recorded(folder: Path, policy: str, *, kill: bool = False) -> Path:
         vital=frozenset(),
     )
     async with stack:
-        plan = Load(
-            target=stack.url, model=stack.options.model, time_scale=SCALE, seconds=SECONDS, grace_s=10.0
-        )
-        sessions = takewhile(lambda s: s.start_s < SECONDS * SCALE, load.sessions())
+        plan = Load(target=stack.url, model=stack.options.model, time_scale=SCALE)
+        sessions = [replace(s, turns=s.turns[:TURNS]) for s in islice(load.sessions(), SESSIONS)]
         results = await run_load(sessions, plan, Vocabulary().words_for)
         assert sum(result.succeeded for result in results) > 5
         if kill:

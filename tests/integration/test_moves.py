@@ -55,15 +55,16 @@ async def test_a_session_leaves_a_hot_host_and_stays_away(user: User) -> None:
     heavy = "heavy0"
     while (await user.turn(heavy))[0] != host:
         heavy += "0"
-    blocker = asyncio.create_task(user.turn(heavy, 3_000))  # seconds of prefill
+    await user.fault(host, hang=True)
+    blocker = asyncio.create_task(user.turn(heavy, 3_000))  # seconds of prefill, which do not begin
 
     async def is_hot() -> bool:
-        assert not blocker.done(), "the host is not hot any more"
         return await user.metric(f'perilune_endpoint_pending_prefill_seconds{{endpoint="{host}"}}') > 0.5
 
     await until_true(is_hot)
     endpoint, reason = await user.turn("calm", 150)
     assert (endpoint != host, reason) == (True, "moved"), "the policy judges hot hosts itself"
+    await user.fault(host)
     await blocker
     assert (await user.turn("calm", 200))[0] == endpoint
     page = await user.moves()

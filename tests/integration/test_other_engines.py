@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 from running_envoy import Envoy
+from waiting import HANG
 
 from perilune_api import pool as spec
 from perilune_lab.processes.child import start
@@ -85,7 +86,7 @@ async def user(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[User]:
         ]
         gateway = await start("gateway", command, os.environ, folder)
         stack.push_async_callback(gateway.stop, 5.0)
-        facts = await gateway.until_ready(60.0)
+        facts = await gateway.until_ready(HANG)
         envoy = await stack.enter_async_context(Envoy(config(engines, [facts["ext_proc"]])))
         http = await stack.enter_async_context(aiohttp.ClientSession())
         yield User(envoy.url, f"http://{facts['admin']}", http)

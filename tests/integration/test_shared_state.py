@@ -20,7 +20,7 @@ from redis.exceptions import AuthenticationError
 from replica_rig import HandingReplica
 from router_rig import A, B
 from running_envoy import Envoy
-from waiting import until, until_true
+from waiting import HANG, until, until_true
 
 from perilune_api import names, quantities
 from perilune_api import pool as spec
@@ -113,7 +113,7 @@ class Rig:
         env = {"PERILUNE_STATE_PASSWORD": PASSWORD}
         started = await child.start(name, command, env, self.stack.folder)
         self.stack.children[name] = self.gateways[name] = started
-        facts = await started.until_ready(60)
+        facts = await started.until_ready(HANG)
         self.ext_proc[name], self.admin[name] = facts["ext_proc"], f"http://{facts['admin']}"
 
     async def kill(self, process: child.Child) -> None:
@@ -269,7 +269,7 @@ async def test_replicas_act_as_one_and_outlive_each_other_and_the_server(rig: Ri
 
 
 async def test_new_sessions_wait_at_every_gateway_for_contexts_that_any_of_them_counts(rig: Rig) -> None:
-    small, rules = EngineOptions(kv_tokens=4_000), spec.SessionAdmission(enabled=True)
+    small, rules = EngineOptions(kv_tokens=4_000, time_scale=4.0), spec.SessionAdmission(enabled=True)
     async with AsyncExitStack() as exits:
         stack = await exits.enter_async_context(
             Stack(
@@ -304,12 +304,19 @@ async def test_new_sessions_wait_at_every_gateway_for_contexts_that_any_of_them_
         async def all_wait() -> bool:
             return sum(await sums("perilune_new_sessions_waiting")) == 8
 
+        async def engine_waits(waits: bool) -> None:
+            url = f"http://{stack.endpoints[0]}/fault"
+            async with rig.http.post(url, json={"hang": waits}) as answer:
+                assert answer.status == 200
+
+        await engine_waits(True)
         first = asyncio.create_task(only_turn("first", 280, 400))
         await until_true(both_count_the_first)
         later = [asyncio.create_task(only_turn(f"later-{n}", 180, 1)) for n in range(8)]
         await until_true(all_wait)
         assert min(await sums("perilune_new_sessions_waiting")) > 0, "Envoy did not ask both gateways"
         assert not first.done()
+        await engine_waits(False)
         assert await first == 200
         assert await asyncio.gather(*later) == [200] * 8
 
@@ -478,7 +485,7 @@ async def test_a_gateway_is_ready_within_ten_seconds_of_its_first_connection_and
                 return await connections() > before
 
             starting = asyncio.create_task(here.start_gateway("late"))
-            await until_true(connects, 60)
+            await until_true(connects)
             connected_at = time.monotonic()
             await starting
             ready_s = time.monotonic() - connected_at

@@ -151,7 +151,7 @@ class Stack:
         command += ["--listen", f"{at}:8000", "--block-size", str(BLOCK), "--bootstrap", f"{at}:8998"]
         command += ["--events", f"tcp://{at}:5557", "--replay", f"tcp://{at}:5558"]
         self.engines[number] = await start(f"engine-{at}", command, os.environ, self.folder)
-        await self.engines[number].until_ready(60)
+        await self.engines[number].until_ready(HANG)
         self.api.put(pod(number, **annotations))
 
     async def delete(self, number: int) -> None:
@@ -209,7 +209,7 @@ async def pod_stack(folder: Path, engines: int, most: int, **annotations: str) -
         ports = ["--listen", f"{address(0)}:9002", "--admin", f"{address(0)}:9004"]
         environment = {**os.environ, "KUBECONFIG": str(access)}
         gateway.append(await start("gateway", [*command, *ports], environment, folder))
-        await gateway[0].until_ready(60)
+        await gateway[0].until_ready(HANG)
         bootstrap = envoy.config([f"{address(n)}:8000" for n in range(most)], [f"{address(0)}:9002"])
         async with Envoy(bootstrap) as front, aiohttp.ClientSession() as http:
             made.http, made.url, made.admin = http, front.url, f"http://{address(0)}:9004"

@@ -43,6 +43,11 @@ class StackUser:
             lines = (await answer.text()).splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(beginning))
 
+    async def fault(self, address: str, **fault: object) -> None:
+        """Give an engine this fault; none ends it."""
+        async with self.http.post(f"http://{address}/fault", json=fault) as answer:
+            assert answer.status == 200, await answer.text()
+
     def drain(self, *addresses: str) -> None:
         """Mark these endpoints, and no others, as draining in the pool document."""
         pool = self.stack.pool
