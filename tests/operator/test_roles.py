@@ -1,7 +1,11 @@
 """Which endpoint changes between serving and only prefilling, by what the gateways reported."""
 
+from collections import deque
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
+from random import Random
+from statistics import mean
 from types import MappingProxyType
 
 import pytest
@@ -192,6 +196,100 @@ def test_the_load_decides_again_and_again_without_flapping() -> None:
                 changes.append("prefill" if made.waiting else "serve")
                 queued, used = [], []
     assert changes == ["prefill", "serve"]
+
+
+class SimulatedPool:
+    """A closed loop of four engines that do both: prompts queue at those that prefill, then their answers
+    wait until there is KV where endpoints serve."""
+
+    def __init__(self, seed: int, *, switches: bool = True) -> None:
+        self.rng, self.switches = Random(seed), switches
+        self.engines = pods(3, 1)
+        self.at = NOW
+        self.queues_s = {"p0": 0.0}
+        self.answers: deque[tuple[float, float]] = deque()
+        """When each came that waits for KV, and its KV."""
+        self.running: list[tuple[float, float]] = []
+        """When each ends, and its KV."""
+        self.demands: dict[names.Duty, list[Demand]] = {"prefill": [], "serve": []}
+        self.changes: list[str] = []
+        self.prefill_waits_s: list[float] = []
+        self.answer_waits_s: list[float] = []
+
+    def serving(self) -> int:
+        return sum(pod.duty == "serve" and not pod.next_duty for pod in self.engines)
+
+    def run(self, minutes: int, prefill_s: float, kv: float) -> None:
+        """Let 1.1 prompts come per second, each with about so many seconds of prefill and an answer that
+        holds so much of a KV cache for a minute."""
+        for _ in range(60 * minutes):
+            self.at += 1.0
+            self.queues_s = {name: max(0.0, queue_s - 1.0) for name, queue_s in self.queues_s.items()}
+            for _ in range(1 + (self.rng.random() < 0.1)):
+                name = min(self.queues_s, key=lambda name: self.queues_s[name])
+                self.prefill_waits_s.append(self.queues_s[name])
+                self.queues_s[name] += prefill_s * self.rng.uniform(0.8, 1.2)
+                self.answers.append((self.at, kv))
+            self.running = [(ends, held) for ends, held in self.running if ends > self.at]
+            used = sum(held for _, held in self.running)
+            while self.answers and used + self.answers[0][1] <= self.serving():
+                came, held = self.answers.popleft()
+                used += held
+                self.answer_waits_s.append(self.at - came)
+                self.running.append((self.at + 60.0, held))
+            if self.at % 5 == 0:
+                self.look(used)
+
+    def look(self, used: float) -> None:
+        queued = Demand(at=self.at, queue_s=sum(self.queues_s.values()), kv_in_use=0.0)
+        self.demands["prefill"].append(queued)
+        self.demands["serve"].append(Demand(at=self.at, queue_s=0.0, kv_in_use=used))
+        if not self.switches:
+            return
+        made = roles.switch(SPEC, self.engines, self.demands, GATEWAYS, 30.0, self.at)
+        for mark in made.marks:
+            duty, draining = mark.labels.get(names.DUTY_LABEL), mark.annotations.get(names.DRAINING)
+            self.engines = [
+                replace(
+                    pod,
+                    duty=duty or pod.duty,
+                    draining=draining or "",
+                    next_duty="prefill" if draining else "",
+                )
+                if pod.name == mark.pod
+                else pod
+                for pod in self.engines
+            ]
+        if made.switched:
+            self.changes.append(made.to)
+            for read in self.demands.values():
+                read.clear()
+            prefilling = [pod.name for pod in self.engines if pod.duty == "prefill"]
+            left_s = sum(queue_s for name, queue_s in self.queues_s.items() if name not in prefilling)
+            self.queues_s = {name: self.queues_s.get(name, 0.0) for name in prefilling}
+            self.queues_s[prefilling[0]] += left_s
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_roles_follow_the_load_each_way_and_both_sides_gain(seed: int) -> None:
+    """First prompts are long and answers short, then the reverse."""
+    with_, without = SimulatedPool(seed), SimulatedPool(seed, switches=False)
+    for pool in (with_, without):
+        pool.run(20, prefill_s=1.2, kv=0.008)
+    assert with_.changes == ["prefill"]
+    prefill_waits = [mean(pool.prefill_waits_s[-600:]) for pool in (with_, without)]
+    assert prefill_waits[0] < 0.1 * prefill_waits[1]
+    assert max(with_.answer_waits_s) == 0.0
+
+    back = SimulatedPool(seed)
+    back.run(20, prefill_s=1.2, kv=0.008)
+    stays = deepcopy(back)
+    stays.switches = False
+    for pool in (back, stays):
+        pool.run(20, prefill_s=0.1, kv=0.034)
+    assert back.changes == ["prefill", "serve"]
+    answer_waits = [mean(pool.answer_waits_s[-600:]) for pool in (back, stays)]
+    assert answer_waits[0] < 0.5 * answer_waits[1]
 
 
 @pytest.mark.parametrize(

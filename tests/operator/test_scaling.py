@@ -36,6 +36,8 @@ TTFT = Scaling(
     down_seconds=60,
 )
 METRIC = Scaling(min_replicas=2, max_replicas=6)
+UP, DOWN = METRIC.up_seconds, METRIC.down_seconds
+"""The defaults."""
 NOW = 1_000.0
 HOUR = 720
 """Number of readings of an hour, one every 5 s."""
@@ -196,10 +198,10 @@ SEEDS = [0, pytest.param(1, marks=pytest.mark.heavy)]
 class SimulatedPool:
     """A closed loop: requests of about a second of prefill go to the shortest queue, the operator's function
     sets the number of endpoints by the queues or the first tokens in time, and new ones take 30 to 90 s to
-    become ready."""
+    become ready, unless told otherwise."""
 
-    def __init__(self, scaling: Scaling, seed: int) -> None:
-        self.scaling, self.rng = scaling, Random(seed)
+    def __init__(self, scaling: Scaling, seed: int, start_s: tuple[float, float] = (30.0, 90.0)) -> None:
+        self.scaling, self.rng, self.start_s = scaling, Random(seed), start_s
         self.at, self.wanted = 0.0, scaling.min_replicas
         self.queues_s = [0.0] * self.wanted
         self.ready_at: list[float] = []
@@ -265,7 +267,7 @@ class SimulatedPool:
         wanted = replicas(self.scaling, self.wanted, tuple(self.demands), self.at)
         if wanted == self.wanted:
             return
-        self.ready_at += [self.at + self.rng.uniform(30.0, 90.0) for _ in range(wanted - self.wanted)]
+        self.ready_at += [self.at + self.rng.uniform(*self.start_s) for _ in range(wanted - self.wanted)]
         left_s = sum(self.queues_s[wanted:])
         del self.queues_s[wanted:]
         if left_s:
@@ -394,6 +396,44 @@ def test_a_pool_goes_from_zero_to_six_and_back_in_few_changes(scaling: Scaling, 
     assert pool.changes[0] == 1
     assert pool.changes[-1] == 0
     assert len(pool.changes) <= 6
+
+
+MINUTE_LONG = (60.0, 60.0)
+"""Seconds that each endpoint takes to start."""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("scaling", [QUEUE, TTFT])
+@pytest.mark.parametrize("least", [0, 2])
+def test_with_defaults_a_load_for_six_comes_and_goes_in_six_changes(
+    least: int, scaling: Scaling, seed: int
+) -> None:
+    """`upSeconds` and `downSeconds` are the defaults, and every endpoint takes a minute to start."""
+    pool = SimulatedPool(
+        structs.replace(scaling, min_replicas=least, up_seconds=UP, down_seconds=DOWN), seed, MINUTE_LONG
+    )
+    low = 0.2 if least else 0.0
+    pool.run(20, low)
+    assert pool.changes == []
+    pool.run(40, 4.5)
+    assert pool.wanted in (5, 6)
+    pool.run(90, low)
+    assert pool.wanted == least
+    assert len(pool.changes) <= 6
+    assert pool.coming_back == [], "whoever was refused without an endpoint was served"
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("rate", [0.5, 1.5, 2.5, 3.5, 4.5])
+@pytest.mark.parametrize("scaling", [QUEUE, TTFT])
+def test_four_hours_of_a_constant_load_change_nothing_after_ten_minutes(
+    scaling: Scaling, rate: float, seed: int
+) -> None:
+    pool = SimulatedPool(structs.replace(scaling, up_seconds=UP, down_seconds=DOWN), seed, MINUTE_LONG)
+    pool.run(10, rate)
+    changes = list(pool.changes)
+    pool.run(230, rate)
+    assert pool.changes == changes
 
 
 @pytest.mark.parametrize(
@@ -564,7 +604,7 @@ class SimulatedRoles:
         wanted = replicas(scaling, now, self.demands[duty], self.at)
         if wanted == now:
             return
-        self.ready_at[duty] += [self.at + self.rng.uniform(30.0, 90.0) for _ in range(wanted - now)]
+        self.ready_at[duty] += [self.at + self.rng.uniform(*self.start_s) for _ in range(wanted - now)]
         if duty == "prefill" and wanted < now:
             self.queues_s[0] += self.queues_s.pop()
         self.wanted[duty] = wanted
