@@ -30,6 +30,7 @@ from perilune_gateway.feeds import (
     peer_ports,
     prefill_legs,
     pull_legs,
+    sleep_calls,
     store_keys,
     store_questions,
     store_segments,
@@ -315,7 +316,8 @@ class ServedPool:
         yield self._hand_over()
 
     async def _hand_over(self) -> None:
-        """Ask the engines whether they hand KV over, and send the legs of hand-offs."""
+        """Ask the engines whether they hand KV over, send the legs of hand-offs, and have engines sleep and
+        wake."""
         connectors = self.state.connectors
         async with engine_calls.session(
             self.router.pool.spec.engine.tls,
@@ -329,6 +331,13 @@ class ServedPool:
                 self.prefill_legs.run(http),
                 self.pull_legs.run(http),
                 peer_ports.run(self.state.fleet.endpoints, self.state.host_tiers),
+                sleep_calls.run(
+                    lambda: self.router.pool.spec.endpoints,
+                    lambda: {v.endpoint.address: v for v in self.state.fleet.view(self._clock())},
+                    self._plans,
+                    http,
+                    self._clock,
+                ),
             )
 
     async def _tick(self) -> None:
@@ -342,7 +351,11 @@ class ServedPool:
         """Run the migration planner at the interval of the pool document."""
         while True:
             await asyncio.sleep(self.router.pool.spec.routing.migration.interval_seconds)
-            self.router.plan_moves(self.shared is None or self.replicas.plans)
+            self.router.plan_moves(self._plans())
+
+    def _plans(self) -> bool:
+        """Return whether it is this gateway of the pool that plans for all."""
+        return self.shared is None or self.replicas.plans
 
     def _told(self) -> Mapping[str, EngineFacts] | None:
         """Return what engines that others run told; None for engines of the pool's own."""

@@ -15,7 +15,7 @@ from perilune_api.inference_pool.spec import InferencePoolSpec, Signal
 from perilune_api.inference_pool.status import InferencePoolStatus
 from perilune_api.pool import SpecError
 from perilune_api.trial import State
-from perilune_operator import canary, revision, roles, scaling, served, status
+from perilune_operator import canary, revision, roles, scaling, served, sleeping, status
 from perilune_operator.observe import topology
 from perilune_operator.observe.facts import Key, Object, Observed, PodFacts, key
 from perilune_operator.observe.timestamps import seconds
@@ -401,7 +401,11 @@ def _drain(pool: Context, observed: Observed, now: float) -> Drain:
     workload = observed.children.get(endpoints.workload(pool))
     template = _hash_of(workload)
     rolling = Rolling(template, _fewest(pool)) if template else None
-    return drain(pods, pool.spec.replicas, workload, leaving, gateways, session_s, now, rolling)
+    most = pool.spec.scaling.sleeping if pool.spec.scaling else 0
+    before = sleeping.night(pods, pool.spec.replicas, most)
+    present = before.without_sleepers(workload)
+    made = drain(before.awake, pool.spec.replicas, present, leaving, gateways, session_s, now, rolling)
+    return sleeping.falling_asleep(before, made, most)
 
 
 def _held(pool: Context, objects: Sequence[Object], observed: Observed, leave: Drain) -> tuple[Object, ...]:

@@ -94,6 +94,13 @@ class Drain:
     """Seconds until the leaving pods have waited long enough; inf when nothing waits."""
     min_ready_s: int = 0
     """Seconds that a new engine must be ready before the Deployment may remove an old one for it."""
+    asleep: tuple[str, ...] = ()
+    """Pods that sleep, or are to. They count in `replicas`, and wait for nothing."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether the leaving pods wait for their sessions."""
+        return self.again_in < inf
 
 
 @dataclass(frozen=True, slots=True)

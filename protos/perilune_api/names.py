@@ -124,6 +124,10 @@ further data-parallel rank has the next one."""
 DRAINING = "perilune.dev/draining"
 """Annotation of an engine pod that drains: its sessions finish there, and new ones go elsewhere. Any value
 does; the operator writes the time at which draining began."""
+ASLEEP = "perilune.dev/asleep"
+"""Annotation of an engine pod whose engine is to sleep (`true`) or to be awake (`false`), where the operator
+puts endpoints to sleep (scaling.sleeping). Gateways carry it out. Without it they leave the engine as it
+is."""
 SUPERSEDED = "perilune.dev/superseded"
 """Annotation of an engine pod that a rolling update will replace: sessions that have to leave another engine
 go to engines without it, as long as these have room."""

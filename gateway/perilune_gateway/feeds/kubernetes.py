@@ -89,6 +89,7 @@ def endpoint(pod: Object) -> EndpointSpec | None:
         peer=f"{host}:{peer}" if peer and not bootstrap else "",
         kv_name=annotations.get(names.KV_NAME, ""),
         superseded=names.SUPERSEDED in annotations,
+        asleep={"true": True, "false": False}.get(annotations.get(names.ASLEEP, "")),
         instance=meta.get("uid", ""),
     )
 

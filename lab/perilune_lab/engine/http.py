@@ -135,6 +135,9 @@ class Server:
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/detokenize", self._detokenize)
         app.router.add_post("/reset_prefix_cache", self._reset)
+        app.router.add_post("/sleep", self._sleep)
+        app.router.add_post("/wake_up", self._wake_up)
+        app.router.add_get("/is_sleeping", self._is_sleeping)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_route("*", "/ping", self._ok)
@@ -163,6 +166,8 @@ class Server:
         inbound = parse(api, await http.read(), self._text, self._manners)
         namespace = self._namespace(inbound)
         service = self._choose(http.headers.get(RANK_HEADER, ""))
+        if service.metrics.asleep:  # vLLM's would compute with memory that it does not have
+            return web.Response(status=503, text="the engine sleeps")
         n_tokens, natural = self._output_tokens(inbound)
         given = _header_safe(http.headers.get("x-request-id") or inbound.request_id) or uuid.uuid4().hex
         answer_id = _ID_PREFIX[api] + given
@@ -312,6 +317,20 @@ class Server:
         if http.query.get("reset_external", "").lower() == "true" and self._clear_store is not None:
             self._clear_store()
         return web.Response(status=200 if all(done) else 409)
+
+    async def _sleep(self, _: web.Request) -> web.Response:
+        """Forget all KV, and serve nothing until `/wake_up`. As vLLM, do not look whether requests run."""
+        for service in self._ranks:
+            service.sleep()
+        return web.Response()
+
+    async def _wake_up(self, _: web.Request) -> web.Response:
+        for service in self._ranks:
+            service.metrics.asleep = False
+        return web.Response()
+
+    async def _is_sleeping(self, _: web.Request) -> web.Response:
+        return _answer({"is_sleeping": any(service.metrics.asleep for service in self._ranks)})
 
     async def _models(self, _: web.Request) -> web.Response:
         served = self._served

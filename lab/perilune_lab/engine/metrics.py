@@ -69,6 +69,8 @@ class Metrics:
         self._info = {**info, "engine": str(rank)}
         self._adapters = adapters
         self._started = started
+        self.asleep = False
+        """Whether the engine sleeps (`/sleep`)."""
         self.lora_active: dict[str, int] = {}
         """Running requests by adapter."""
         self.prefix_queries = self.prefix_hits = 0
@@ -154,7 +156,8 @@ class Metrics:
             },
         )
         page.gauge("kv_cache_usage_perc", "KV-cache usage, 1 means 100 percent.", scheduler.cache.usage)
-        states = {f'sleep_state="{state}"': int(state == "awake") for state in _SLEEP_STATES}
+        state_now = "weights_offloaded" if self.asleep else "awake"
+        states = {f'sleep_state="{state}"': int(state == state_now) for state in _SLEEP_STATES}
         page.gauge("engine_sleep_state", "Engine sleep state.", states)
         page.counter("prefix_cache_queries", "Prefix cache queries, in tokens.", self.prefix_queries)
         page.counter("prefix_cache_hits", "Prefix cache hits, in tokens.", self.prefix_hits)

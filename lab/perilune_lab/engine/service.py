@@ -189,6 +189,11 @@ class Service:
         self._run_steps(self.now())
         return self.scheduler.cache.reset()
 
+    def sleep(self) -> None:
+        """Forget all KV, and serve nothing until it is woken. Raises CoreDeadError."""
+        self.reset_prefix_cache()
+        self.metrics.asleep = True
+
     async def run(self) -> None:
         """Drive the engine until it dies or is cancelled."""
         while not self.dead:

@@ -78,6 +78,8 @@ class PodFacts:
     """Hash of the template that it was made by; empty if it carries none."""
     superseded: bool = False
     """It carries the mark of pods that a rolling update will replace."""
+    asleep: bool = False
+    """It carries the mark of engines that are to sleep."""
     chosen: bool = False
     """The pod carries the deletion cost by which a ReplicaSet removes it first."""
     ip: str = ""
@@ -100,7 +102,7 @@ class PodFacts:
 
     @property
     def serves(self) -> bool:
-        return self.ready and not self.terminating
+        return self.ready and not self.terminating and not self.asleep
 
 
 class Drained(NamedTuple):

@@ -93,6 +93,7 @@ def pod(obj: Object, said: GatewayStats | None = None) -> PodFacts:
         recent_hits_tokens=said.recent_hits_tokens_at.get(ip, 0.0) if said else 0.0,
         template=annotations.get(names.TEMPLATE, ""),
         superseded=names.SUPERSEDED in annotations,
+        asleep=annotations.get(names.ASLEEP) == "true",
         chosen=annotations.get(names.DELETION_COST) == CHOSEN_COST,
         ip=ip,
         duty=str(labels.get(names.DUTY_LABEL, HOME.get(labels.get(names.COMPONENT_LABEL, ""), ""))),

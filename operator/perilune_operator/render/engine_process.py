@@ -86,6 +86,8 @@ def env(pool: Context, serve: bool) -> list[Object]:
             made.append({"name": "VLLM_MOONCAKE_BOOTSTRAP_PORT", "value": str(BOOTSTRAP_PORT)})
             abort_s = str(abort_seconds(pool))
             made.append({"name": "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "value": abort_s})
+        if sleeps(pool):
+            made.append({"name": "VLLM_SERVER_DEV_MODE", "value": "1"})  # it serves /sleep only then
         made.extend(door.env(pool))
         made.extend(engine_tls.env(pool) if serve else ())
         if not serve:  # newer LeaderWorkerSets set it themselves
@@ -146,6 +148,11 @@ def _simulated_args(pool: Context) -> list[str]:
     ]
 
 
+def sleeps(pool: Context) -> bool:
+    """Return whether the pool's engines may sleep."""
+    return pool.spec.scaling is not None and pool.spec.scaling.sleeping > 0
+
+
 def _simulated_handoff(pool: Context) -> list[str]:
     return [f"--bootstrap=0.0.0.0:{BOOTSTRAP_PORT}", f"--abort-timeout={abort_seconds(pool)}"]
 
@@ -197,6 +204,7 @@ def _vllm_args(pool: Context) -> list[str]:
         *([f"--pipeline-parallel-size={engine.pipeline_parallel}"] if engine.pipeline_parallel > 1 else []),
         *([f"--data-parallel-size={engine.data_parallel}"] if engine.data_parallel > 1 else []),
         *(["--scheduling-policy=priority"] if pool.spec.routing.engine_priority.used else []),
+        *(["--enable-sleep-mode"] if sleeps(pool) else []),
         "--enable-prompt-tokens-details",
         "--enable-request-id-headers",
         *door.ARGS,

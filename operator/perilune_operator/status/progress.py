@@ -47,9 +47,10 @@ def _late(workload: Key, observed: Observed) -> str:
 
 
 def reconciling(
-    pool: Context, observed: Observed, replaced: Replaced, made: Revised, blocked: Fact | None
+    pool: Context, observed: Observed, replaced: Replaced, made: Revised, blocked: Fact | None, awake: int
 ) -> Fact:
-    """Return whether anything still differs from the spec and is on its way to it."""
+    """Return whether anything still differs from the spec and is on its way to it. `awake`: number of
+    endpoints that the workload runs now, without those that sleep."""
     if blocked is not None:
         return Fact(Condition.RECONCILING, "False", blocked.reason, blocked.message)
     kind = Condition.RECONCILING
@@ -63,7 +64,7 @@ def reconciling(
             "Without GPUs to spare, set rollout.maxSurge to 0: it then makes room at once."
         )
         return Fact(kind, "True", Reason.ROLLING_OUT, words)
-    if pool.replicas_now != pool.spec.replicas:
+    if awake != pool.spec.replicas:
         words = f"{endpoints.workload_name(pool.name)} will shrink."
         return Fact(kind, "True", Reason.SESSIONS_LEAVING, words)
     children = ((key.name, observed.children.get(key)) for key in _workloads(pool))

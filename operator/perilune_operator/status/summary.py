@@ -40,7 +40,11 @@ def of_pool(
 ) -> InferencePoolStatus:
     """Return the status for an accepted spec. `observed`: without engines of an earlier spec. `now`: seconds
     since the epoch."""
-    engines = [p for p in observed.pods if p.component == "engine" and not p.terminating]
+    engines = [
+        p
+        for p in observed.pods
+        if p.component == "engine" and not p.terminating and p.name not in leave.asleep
+    ]
     exists, are_ready = len(engines), sum(p.ready for p in engines)
     ready, wanted = sum(p.ready and p.name not in leave.leaving for p in engines), pool.spec.replicas
     if others_run := pool.spec.engine.selector is not None:
@@ -48,11 +52,12 @@ def of_pool(
         exists = wanted = len(stats.ready_at) if stats else 0
         are_ready = ready = int(sum(stats.ready_at.values())) if stats else 0
     stalled = progress.stalled(pool, observed)
-    reconciling = progress.reconciling(pool, observed, replaced, made, stalled)
+    awake = pool.replicas_now - len(leave.asleep)
+    reconciling = progress.reconciling(pool, observed, replaced, made, stalled, awake)
     facts = [
         Fact(Condition.ACCEPTED, "True", Reason.VALID, "The spec is valid."),
         workloads.topology(pool),
-        workloads.engines(pool, observed, ready, wanted),
+        workloads.engines(pool, observed, ready, wanted, len(leave.asleep)),
         *([exact] if (exact := workloads.exactness(pool, observed)) else []),
         *([workloads.store(pool, observed)] if pool.spec.mooncake.store.enabled else []),
         workloads.gateway(pool, observed),

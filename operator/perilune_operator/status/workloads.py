@@ -35,9 +35,9 @@ def _gpus(pool: Context) -> str:
     return f" ({listed(list(products))})" if products else ""
 
 
-def engines(pool: Context, observed: Observed, ready: int, wanted: int) -> Fact:
-    """Return condition EnginesReady. Its message includes the first problem that Kubernetes reports. `ready`
-    and `wanted`: numbers of endpoints."""
+def engines(pool: Context, observed: Observed, ready: int, wanted: int, asleep: int = 0) -> Fact:
+    """Return condition EnginesReady. Its message includes the first problem that Kubernetes reports. `ready`,
+    `wanted` and `asleep`: numbers of endpoints."""
     kind = Condition.ENGINES_READY
     if pool.spec.engine.selector is not None:
         return _selected(pool, observed)
@@ -49,6 +49,8 @@ def engines(pool: Context, observed: Observed, ready: int, wanted: int) -> Fact:
     if not wanted:
         return Fact(kind, "True", Reason.NO_ENGINES_WANTED, "replicas is 0.")
     message, prefill = f"{ready} of {wanted} endpoints are ready.", pool.spec.prefill_replicas
+    if asleep:
+        message += f" {asleep} more sleep."
     prefilling = sum(p.component == "prefill" and p.serves for p in observed.pods)
     if prefill:
         message += f" {prefilling} of {prefill} that prefill are ready."

@@ -182,12 +182,27 @@ def _check_scaling(spec: InferencePoolSpec) -> None:
     if not scaling.min_replicas and not spec.gateway.served_by and not _has_gateway(spec):
         words = "Gateways tell that a prompt found no endpoint, and gateway.replicas is 0: 1 is the least"
         raise SpecError(f"{words} - at `$.spec.scaling.minReplicas`")
+    _check_sleeping(spec, scaling)
     if scaling.signal is Signal.METRIC:
         return
     if spec.gateway.served_by:
         words = "The operator reads it from the pool's own gateway, and servedBy leaves none: use metric"
         raise SpecError(f"{words} - at `$.spec.scaling.signal`")
     _check_target(scaling, "$.spec.scaling")
+
+
+def _check_sleeping(spec: InferencePoolSpec, scaling: Scaling) -> None:
+    if not scaling.sleeping:
+        return
+    others = {
+        "signal: metric": scaling.signal is Signal.METRIC,
+        "roleSwitching": spec.role_switching is not None,
+        "engine.selector": spec.engine.selector is not None,
+        "KV that leaves engines": spec.mooncake.transfer is not Transfer.NONE or spec.mooncake.store.enabled,
+        "a pool without a gateway": not spec.gateway.served_by and not _has_gateway(spec),
+    }
+    if found := [name for name, is_so in others.items() if is_so]:
+        raise SpecError(f"Endpoints cannot sleep with {found[0]} - at `$.spec.scaling.sleeping`")
 
 
 def _check_prefill_scaling(spec: InferencePoolSpec) -> None:

@@ -61,6 +61,9 @@ class EndpointSpec(Struct, frozen=True, kw_only=True):
     superseded: bool = False
     """Whether the endpoint will soon be replaced: sessions that leave another one go elsewhere, as long as
     other endpoints have room."""
+    asleep: bool | None = None
+    """Whether its engine is to sleep (vLLM's sleep mode); the gateway has it sleep and wake. null: the
+    gateway leaves it as it is."""
     instance: str = ""
     """Names what is at the address, such as the uid of a pod. An endpoint with another name at the same
     address is another one, and inherits nothing from the one before. If empty, the address alone names it."""

@@ -19,6 +19,7 @@ from forked import Popen
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import HANG, until_true
 
+from perilune_gateway.feeds import engine_metrics
 from perilune_lab.vocabulary import LabTokenizer, Vocabulary
 
 pytestmark = pytest.mark.processes
@@ -546,6 +547,21 @@ async def test_reset_empties_the_cache(engine):
     await ask(f"{engine.url}/v1/completions", completion())
     async with aiohttp.ClientSession() as http, http.post(f"{engine.url}/reset_prefix_cache") as answer:
         assert answer.status == 200
+    _, _, answer = await ask(f"{engine.url}/v1/completions", completion())
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+async def test_an_engine_that_sleeps_serves_nothing_and_has_forgotten_its_kv(engine):
+    await ask(f"{engine.url}/v1/completions", completion())
+    async with aiohttp.ClientSession() as http:
+        async with http.post(f"{engine.url}/sleep?level=1") as answer:
+            assert answer.status == 200
+        _, page = await get(f"{engine.url}/metrics")
+        assert engine_metrics.parse(page).asleep
+        async with http.post(f"{engine.url}/v1/completions", json=completion()) as answer:
+            assert answer.status == 503
+        async with http.post(f"{engine.url}/wake_up") as answer:
+            assert answer.status == 200
     _, _, answer = await ask(f"{engine.url}/v1/completions", completion())
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
