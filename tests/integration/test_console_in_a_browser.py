@@ -5,22 +5,25 @@ A real gateway, Envoy and simulated engines stand behind it, except for the thou
 """
 
 import asyncio
+import json
 import os
+import re
 import shutil
 import signal
 from array import array
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from random import Random
+from typing import Literal
 
 import aiohttp
 import pytest
 import pytest_asyncio
 from msgspec import structs
-from playwright.async_api import Browser, Page, async_playwright, expect
+from playwright.async_api import Browser, ConsoleMessage, Error, Locator, Page, async_playwright, expect
 from prometheus_client import CollectorRegistry
 from routing_objects import fleet, request, session
 from waiting import until_true
@@ -64,28 +67,74 @@ pytestmark = [
 expect.set_options(timeout=PATIENCE_MS)
 PICTURES = Path(__file__).parents[2] / "docs/pictures" if os.environ.get("PICTURES") == "write" else None
 ENGINES = 4
-OPTIONS = EngineOptions(time_scale=4.0, kv_tokens=60_000)
+OPTIONS = EngineOptions(
+    time_scale=4.0, kv_tokens=60_000, handoff=True, arguments=("--send-bytes-per-s", "60e6")
+)
+"""Engines that hand KV over slowly, so that it is seen on its way."""
 ROUTING = spec.Routing(limits=spec.Limits(decision_seconds=30.0))
+
+
+IN_WINDOW = """found => found.some(e => {
+  const at = e.getBoundingClientRect();
+  return at.width > 0 && at.top >= 0 && at.bottom <= innerHeight && at.left >= 0 && at.right <= innerWidth;
+})"""
+CHARTS_DRAWN = """[...document.querySelectorAll('#charts figure')].every(
+  (c) => c.querySelector('path:not(.area)').getTotalLength() >= 1 || c.textContent.includes('no prompt')
+)"""
+FILLED = """(() => {
+  const end = (e) => e.getBoundingClientRect(), map = document.getElementById('fabric');
+  const last = (column) => [...column.children].filter((panel) => !panel.hidden).at(-1);
+  const [left, beside] = [...document.querySelectorAll('.column')].map((column) => end(last(column)).bottom);
+  const engines = Math.max(...[...document.querySelectorAll('.engine')].map((e) => end(e).right));
+  return Math.abs(left - beside) < 20 && end(map).right - engines < 40;
+})()"""
 
 
 @dataclass
 class Console:
-    """One page of the console, and what went wrong in it."""
+    """The console in the page, and what went wrong in it."""
 
     page: Page
     errors: list[str] = field(default_factory=list)
 
-    async def picture(self, name: str) -> None:
-        if PICTURES:
-            await self.page.screenshot(path=PICTURES / f"console-{name}.png")
+    async def picture(self, name: str, *shown: Locator) -> None:
+        """Take a picture while all of these stand in the window, before and after, and no chart is empty."""
+
+        async def seen() -> bool:
+            return all([await at.evaluate_all(IN_WINDOW) for at in shown]) and bool(
+                await self.page.evaluate(CHARTS_DRAWN)
+            )
+
+        async def taken() -> bool:
+            if not await seen():
+                return False
+            if PICTURES:
+                await self.page.screenshot(path=PICTURES / f"console-{name}.png")
+            return await seen()
+
+        await until_true(taken, PATIENCE_MS / 1000)
+
+    async def is_filled(self) -> bool:
+        """Return whether both columns end at the same height, and the engines where their map ends."""
+        return bool(await self.page.evaluate(FILLED))
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def browser() -> AsyncIterator[Browser]:
+async def page() -> AsyncIterator[Page]:
+    """Yield the only page, since another one takes a second of CPU time."""
     async with async_playwright() as playwright:
-        started = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield started
-        await started.close()
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = await new_page(browser)
+        yield page
+        await browser.close()
+
+
+async def new_page(browser: Browser) -> Page:
+    page = await browser.new_page(
+        reduced_motion="reduce",  # without a graphics card each frame costs the machine's time
+    )
+    page.set_default_timeout(PATIENCE_MS)
+    return page
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -97,33 +146,45 @@ async def stack() -> AsyncIterator[Stack]:
 
 
 @asynccontextmanager
-async def opened(browser: Browser, url: str, colours: str = "light") -> AsyncIterator[Console]:
-    """Yield an open page, and check in the end that it showed no errors."""
-    page = await browser.new_page(
-        viewport={"width": 1400, "height": 900},
-        color_scheme=colours,  # type: ignore[arg-type]
-        reduced_motion="reduce",  # without a graphics card each frame costs the machine's time
-    )
-    page.set_default_timeout(PATIENCE_MS)
+async def opened(
+    page: Page,
+    url: str,
+    colours: Literal["light", "dark"] = "light",
+    size: tuple[int, int] = (1400, 900),
+    ready: str = ".engine",
+) -> AsyncIterator[Console]:
+    """Yield the page with a console in it, and check in the end that it showed no errors."""
     console = Console(page)
-    page.on("pageerror", lambda error: console.errors.append(str(error)))
-    page.on("console", lambda m: console.errors.append(m.text) if m.type in ("error", "warning") else None)
+
+    def fails(error: Error) -> None:
+        console.errors.append(str(error))
+
+    def complains(message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            console.errors.append(message.text)
+
+    await page.emulate_media(color_scheme=colours)
+    await page.set_viewport_size({"width": size[0], "height": size[1]})
+    page.on("pageerror", fails)
+    page.on("console", complains)
     await page.goto(url + "/console")
-    await page.wait_for_selector(".engine")
+    await page.wait_for_selector(ready)
     try:
         yield console
         assert console.errors == []
     finally:
-        await page.close()
+        page.remove_listener("pageerror", fails)
+        page.remove_listener("console", complains)
+        await page.goto("about:blank")
 
 
-async def talk(stack: Stack, sessions: int, turns: int, name: str = "agent") -> None:
+async def talk(stack: Stack, sessions: int, turns: int, name: str = "agent", answer_tokens: int = 40) -> None:
     """Play conversations through Envoy, all at once, each turn extending the one before."""
 
     async def converse(http: aiohttp.ClientSession, who: str) -> None:
         messages = [{"role": "user", "content": f"{who} asks. " * 120}]
         for _ in range(turns):
-            body = {"model": OPTIONS.model, "messages": messages, "max_tokens": 40}
+            body = {"model": OPTIONS.model, "messages": messages, "max_tokens": answer_tokens}
             url = stack.url + "/v1/chat/completions"
             async with http.post(url, json=body, headers={"x-session-id": who}) as answer:
                 assert answer.status == 200, await answer.text()
@@ -134,10 +195,21 @@ async def talk(stack: Stack, sessions: int, turns: int, name: str = "agent") -> 
         await asyncio.gather(*(converse(http, f"{name}-{n}") for n in range(sessions)))
 
 
-async def go_on_talking(stack: Stack) -> None:
-    """Play one crowd of sessions after the other."""
-    for crowd in count():
-        await talk(stack, sessions=20, turns=3, name=f"agent-{crowd}")
+@asynccontextmanager
+async def load(stack: Stack) -> AsyncIterator[None]:
+    """Keep requests in flight: many sessions with long answers, one crowd after the other."""
+
+    async def go_on() -> None:
+        for crowd in count():
+            with suppress(AssertionError):  # an engine that breaks fails some
+                await talk(stack, sessions=20, turns=6, name=f"agent-{crowd}", answer_tokens=160)
+
+    talking = asyncio.create_task(go_on())
+    try:
+        yield
+    finally:
+        talking.cancel()
+        await asyncio.wait({talking})
 
 
 def drain(stack: Stack, *addresses: str) -> None:
@@ -147,28 +219,32 @@ def drain(stack: Stack, *addresses: str) -> None:
     stack.pool_file.write_bytes(spec.dump(changed))
 
 
-async def test_an_idle_pool_shows_its_engines_where_they_stand(browser: Browser, stack: Stack) -> None:
-    async with opened(browser, stack.admin_url) as console:
-        page = console.page
+async def test_an_idle_pool_shows_its_engines_where_they_stand(page: Page, stack: Stack) -> None:
+    async with opened(page, stack.admin_url) as console:
         await expect(page.locator(".engine[data-condition=ready]")).to_have_count(ENGINES)
         await expect(page.locator(".spine")).to_have_count(2)
         await expect(page.locator(".rack")).to_have_count(4)
         await expect(page.locator("#decisions")).to_contain_text("No decision yet.")
         await expect(page.locator("#health")).to_have_text("ok")
+        await expect(page.locator("#problems-box")).not_to_be_visible()
         await expect(page.locator("#about")).to_contain_text("policy perilune")
-        await console.picture("idle")
+        await console.picture("idle", page.locator(".engine[data-condition=ready]"))
 
 
-async def test_decisions_come_as_they_are_taken_and_say_why(browser: Browser, stack: Stack) -> None:
-    async with opened(browser, stack.admin_url) as console:
-        page = console.page
-        talking = asyncio.create_task(go_on_talking(stack))
-        await expect(page.locator("#decisions button")).to_have_count(100)
-        await console.picture("busy")
-        talking.cancel()
-        await asyncio.wait({talking})
-        await expect(page.locator("#decisions .why").first).to_contain_text("because")
-        await expect(page.locator("#charts figure").first).to_contain_text("requests/s")
+async def test_decisions_come_as_they_are_taken_and_say_why(page: Page, stack: Stack) -> None:
+    async with opened(page, stack.admin_url) as console:
+        async with load(stack):
+            await expect(page.locator("#decisions button").nth(29)).to_be_attached()
+            if PICTURES:
+                await expect(page.locator("#history-title")).to_have_text(re.compile(r"[4-9]\d s|minutes"))
+            await console.picture(
+                "busy",
+                page.locator("#numbers div", has_text=re.compile(r"in flight[1-9]")),
+                page.locator("#charts figure", has_text=re.compile(r"in flight[1-9]")),
+                page.locator(".engine", has_text=re.compile(r" [1-9]\d* in flight")),
+                page.locator("#decisions .why", has_text="because"),
+            )
+            assert await console.is_filled()
         # A click by the mouse waits until the button stands still, and on a busy machine new ones push it on.
         await page.locator("#decisions button").first.dispatch_event("click")
         await expect(page.locator("#details h3")).to_have_text(
@@ -182,10 +258,9 @@ async def test_decisions_come_as_they_are_taken_and_say_why(browser: Browser, st
         await expect(page.locator("#details")).to_contain_text("turns")
 
 
-async def test_everything_can_be_reached_by_keyboard(browser: Browser, stack: Stack) -> None:
+async def test_everything_can_be_reached_by_keyboard(page: Page, stack: Stack) -> None:
     await talk(stack, sessions=1, turns=1)
-    async with opened(browser, stack.admin_url) as console:
-        page = console.page
+    async with opened(page, stack.admin_url):
         await talk(stack, sessions=2, turns=1, name="typed")
         await expect(page.locator("#decisions button").first).to_be_visible()
         await page.keyboard.press("/")
@@ -200,55 +275,66 @@ async def test_everything_can_be_reached_by_keyboard(browser: Browser, stack: St
         await expect(page.locator("#details")).not_to_be_visible()
 
 
-async def test_what_clients_send_stays_text(browser: Browser, stack: Stack) -> None:
-    async with opened(browser, stack.admin_url) as console:
+async def test_what_clients_send_stays_text(page: Page, stack: Stack) -> None:
+    async with opened(page, stack.admin_url):
         name = "<img src=x onerror=alert(1)>"
         await talk(stack, sessions=1, turns=1, name=name)
-        await expect(console.page.locator("#decisions")).to_contain_text(name)
-        assert await console.page.locator("img").count() == 0
+        await expect(page.locator("#decisions")).to_contain_text(name)
+        assert await page.locator("img").count() == 0
 
 
-async def test_it_is_dark_where_the_reader_wants_it(browser: Browser, stack: Stack) -> None:
-    async with opened(browser, stack.admin_url, "dark") as console:
-        ground = await console.page.evaluate("getComputedStyle(document.body).backgroundColor")
+async def test_it_is_dark_where_the_reader_wants_it(page: Page, stack: Stack) -> None:
+    async with opened(page, stack.admin_url, "dark"):
+        ground = await page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert ground == "rgb(18, 22, 27)"
-        await console.picture("dark")
 
 
-async def test_a_draining_engine_is_marked_and_its_sessions_leave(browser: Browser, stack: Stack) -> None:
+async def test_a_draining_engine_is_marked_and_its_sessions_leave(page: Page, stack: Stack) -> None:
     leaving = stack.endpoints[2]
-    async with opened(browser, stack.admin_url) as console:
+    async with opened(page, stack.admin_url) as console, load(stack):
+        tile = page.locator(f'.engine[data-address="{leaving}"]')
+        await expect(tile.locator("span").first).to_have_text(re.compile("^[1-9]"))
         drain(stack, leaving)
-        tile = console.page.locator(f'.engine[data-address="{leaving}"]')
         await expect(tile).to_have_attribute("data-condition", "draining")
-        await talk(stack, sessions=12, turns=2)
-        await expect(console.page.locator("#numbers")).to_contain_text(f"{ENGINES - 1} of {ENGINES}")
-        await console.picture("draining")
+        await expect(page.locator("#numbers")).to_contain_text(f"{ENGINES - 1} of {ENGINES}")
+        await console.picture(
+            "draining",
+            page.locator(".engine[data-condition=draining]", has_text="draining"),
+            page.locator("#handoffs-drawn path.copied"),
+            page.locator("#handoffs tbody tr", has_text=re.compile(r"drain.*copying")),
+        )
         drain(stack)
         await expect(tile).to_have_attribute("data-condition", "ready")
 
 
-async def test_a_gateway_that_stops_talking_is_seen_within_seconds(browser: Browser, stack: Stack) -> None:
+async def test_a_gateway_that_stops_talking_is_seen_within_seconds(page: Page, stack: Stack) -> None:
     gateway = stack.children["gateway"].pid
-    async with opened(browser, stack.admin_url) as console:
+    async with opened(page, stack.admin_url):
         os.kill(gateway, signal.SIGSTOP)
         try:
-            await expect(console.page.locator("#stale")).to_contain_text("what you see is old")
+            await expect(page.locator("#stale")).to_contain_text("what you see is old")
         finally:
             os.kill(gateway, signal.SIGCONT)
-        await expect(console.page.locator("#stale")).not_to_be_visible()
+        await expect(page.locator("#stale")).not_to_be_visible()
 
 
-async def test_a_broken_engine_is_named_with_cause_and_cure(browser: Browser, stack: Stack) -> None:
+async def test_a_broken_engine_is_named_with_cause_and_cure(page: Page, stack: Stack) -> None:
     """The last test with the stack: the engine does not come back."""
-    async with opened(browser, stack.admin_url) as console:
+    async with opened(page, stack.admin_url) as console, load(stack):
+        broken = f'[data-address="{stack.endpoints[3]}"]'
         os.kill(stack.children["engine-3"].pid, signal.SIGKILL)
-        await expect(console.page.locator("#health")).to_have_text("degraded")
-        tile = console.page.locator(f'.engine[data-address="{stack.endpoints[3]}"]')
-        await expect(tile).not_to_have_attribute("data-condition", "ready")
-        await expect(console.page.locator("#problems")).to_contain_text(stack.endpoints[3])
-        await expect(console.page.locator("#problems")).to_contain_text("Cure:")
-        await console.picture("broken")
+        await expect(page.locator("#health")).to_have_text("degraded")
+        await expect(page.locator(f".engine{broken}")).not_to_have_attribute("data-condition", "ready")
+        told = page.locator("#problems li", has=page.locator(broken))
+        await console.picture(
+            "broken",
+            page.locator(f".engine{broken}[data-problem]"),
+            told.locator("tr", has_text="Cause"),
+            told.locator("tr", has_text="Cure"),
+        )
+        await expect(page).to_have_title(re.compile("degraded"))
+        await told.locator("button").first.dispatch_event("click")
+        await expect(page.locator("#details .wrong")).to_contain_text("Cure")
 
 
 # -- a thousand engines --------------------------------------------------------------------------------------
@@ -265,6 +351,10 @@ class Many:
     lacks: tuple[Lack, ...] = ()
     renderings: tuple[KindParity, ...] = ()
     media: tuple[MediaRow, ...] = ()
+    down: frozenset[int] = frozenset()
+    name: str = "p"
+    session: str = "s"
+    numbers: Iterator[int] = field(default_factory=count)
 
     def endpoints(self) -> tuple[EndpointStats, ...]:
         return tuple(
@@ -272,18 +362,25 @@ class Many:
                 endpoint=Endpoint(
                     address=f"10.0.{n >> 8}.{n & 255}:8000",
                     place=Place(f"n{n // 8}", f"r{n // 64}", f"s{n // 256}"),
+                    ready=n not in self.down,
                 ),
-                load=Load(in_flight=self.rng.randrange(9), kv_usage=self.rng.random(), sessions=n % 30),
+                load=Load(
+                    in_flight=self.rng.randrange(9),
+                    kv_usage=self.rng.random(),
+                    sessions=n % 30,
+                    pending_prefill_s=2 * self.rng.random(),
+                    metrics_age_s=0.1,
+                ),
             )
             for n in range(self.engines)
         )
 
     def decide(self) -> None:
-        for n in range(50):
+        for n in islice(self.numbers, 50):
             verdict = Decision("a", Reason.HOST)
             self.decisions.add(
                 DecisionRecord(
-                    view=request(ordinal=n, of=session("a", id=f"s{n}")),
+                    view=request(ordinal=n, of=session("a", id=f"{self.session}{n}")),
                     verdict=verdict,
                     policy="ear",
                     candidates=tuple(fleet(a=5)),
@@ -295,7 +392,7 @@ class Many:
             return report(
                 self.endpoints(),
                 block_size=16,
-                pool="default/p",
+                pool=f"default/{self.name}",
                 policy="ear",
                 version="0.1.0",
                 uptime_s=1.0,
@@ -326,11 +423,21 @@ class Many:
             moves=lambda: {"offers": [], "ended": [], "budget": {"in_flight": [], "moves_left": 50}},
             health=health,  # type: ignore[arg-type]
             ready=lambda: True,
-            about=lambda: {"pool": "default/p", "model": "m", "policy": "ear", "version": "0.1.0"},
+            about=lambda: {"pool": f"default/{self.name}", "model": "m", "policy": "ear", "version": "0.1.0"},
             new_sessions=lambda: SessionAdmissionStats(enabled=True, waiting=2, begun=7, refused=1),
             handoffs=lambda: self.handoffs,
             wall=asyncio.get_running_loop().time,
         )
+
+
+@asynccontextmanager
+async def serving(many: Many) -> AsyncIterator[str]:
+    """Yield the URL of the pages of such a pool."""
+    admin = Admin(AdminData(CollectorRegistry(), {"p": many.data()}))
+    try:
+        yield f"http://127.0.0.1:{await admin.start()}"
+    finally:
+        await admin.stop()
 
 
 def on_its_way(session_id: str, source: str, target: str, stage: Stage, content_tokens: int, missing: int):
@@ -344,74 +451,66 @@ def on_its_way(session_id: str, source: str, target: str, stage: Stage, content_
 
 @pytest.mark.parametrize("colours", ["light", pytest.param("dark", marks=pytest.mark.heavy)])
 async def test_the_kv_of_a_session_that_moves_is_on_the_map_until_it_is_there(
-    browser: Browser, colours: str
+    page: Page, colours: str
 ) -> None:
     many = Many(engines=6)
     source, target, third = (stats.endpoint.address for stats in many.endpoints()[:3])
-    admin = Admin(AdminData(CollectorRegistry(), {"p": many.data()}))
-    port = await admin.start()
-    try:
-        async with opened(browser, f"http://127.0.0.1:{port}", colours) as console:
-            page, drawn = console.page, console.page.locator("#handoffs-drawn g")
-            await expect(drawn).to_have_count(0)
-            many.handoffs = [
-                on_its_way("wanderer", source, target, Stage.COPYING, 800, 600),
-                on_its_way("<b>waits</b>", third, target, Stage.OFFERED, 400, 400),
-            ]
-            await expect(drawn).to_have_count(2)
-            rows = page.locator("#handoffs tbody tr")
-            await expect(rows.nth(0)).to_contain_text("copying, 25 % of 800 tokens")
-            await expect(rows.nth(0)).to_contain_text("drain")
-            await expect(rows.nth(1)).to_contain_text("offered")
-            await expect(rows.nth(1)).to_contain_text("<b>waits</b>")
-            copied, ways = page.locator("#handoffs-drawn path.copied"), []
-            assert await copied.nth(0).evaluate("e => parseFloat(e.style.strokeDasharray)") == 0.25
-            for tile in (source, target):
-                box = await page.locator(f'.engine[data-address="{tile}"]').bounding_box()
-                assert box
-                ways.append((box["x"] + box["width"] / 2, box["y"] + box["height"] / 2))
-            for share, (x, y) in zip((0, 1), ways, strict=True):
-                end = await copied.nth(0).evaluate(
-                    "(e, share) => { const base = e.ownerSVGElement.getBoundingClientRect();"
-                    " const p = e.getPointAtLength(share * e.getTotalLength());"
-                    " return [p.x + base.x, p.y + base.y] }",
-                    share,
-                )
-                assert end == pytest.approx((x, y), abs=1.5), "it begins and ends at its engines"
-            stroke = await copied.nth(0).evaluate("e => getComputedStyle(e).stroke")
-            assert stroke == {"light": "rgb(124, 58, 237)", "dark": "rgb(196, 181, 253)"}[colours]
-            await page.locator("#handoffs button").first.focus()
-            many.handoffs = [on_its_way("wanderer", source, target, Stage.COPYING, 800, 80)]
-            await expect(rows.nth(0)).to_contain_text("copying, 90 % of 800 tokens")
-            await expect(page.locator("#handoffs button").first).to_be_focused()
-            await console.picture("handoff")
-            await page.keyboard.press("Enter")
-            await expect(page.locator("#details-title")).to_have_text("Session wanderer")
-            many.handoffs = []
-            await page.keyboard.press("Escape")
-            await expect(drawn).to_have_count(0)
-            await expect(rows).to_have_count(0)
-    finally:
-        await admin.stop()
+    async with serving(many) as url, opened(page, url, colours):
+        drawn = page.locator("#handoffs-drawn g")
+        await expect(drawn).to_have_count(0)
+        many.handoffs = [
+            on_its_way("wanderer", source, target, Stage.COPYING, 800, 600),
+            on_its_way("<b>waits</b>", third, target, Stage.OFFERED, 400, 400),
+        ]
+        await expect(drawn).to_have_count(2)
+        rows = page.locator("#handoffs tbody tr")
+        await expect(rows.nth(0)).to_contain_text("copying, 25 % of 800 tokens")
+        await expect(rows.nth(0)).to_contain_text("drain")
+        await expect(rows.nth(1)).to_contain_text("offered")
+        await expect(rows.nth(1)).to_contain_text("<b>waits</b>")
+        copied, ways = page.locator("#handoffs-drawn path.copied"), []
+        assert await copied.nth(0).evaluate("e => parseFloat(e.style.strokeDasharray)") == 0.25
+        for tile in (source, target):
+            box = await page.locator(f'.engine[data-address="{tile}"]').bounding_box()
+            assert box
+            ways.append((box["x"] + box["width"] / 2, box["y"] + box["height"] / 2))
+        for share, (x, y) in zip((0, 1), ways, strict=True):
+            end = await copied.nth(0).evaluate(
+                "(e, share) => { const base = e.ownerSVGElement.getBoundingClientRect();"
+                " const p = e.getPointAtLength(share * e.getTotalLength());"
+                " return [p.x + base.x, p.y + base.y] }",
+                share,
+            )
+            assert end == pytest.approx((x, y), abs=1.5), "it begins and ends at its engines"
+        stroke = await copied.nth(0).evaluate("e => getComputedStyle(e).stroke")
+        assert stroke == {"light": "rgb(124, 58, 237)", "dark": "rgb(196, 181, 253)"}[colours]
+        await page.locator("#handoffs button").first.focus()
+        many.handoffs = [on_its_way("wanderer", source, target, Stage.COPYING, 800, 80)]
+        await expect(rows.nth(0)).to_contain_text("copying, 90 % of 800 tokens")
+        await expect(page.locator("#handoffs button").first).to_be_focused()
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#details-title")).to_have_text("Session wanderer")
+        many.handoffs = []
+        await page.keyboard.press("Escape")
+        await expect(drawn).to_have_count(0)
+        await expect(rows).to_have_count(0)
 
 
-async def test_what_selected_engines_lack_is_told_with_its_cure(browser: Browser) -> None:
+async def test_what_selected_engines_lack_is_told_with_its_cure(page: Page) -> None:
     many = Many(engines=6)
     engines = [stats.endpoint.address for stats in many.endpoints()]
     many.lacks = (Lack(Finding.NO_EVENTS, engines, "it is estimated", "start it with --kv-events-config"),)
-    admin = Admin(AdminData(CollectorRegistry(), {"p": many.data()}))
-    port = await admin.start()
-    try:
-        async with opened(browser, f"http://127.0.0.1:{port}") as console:
-            problems = console.page.locator("#problems")
-            await expect(problems).to_contain_text(f"no_events: {', '.join(engines[:4])} and 2 more")
-            await expect(problems).to_contain_text("Costs: it is estimated")
-            await expect(problems).to_contain_text("Cure: start it with --kv-events-config")
-    finally:
-        await admin.stop()
+    async with serving(many) as url, opened(page, url):
+        told = page.locator("#problems li")
+        await expect(told.locator("button")).to_have_text(engines[:4])
+        await expect(told.locator(".what")).to_contain_text("and 2 more")
+        await expect(told.locator(".what code")).to_have_text("no_events")
+        await expect(told.locator("tr")).to_have_text(
+            ["Costsit is estimated", "Curestart it with --kv-events-config"]
+        )
 
 
-async def test_what_tokens_engines_make_of_each_kind_of_request_is_a_table(browser: Browser) -> None:
+async def test_what_tokens_engines_make_of_each_kind_of_request_is_a_table(page: Page) -> None:
     many = Many(engines=2)
     facts = {"equal": 1, "untold": 0, "proof": Proof.TOKENIZED}
     many.renderings = (
@@ -429,66 +528,124 @@ async def test_what_tokens_engines_make_of_each_kind_of_request_is_a_table(brows
             **facts,
         ),
     )
-    admin = Admin(AdminData(CollectorRegistry(), {"p": many.data()}))
-    port = await admin.start()
-    try:
-        async with opened(browser, f"http://127.0.0.1:{port}") as console:
-            rows = console.page.locator("#tokens tbody tr")
-            await expect(rows.first).to_have_text("chatnooff1 of 1tokenizedhere")
-            await expect(rows.last).to_have_text(
-                "messagesyeson1 of 2tools, from token 23 ontokenizedan engine"
-            )
-            await expect(console.page.locator("#problems")).to_contain_text("messages with tools")
-    finally:
-        await admin.stop()
+    async with serving(many) as url, opened(page, url):
+        rows = page.locator("#tokens tbody tr")
+        await expect(rows.first).to_have_text("chatnooff1 of 1tokenizedhere")
+        await expect(rows.last).to_have_text("messagesyeson1 of 2tools, from token 23 ontokenizedan engine")
+        await expect(page.locator("#problems")).to_contain_text("messages with tools")
 
 
-async def test_media_without_a_name_are_shown_with_the_reason(browser: Browser) -> None:
+async def test_a_second_browser_sees_each_decision_once(page: Page) -> None:
+    many = Many(engines=6)
+    async with serving(many) as url, opened(page, url):
+        many.decide()
+        assert page.context.browser
+        second = await new_page(page.context.browser)
+        async with opened(second, url):
+            many.decide()
+            for each in (page, second):
+                await expect(each.locator('#decisions [data-request="r99"]')).to_be_attached()
+                told = await each.locator("#decisions [data-request]").evaluate_all(
+                    "all => all.map(e => e.dataset.request)"
+                )
+                assert sorted(told) == sorted(f"r{n}" for n in range(100))
+        await second.close()
+
+
+async def test_an_empty_pool_says_what_is_wrong(page: Page) -> None:
+    async with serving(Many(engines=0)) as url, opened(page, url, ready="#problems li") as console:
+        await expect(page.locator("#health")).to_have_text("unready")
+        await expect(page.locator("#fabric")).to_have_text("The pool has no engines.")
+        await expect(page.locator("#problems tr", has_text="Cure")).to_be_in_viewport()
+        console.errors = [error for error in console.errors if "503" not in error]  # what /api/health answers
+
+
+async def test_in_a_narrow_window_nothing_is_cut_off_by_long_names(page: Page) -> None:
+    many = Many(engines=6, name="a-pool-with-a-long-name-" * 5, session="a-session-with-a-long-name-" * 5)
+    source, target = (stats.endpoint.address for stats in many.endpoints()[:2])
+    many.handoffs = [on_its_way(many.session, source, target, Stage.COPYING, 800, 600)]
+    many.lacks = (Lack(Finding.NO_EVENTS, [source], "it is estimated", "--kv-events-config=" * 20),)
+    async with serving(many) as url, opened(page, url, size=(360, 780)) as console:
+        many.decide()
+        for has in ("#decisions button", "#problems li", "#handoffs button"):
+            await expect(page.locator(has).first).to_be_attached()
+        assert await page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+        await console.picture("narrow")
+
+
+async def test_engines_with_the_same_trouble_are_told_together_and_each_has_a_name_of_its_own(
+    page: Page,
+) -> None:
+    many = Many(engines=16, down=frozenset(range(8)))
+    async with serving(many) as url, opened(page, url):
+        await expect(page.locator("#problems li")).to_have_count(1)
+        await expect(page.locator("#problems .what")).to_contain_text("and 4 more")
+        await expect(page.locator(".engine[data-condition=down][data-problem]")).to_have_count(8)
+        names = await page.locator(".engine b").all_text_contents()
+        assert len(set(names)) == 16
+        await page.locator("#problems button").nth(1).focus()
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#details-title")).to_have_text("Engine 10.0.0.1:8000")
+        await expect(page.locator("#details .wrong")).to_contain_text("Cure")
+
+
+LONGEST_TASK_S = 0.2
+
+
+async def longest_task_s(page: Page, work: Callable[[], Awaitable[None]]) -> float:
+    """Return the CPU seconds of the longest task of a page's main thread while it works."""
+    browser = page.context.browser
+    assert browser
+    await browser.start_tracing(page=page, categories=["toplevel", "disabled-by-default-devtools.timeline"])
+    await work()
+    events = json.loads(await browser.stop_tracing())["traceEvents"]
+    mains = {
+        (e["pid"], e["tid"])
+        for e in events
+        if e["name"] == "thread_name" and e["args"]["name"] == "CrRendererMain"
+    }
+    tasks = [e["tdur"] for e in events if "RunTask" in e["name"] and (e["pid"], e["tid"]) in mains]
+    assert tasks, "the trace has the page's tasks"
+    return max(tasks) * 1e-6
+
+
+async def test_media_without_a_name_are_shown_with_the_reason(page: Page) -> None:
     many = Many(engines=2)
     many.media = tuple(
         MediaRow(kind=kind, named=named, parts=parts, has_name=named is Named.BYTES, says=WORDS[named])
         for kind, named, parts in (("image", Named.BYTES, 31), ("video", Named.VIDEO, 2))
     )
-    admin = Admin(AdminData(CollectorRegistry(), {"p": many.data()}))
-    port = await admin.start()
-    try:
-        async with opened(browser, f"http://127.0.0.1:{port}") as console:
-            rows = console.page.locator("#media tbody tr")
-            await expect(rows.first).to_have_text(f"image31yes{WORDS[Named.BYTES]}")
-            await expect(rows.last).to_have_text(f"video2no{WORDS[Named.VIDEO]}")
-            await expect(console.page.locator("#health")).to_have_text("ok")
-    finally:
-        await admin.stop()
+    async with serving(many) as url, opened(page, url):
+        rows = page.locator("#media tbody tr")
+        await expect(rows.first).to_have_text(f"image31yes{WORDS[Named.BYTES]}")
+        await expect(rows.last).to_have_text(f"video2no{WORDS[Named.VIDEO]}")
+        await expect(page.locator("#health")).to_have_text("ok")
 
 
 @pytest.mark.heavy
-async def test_a_thousand_engines_and_fifty_decisions_a_second_are_drawn(
-    browser: Browser, record_property: Callable[[str, object], None]
+async def test_a_thousand_engines_and_fifty_decisions_a_second_keep_no_reader_waiting(
+    page: Page, record_property: Callable[[str, object], None]
 ) -> None:
-    many = Many()
-    admin = Admin(AdminData(CollectorRegistry(), {"p": many.data()}))
-    port = await admin.start()
-    try:
-        async with opened(browser, f"http://127.0.0.1:{port}") as console:
-            page = console.page
+    """CPU time is measured, so that a busy machine does not matter; each state has 1,000 changed engines."""
+    many = Many(down=frozenset(range(0, 1000, 50)))
+    engines = [stats.endpoint.address for stats in many.endpoints()]
+    async with serving(many) as url, opened(page, url) as console:
+
+        async def work() -> None:
+            await page.reload()
             await expect(page.locator(".engine")).to_have_count(1000)
             await expect(page.locator("#numbers")).to_contain_text("2 waiting, 7 begun, 1 refused")
-            await page.evaluate(
-                "window.longest = 0; new PerformanceObserver((list) => {"
-                " for (const e of list.getEntries()) window.longest = Math.max(window.longest, e.duration)"
-                "}).observe({type: 'longtask'})"
-            )
-            for _ in range(3):
+            for second in range(6):
+                many.handoffs = [
+                    on_its_way(f"s{n}", engines[n], engines[-n], Stage.COPYING, 800, 700 - 100 * second)
+                    for n in range(1, 41)
+                ]
                 many.decide()
-                shown = many.decisions.totals.recorded
+                newest = f'#decisions [data-request="r{50 * second + 49}"]'
+                await expect(page.locator(newest)).to_be_attached()
 
-                async def drawn(shown: int = shown) -> bool:
-                    return await page.locator("#decisions button").count() == min(100, shown)
-
-                await until_true(drawn, PATIENCE_MS / 1000)
-            await console.picture("thousand")
-            longest = await page.evaluate("window.longest")
-            record_property("longest_task_ms", longest)
-            print(f"longest task in the page: {longest:.0f} ms")
-    finally:
-        await admin.stop()
+        longest_s = await longest_task_s(page, work)
+        record_property("longest_task_cpu_s", longest_s)
+        print(f"longest task in the page: {1000 * longest_s:.0f} ms of CPU")
+        assert longest_s < LONGEST_TASK_S
+        await console.picture("thousand", page.locator("#problems tr", has_text="Cure"))

@@ -17,6 +17,8 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
+from opentelemetry.semconv.attributes import error_attributes, http_attributes, server_attributes
 from running_envoy import Envoy
 from waiting import HANG, until
 
@@ -27,6 +29,15 @@ from testbed import programs
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00"
+CLIENT, ERROR = 3, 2
+"""OTLP's numbers of a kind of span and of a status."""
+CONVENTIONAL = {
+    value
+    for module in (gen_ai_attributes, error_attributes, http_attributes, server_attributes)
+    for value in vars(module).values()
+    if isinstance(value, str)
+} - {"gen_ai.system", "gen_ai.usage.prompt_tokens", "gen_ai.usage.completion_tokens"}
+"""Attributes that OpenTelemetry's semantic conventions know, without those that they have replaced."""
 
 
 @dataclass
@@ -70,7 +81,8 @@ class Engine:
     async def complete(self, request: web.Request) -> web.Response:
         await request.read()
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
-        return web.json_response({"choices": []})
+        usage = {"prompt_tokens": 9, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}}
+        return web.json_response({"choices": [], "usage": usage})
 
     async def metrics(self, _: web.Request) -> web.Response:
         return web.Response(text="vllm:num_requests_running 0\n")
@@ -83,11 +95,11 @@ class Scene:
     engine: Engine
     http: aiohttp.ClientSession
 
-    async def ask(self, **headers: str) -> dict[str, str]:
-        """Send a request, and return the headers that the engine got."""
-        body = {"model": "m", "prompt": "secret-prompt"}
+    async def ask(self, model: str = "m", status: int = 200, **headers: str) -> dict[str, str]:
+        """Send a request, and return the headers that the engine got with the latest one."""
+        body = {"model": model, "prompt": "secret-prompt"}
         async with self.http.post(f"{self.url}/v1/completions", json=body, headers=headers) as answer:
-            assert answer.status == 200, await answer.text()
+            assert answer.status == status, await answer.text()
         return self.engine.headers[-1]
 
     async def counted(self, outcome: str) -> int:
@@ -215,6 +227,30 @@ async def test_client_gateway_and_engine_are_joined_in_one_trace(tmp_path, mode:
         assert resource["service.name"] == "perilune-gateway"
         assert resource["perilune.pool"] == "ns/p"
         assert "secret" not in collector.file.read_text()
+
+
+async def test_a_span_is_what_the_conventions_for_genai_want(tmp_path) -> None:
+    async with (
+        collecting(tmp_path) as collector,
+        scene(tmp_path, Mode.FULL_DUPLEX, "--traces", collector.url, "--traces-share", "1") as found,
+    ):
+        await found.ask()
+        (answered,) = await collector.new_spans(known=0)
+        await found.ask(model="unknown", status=404)
+        (refused,) = await collector.new_spans(known=1)
+    for span, name in ((answered, "text_completion m"), (refused, "text_completion")):
+        said = attributes(span)
+        assert (span["name"], span["kind"]) == (name, CLIENT)
+        assert said["gen_ai.operation.name"] == "text_completion"
+        assert said["gen_ai.provider.name"] == "vllm"
+        assert {name for name in said if not name.startswith("perilune.")} <= CONVENTIONAL
+    said = attributes(answered)
+    assert said["gen_ai.request.model"] == "m"
+    assert (said["gen_ai.usage.cache_read.input_tokens"], said["gen_ai.usage.output_tokens"]) == (4, 7)
+    assert f"{said['server.address']}:{said['server.port']}" == said["perilune.served"]
+    assert "error.type" not in said
+    assert answered["status"].get("code", 0) == 0
+    assert (attributes(refused)["error.type"], refused["status"]["code"]) == ("unknown_model", ERROR)
 
 
 async def test_each_sampled_request_has_one_span_at_the_collector_and_no_other_has(tmp_path) -> None:

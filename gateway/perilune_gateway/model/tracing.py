@@ -27,7 +27,7 @@ class Trace(Struct, frozen=True, gc=False, kw_only=True):
     started_at: float
     """When the request's headers came, in Unix seconds."""
     operation: str
-    """What the request asks for, as OpenTelemetry's conventions for GenAI name it."""
+    """What the request asks for, as OpenTelemetry's conventions for GenAI name it; empty for a page."""
 
     @property
     def sampled(self) -> bool:

@@ -2,8 +2,8 @@
 
     recorder.py: the decision's record ┄┄ its ending ─▶ span_of ─▶ send (otlp.py)
 
-Name and attributes follow OpenTelemetry's semantic conventions for GenAI where these have one (`gen_ai.*`,
-`error.type`); what only a router knows is `perilune.*`.
+Name, status and attributes follow OpenTelemetry's semantic conventions for GenAI where these have one
+(`gen_ai.*`, `server.*`, `error.type`); what only a router knows is `perilune.*`.
 
 A span begins when the request's headers come, and ends with its answer or its refusal. It tells nothing of
 prompts, sessions, tenants and other headers than the request id. A request that ends before its decision has
@@ -17,7 +17,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from perilune_gateway.model import Decision, DecisionRecord, Ending, Outcome, TokenSource
+from perilune_gateway.model import Decision, DecisionRecord, Ending, Outcome, TokenSource, server_of
 from perilune_gateway.model.tracing import Trace
 
 Attribute = str | int | float
@@ -47,6 +47,7 @@ class Span(Struct, frozen=True, kw_only=True):
     events: tuple[tuple[str, float], ...]
     """Name and time of what happened between begin and end."""
     failed: bool
+    """Whether it has an `error.type`: the two go together."""
 
 
 def is_sampled(record: DecisionRecord) -> bool:
@@ -59,7 +60,7 @@ def span_of(record: DecisionRecord, ending: Ending | None) -> Span:
     assert record.trace, "only sampled requests have spans"
     attributes: dict[str, Attribute | None] = {
         "gen_ai.operation.name": record.trace.operation,
-        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.provider.name": PROVIDER if record.trace.operation else None,
         "gen_ai.request.model": record.model,
         "perilune.request_id": record.request_id,
         "perilune.policy": record.policy,
@@ -68,7 +69,7 @@ def span_of(record: DecisionRecord, ending: Ending | None) -> Span:
     }
     for step, microseconds in record.timings_us.items():
         attributes[f"perilune.step.{step}_seconds"] = microseconds * 1e-6
-    ended_at, status, events, failed = record.time, 0, [("decided", record.time)], False
+    ended_at, status, events = record.time, 0, [("decided", record.time)]
     if isinstance(record.verdict, Decision):
         attributes |= {
             "perilune.reason": record.reason,
@@ -80,7 +81,7 @@ def span_of(record: DecisionRecord, ending: Ending | None) -> Span:
             "perilune.token_source": record.token_source,
             "perilune.cached_tokens.predicted": record.cached_tokens,
         }
-        if record.token_source is not TokenSource.ESTIMATE:
+        if record.trace.operation and record.token_source is not TokenSource.ESTIMATE:
             attributes["gen_ai.usage.input_tokens"] = record.prompt_tokens
     else:
         status = record.verdict.status
@@ -98,16 +99,18 @@ def span_of(record: DecisionRecord, ending: Ending | None) -> Span:
             "gen_ai.usage.cache_read.input_tokens": ending.cached_tokens,
             "gen_ai.usage.output_tokens": ending.output_tokens or None,
         }
-        failed = ending.outcome is Outcome.FAILED
-        if failed or status >= REFUSED:
+        if ending.outcome is Outcome.FAILED or status >= REFUSED:
             attributes["error.type"] = str(status) if status >= REFUSED else ending.outcome
+    server, _, port = server_of((ending and ending.served) or record.target).rpartition(":")
+    if port.isdigit():
+        attributes |= {"server.address": server.strip("[]"), "server.port": int(port)}
     attributes["http.response.status_code"] = status or None
     known = {name: value for name, value in attributes.items() if value is not None and value != ""}
     return Span(
-        name=f"{record.trace.operation} {record.model}".rstrip(),
+        name=f"{record.trace.operation} {record.model}".strip() or "page",
         trace=record.trace,
         ended_at=ended_at,
         attributes=known,
         events=tuple(sorted(events, key=lambda event: event[1])),
-        failed=failed or status >= 500,
+        failed="error.type" in known,
     )

@@ -71,10 +71,10 @@ def api_of(path: str) -> Api | None:
 
 def operation(path: str) -> str:
     """Return what a request of this path asks for, as OpenTelemetry's conventions for GenAI name it; the last
-    word of a listed path for which they have no name; "page" for any other path."""
+    word of a listed path for which they have no name; empty for any other path."""
     match api_of(path):
         case None:
-            return "page"
+            return ""
         case Api.COMPLETIONS:
             return "text_completion"
         case Api.POOLING:

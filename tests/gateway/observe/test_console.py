@@ -27,6 +27,8 @@ from perilune_gateway.observe.console.rows import Condition, condition, endpoint
 from perilune_gateway.observe.decisions import Decisions, Totals
 from perilune_gateway.observe.stats import EndpointStats
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
+from perilune_gateway.state.ejection import EjectionStats
+from perilune_gateway.state.in_flight import Cause
 
 A = EndpointStats(
     endpoint=Endpoint(address="a", place=Place("n", "r", "s")),
@@ -145,6 +147,25 @@ async def test_a_second_browser_sees_the_present_state():
         assert [row["address"] for row in hello["endpoints"]] == ["b"]
 
 
+async def test_a_second_browser_sees_each_decision_once():
+    world = World()
+    async with streaming(world, tick_s=0.3) as browse:
+        await (await browse()).event("state")
+        world.decide(3)  # the next state tells both browsers
+        second = await browse()
+        seen = (await second.event("hello"))["decisions"]
+        world.decide(1)
+        while len(seen) < 4:
+            seen += (await second.event("state"))["decisions"]
+        assert sorted(decision["prompt_tokens"] for decision in seen) == [1000, 1000, 1001, 1002]
+
+
+async def test_the_history_begins_with_the_gateway():
+    async with streaming(World(), point_s=900.0) as browse:
+        (first,) = (await (await browse()).event("hello"))["history"]
+        assert (first["in_flight"], first["requests_per_s"]) == (2, 0.0)
+
+
 async def test_decisions_come_once_the_newest_first_and_with_their_number():
     world = World()
     world.decide(3)  # before anybody watched
@@ -204,6 +225,14 @@ async def test_more_browsers_than_the_limit_are_refused():
         (A, Condition.READY),
         (EndpointStats(endpoint=Endpoint(address="a", draining=True)), Condition.DRAINING),
         (EndpointStats(endpoint=Endpoint(address="a", ready=False)), Condition.DOWN),
+        (EndpointStats(endpoint=Endpoint(address="a", ready=False), asleep=True), Condition.ASLEEP),
+        (
+            EndpointStats(
+                endpoint=Endpoint(address="a", ready=False),
+                ejection=EjectionStats(cause=Cause.LATE, since_s=1.0, bad=3, of=4),
+            ),
+            Condition.EJECTED,
+        ),
         (EndpointStats(endpoint=Endpoint(address="a", ready=False), silent=True), Condition.SILENT),
     ],
 )

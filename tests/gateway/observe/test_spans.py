@@ -39,7 +39,7 @@ RECORD = DecisionRecord(
 ENDING = Ending(
     outcome=Outcome.COMPLETED,
     duration_s=2.0,
-    served="b",
+    served="10.0.0.2:8000",
     status=200,
     cached_tokens=80,
     output_tokens=7,
@@ -67,7 +67,8 @@ def test_a_span_says_what_was_decided_why_and_when() -> None:
 def test_it_is_named_and_counted_as_opentelemetry_does() -> None:
     span = span_of(RECORD, ENDING)
     assert span.name == "chat m"
-    said = {name: value for name, value in span.attributes.items() if name.startswith(("gen_ai", "error"))}
+    theirs = ("gen_ai", "error", "server")
+    said = {name: value for name, value in span.attributes.items() if name.startswith(theirs)}
     assert said == {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "vllm",
@@ -75,6 +76,8 @@ def test_it_is_named_and_counted_as_opentelemetry_does() -> None:
         "gen_ai.usage.input_tokens": 100,
         "gen_ai.usage.cache_read.input_tokens": 80,
         "gen_ai.usage.output_tokens": 7,
+        "server.address": "10.0.0.2",
+        "server.port": 8000,
     }
     estimated = replace(RECORD, view=replace(RECORD.view, token_source=TokenSource.ESTIMATE))
     assert "gen_ai.usage.input_tokens" not in span_of(estimated, ENDING).attributes
@@ -86,7 +89,7 @@ def test_it_is_named_and_counted_as_opentelemetry_does() -> None:
 )
 def test_an_answer_that_is_an_error_says_which(outcome: Outcome, status: int, said: str) -> None:
     span = span_of(RECORD, Ending(outcome=outcome, duration_s=2.0, served="b", status=status))
-    assert span.attributes["error.type"] == said
+    assert (span.attributes["error.type"], span.failed) == (said, True)
 
 
 def test_a_span_is_silent_of_sessions_and_tenants() -> None:
@@ -97,16 +100,26 @@ def test_a_span_is_silent_of_sessions_and_tenants() -> None:
         assert "secret" not in repr(span)
 
 
-@pytest.mark.parametrize(
-    ("reason", "failed"), [(RefuseReason.OVERLOADED, False), (RefuseReason.NO_ENDPOINT, True)]
-)
-def test_a_refusal_ends_its_span_and_only_a_5xx_is_an_error(reason: RefuseReason, failed: bool) -> None:
+@pytest.mark.parametrize("reason", [RefuseReason.OVERLOADED, RefuseReason.NO_ENDPOINT])
+def test_a_refusal_ends_its_span_as_an_error_with_its_reason(reason: RefuseReason) -> None:
     refusal = Refusal(reason, "message")
     span = span_of(replace(RECORD, verdict=refusal), None)
-    assert (span.ended_at, span.failed) == (100.0, failed)
+    assert (span.ended_at, span.failed, span.attributes["error.type"]) == (100.0, True, reason)
     assert span.attributes["perilune.refusal"] == reason
     assert span.attributes["http.response.status_code"] == refusal.status
-    assert "perilune.endpoint" not in span.attributes
+    assert not {"perilune.endpoint", "server.address", "server.port"} & set(span.attributes)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "server", "port"),
+    [
+        pytest.param("10.0.0.9:8001#3", "10.0.0.9", 8001, id="a rank of a server"),
+        pytest.param("[fd00::9]:8000", "fd00::9", 8000, id="an address of IPv6"),
+    ],
+)
+def test_the_server_is_the_endpoint_that_answered(endpoint: str, server: str, port: int) -> None:
+    said = span_of(RECORD, replace(ENDING, served=endpoint)).attributes
+    assert (said["server.address"], said["server.port"]) == (server, port)
 
 
 def test_an_engine_that_fails_is_an_error() -> None:
@@ -119,6 +132,7 @@ def test_every_attribute_is_documented() -> None:
     documented = {row[0] for row in table}
     spans = span_of(RECORD, ENDING), span_of(replace(RECORD, verdict=REFUSAL), None)
     said = {name for span in spans for name in span.attributes}
+    documented = {name for cell in documented for name in cell.split("`, `")}
     said = {"perilune.step.STEP_seconds" if ".step." in name else name for name in said}
     assert documented == said
 
@@ -157,7 +171,7 @@ class TestARoutersRequests:
 
     def test_a_page_and_a_refusal_have_spans_too(self, rig: Rig, spans: list[Span]) -> None:
         models = head("/v1/models", method="GET", has_body=False)
-        models.trace = TRACE
+        models.trace = replace(TRACE, operation="")
         routed = rig.router.on_headers(models)
         assert isinstance(routed, Routed)
         rig.finish(routed)
@@ -165,6 +179,8 @@ class TestARoutersRequests:
         wrong.trace = TRACE
         assert isinstance(rig.ask(h=wrong, model="unknown"), Refusal)
         assert [span.attributes.get("perilune.reason") for span in spans] == ["pass_through", None]
+        assert spans[0].name == "page"
+        assert [name for name in spans[0].attributes if name.startswith("gen_ai")] == []
         assert spans[1].attributes["perilune.refusal"] == "unknown_model"
 
     def test_only_sampled_requests_have_one(self, rig: Rig, spans: list[Span]) -> None:

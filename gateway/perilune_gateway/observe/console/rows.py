@@ -23,6 +23,10 @@ class Condition(StrEnum):
     """It keeps its sessions and gets no new ones."""
     SILENT = "silent"
     """Its metrics cannot be read; it is chosen only if no other endpoint is left."""
+    EJECTED = "ejected"
+    """Its requests fail or get no answer in time, so it is only tried now and then."""
+    ASLEEP = "asleep"
+    """Somebody has sent its engine to sleep."""
     DOWN = "down"
 
 
@@ -65,6 +69,11 @@ def endpoint_row(stats: EndpointStats) -> Row:
 
 
 def condition(stats: EndpointStats) -> Condition:
+    """Return what an endpoint does for requests."""
+    if stats.asleep:
+        return Condition.ASLEEP
+    if stats.ejection:
+        return Condition.EJECTED
     if stats.silent:
         return Condition.SILENT
     if not stats.endpoint.ready:

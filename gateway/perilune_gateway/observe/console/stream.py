@@ -72,6 +72,7 @@ class Stream:
     async def run(self) -> None:
         """Send events until cancelled."""
         totals, at = self._decisions.totals, self._wall()
+        self.history.append(point(self._endpoints(), self._new_sessions(), totals, totals, self._point_s, at))
         while True:
             await asyncio.sleep(self._tick_s)
             now = self._wall()
@@ -122,6 +123,8 @@ class Stream:
                 self._watchers.discard(queue)
 
     def _hello(self) -> bytes:
+        unsent = self._decisions.totals.recorded - self._sent
+        latest = self._decisions.query(n=SHOWN + unsent)[unsent:]
         hello = {
             **self._about(),
             "tick_s": self._tick_s,
@@ -129,7 +132,7 @@ class Stream:
             "history_s": HISTORY_S,
             "history": list(self.history),
             "endpoints": list(self._rows.values()),
-            "decisions": [explain.summary(record) for record in self._decisions.query(n=SHOWN)],
+            "decisions": [explain.summary(record) for record in latest],
             "new_sessions": new_sessions_row(self._new_sessions()),
             "handoffs": self._handoffs()[:HANDOFFS],
             "trying": self._trying(),

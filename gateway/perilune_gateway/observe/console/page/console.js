@@ -8,12 +8,14 @@
 const $ = (id) => document.getElementById(id);
 const KEPT = 100; // decisions in the list
 const FEW = 200; // up to so many engines have names on the map
+const NAMED = 4; // engines named in one problem
 const STALE_S = 4;
 const MOVE_MS = 2500;
 
-const pool = { about: {}, engines: new Map(), decisions: [], history: [], rate: 0, newSessions: null, handoffs: [], trying: {}, heard: 0, opened: Date.now() };
+const pool = { about: {}, engines: new Map(), decisions: [], history: [], rate: 0, newSessions: null, handoffs: [], trying: {}, problems: [], troubled: new Map(), lacks: [], heard: 0, opened: Date.now() };
 const tiles = new Map(); // address → its button on the map
-const dirty = { engines: new Set(), layout: false, decisions: false, history: false };
+const names = new Map(); // address → how the page calls the engine
+const dirty = { engines: new Set(), layout: false, decisions: false, history: false, problems: false };
 let paused = false;
 
 // -- small helpers ------------------------------------------------------------------------------------------
@@ -28,12 +30,19 @@ function svg(name, attributes) {
   for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
   return element;
 }
+function refill(box, ...children) { // the focus stays on the button that means the same
+  const key = (e) => JSON.stringify({ ...e.dataset }), focused = box.contains(document.activeElement) && key(document.activeElement);
+  box.replaceChildren(...children);
+  if (focused) [...box.querySelectorAll("button")].find((b) => key(b) === focused)?.focus({ preventScroll: true });
+}
 const share = (x) => (x == null ? "–" : `${Math.round(100 * x)} %`);
 const seconds = (s) => (s == null ? "–" : s < 0.1 ? `${Math.round(1000 * s)} ms` : s < 10 ? `${s.toFixed(1)} s` : `${Math.round(s)} s`);
 const count = (n) => (n == null ? "–" : n.toLocaleString("en"));
 const plural = (n, word) => `${count(n)} ${word}${n === 1 ? "" : "s"}`;
-const port = (address) => { const e = pool.engines.get(address); return e?.node ? `${e.node} :${address.split(":").pop()}` : address; };
-const byPlace = (a, b) => `${a.spine}|${a.rack}|${a.node}`.localeCompare(`${b.spine}|${b.rack}|${b.node}`, "en", { numeric: true }) || a.address.localeCompare(b.address, "en", { numeric: true });
+const minutes = (s) => (s < 90 ? `${Math.round(s)} seconds` : `${Math.round(s / 60)} minutes`);
+const engineName = (address) => names.get(address) ?? address;
+const { compare } = new Intl.Collator("en", { numeric: true }); // one for all: a thousand engines are compared ten thousand times
+const byPlace = (a, b) => compare(a.spine, b.spine) || compare(a.rack, b.rack) || compare(a.node, b.node) || compare(a.address, b.address);
 
 // -- the stream ---------------------------------------------------------------------------------------------
 
@@ -54,8 +63,15 @@ function listen() {
     dirty.layout = dirty.history = dirty.decisions = true;
   });
   on("state", (data) => {
-    for (const row of data.endpoints) { dirty.layout ||= moved(row); pool.engines.set(row.address, row); dirty.engines.add(row.address); }
+    let changed = data.left.length > 0;
+    for (const row of data.endpoints) {
+      changed ||= pool.engines.get(row.address)?.condition !== row.condition;
+      dirty.layout ||= moved(row);
+      pool.engines.set(row.address, row);
+      dirty.engines.add(row.address);
+    }
     for (const address of data.left) { pool.engines.delete(address); dirty.layout = true; }
+    if (changed) health().catch(() => {}); // what is wrong is told at once
     pool.rate = data.decided / pool.about.tick_s;
     pool.newSessions = data.new_sessions;
     pool.handoffs = data.handoffs;
@@ -94,11 +110,12 @@ function draw() {
   for (const address of dirty.engines) paint(address);
   if (dirty.decisions && !paused) list();
   if (dirty.history) chart();
+  if (dirty.problems) tellProblems();
   handOver();
   tryOut();
   head();
   dirty.engines.clear();
-  dirty.layout = dirty.history = false;
+  dirty.layout = dirty.history = dirty.problems = false;
   dirty.decisions &&= paused;
 }
 function head() {
@@ -120,21 +137,34 @@ function head() {
 function layOut() {
   const engines = [...pool.engines.values()].sort(byPlace), spines = new Map();
   tiles.clear();
+  nameEngines(engines);
   for (const engine of engines) {
     const racks = spines.get(engine.spine) ?? spines.set(engine.spine, new Map()).get(engine.spine);
     const rack = racks.get(engine.rack) ?? racks.set(engine.rack, []).get(engine.rack);
     rack.push(tile(engine));
   }
-  const box = (kind, name, inside) => make("div", { className: kind }, make("div", { className: "place", textContent: name || `no ${kind} named` }), make("div", {}, ...inside));
+  const box = (kind, name, size, inside) => {
+    const made = make("div", { className: kind }, make("div", { className: "place", textContent: name, hidden: !name }), make("div", {}, ...inside));
+    made.style.setProperty("--size", Math.min(size, 4));
+    return made;
+  };
+  const widest = (racks) => [...racks.values()].reduce((sum, inside) => sum + inside.length, 0);
   $("fabric").classList.toggle("many", engines.length > FEW);
-  $("fabric").replaceChildren(...[...spines].map(([spine, racks]) => box("spine", spine, [...racks].map(([rack, inside]) => box("rack", rack, inside)))));
+  refill($("fabric"), ...[...spines].map(([spine, racks]) => box("spine", spine, widest(racks), [...racks].map(([rack, inside]) => box("rack", rack, inside.length, inside)))));
   for (const address of tiles.keys()) dirty.engines.add(address);
   const first = tiles.values().next().value;
   if (first) first.tabIndex = 0;
+  dirty.problems = true;
   if (!engines.length) $("fabric").replaceChildren(make("p", { className: "quiet", textContent: "The pool has no engines." }));
 }
+function nameEngines(engines) { // by node and port, where that names one engine; else by address
+  const short = (e) => (e.node ? `${e.node} :${e.address.split(":").pop()}` : e.address), seen = new Map();
+  for (const e of engines) seen.set(short(e), (seen.get(short(e)) ?? 0) + 1);
+  names.clear();
+  for (const e of engines) names.set(e.address, seen.get(short(e)) === 1 ? short(e) : e.address);
+}
 function tile(engine) {
-  const button = make("button", { type: "button", className: "engine", tabIndex: -1 }, make("b"), make("span"), make("span"), make("i", { className: "queue" }), make("i", { className: "kv" }));
+  const button = make("button", { type: "button", className: "engine", tabIndex: -1 }, make("b"), make("span"), make("span"), make("span"), make("i", { className: "queue" }), make("i", { className: "kv" }));
   button.dataset.address = engine.address;
   button.ariaLabel = engine.address;
   tiles.set(engine.address, button);
@@ -143,63 +173,70 @@ function tile(engine) {
 function paint(address) {
   const engine = pool.engines.get(address), button = tiles.get(address);
   if (!engine || !button) return;
-  const [name, work, state, queue, kv] = button.children;
+  const [name, work, load, state, queue, kv] = button.children, problem = problemsOf(address)[0];
   queue.style.transform = `scaleX(${Math.min(1, engine.queue_s / 10)})`;
   kv.style.transform = `scaleX(${engine.kv_usage})`;
   button.dataset.condition = engine.condition;
+  button.toggleAttribute("data-problem", Boolean(problem));
   if (tiles.size > FEW) return; // too small for words
-  name.textContent = port(address);
-  work.textContent = `${plural(engine.sessions, "session")}, ${count(engine.in_flight)} running`;
-  state.textContent = engine.condition === "ready" ? `hits ${share(engine.hit_ratio)}` : engine.condition;
+  name.textContent = engineName(address);
+  work.textContent = `${plural(engine.sessions, "session")}, ${count(engine.in_flight)} in flight`;
+  load.textContent = `queue ${seconds(engine.queue_s)}, KV ${share(engine.kv_usage)}`;
+  state.textContent = engine.condition !== "ready" ? engine.condition : problem ? problem.kind.replaceAll("_", " ") : `hits ${share(engine.hit_ratio)}`;
 }
+const problemsOf = (address) => pool.troubled.get(address) ?? [];
 function describe(button) { // when it is looked at
   const engine = pool.engines.get(button.dataset.address);
-  if (engine) button.title = button.ariaLabel = `${port(engine.address)}, ${engine.condition}: ${plural(engine.sessions, "session")}, ${engine.in_flight} in flight, queue ${seconds(engine.queue_s)}, KV ${share(engine.kv_usage)}, hits ${share(engine.hit_ratio)}`;
+  if (engine) button.title = button.ariaLabel = `${engineName(engine.address)}, ${engine.condition}: ${plural(engine.sessions, "session")}, ${engine.in_flight} in flight, queue ${seconds(engine.queue_s)}, KV ${share(engine.kv_usage)}, hits ${share(engine.hit_ratio)}`;
 }
 function list() {
-  const wanted = $("filter").value.trim(), focused = document.activeElement?.dataset?.request;
+  const wanted = $("filter").value.trim();
   const shown = pool.decisions.filter((d) => !wanted || d.session_id.includes(wanted));
-  $("decisions").replaceChildren(...shown.map(row));
-  if (!shown.length) $("decisions").replaceChildren(make("li", { className: "quiet", textContent: wanted ? `No kept decision of a session like ${wanted}.` : "No decision yet." }));
-  if (focused) [...$("decisions").querySelectorAll("button")].find((b) => b.dataset.request === focused)?.focus({ preventScroll: true });
+  refill($("decisions"), ...(shown.length ? shown.map(row) : [make("li", { className: "quiet", textContent: wanted ? `No kept decision of a session like ${wanted}.` : "No decision yet." })]));
   $("rate").textContent = pool.rate > pool.decisions.length ? `(a part of ${count(Math.round(pool.rate))} per second)` : "";
 }
 function row(decision) {
-  const to = decision.target ? port(decision.target) : `refused: ${decision.reason}`;
+  const to = decision.target ? engineName(decision.target) : `refused: ${decision.reason}`;
   const button = make("button", { type: "button", className: decision.target ? (decision.moved_from ? "moved" : "") : "refused" },
     make("span", { textContent: `${decision.session_id || "no session"} → ${to}` }),
     make("span", { textContent: decision.target ? `${share(decision.hit_ratio)} of ${count(decision.prompt_tokens)}` : "" }),
-    make("span", { className: "why", textContent: decision.sentence }));
+    make("span", { className: "why", textContent: decision.sentence.replace(`${decision.target} because`, "because") }));
   button.dataset.request = decision.request_id;
   return make("li", {}, button);
 }
-const CHARTS = [["requests/s", (p) => p.requests_per_s, (v) => v.toFixed(1)], ["predicted hits", (p) => p.hit_ratio, share, 1], ["longest queue", (p) => p.queue_s, seconds], ["in flight", (p) => p.in_flight, count], ["KV in use", (p) => p.kv_usage, share, 1], ["refusals/s", (p) => p.refusals_per_s, (v) => v.toFixed(1)], ["new sessions waiting", (p) => p.waiting, count], ["moves", (p) => p.moves, count]];
-function chart() {
-  const points = pool.history, width = pool.about.history_s / pool.about.point_s;
-  $("charts").replaceChildren(...CHARTS.map(([name, read, write, top]) => {
-    const values = points.map(read), most = top ?? Math.max(1e-9, ...values.map((v) => v ?? 0));
-    let path = "";
-    values.forEach((v, i) => { if (v != null) path += `${path && values[i - 1] != null ? "L" : "M"}${width - points.length + i},${60 - (56 * v) / most}`; });
-    const drawn = svg("svg", { viewBox: `0 0 ${width} 62`, preserveAspectRatio: "none", role: "img", "aria-label": `${name} over the last quarter of an hour` });
-    drawn.append(svg("line", { x1: 0, x2: width, y1: 61, y2: 61 }), svg("path", { d: path || "M0,61" }));
-    const now = values.at(-1);
-    return make("figure", {}, make("figcaption", {}, make("span", { textContent: `${name}${top ? "" : `, up to ${write(most < 1e-6 ? 0 : most)}`}` }), make("b", { textContent: now == null ? "–" : write(now) })), drawn);
+const CHARTS = [["requests/s", (p) => p.requests_per_s, (v) => v.toFixed(1)], ["in flight", (p) => p.in_flight, count], ["longest queue", (p) => p.queue_s, seconds], ["KV in use", (p) => p.kv_usage, share, 1], ["predicted hits", (p) => p.hit_ratio, share, 1], ["moves", (p) => p.moves, count], ["refusals/s", (p) => p.refusals_per_s, (v) => v.toFixed(1)], ["new sessions waiting", (p) => p.waiting, count]];
+function chart() { // as far back as the gateway tells, over the whole width
+  const points = pool.history.length === 1 ? [...pool.history, ...pool.history] : pool.history;
+  $("history-title").textContent = `Last ${minutes(pool.history.length * pool.about.point_s)}`;
+  const shown = CHARTS.filter(([name]) => pool.newSessions || name !== "new sessions waiting");
+  $("charts").replaceChildren(...shown.map(([name, read, write, top]) => {
+    const values = points.map(read), most = top ?? (Math.max(...values) || 1), runs = [];
+    values.forEach((v, i) => {
+      if (v == null) return;
+      if (values[i - 1] == null) runs.push([]);
+      runs.at(-1).push(`${i},${60 - (42 * v) / most}`);
+    });
+    const drawn = svg("svg", { viewBox: `0 0 ${Math.max(1, points.length - 1)} 62`, preserveAspectRatio: "none", role: "img", "aria-label": `${name} over time` });
+    drawn.append(svg("path", { class: "area", d: runs.map((run) => `M${run[0].split(",")[0]},62L${run.join("L")}V62Z`).join("") }), svg("path", { d: runs.map((run) => `M${run.join("L")}h0`).join("") }));
+    const now = values.at(-1), most_told = runs.length ? `up to ${write(top ?? Math.max(...values))}` : "no prompt yet";
+    return make("figure", {}, make("figcaption", {}, make("span", { textContent: name }), make("b", { textContent: now == null ? "–" : write(now) })), make("small", { textContent: most_told }), drawn);
   }));
 }
-function way(source, target) { // from tile to tile on the map, as a path
-  const [a, b] = [tiles.get(source), tiles.get(target)], base = $("moves-drawn").getBoundingClientRect();
+function way(source, target, base = $("moves-drawn").getBoundingClientRect()) { // from tile to tile on the map, as a path
+  const [a, b] = [tiles.get(source), tiles.get(target)];
   if (!a || !b) return null;
   const at = (e) => { const r = e.getBoundingClientRect(); return [r.x + r.width / 2 - base.x, r.y + r.height / 2 - base.y]; };
   const [[x, y], [u, v]] = [at(a), at(b)];
-  return `M${x},${y}Q${(x + u) / 2},${Math.min(y, v) - 40} ${u},${v}`;
+  return `M${x},${y}Q${(x + u) / 2},${Math.min(y, v) - 90} ${u},${v}`;
 }
 const named = (h) => h.session_id ?? `prefix ${h.prefix}`;
 const progress = (h) => (h.stage === "copying" ? `copying, ${share(h.copied)} of ${plural(h.tokens, "token")}` : h.stage);
 let handoffsTold = "";
 function handOver() { // the KV on its way: dashed from source to target, solid as far as it is copied
   const before = new Map([...$("handoffs-drawn").children].map((g) => [g.dataset.way, g]));
-  for (const h of pool.handoffs) {
-    const d = way(h.source, h.target), key = `${named(h)} ${h.tenant} ${h.source} ${h.target}`;
+  const ways = pool.handoffs.map((h) => way(h.source, h.target)); // all are measured before anything is drawn
+  for (const [i, h] of pool.handoffs.entries()) {
+    const d = ways[i], key = `${named(h)} ${h.tenant} ${h.source} ${h.target}`;
     if (!d) continue;
     const group = before.get(key) ?? svg("g", { "data-way": key });
     before.delete(key);
@@ -211,14 +248,12 @@ function handOver() { // the KV on its way: dashed from source to target, solid 
   const told = JSON.stringify(pool.handoffs);
   if (told === handoffsTold) return;
   handoffsTold = told;
-  const focused = document.activeElement?.closest?.("#handoffs") && document.activeElement.dataset.session;
   const rows = pool.handoffs.map((h) => {
     const what = h.session_id == null ? named(h) : make("button", { type: "button", textContent: named(h) });
     if (h.session_id != null) what.dataset.session = h.session_id;
-    return [what, `${port(h.source)} → ${port(h.target)}`, h.reason, progress(h)];
+    return [what, `${engineName(h.source)} → ${engineName(h.target)}`, h.reason, progress(h)];
   });
-  $("handoffs").replaceChildren(...(rows.length ? [table(["KV on its way", "way", "why", "stage"], rows)] : []));
-  if (focused) [...$("handoffs").querySelectorAll("button")].find((b) => b.dataset.session === focused)?.focus({ preventScroll: true });
+  refill($("handoffs"), ...(rows.length ? [table(["KV on its way", "way", "why", "stage"], rows)] : []));
 }
 const sign = (x, write) => (x == null ? "–" : `${x < 0 ? "−" : "+"}${write(Math.abs(x))}`);
 function tryOut() { // shadow policies, and the canary beside the pool's policy
@@ -252,25 +287,47 @@ async function health() {
   const { status, problems, lacks, renderings = [], media = [] } = await page("api/health");
   $("health").textContent = status;
   $("health").className = `pill ${status === "ok" ? "good" : status === "degraded" ? "warn" : "bad"}`;
-  const told = (what, facts) => make("li", {}, make("b", { textContent: what }), ...Object.entries(facts).map(([name, words]) => make("div", { textContent: `${name}: ${words}` })));
-  const found = [
-    ...problems.map((p) => told(`${p.endpoint ? `${p.endpoint}: ` : ""}${p.message}`, { Effect: p.effect, Cause: p.cause, Cure: p.cure })),
-    ...lacks.map((l) => told(`${l.finding}: ${l.endpoints.slice(0, 4).join(", ")}${l.endpoints.length > 4 ? ` and ${count(l.endpoints.length - 4)} more` : ""}`, { Costs: l.costs, Cure: l.cure })),
-  ];
+  document.title = `${status === "ok" ? "" : `${status}: `}${pool.about.pool ?? ""} Perilune`;
+  const told = JSON.stringify([problems.map((p) => [p.kind, p.endpoint, p.message]), lacks]);
+  if (told !== problemsTold) {
+    [problemsTold, pool.problems, pool.lacks, dirty.problems] = [told, problems, lacks, true];
+    pool.troubled = Map.groupBy(problems, (p) => p.endpoint);
+    for (const address of tiles.keys()) dirty.engines.add(address);
+  }
   const differs = (r) => (r.part ? `${r.part.replaceAll("_", " ")}, from token ${count(r.at)} on` : "");
   const kind = (r) => [r.api, r.tools ? "yes" : "no", r.thinking, `${count(r.equal)} of ${count(r.equal + r.different.length)}${r.untold ? `, ${count(r.untold)} untold` : ""}`, differs(r), r.proof, r.asks_engine ? "an engine" : "here"];
   $("tokens-box").hidden = !renderings.length;
   $("tokens").replaceChildren(...(renderings.length ? [table(["API", "tools", "thinking", "engines equal", "differs", "proof", "tokenized by"], renderings.map(kind))] : []));
   $("media-box").hidden = !media.length;
   $("media").replaceChildren(...(media.length ? [table(["what", "parts of prompts", "name known", "why"], media.map((m) => [m.kind, count(m.parts), m.has_name ? "yes" : "no", m.says]))] : []));
-  $("problems").replaceChildren(...(found.length ? found : [make("li", { className: "good", textContent: "Everything is as it should be." })]));
+  plan();
+}
+let problemsTold = "";
+function tellProblems() { // engines with the same trouble together
+  const { problems, lacks } = pool;
+  $("problems-box").hidden = !problems.length && !lacks.length;
+  const groups = Map.groupBy(problems, (p) => `${p.kind} ${p.cause}`);
+  $("problems-title").textContent = `What is wrong (${count(groups.size + lacks.length)})`;
+  refill($("problems"),
+    ...[...groups.values()].map((group) => {
+      const [{ kind, message, effect, cause, cure }] = group, engines = group.map((p) => p.endpoint).filter(Boolean);
+      return trouble(engines, engines.length > 1 ? "" : message, kind, { Effect: effect, Cause: cause, Cure: cure });
+    }),
+    ...lacks.map((l) => trouble(l.endpoints, "", l.finding, { Costs: l.costs, Cure: l.cure })),
+  );
+}
+function trouble(engines, what, kind, words) {
+  const button = (address) => { const b = make("button", { type: "button", textContent: engineName(address), title: address }); b.dataset.address = address; return b; };
+  const more = engines.length > NAMED ? ` and ${count(engines.length - NAMED)} more` : "";
+  const title = make("div", { className: "what" }, ...engines.slice(0, NAMED).map(button), more, make("b", { textContent: what }), make("code", { textContent: kind }));
+  return make("li", {}, title, facts(words));
 }
 async function moves() {
   const { budget, offers, ended } = await page("api/moves");
   const shown = (flight) => pool.handoffs.some((h) => h.source === flight.source && h.target === flight.target);
   for (const flight of budget.in_flight) if (!shown(flight)) drawMove(flight.source, flight.target);
   const rows = [...offers.map((m) => ({ ...m, state: "offered" })), ...ended].slice(0, 12);
-  const cells = (m) => [named(m), `${port(m.source)} → ${port(m.target)}`, m.reason, m.lapse ? `${m.state}: ${m.lapse}` : m.state, m.seconds == null ? "" : seconds(m.seconds)];
+  const cells = (m) => [named(m), `${engineName(m.source)} → ${engineName(m.target)}`, m.reason, m.lapse ? `${m.state}: ${m.lapse}` : m.state, m.seconds == null ? "" : seconds(m.seconds)];
   $("moves").replaceChildren(rows.length ? table(["what", "way", "why", "outcome", "time"], rows.map(cells)) : make("p", { className: "quiet", textContent: budget.moves_left == null ? "No planned move yet." : `No planned move yet; ${plural(budget.moves_left, "move")} may start within a minute.` }));
 }
 function table(titles, rows, chosen = -1) {
@@ -289,8 +346,10 @@ function open(title, ...body) {
 const facts = (pairs) => make("table", { className: "facts" }, make("tbody", {}, ...Object.entries(pairs).map(([name, value]) => make("tr", {}, make("td", { textContent: name }), make("td", {}, value)))));
 function openEngine(address) {
   const e = pool.engines.get(address);
+  if (!e) return open(`Engine ${address}`, make("p", { textContent: "It is not in the pool any more." }));
   const near = pool.decisions.filter((d) => d.target === address || d.moved_from === address).slice(0, 12);
-  open(`Engine ${address}`, facts({ condition: e.condition, place: [e.spine, e.rack, e.node].filter(Boolean).join(" / ") || "not known", sessions: count(e.sessions), "in flight": count(e.in_flight), "waiting in the engine": count(e.waiting), "queue of prefill": seconds(e.queue_s), "KV in use": share(e.kv_usage), "hit ratio of the engine": share(e.hit_ratio) }),
+  const wrong = problemsOf(address).map((p) => make("div", { className: "wrong" }, make("b", { textContent: p.message }), facts({ Effect: p.effect, Cause: p.cause, Cure: p.cure })));
+  open(`Engine ${address}`, ...wrong, facts({ condition: e.condition, place: [e.spine, e.rack, e.node].filter(Boolean).join(" / ") || "not known", sessions: count(e.sessions), "in flight": count(e.in_flight), "waiting in the engine": count(e.waiting), "queue of prefill": seconds(e.queue_s), "KV in use": share(e.kv_usage), "hit ratio of the engine": share(e.hit_ratio) }),
     make("h3", { textContent: "Latest decisions" }), near.length ? make("ol", {}, ...near.map(row)) : make("p", { className: "quiet", textContent: "None of the latest." }));
 }
 async function openDecision(id) {
@@ -299,8 +358,8 @@ async function openDecision(id) {
     const d = await page(`api/decisions/${encodeURIComponent(id)}`);
     const session = d.session_id ? make("button", { type: "button", textContent: d.session_id }) : "none";
     if (d.session_id) session.dataset.session = d.session_id;
-    const candidates = d.candidates.map((c) => [port(c.address), c.cost == null ? "–" : c.cost.toFixed(3), seconds(c.estimated_s), Object.entries(c.terms ?? {}).map(([k, v]) => `${k} ${Number(v.toFixed(3))}`).join(", ")]);
-    const others = Object.entries(d.counterfactual).map(([name, o]) => [name, o.needs_body ? "needs the body" : o.refused ? `refuses: ${o.refused}` : o.failed ? `fails: ${o.failed}` : o.target ? port(o.target) : "–", o.same ? "same" : ""]);
+    const candidates = d.candidates.map((c) => [engineName(c.address), c.cost == null ? "–" : c.cost.toFixed(3), seconds(c.estimated_s), Object.entries(c.terms ?? {}).map(([k, v]) => `${k} ${Number(v.toFixed(3))}`).join(", ")]);
+    const others = Object.entries(d.counterfactual).map(([name, o]) => [name, o.needs_body ? "needs the body" : o.refused ? `refuses: ${o.refused}` : o.failed ? `fails: ${o.failed}` : o.target ? engineName(o.target) : "–", o.same ? "same" : ""]);
     open(`Decision ${id}`, make("p", { textContent: d.message || d.sentence }),
       facts({ session, policy: d.policy, reason: d.reason, "decided from": d.phase, "prompt tokens": count(d.prompt_tokens), "predicted cached": count(d.cached_tokens), ending: d.ending ? `${d.ending.outcome}, status ${d.ending.status}, ${seconds(d.ending.duration_s)}` : "still running" }),
       make("h3", { textContent: "Candidates" }), table(["engine", "cost", "first token", "terms"], candidates, d.candidates.findIndex((c) => c.chosen)),
@@ -310,7 +369,7 @@ async function openDecision(id) {
 async function openSession(id) {
   try {
     const { tenants } = await page(`api/sessions/${encodeURIComponent(id)}`);
-    open(`Session ${id}`, ...tenants.map((t) => facts({ tenant: t.tenant || "none", host: t.host ? port(t.host) : "none", turns: count(t.turns), "context tokens": count(t.context_tokens), moves: count(t.moves), "idle for": seconds(t.idle_s) })));
+    open(`Session ${id}`, ...tenants.map((t) => facts({ tenant: t.tenant || "none", host: t.host ? engineName(t.host) : "none", turns: count(t.turns), "context tokens": count(t.context_tokens), moves: count(t.moves), "idle for": seconds(t.idle_s) })));
   } catch (error) { open(`Session ${id}`, make("p", { className: "bad", textContent: error.message })); }
 }
 
@@ -323,7 +382,7 @@ document.addEventListener("click", (event) => {
   else if (session) openSession(session);
 });
 $("details").addEventListener("click", (event) => { if (event.target === $("details")) $("details").close(); });
-$("health").addEventListener("click", () => $("problems-box").scrollIntoView({ behavior: "smooth" }));
+$("health").addEventListener("click", () => scrollTo({ top: 0, behavior: "smooth" }));
 $("pause").addEventListener("click", () => { paused = !paused; $("pause").ariaPressed = String(paused); $("pause").textContent = paused ? "Go on" : "Pause"; plan(); });
 $("filter").addEventListener("input", () => { dirty.decisions = true; const was = paused; paused = false; draw(); paused = was; });
 for (const look of ["focusin", "mouseover"]) $("fabric").addEventListener(look, (event) => { if (event.target.closest(".engine")) describe(event.target.closest(".engine")); });
