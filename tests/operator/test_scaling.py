@@ -604,7 +604,7 @@ class SimulatedRoles:
         wanted = replicas(scaling, now, self.demands[duty], self.at)
         if wanted == now:
             return
-        self.ready_at[duty] += [self.at + self.rng.uniform(*self.start_s) for _ in range(wanted - now)]
+        self.ready_at[duty] += [self.at + self.rng.uniform(30.0, 90.0) for _ in range(wanted - now)]
         if duty == "prefill" and wanted < now:
             self.queues_s[0] += self.queues_s.pop()
         self.wanted[duty] = wanted

@@ -373,7 +373,14 @@ class Tokenizer:
                 after = after[: min(AFTER, len(after) - 1)]
             own = tuple(self.local.encode(place).ids)
             names = self.media.names(medium)
-            awaited = AwaitedMedium(medium.key, own, tuple(after), awaited, names, medium.family)
+            awaited = AwaitedMedium(
+                key=medium.key,
+                own=own,
+                after=tuple(after),
+                then=awaited,
+                names=names,
+                family=medium.family,
+            )
         return awaited
 
     def _guess(self, text: str, placed: Sequence[tuple[Medium, str]]) -> int:
