@@ -1,13 +1,14 @@
 """Certificates by cert-manager for what a request passes: they are issued, and renewed under load.
 
 A client verifies the Gateway's listener, whose certificate is the Gateway's owner's. Envoy verifies our
-gateway, whose certificate the operator asks for (`gateway.tls.issuer`). With `clientCertificates` our gateway
-also verifies who asks it; Envoy Gateway 1.9.1 never hands its Envoys their certificate for that (its
-translator forgets the Secret of an external processor), so a client of the test's asks instead. Then another
-CA takes the place of the one that has signed all. Engines speak TLS alone (`engine.tls`): Envoy and our
-gateway verify them, whose certificate the operator asks for too.
+gateway, whose certificate the operator asks for (`gateway.tls.issuer`). Another CA takes the place of the one
+that has signed all. Engines speak TLS alone (`engine.tls`): Envoy and our gateway verify them, whose
+certificate the operator asks for too. With `clientCertificates` our gateway also verifies Envoy, which has
+its certificate from its owner, by the EnvoyProxy. (Envoy Gateway 1.9.1 hands its Envoys that Secret for the
+sake of the engines' TLS; where only an external processor needs it, its translator forgets it.)
 """
 
+import json
 import socket
 import ssl
 import time
@@ -17,7 +18,7 @@ import pytest
 from perilune_api import names
 from testbed import cert_manager, envoy_gateway
 from testbed.http import eventually, under_load
-from testbed.pool import LivePool
+from testbed.pool import LivePool, is_ready
 from testbed.shell import succeeds
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -47,8 +48,9 @@ def certificates():
 
 
 def gateway(kube):
-    """Return a Gateway with TLS; its Envoy is as that of the Gateway `edge/edge`."""
+    """Return a Gateway with TLS; its Envoy is as that of the Gateway `edge/edge`, and has a certificate."""
     proxy = kube.get("envoyproxy", "edge", "-n", "edge")["spec"]
+    proxy["backendTLS"] = {"clientCertificateRef": {"kind": "Secret", "name": CLIENT}}
     meta = {"name": NAME, "namespace": NAMESPACE}
     parameters = {"group": "gateway.envoyproxy.io", "kind": "EnvoyProxy", "name": NAME}
     listener = {
@@ -313,16 +315,43 @@ def test_nothing_drops_while_another_ca_takes_the_place_of_the_old_one(sealed, k
     trust(kube, CA, NEXT_CA)  # the other tests' client has a certificate of the old one
 
 
-def test_our_gateway_asks_for_a_certificate_and_takes_a_renewed_one(sealed, kube, tmp_path):
+def test_envoy_shows_its_certificate_to_our_gateway_and_a_renewed_one(sealed, kube, tmp_path):
+    """Envoy alone is answered, and who has no certificate is not. No request fails when our gateway begins to
+    ask for it, nor when it is renewed; a new gateway, and so a new connection, is shown the renewed one."""
     (pod,) = sealed.pods("gateway")
     assert answers_a_preface(pod, client(tmp_path, None)), "before, it asks clients for no certificate"
-    sealed.patch(gateway={"tls": {"clientCertificates": True}})
-    eventually(lambda: assert_equal([is_strict(pod) for pod in sealed.all_pods("gateway")], [True]), 120)
-    (pod,) = sealed.pods("gateway")
-    for _ in range(2):
-        eventually(lambda: assert_equal(answers_a_preface(pod, client(tmp_path, kube)), True), timeout_s=60)
-        assert not answers_a_preface(pod, client(tmp_path, None))
-        renewed(kube, CLIENT)
+    with under_load(sealed.client, sessions=4) as load:
+        load.goes_on()
+        sealed.patch(gateway={"tls": {"clientCertificates": True}})
+        eventually(lambda: assert_equal([is_strict(pod) for pod in sealed.all_pods("gateway")], [True]), 120)
+        load.goes_on()
+        for _ in range(2):
+            (pod,) = sealed.pods("gateway")
+            strict = lambda: assert_equal(answers_a_preface(pod, client(tmp_path, kube)), True)  # noqa: B023, E731
+            eventually(strict, timeout_s=60)
+            assert not answers_a_preface(pod, client(tmp_path, None))
+            new = cert_manager.serial(renewed(kube, CLIENT))
+            eventually(lambda: assert_in(new, serials_of_envoy(kube)), timeout_s=60)  # noqa: B023
+            load.goes_on()
+            kube.ctl("rollout", "restart", f"deployment/{GATEWAY}", "-n", NAMESPACE)
+            kube.ctl("rollout", "status", f"deployment/{GATEWAY}", "-n", NAMESPACE, timeout_s=120)
+            eventually(lambda: assert_equal(len(sealed.all_pods("gateway")), 1), timeout_s=120)
+            load.goes_on()
+    assert load.failures == []
+    sealed.answers()
+
+
+def serials_of_envoy(kube):
+    """Return the serial numbers of the certificates that Envoy has of its own."""
+    code = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:19000/certs').read().decode())"
+    (envoy,) = [pod for pod in kube.get("pod", *of_our_gateway()) if is_ready(pod)]
+    where = (envoy["metadata"]["name"], "-n", envoy_gateway.NAMESPACE, "-c", "envoy")
+    page = json.loads(kube.ctl("exec", *where, "--", "python3", "-c", code))
+    return {int(c["serial_number"], 16) for each in page["certificates"] for c in each.get("cert_chain", ())}
+
+
+def assert_in(wanted, found):
+    assert wanted in found
 
 
 def is_strict(pod):

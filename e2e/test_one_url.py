@@ -171,6 +171,7 @@ def test_a_pool_that_is_emptied_deleted_applied_again_and_renamed_costs_the_othe
         for is_gone, reason in ((lambda: chat.scale(0), "PoolNotReady"), (chat.delete, "NoSuchPool")):
             is_gone()
             eventually(lambda: served_pools(coder, "False", reason), timeout_s=120)  # noqa: B023
+            eventually(lambda: is_gone_or_says_so(chat))
             eventually(lambda: _is(client(edge, MODELS[CHAT]).complete().status in (404, 503), True))
             goes_on(load, coder, edge, stay)
         chat.apply(replicas=1, **of_chat())
@@ -213,6 +214,10 @@ def goes_on(load, coder, edge, stay):
         "EnginesReady": "True",
         "RouteProgrammed": "True",
     }
+
+
+def is_gone_or_says_so(pool):
+    assert not pool.exists() or pool.conditions()["Ready"] == ("False", "NoEnginesWanted")
 
 
 def served_pools(pool, status, reason):

@@ -24,6 +24,7 @@ from perilune_api.inference_pool.document import pool_document
 from perilune_api.pool import EndpointSpec, NodePlace, Pool, Topology, dump, parse
 from perilune_operator.observe.facts import Observed
 from perilune_operator.plan import plan
+from perilune_operator.render import engine_tls
 from perilune_operator.render.objects import Defaults
 
 Object = dict[str, Any]
@@ -82,6 +83,9 @@ DIFFERENCES = (
         "no container; a plugin where there is no accelerator",
     ),
     Difference(Where.CLUSTER, "DNS", "a hosts file", "the master's Service has no name server here"),
+    Difference(
+        Where.CLUSTER, "Secret of engine.tls", "a folder", "no kubelet: the test writes and renews it"
+    ),
     Difference(
         Where.CLUSTER, "resources, probes, preStop", "none", "no kubelet: the test starts, asks and kills"
     ),
@@ -225,7 +229,7 @@ def local(
     container: Container, environment: Environment, fields: Mapping[str, str], places: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
     """Command and environment of a container's process here. `fields`: what a fieldRef reads, by its path;
-    `places`: what the table's paths name in braces."""
+    `places`: what the table's paths name in braces, and the folder of engines' certificates (`tls`)."""
     env: dict[str, str] = {}
     for variable in container.env:
         source = variable.get("valueFrom")
@@ -240,7 +244,9 @@ def local(
     for each in _of(environment, Where.PATH, Where.ADDED):
         if each.where is Where.ADDED or each.name in env:
             env[each.name] = each.here.format(**places)
-    program, *arguments = (_expand(word, env) for word in container.command)
+    env = {name: value.replace(engine_tls.FOLDER, places["tls"]) for name, value in env.items()}
+    words = (word.replace(engine_tls.FOLDER, places["tls"]) for word in container.command)
+    program, *arguments = (_expand(word, env) for word in words)
     return [environment.program(program), *arguments], env
 
 

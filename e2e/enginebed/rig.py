@@ -88,7 +88,7 @@ class Engine(Process):
 
     @property
     def url(self) -> str:
-        return f"http://{self.address}"
+        return self.health.removesuffix("/health")
 
     def core(self) -> int:
         """Return the process that schedules and runs the model. Raises ProcessLookupError."""
@@ -113,7 +113,7 @@ class Rig:
     secret: str = ""
     """The pool's secret, by which legs of hand-offs pass the engines' door."""
     http: aiohttp.ClientSession = field(init=False)
-    """For whatever a test asks; it is on the pods' network."""
+    """For whatever a test asks; it is on the pods' network. As a kubelet's, it verifies no certificate."""
     _network: Network = field(init=False)
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
     _starts: int = 0
@@ -124,7 +124,9 @@ class Rig:
         master = self._network.pod(MASTER_POD)
         self._hosts.write_text(f"127.0.0.1 localhost\n{master.address} {MASTER}\n")
         timeout = aiohttp.ClientTimeout(total=1200.0)
-        self.http = await self._stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+        connector = aiohttp.TCPConnector(ssl=False)
+        session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+        self.http = await self._stack.enter_async_context(session)
         return self
 
     async def __aexit__(
@@ -168,7 +170,8 @@ class Rig:
         command, made = rendered.local(of.engine, self.environment, fields, places)
         self.secret = made.get(engine_door.SECRET, "")
         child = await self._run(name, pod, command, {**made, **env})
-        return Engine(name, pod, child, f"http://{pod.address}:8000/health", number, of)
+        scheme = "https" if of.document.spec.engine.tls else "http"
+        return Engine(name, pod, child, f"{scheme}://{pod.address}:8000/health", number, of)
 
     async def restarted(self, engine: Engine) -> Engine:
         """Start the same engine again, after its end."""
@@ -192,6 +195,7 @@ class Rig:
     async def start_gateway(self, document: Pool, *arguments: str) -> Child:
         """Start a gateway of that pool and wait until it is ready. It asks the store's master at its address,
         as there is no DNS."""
+        document = self._with_ca(document)
         if self.master is not None:
             engine = structs.replace(document.spec.engine, store_master=f"{self.master.pod.address}:9003")
             document = structs.replace(document, spec=structs.replace(document.spec, engine=engine))
@@ -212,7 +216,8 @@ class Rig:
 
     async def start_envoy(self, document: Pool) -> None:
         """Start Envoy in front of these endpoints; `url` is its listener."""
-        bootstrap = envoy.config([endpoint.address for endpoint in document.spec.endpoints], [GATEWAY[0]])
+        addresses, tls = [e.address for e in document.spec.endpoints], self._with_ca(document).spec.engine.tls
+        bootstrap = envoy.config(addresses, [GATEWAY[0]], engine_tls=tls)
         child = await start("envoy", envoy_process.command(bootstrap, self.folder), os.environ, self.folder)
         self._stack.push_async_callback(child.stop, 5.0)
         _, self.url = await envoy_process.serving(child, self.folder, 60)
@@ -233,6 +238,21 @@ class Rig:
             return await answer.json(content_type=None)
 
     @property
+    def tls_folder(self) -> Path:
+        """Where a test puts what the Secret of `engine.tls` has: tls.crt, tls.key, ca.crt."""
+        return self.folder / "engine-tls"
+
+    def _with_ca(self, document: Pool) -> Pool:
+        """Return the document with the place where the engines' CA certificates are here."""
+        engine = document.spec.engine
+        if engine.tls is None:
+            return document
+        tls = structs.replace(engine.tls, ca_file=str(self.tls_folder / "ca.crt"))
+        return structs.replace(
+            document, spec=structs.replace(document.spec, engine=structs.replace(engine, tls=tls))
+        )
+
+    @property
     def _hosts(self) -> Path:
         return self.folder / "hosts"
 
@@ -240,7 +260,12 @@ class Rig:
         home = self.folder / name
         home.mkdir(exist_ok=True)
         scratch = self._stack.enter_context(TemporaryDirectory(prefix="pod-"))  # sockets need a short path
-        return {"folder": str(home), "plugins": str(PLUGINS), "scratch": scratch}
+        return {
+            "folder": str(home),
+            "plugins": str(PLUGINS),
+            "scratch": scratch,
+            "tls": str(self.tls_folder),
+        }
 
     async def _run(self, name: str, pod: Pod, command: list[str], env: dict[str, str]) -> Child:
         inside = pod.inside(

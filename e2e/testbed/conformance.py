@@ -34,13 +34,15 @@ apiVersion: inference.networking.x-k8s.io/v1alpha1
 kind: EndpointPickerConfig
 plugins:
 - {type: header-based-testing-filter}
+- {type: destination-endpoint-served-verifier}
 - {type: random-picker}
 - {type: single-profile-handler}
 schedulingProfiles:
 - name: default
   plugins: [{pluginRef: header-based-testing-filter}, {pluginRef: random-picker}]
 """
-"""The extension's picker obeys the header that names endpoints, as the suite's tests want it."""
+"""As the suite's tests want it, the extension's picker obeys the header that names endpoints, and answers
+which one Envoy says has served."""
 _RESULT = re.compile(r"^    --- (PASS|FAIL|SKIP): Conformance/(\w+) ", re.MULTILINE)
 
 Object = dict[str, Any]

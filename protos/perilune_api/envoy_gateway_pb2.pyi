@@ -104,7 +104,7 @@ class VirtualHost(_message.Message):
     def __init__(self, name: _Optional[str] = ..., domains: _Optional[_Iterable[str]] = ..., routes: _Optional[_Iterable[_Union[Route, _Mapping]]] = ...) -> None: ...
 
 class Route(_message.Message):
-    __slots__ = ("route", "redirect", "direct_response", "metadata", "typed_per_filter_config", "name")
+    __slots__ = ("route", "redirect", "direct_response", "metadata", "response_headers_to_add", "typed_per_filter_config", "name")
     class TypedPerFilterConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -116,15 +116,17 @@ class Route(_message.Message):
     REDIRECT_FIELD_NUMBER: _ClassVar[int]
     DIRECT_RESPONSE_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_HEADERS_TO_ADD_FIELD_NUMBER: _ClassVar[int]
     TYPED_PER_FILTER_CONFIG_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     route: RouteAction
     redirect: Unread
     direct_response: DirectResponseAction
     metadata: Metadata
+    response_headers_to_add: _containers.RepeatedCompositeFieldContainer[HeaderValueOption]
     typed_per_filter_config: _containers.MessageMap[str, _any_pb2.Any]
     name: str
-    def __init__(self, route: _Optional[_Union[RouteAction, _Mapping]] = ..., redirect: _Optional[_Union[Unread, _Mapping]] = ..., direct_response: _Optional[_Union[DirectResponseAction, _Mapping]] = ..., metadata: _Optional[_Union[Metadata, _Mapping]] = ..., typed_per_filter_config: _Optional[_Mapping[str, _any_pb2.Any]] = ..., name: _Optional[str] = ...) -> None: ...
+    def __init__(self, route: _Optional[_Union[RouteAction, _Mapping]] = ..., redirect: _Optional[_Union[Unread, _Mapping]] = ..., direct_response: _Optional[_Union[DirectResponseAction, _Mapping]] = ..., metadata: _Optional[_Union[Metadata, _Mapping]] = ..., response_headers_to_add: _Optional[_Iterable[_Union[HeaderValueOption, _Mapping]]] = ..., typed_per_filter_config: _Optional[_Mapping[str, _any_pb2.Any]] = ..., name: _Optional[str] = ...) -> None: ...
 
 class Metadata(_message.Message):
     __slots__ = ("filter_metadata",)
@@ -507,6 +509,54 @@ class ProcessingMode(_message.Message):
     request_trailer_mode: ProcessingMode.HeaderSendMode
     response_trailer_mode: ProcessingMode.HeaderSendMode
     def __init__(self, request_header_mode: _Optional[_Union[ProcessingMode.HeaderSendMode, str]] = ..., response_header_mode: _Optional[_Union[ProcessingMode.HeaderSendMode, str]] = ..., request_body_mode: _Optional[_Union[ProcessingMode.BodySendMode, str]] = ..., response_body_mode: _Optional[_Union[ProcessingMode.BodySendMode, str]] = ..., request_trailer_mode: _Optional[_Union[ProcessingMode.HeaderSendMode, str]] = ..., response_trailer_mode: _Optional[_Union[ProcessingMode.HeaderSendMode, str]] = ...) -> None: ...
+
+class HeaderToMetadata(_message.Message):
+    __slots__ = ("response_rules",)
+    class Rule(_message.Message):
+        __slots__ = ("header", "on_header_present", "remove")
+        HEADER_FIELD_NUMBER: _ClassVar[int]
+        ON_HEADER_PRESENT_FIELD_NUMBER: _ClassVar[int]
+        REMOVE_FIELD_NUMBER: _ClassVar[int]
+        header: str
+        on_header_present: HeaderToMetadata.KeyValuePair
+        remove: bool
+        def __init__(self, header: _Optional[str] = ..., on_header_present: _Optional[_Union[HeaderToMetadata.KeyValuePair, _Mapping]] = ..., remove: _Optional[bool] = ...) -> None: ...
+    class KeyValuePair(_message.Message):
+        __slots__ = ("metadata_namespace", "key")
+        METADATA_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        metadata_namespace: str
+        key: str
+        def __init__(self, metadata_namespace: _Optional[str] = ..., key: _Optional[str] = ...) -> None: ...
+    RESPONSE_RULES_FIELD_NUMBER: _ClassVar[int]
+    response_rules: _containers.RepeatedCompositeFieldContainer[HeaderToMetadata.Rule]
+    def __init__(self, response_rules: _Optional[_Iterable[_Union[HeaderToMetadata.Rule, _Mapping]]] = ...) -> None: ...
+
+class HeaderValue(_message.Message):
+    __slots__ = ("key", "value")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    value: str
+    def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+
+class HeaderValueOption(_message.Message):
+    __slots__ = ("header", "append_action")
+    class HeaderAppendAction(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        APPEND_IF_EXISTS_OR_ADD: _ClassVar[HeaderValueOption.HeaderAppendAction]
+        ADD_IF_ABSENT: _ClassVar[HeaderValueOption.HeaderAppendAction]
+        OVERWRITE_IF_EXISTS_OR_ADD: _ClassVar[HeaderValueOption.HeaderAppendAction]
+        OVERWRITE_IF_EXISTS: _ClassVar[HeaderValueOption.HeaderAppendAction]
+    APPEND_IF_EXISTS_OR_ADD: HeaderValueOption.HeaderAppendAction
+    ADD_IF_ABSENT: HeaderValueOption.HeaderAppendAction
+    OVERWRITE_IF_EXISTS_OR_ADD: HeaderValueOption.HeaderAppendAction
+    OVERWRITE_IF_EXISTS: HeaderValueOption.HeaderAppendAction
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    APPEND_ACTION_FIELD_NUMBER: _ClassVar[int]
+    header: HeaderValue
+    append_action: HeaderValueOption.HeaderAppendAction
+    def __init__(self, header: _Optional[_Union[HeaderValue, _Mapping]] = ..., append_action: _Optional[_Union[HeaderValueOption.HeaderAppendAction, str]] = ...) -> None: ...
 
 class GrpcService(_message.Message):
     __slots__ = ("envoy_grpc", "retry_policy")

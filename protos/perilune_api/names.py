@@ -15,6 +15,8 @@ DESTINATION_NAMESPACE = "envoy.lb"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 SUBSET_KEY = "x-gateway-destination-endpoint-subset"
 """The endpoints from which to pick: a list of `ip:port`, or one comma-separated string."""
+H2C = "kubernetes.io/h2c"
+"""An InferencePool's `appProtocol`: its engines speak HTTP/2 without TLS, and nothing else."""
 CONFORMANCE_SELECTION_HEADER = "test-epp-endpoint-selection"
 CONFORMANCE_SERVED_HEADER = "x-conformance-test-served-endpoint"
 

@@ -9,12 +9,15 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import certificates
 import envoy_gateway_calls as calls
+import grpc
 import grpc.aio
 import ports
 import pytest
@@ -22,7 +25,9 @@ import pytest_asyncio
 from envoy_gateway_calls import EnvoyGateway, inference_pool
 from waiting import HANG, until, until_true
 
+from perilune_api import extproc_pb2 as pb
 from perilune_api import pool as spec
+from perilune_api.names import DESTINATION_SERVED, EXT_PROC_SERVICE
 from perilune_lab.processes import envoy, envoy_process
 from perilune_lab.processes.child import start
 from perilune_lab.processes.stack import EngineOptions, Stack
@@ -159,6 +164,66 @@ async def test_a_client_cannot_name_its_engine(rig: Rig) -> None:
     status, decided, _ = await rig.complete("mine", **{"x-gateway-destination-endpoint": target})
     assert status == 200
     assert decided in rig.stack.endpoints
+
+
+@asynccontextmanager
+async def overheard(ext_proc: str) -> AsyncIterator[tuple[str, list[pb.ProcessingRequest]]]:
+    """Yield the address of a server that passes everything on to this picker, and what Envoy tells it."""
+    told: list[pb.ProcessingRequest] = []
+
+    async def process(asked: AsyncIterator[bytes], _: object) -> AsyncIterator[bytes]:
+        async def passed_on() -> AsyncIterator[bytes]:
+            async for message in asked:
+                told.append(pb.ProcessingRequest.FromString(message))
+                yield message
+
+        method: Any = channel.stream_stream(f"/{EXT_PROC_SERVICE}/Process")
+        async for answer in method(passed_on()):
+            yield answer
+
+    handlers = {"Process": grpc.stream_stream_rpc_method_handler(process)}
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(EXT_PROC_SERVICE, handlers)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    async with grpc.aio.insecure_channel(ext_proc) as channel:
+        await server.start()
+        try:
+            yield f"127.0.0.1:{port}", told
+        finally:
+            await server.stop(1.0)
+
+
+async def test_a_picker_is_told_which_endpoint_has_served_and_no_client_is(rig: Rig) -> None:
+    """In the metadata where the extension's protocol has it."""
+    async with overheard(rig.stack.ext_proc) as (picker, told):
+        await rig.configure(picker, tls=False)
+        body = {"model": OPTIONS.model, "prompt": "who has served", "max_tokens": 8}
+        url, headers = f"http://127.0.0.1:{rig.port}/v1/completions", {"host": "llm.test", DECISION: "1"}
+
+        async def served() -> bool:
+            async with rig.http.post(url, json=body, headers=headers) as answer:
+                if answer.status != 200:  # Envoy does not know the picker yet
+                    return False
+                assert DESTINATION_SERVED not in answer.headers
+                decided = answer.headers[DECISION].partition(";")[0]
+            of_responses = [each for each in told if each.HasField("response_headers")]
+            if not of_responses:  # Envoy has asked the picker of before
+                return False
+            lb = of_responses[-1].metadata_context.filter_metadata["envoy.lb"].fields
+            assert lb[DESTINATION_SERVED].string_value == decided
+            return True
+
+        try:
+            await until_true(served)
+        finally:
+            await rig.configure(rig.stack.ext_proc, tls=False)
+            await until_true(lambda: asks_another(rig, told))
+
+
+async def asks_another(rig: Rig, told: list[pb.ProcessingRequest]) -> bool:
+    """Return whether a request no longer comes to the picker that is overheard."""
+    before = len(told)
+    return await answers(rig) and len(told) == before
 
 
 async def test_the_picker_is_swapped_under_load_and_back(rig: Rig) -> None:

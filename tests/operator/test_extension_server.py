@@ -53,8 +53,9 @@ async def test_a_route_to_an_inference_pool_asks_its_picker(gateway: EnvoyGatewa
     assert (address.address, address.port_value) == ("qwen-epp.default.svc", 9002)
     assert picker.transport_socket.name == "envoy.transport_sockets.tls"
     (listener,) = [each for each in made.listeners if each.name == calls.LISTENER]
-    *_, ours, router = filters(listener)
-    assert (ours, router) == ((hooks.FILTER, True), ("envoy.filters.http.router", False))
+    *_, ours, served, router = filters(listener)
+    assert (ours, served) == ((hooks.FILTER, True), (hooks.SERVED, True))
+    assert router == ("envoy.filters.http.router", False)
 
 
 async def test_the_picker_that_the_chart_would_install_is_known_before_it_is_named(

@@ -98,10 +98,19 @@ def inference_pool(namespace: str, name: str, routing: Routing = PICKERS) -> Ori
     return Origin((pools, *objectives), text)
 
 
+_SPEAKS_HTTP2 = (
+    f"Engines that speak HTTP/2 alone ({names.H2C}) are not served, because a gateway asks them for models,"
+    " metrics and tokens over HTTP/1.1: let them speak that, as vLLM does, and leave the field out - at"
+    " `$.spec.appProtocol`"
+)
+
+
 def document(pool: Object, objectives: Sequence[Object], routing: Routing = PICKERS) -> Pool:
     """Return the pool document of an InferencePool. An InferenceObjective counts before one of `routing`.
-    Raises SpecError for one that selects no pods."""
+    Raises SpecError for one that selects no pods, or whose engines speak HTTP/2 alone."""
     meta, spec = pool["metadata"], pool.get("spec") or {}
+    if spec.get("appProtocol") == names.H2C:
+        raise SpecError(_SPEAKS_HTTP2)
     labels = (spec.get("selector") or {}).get("matchLabels") or {}
     ports = [int(port["number"]) for port in spec.get("targetPorts") or ()]
     if not labels or not ports:

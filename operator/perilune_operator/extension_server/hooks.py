@@ -6,13 +6,15 @@
 2. `cluster`: requests go to the address that the picker has put into the metadata `envoy.lb`. A header would
    do, too, but a client could send that one while no picker answers.
 3. `translation`: the cluster of each picker that a route names or has named lately (`recent`), and, in
-   listeners with such routes, the filter, which is off on all other routes. It is the same whatever pickers
-   there are: a listener that changes closes its connections.
+   listeners with such routes, the filters, which are off on all other routes. They are the same whatever
+   pickers there are: a listener that changes closes its connections.
 
 Envoy asks pickers as the extension's protocol wants it: headers, bodies and trailers both ways, streamed
-(FULL_DUPLEX_STREAMED), and the endpoint that has served is told as the attribute `upstream.address`. While a
-picker does not answer, requests fail with 503, whatever the pool's failureMode: only the picker knows the
-endpoints.
+(FULL_DUPLEX_STREAMED). It tells them which endpoint has served in the metadata `envoy.lb`, as the protocol
+says, and as the attribute `upstream.address`. That metadata comes from a header of the response, which a
+second filter reads and removes, since a filter before the router cannot name an upstream's address otherwise.
+While a picker does not answer, requests fail with 503, whatever the pool's failureMode: only the picker knows
+the endpoints.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from perilune_api.names import (
     CODE_DETAILS,
     DESTINATION_HEADER,
     DESTINATION_NAMESPACE,
+    DESTINATION_SERVED,
     SUBSET_NAMESPACE,
 )
 from perilune_operator.extension_server import pickers
@@ -33,9 +36,12 @@ from perilune_operator.extension_server.pickers import InferencePool, packed
 
 FILTER = "perilune.ext_proc/inference-pool"
 """Name of the filter."""
+SERVED = "perilune.served/inference-pool"
+"""Name of the filter that tells which endpoint has served."""
 NO_PICKER = "perilune-no-picker"
 """The cluster that the filter itself names: none, since every route that it is on names another."""
 _EXT_PROC = "envoy.extensions.filters.http.ext_proc.v3"
+_HEADER_TO_METADATA = "envoy.extensions.filters.http.header_to_metadata.v3.Config"
 _MANAGER = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
 _PICKERS = "pickers"
 """Key of a route's metadata: the clusters of its picker, and of the one that Perilune's chart would install,
@@ -57,9 +63,24 @@ def route(asked: pb.PostRouteModifyRequest) -> pb.PostRouteModifyResponse:
         settings = pb.ExtProcPerRoute()
         settings.overrides.grpc_service.CopyFrom(_service(picker.cluster, f"{picker.host}:{picker.port}"))
         made.typed_per_filter_config[FILTER].CopyFrom(packed(settings, f"{_EXT_PROC}.ExtProcPerRoute"))
+        made.typed_per_filter_config[SERVED].CopyFrom(_served())
+        made.response_headers_to_add.append(_SERVED_BY)
         clusters = [picker.cluster, pools[0].usual.cluster]
         made.metadata.filter_metadata[FILTER].update({_PICKERS: clusters})
     return pb.PostRouteModifyResponse(route=made)
+
+
+_SERVED_BY = pb.HeaderValueOption(
+    header=pb.HeaderValue(key=DESTINATION_SERVED, value="%UPSTREAM_REMOTE_ADDRESS%"),
+    append_action=pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD,
+)
+
+
+def _served() -> Packed:
+    """Return the settings by which that header becomes metadata, and no client sees it."""
+    told = pb.HeaderToMetadata.KeyValuePair(metadata_namespace=DESTINATION_NAMESPACE, key=DESTINATION_SERVED)
+    rule = pb.HeaderToMetadata.Rule(header=DESTINATION_SERVED, on_header_present=told, remove=True)
+    return packed(pb.HeaderToMetadata(response_rules=[rule]), _HEADER_TO_METADATA)
 
 
 def _trouble(made: pb.Route, pools: list[InferencePool]) -> str:
@@ -155,11 +176,14 @@ def _managers(listeners: Iterable[pb.Listener]) -> Iterator[Packed]:
 
 
 def _insert(manager: Packed, needing: set[str]) -> None:
-    """Insert the filter before the router, which is the last, if the listener's routes need it."""
+    """Insert the filters before the router, which is the last, if the listener's routes need them. Responses
+    pass the second one first."""
     read = pb.HttpConnectionManager.FromString(manager.value)
     if read.rds.route_config_name not in needing or any(f.name == FILTER for f in read.http_filters):
         return
-    read.http_filters.insert(len(read.http_filters) - 1, _filter())
+    served = pb.HttpFilter(name=SERVED, typed_config=_served(), disabled=True)
+    for each in (_filter(), served):
+        read.http_filters.insert(len(read.http_filters) - 1, each)
     manager.value = read.SerializeToString(deterministic=True)
 
 

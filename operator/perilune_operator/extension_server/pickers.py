@@ -18,8 +18,6 @@ from perilune_api import names
 from perilune_operator.kinds import INFERENCE
 
 DEFAULT_PORT = 9002
-H2C = "kubernetes.io/h2c"
-"""An InferencePool's appProtocol: its engines speak HTTP/2 without TLS."""
 HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 MIB = 1024 * 1024
 AT_ONCE = 65_536
@@ -80,7 +78,7 @@ def _pool(obj: dict[str, Any]) -> InferencePool:
         tls = (meta.get("annotations") or {}).get(names.PICKER_PROTOCOL) != "h2c"
         picker = Picker(namespace, reference["name"], port, tls)
     usual = Picker(namespace, names.picker_name(name))
-    return InferencePool(f"{namespace}/{name}", picker, usual, spec.get("appProtocol") == H2C)
+    return InferencePool(f"{namespace}/{name}", picker, usual, spec.get("appProtocol") == names.H2C)
 
 
 def named(cluster: str) -> Picker | None:

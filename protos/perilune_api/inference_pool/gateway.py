@@ -58,8 +58,8 @@ class TlsSpec(Struct, frozen=True):
     gateway trust each other. While a CA is replaced it has the old one and the new one. If empty, it is the
     Secret with the certificate, whose CA certificate changes together with the certificate."""
     client_certificates: bool = False
-    """Whether the gateway also requires a certificate of Envoy, signed by a CA in ca.crt. Leave it off with
-    Envoy Gateway up to 1.9.1, which hands its Envoys no certificate for external processors."""
+    """Whether the gateway also requires a certificate of Envoy, signed by a CA in ca.crt. With Envoy Gateway
+    up to 1.9.1 it needs `engine.tls` too: its Envoys get no certificate for an external processor alone."""
 
 
 class SharedStateSpec(Struct, frozen=True):

@@ -72,11 +72,16 @@ def test_a_wrong_routing_is_refused_by_name(text: str, words: str) -> None:
     [
         pytest.param({"selector": {}}, "$.spec", id="no labels"),
         pytest.param({"targetPorts": []}, "$.spec", id="no port"),
+        pytest.param({"appProtocol": "kubernetes.io/h2c"}, "$.spec.appProtocol", id="HTTP/2 alone"),
     ],
 )
 def test_one_that_cannot_be_served_is_refused_by_name(spec: Object, field: str) -> None:
     with pytest.raises(SpecError, match=field.replace("$", r"\$")):
         document(pool(**spec), [])
+
+
+def test_one_that_says_that_its_engines_speak_http_1_is_served() -> None:
+    assert document(pool(appProtocol="http"), []) == document(pool(), [])
 
 
 def test_the_document_is_made_of_the_pool_and_both_kinds_of_objectives() -> None:
