@@ -35,6 +35,8 @@ LONG, SHORT = 3_000, 200
 class User(StackUser):
     failed: list[str] = field(default_factory=list)
     hosts: dict[str, list[str]] = field(default_factory=dict)
+    told: dict[str, list[str]] = field(default_factory=dict)
+    """What the gateway says of each turn's decision."""
     moved: set[str] = field(default_factory=set)
     """Sessions that the gateway says it has moved."""
 
@@ -53,6 +55,7 @@ class User(StackUser):
             values = await answer.json()
             self.hosts.setdefault(session, []).append(answer.headers["x-perilune-endpoint"])
             _, reason, *_ = answer.headers.get(DECISION_HEADER, "; ").split("; ")
+            self.told.setdefault(session, []).append(answer.headers.get(DECISION_HEADER, ""))
             if reason in MOVING:
                 self.moved.add(session)
             return values
@@ -93,7 +96,7 @@ async def test_long_prompts_are_prefilled_apart_and_short_ones_where_they_are_de
         hosts = Counter(host for turns in user.hosts.values() for host in turns)
         assert set(hosts) == set(decode)
         left = {session for session, turns in user.hosts.items() if len(set(turns)) > 1}
-        assert left <= user.moved, "sessions stay, unless it pays to move them"
+        assert left <= user.moved, {name: user.told[name] for name in left}
         assert await user.metric('perilune_prefills_total{where="remote"}') == 40
         assert await user.metric('perilune_prefills_total{where="short"}') == 40
         copied = await user.metric('perilune_handoffs_total{outcome="copied",reason="prefill"}')
