@@ -8,6 +8,7 @@
 const $ = (id) => document.getElementById(id);
 const KEPT = 100; // decisions in the list
 const FEW = 200; // up to so many engines have names on the map
+const PAINTED = 250; // engines that one frame draws
 const NAMED = 4; // engines named in one problem
 const STALE_S = 4;
 const MOVE_MS = 2500;
@@ -105,17 +106,22 @@ function plan() {
   planned = true;
   requestAnimationFrame(() => { planned = false; draw(); });
 }
-function draw() {
-  if (dirty.layout) layOut();
-  for (const address of dirty.engines) paint(address);
+function draw() { // a large pool in steps, so that no reader waits
+  if (dirty.layout) {
+    layOut();
+    dirty.layout = false;
+    if (tiles.size > FEW) return plan();
+  }
+  const some = [...dirty.engines].slice(0, PAINTED);
+  for (const address of some) { paint(address); dirty.engines.delete(address); }
+  if (dirty.engines.size) return plan();
   if (dirty.decisions && !paused) list();
   if (dirty.history) chart();
   if (dirty.problems) tellProblems();
   handOver();
   tryOut();
   head();
-  dirty.engines.clear();
-  dirty.layout = dirty.history = dirty.problems = false;
+  dirty.history = dirty.problems = false;
   dirty.decisions &&= paused;
 }
 function head() {
@@ -164,7 +170,8 @@ function nameEngines(engines) { // by node and port, where that names one engine
   for (const e of engines) names.set(e.address, seen.get(short(e)) === 1 ? short(e) : e.address);
 }
 function tile(engine) {
-  const button = make("button", { type: "button", className: "engine", tabIndex: -1 }, make("b"), make("span"), make("span"), make("span"), make("i", { className: "queue" }), make("i", { className: "kv" }));
+  const words = pool.engines.size > FEW ? [] : [make("b"), make("span"), make("span"), make("span")]; // else too small for words
+  const button = make("button", { type: "button", className: "engine", tabIndex: -1 }, make("i", { className: "queue" }), make("i", { className: "kv" }), ...words);
   button.dataset.address = engine.address;
   button.ariaLabel = engine.address;
   tiles.set(engine.address, button);
@@ -173,12 +180,12 @@ function tile(engine) {
 function paint(address) {
   const engine = pool.engines.get(address), button = tiles.get(address);
   if (!engine || !button) return;
-  const [name, work, load, state, queue, kv] = button.children, problem = problemsOf(address)[0];
+  const [queue, kv, name, work, load, state] = button.children, problem = problemsOf(address)[0];
   queue.style.transform = `scaleX(${Math.min(1, engine.queue_s / 10)})`;
   kv.style.transform = `scaleX(${engine.kv_usage})`;
   button.dataset.condition = engine.condition;
   button.toggleAttribute("data-problem", Boolean(problem));
-  if (tiles.size > FEW) return; // too small for words
+  if (!name) return;
   name.textContent = engineName(address);
   work.textContent = `${plural(engine.sessions, "session")}, ${count(engine.in_flight)} in flight`;
   load.textContent = `queue ${seconds(engine.queue_s)}, KV ${share(engine.kv_usage)}`;
