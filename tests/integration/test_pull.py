@@ -86,4 +86,9 @@ async def test_a_giver_that_hangs_holds_a_request_for_the_bound_at_most() -> Non
             user.stack.children[f"engine-{number}"].signal(signal.SIGCONT)
         assert user.failed == []
         assert (there != holder, cached) == (True, 0)
+
+        async def has_ended() -> bool:
+            return bool((await user.moves())["pulls"]["ended"])
+
+        await until_true(has_ended)
         assert await user.outcomes() == [("expired", "not_taken")]

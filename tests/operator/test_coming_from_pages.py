@@ -119,6 +119,7 @@ async def programmed(client: Client, namespace: str, name: str) -> None:
     await accept(client, f"{policies}/envoyextensionpolicies/{name}", "ancestors")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("name", "labels", "model", "lacks"),
     [
