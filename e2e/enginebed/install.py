@@ -30,7 +30,7 @@ VERSIONS = ("0.32.0", "0.23.0")
 LOCKS = Path(__file__).parent / "locks"
 UV = "uv==0.13.9"
 SOUND = ("soundfile==0.13.1", "cffi==2.0.0", "pycparser==2.23")
-"""By which vLLM decodes sound; `vllm[audio]` asks for it, and the locks do not have it."""
+"""The package with which vLLM decodes sound. `vllm[audio]` depends on it, and our locks do not contain it."""
 LIBIBVERBS = "libibverbs1"
 """Debian's package of a library that Mooncake loads even for TCP."""
 

@@ -39,7 +39,7 @@ async def engines(rig, tiny, tmp_path_factory):
     other.write_text(json.loads((tiny["qwen"] / "tokenizer_config.json").read_text())["chat_template"])
     other.write_text(other.read_text().replace(*OTHER_WORDS))
     differs = rendered.with_option("--chat-template", str(other))
-    random = await rig.engine(differs, 1, PYTHONHASHSEED="3141592653")  # that nobody is told
+    random = await rig.engine(differs, 1, PYTHONHASHSEED="3141592653")  # the pool has another seed
     await rig.ready(usual, random)
     document = rendered.with_endpoints([usual.pod.address, random.pod.address])
     await rig.start_gateway(document)

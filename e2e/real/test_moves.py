@@ -51,7 +51,7 @@ class Turn:
     """Tokens of its context that the engine before has, in whole blocks."""
     cached: int = 0
     why: str = ""
-    """Of a turn on another engine: the decision's reason, and why the engine before was left out."""
+    """The decision's reason for a turn on another engine, and why the engine before was no candidate."""
 
     @property
     def moved(self) -> bool:

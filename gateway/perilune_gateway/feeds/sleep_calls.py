@@ -2,9 +2,9 @@
 
     what is wanted + what the engines' metrics say ─ due ─▶ POST /sleep or /wake_up ─▶ their next metrics
 
-An engine is asked to sleep once nothing runs on it; whoever marks it has waited for its sessions. It is asked
-again after AGAIN_S, because its metrics tell late, or because it did not answer. One gateway of the pool
-asks. Where nothing is wanted, an engine that somebody else has put to sleep goes on sleeping."""
+The operator marks a pod after its sessions have left, and the gateway asks the engine to sleep once nothing
+runs on it. If the engine's metrics do not show that it did, the gateway asks again after AGAIN_S. One gateway
+of the pool asks. An engine whose pod has no mark is left as it is, asleep or awake."""
 
 from __future__ import annotations
 

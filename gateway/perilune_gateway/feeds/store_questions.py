@@ -47,7 +47,7 @@ MAX_BYTES = 1024 * 1024
 
 
 class Found(NamedTuple):
-    """Which blocks of a context the store has, as positions."""
+    """The positions of the blocks of a context that the store has and lacks."""
 
     held: int
     """Number of leading blocks that it has."""

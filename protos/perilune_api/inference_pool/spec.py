@@ -83,9 +83,9 @@ class Scaling(Struct, frozen=True, kw_only=True):
     sleeping: Annotated[int, Meta(ge=0, le=10_000)] = 0
     """Number of endpoints that may sleep instead of being removed: their pods stay, with their GPUs, and
     their engines give the GPUs' memory back (vLLM's sleep mode). They wake in seconds, before new ones are
-    started. Then vLLM serves the paths of its development mode, such as /sleep, to whoever may reach it;
-    clients of the pool may not. Not with signal: metric, roleSwitching, engine.selector, or KV that leaves
-    engines (mooncake)."""
+    started. With this field vLLM runs in its development mode, whose paths, such as /sleep, anyone who can
+    reach the pods may call; clients of the pool cannot. Not with signal: metric, roleSwitching,
+    engine.selector, or KV that leaves engines (mooncake)."""
 
 
 class PrefillScaling(Struct, frozen=True, kw_only=True):
