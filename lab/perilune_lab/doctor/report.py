@@ -145,8 +145,15 @@ def printable(report: Mapping[str, Any]) -> RenderableType:
             parts += [Text(f"   {name}: {why}") for name, why in troubles.items()]
         parts.append(Text(f"   costs  {finding['costs']}"))
         parts.append(Text(f"   cure   {finding['cure']}"))
-    exact = "Routing is exact." if report["exact"] else "Routing works, and is not exact: see above."
-    return Group(*parts, Text(exact if count else "No engine was found."))
+    return Group(*parts, Text(_verdict(report["exact"], engines=count, silent=len(troubles))))
+
+
+def _verdict(exact: bool, *, engines: int, silent: int) -> str:
+    if not engines:
+        return "No engine was found."
+    if silent == engines:
+        return "No engine answered: nothing can be said of routing."
+    return "Routing is exact." if exact else "Routing works, and is not exact: see above."
 
 
 def _printable(told: Any) -> Any:

@@ -176,6 +176,13 @@ async def test_the_table_says_what_to_do(doctor: Doctor, engines: list[Engine]) 
     assert "Routing works, and is not exact" in text
 
 
+async def test_nothing_is_said_of_routing_where_no_engine_answers(doctor: Doctor) -> None:
+    status, text = await doctor.ask("http://127.0.0.1:1")
+    assert status == 1
+    assert "Routing" not in text
+    assert text.splitlines()[-1] == "No engine answered: nothing can be said of routing."
+
+
 async def test_engines_are_read_and_nothing_is_generated(doctor: Doctor, engines: list[Engine]) -> None:
     await doctor.report(engines[:1])
     asked = {page for page in engines[0].asked if page.startswith("POST")}
