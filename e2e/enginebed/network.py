@@ -6,6 +6,7 @@ So every pod has the ports that the operator gives it, and what listens on all i
 else. The namespaces are open files of this process and end with it.
 """
 
+import json
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -58,6 +59,16 @@ class Network:
                 _ip(f"link set lo up\naddr add {pod.address}/24 dev eth0\nlink set eth0 up")
         return self._pods[number]
 
+    def lose(self, pod: Pod) -> None:
+        """Cut a pod off in silence, as behind a router: nobody hears that it is gone, and what is sent to it
+        vanishes."""
+        (number,) = (number for number, each in self._pods.items() if each == pod)
+        link = json.loads(run(pod.inside("ip", "-json", "link", "show", "eth0")))
+        for other in self._pods.values():
+            if other != pod:
+                run(other.inside("ip", *_neighbour(pod, link[0]["address"], "eth0")))
+        _ip(f"{' '.join(_neighbour(pod, link[0]['address'], 'pods'))}\nlink set pod-{number} down")
+
     def _new(self) -> int:
         file = netns.new()
         self._stack.callback(os.close, file)
@@ -66,6 +77,10 @@ class Network:
 
 def _path(file: int) -> str:
     return f"/proc/{os.getpid()}/fd/{file}"
+
+
+def _neighbour(pod: Pod, address: str, device: str) -> list[str]:
+    return f"neigh replace {pod.address} lladdr {address} dev {device} nud permanent".split()
 
 
 def _ip(lines: str) -> None:

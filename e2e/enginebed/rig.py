@@ -173,6 +173,10 @@ class Rig:
         scheme = "https" if of.document.spec.engine.tls else "http"
         return Engine(name, pod, child, f"{scheme}://{pod.address}:8000/health", number, of)
 
+    def lose(self, process: Process) -> None:
+        """Take the network away from what runs in a pod; it goes on there."""
+        self._network.lose(process.pod)
+
     async def restarted(self, engine: Engine) -> Engine:
         """Start the same engine again, after its end."""
         await engine.ended()

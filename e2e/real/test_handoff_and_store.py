@@ -3,15 +3,19 @@ MooncakeStoreConnector, as the operator renders it. The engines are genuine, so 
 really does."""
 
 import random
+import time
 
 import pytest
 import pytest_asyncio
 
 from enginebed.completions import SAME, ask, cached, fetched, furthest, legs, take, until
+from perilune_api.inference_pool.mooncake import Master
+from perilune_operator.render.mooncake import LOST_NODE
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
 BLOCK = 32
 PROMPT = 20 * BLOCK
+CLIENT_S = Master().client_seconds
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -69,3 +73,27 @@ async def test_a_hand_off_without_a_giver_ends_in_an_answer(rig, engines):
     _, taken = await take(rig, taker, ids, f"http://{giver.pod.address}:1", "gone", "gone")
     _, alone = await ask(rig, giver.url, ids, max_tokens=8)
     assert furthest(taken, alone) < SAME
+
+
+async def test_an_engine_that_loses_its_network_delays_its_readers_by_seconds(rig, engines):
+    """A read gives up within `LOST_NODE`, and vLLM asks the store again until the master has forgotten the
+    engine. Its prompt is computed then."""
+    lost, reader = engines
+    first, second, last = (prompt(40 + number) for number in range(3))
+    for ids in (first, second, last):
+        await ask(rig, lost.url, ids, max_tokens=1)
+
+    async def are_stored():
+        _, answer = await ask(rig, reader.url, [*last[:-1], 7], max_tokens=1)
+        return cached(answer) >= PROMPT - 2 * BLOCK
+
+    await until(are_stored)
+    rig.lose(lost)
+    took = []
+    for ids in (first, second):
+        began = time.monotonic()
+        await ask(rig, reader.url, ids, max_tokens=1)
+        took.append(time.monotonic() - began)
+    print(f"\nafter the network of one engine was lost, its reader took {took[0]:.1f} s and {took[1]:.1f} s")
+    assert took[0] < CLIENT_S + sum(map(float, LOST_NODE.values())), "Mooncake's own patience is a minute"
+    assert took[1] < took[0], "forgotten by then"

@@ -96,6 +96,28 @@ def test_another_client_configuration_takes_other_engines(mooncake: Object, roll
     assert (one != other) is rolls
 
 
+@pytest.mark.parametrize(
+    ("spec", "seconds"),
+    [
+        pytest.param({"mooncake": {"store": {"enabled": True}}}, "3", id="store"),
+        pytest.param({"mooncake": {"transfer": "handoff"}}, "3", id="hand-offs"),
+        pytest.param({}, None, id="reads nobody's memory"),
+        pytest.param(
+            {
+                "mooncake": {"transfer": "handoff"},
+                "engine": {"env": [{"name": "MC_TCP_STATUS_TIMEOUT_SEC", "value": "30"}]},
+            },
+            "30",
+            id="the user's own",
+        ),
+    ],
+)
+def test_reads_from_a_node_without_a_network_give_up_soon(spec: Object, seconds: str | None) -> None:
+    (serves,) = template_of(spec)["spec"]["containers"]
+    env = {variable["name"]: variable.get("value") for variable in serves["env"]}
+    assert env.get("MC_TCP_STATUS_TIMEOUT_SEC") == seconds
+
+
 SEVERAL_TIMES = {"--middleware"}
 """Arguments of which vLLM takes the user's together with ours."""
 

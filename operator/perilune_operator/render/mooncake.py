@@ -28,6 +28,13 @@ HTTP_PORT = names.MASTER_PORT
 FOLDER = "/etc/mooncake"
 WAITER = "wait-for-store"
 CLIENT_HASH = "perilune.dev/store-client-hash"
+LOST_NODE = {
+    "MC_HANDSHAKE_CONNECT_TIMEOUT": "2",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "3",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "3",
+}
+"""Seconds after which Mooncake's transfers give up a node that answers no longer: one to which it connects,
+and one that sends nothing more. Its own are 5, 30 and 30 (Mooncake 0.3.13)."""
 MOUNT: Object = {"name": "mooncake", "mountPath": FOLDER, "readOnly": True}
 
 SERVING = """\
@@ -168,10 +175,17 @@ def volume(pool: Context) -> Object:
     return {"name": "mooncake", "configMap": {"name": f"{pool.name}-mooncake"}}
 
 
+def transport_env() -> list[Object]:
+    """Return the environment of an engine that reads other engines' memory, from the store or in a
+    hand-off."""
+    return [{"name": name, "value": value} for name, value in LOST_NODE.items()]
+
+
 def env(pool: Context) -> list[Object]:
-    """Return an engine's environment. A segment is reached at the pod's address and belongs to the node, by
-    which the master's local_first chooses. (MOONCAKE_HOST_ID is newer than 0.3.13, kvcache-ai/Mooncake#3782;
-    before, a segment's host is its pod, and only the pod's own blocks count as local.)"""
+    """Return an engine's environment for the store. A segment is reached at the pod's address and belongs to
+    the node, by which the master's local_first chooses. (MOONCAKE_HOST_ID is newer than 0.3.13,
+    kvcache-ai/Mooncake#3782; before, a segment's host is its pod, and only the pod's own blocks count as
+    local.)"""
     return [
         {"name": "MOONCAKE_CONFIG_PATH", "value": f"{FOLDER}/mooncake.json"},
         {"name": "MOONCAKE_REQUESTER_LOCAL_HOSTNAME", "value": "$(POD_IP)"},
