@@ -10,6 +10,7 @@ import json
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -58,6 +59,11 @@ class Network:
             with netns.entered(pod.file):
                 _ip(f"link set lo up\naddr add {pod.address}/24 dev eth0\nlink set eth0 up")
         return self._pods[number]
+
+    def set(self, pod: Pod, sysctl: str, value: str) -> None:
+        """Set one of a pod's `net.*`, as its securityContext would."""
+        with netns.entered(pod.file):
+            Path("/proc/sys", *sysctl.split(".")).write_text(value)
 
     def lose(self, pod: Pod) -> None:
         """Cut a pod off in silence, as behind a router: nobody hears that it is gone, and what is sent to it

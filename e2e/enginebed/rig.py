@@ -173,6 +173,10 @@ class Rig:
         scheme = "https" if of.document.spec.engine.tls else "http"
         return Engine(name, pod, child, f"{scheme}://{pod.address}:8000/health", number, of)
 
+    def sysctl(self, number: int, name: str, value: str) -> None:
+        """Set one of the `net.*` of an engine's pod, before or after the engine starts."""
+        self._network.set(self._network.pod(FIRST_POD + number), name, value)
+
     def lose(self, process: Process) -> None:
         """Take the network away from what runs in a pod; it goes on there."""
         self._network.lose(process.pod)

@@ -29,6 +29,7 @@ async def engines(rig, tiny):
         }
     )
     await rig.start_master(rendered)
+    rig.sysctl(1, "net.ipv4.tcp_syn_retries", "1")
     started = [await rig.engine(rendered, number) for number in range(2)]
     await rig.ready(*started)
     return started

@@ -84,6 +84,8 @@ class Served:
     handoffs: dict = field(default_factory=dict)
     """(session, seconds that it took) → a hand-off that has ended; the gateway's page has the latest only."""
     rng: random.Random = field(default_factory=lambda: random.Random(1))
+    pause_s: float = 0.0
+    """Between a client's turns. Engines that start need the cores."""
 
     async def turn(self, session):
         """Play the session's next turn; the answer becomes part of its context."""
@@ -120,6 +122,7 @@ class Served:
         async def client():
             while waiting:
                 await self.turn(waiting.pop())
+                await asyncio.sleep(self.pause_s)
 
         await asyncio.gather(*(client() for _ in range(AT_ONCE)))
         for one in (await self.moves())["ended"]:
@@ -168,10 +171,12 @@ class Served:
 
     async def back(self, number):
         """Wait until a killed or stopped engine serves again and hands KV over."""
+        self.pause_s = 1.0
         await self.engines[number].ended()
         self.engines[number] = await self.rig.engine(self.rendered, number, **ABORT)
         await self.rig.ready(self.engines[number])
         await self.all_can()
+        self.pause_s = 0.0
 
     async def all_can(self):
         async def can():
