@@ -197,12 +197,14 @@ async def talk(stack: Stack, sessions: int, turns: int, name: str = "agent", ans
 
 @asynccontextmanager
 async def load(stack: Stack) -> AsyncIterator[None]:
-    """Keep requests in flight: many sessions with long answers, one crowd after the other."""
+    """Keep requests in flight: sessions with long answers, one crowd after the other; many for a picture."""
 
     async def go_on() -> None:
         for crowd in count():
             with suppress(AssertionError):  # an engine that breaks fails some
-                await talk(stack, sessions=20, turns=6, name=f"agent-{crowd}", answer_tokens=160)
+                await talk(
+                    stack, sessions=20 if PICTURES else 8, turns=6, name=f"agent-{crowd}", answer_tokens=160
+                )
 
     talking = asyncio.create_task(go_on())
     try:
