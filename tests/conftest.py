@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     yield
     paths = dict.fromkeys(item.path for item in items)
     waiting = [path for path in paths if any(folder in path.parts for folder in WAITING)]
-    computing = [path for path in paths if path not in waiting]
+    computing = [path for path in reversed(paths) if path not in waiting]  # simulations first, API last
     place = {path: 0.8 * at / len(waiting) for at, path in enumerate(waiting)}
     place |= {path: at / len(computing) for at, path in enumerate(computing)}
     # Those of groups have one place: they stay in the order that their folder has given them.
