@@ -1,5 +1,5 @@
 """The rig itself: genuine engines start as the operator says, die as a container dies, and come back. All
-scenarios depend on it, and test_traffic.py kills engines and cores, too."""
+scenarios depend on it, and test_traffic.py kills a core, too."""
 
 import asyncio
 import os
