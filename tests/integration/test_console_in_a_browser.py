@@ -537,6 +537,7 @@ async def test_what_tokens_engines_make_of_each_kind_of_request_is_a_table(page:
         await expect(page.locator("#problems")).to_contain_text("messages with tools")
 
 
+@pytest.mark.heavy  # tests/gateway/observe/test_console.py shows what each browser is sent
 async def test_a_second_browser_sees_each_decision_once(page: Page) -> None:
     many = Many(engines=6)
     async with serving(many) as url, opened(page, url):
