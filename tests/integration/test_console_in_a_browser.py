@@ -196,15 +196,13 @@ async def talk(stack: Stack, sessions: int, turns: int, name: str = "agent", ans
 
 
 @asynccontextmanager
-async def load(stack: Stack) -> AsyncIterator[None]:
-    """Keep requests in flight: sessions with long answers, one crowd after the other; many for a picture."""
+async def load(stack: Stack, sessions: int = 20 if PICTURES else 8) -> AsyncIterator[None]:
+    """Keep requests in flight: sessions with long answers, one crowd after the other."""
 
     async def go_on() -> None:
         for crowd in count():
             with suppress(AssertionError):  # an engine that breaks fails some
-                await talk(
-                    stack, sessions=20 if PICTURES else 8, turns=6, name=f"agent-{crowd}", answer_tokens=160
-                )
+                await talk(stack, sessions=sessions, turns=6, name=f"agent-{crowd}", answer_tokens=160)
 
     talking = asyncio.create_task(go_on())
     try:
@@ -293,7 +291,8 @@ async def test_it_is_dark_where_the_reader_wants_it(page: Page, stack: Stack) ->
 
 async def test_a_draining_engine_is_marked_and_its_sessions_leave(page: Page, stack: Stack) -> None:
     leaving = stack.endpoints[2]
-    async with opened(page, stack.admin_url) as console, load(stack):
+    # many, so that some are handed over while it is looked at
+    async with opened(page, stack.admin_url) as console, load(stack, sessions=20):
         tile = page.locator(f'.engine[data-address="{leaving}"]')
         await expect(tile.locator("span").first).to_have_text(re.compile("^[1-9]"))
         drain(stack, leaving)
