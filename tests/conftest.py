@@ -87,13 +87,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     have one order, wherever they began."""
     items.sort(key=lambda item: item.path.parts)
     yield
-    paths = dict.fromkeys(item.path for item in items)
-    waiting = [path for path in paths if any(folder in path.parts for folder in WAITING)]
+    paths = dict.fromkeys(item.path for item in items if item.path.is_relative_to(HERE))
+    waiting = [path for path in paths if path.relative_to(HERE).parts[0] in WAITING]
     computing = [path for path in reversed(paths) if path not in waiting]  # simulations first, API last
     place = {path: 0.8 * at / len(waiting) for at, path in enumerate(waiting)}
     place |= {path: at / len(computing) for at, path in enumerate(computing)}
-    # Those of groups have one place: they stay in the order that their folder has given them.
-    items.sort(key=lambda item: -1.0 if item.get_closest_marker("xdist_group") else place[item.path])
+    # Those of groups, and those of other folders, stay in the order that their folder has given them.
+    items.sort(key=lambda item: -1.0 if item.get_closest_marker("xdist_group") else place.get(item.path, 1.0))
     for item in items:
         if "PYTEST_XDIST_WORKER" in os.environ and (group := item.get_closest_marker("xdist_group")):
             # xdist 3.8 writes it into `_nodeid`, which pytest 9.2 does not read.
