@@ -52,8 +52,8 @@ SUITES = (
     ),
     Suite(
         "fuzz",
-        "each reader of bytes that others write, fuzzed for 10 seconds",
-        ("fuzz", "MINUTES=0.17"),
+        "each reader of bytes that others write, fuzzed for 5 seconds",
+        ("fuzz", "MINUTES=0.08"),
         False,
     ),
     Suite(

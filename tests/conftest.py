@@ -16,8 +16,8 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadGroupScheduling
 
 HERE = Path(__file__).parent
-LONGEST = ("integration", "research", "lab", "operator")
-"""Folders of the longest files, the longest first."""
+WAITING = ("integration", "lab", "docs")
+"""Folders of tests that wait for processes more than they compute."""
 
 # A busy machine is no failure. The examples are the same every time, so many of them add little.
 settings.register_profile("all", deadline=None, derandomize=True, max_examples=examples(50))
@@ -82,18 +82,18 @@ def rotated(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Put the groups first, then the folders with the longest files, so that short files fill the workers at
-    the end. All workers have one order, wherever they began."""
-
-    def rank(item: pytest.Item) -> int:
-        if item.get_closest_marker("xdist_group"):
-            return 0
-        found = (n for n, folder in enumerate(LONGEST, 1) if folder in item.path.parts)
-        return next(found, len(LONGEST) + 1)
-
+    """Put the groups first. Spread the files whose tests wait over the first four fifths of those that
+    compute, so that the cores are busy all the time; at the end, short files fill the workers. All workers
+    have one order, wherever they began."""
     items.sort(key=lambda item: item.path.parts)
     yield
-    items.sort(key=rank)
+    paths = dict.fromkeys(item.path for item in items if item.path.is_relative_to(HERE))
+    waiting = [path for path in paths if path.relative_to(HERE).parts[0] in WAITING]
+    computing = [path for path in reversed(paths) if path not in waiting]  # simulations first, API last
+    place = {path: 0.8 * at / len(waiting) for at, path in enumerate(waiting)}
+    place |= {path: at / len(computing) for at, path in enumerate(computing)}
+    # Those of groups, and those of other folders, stay in the order that their folder has given them.
+    items.sort(key=lambda item: -1.0 if item.get_closest_marker("xdist_group") else place.get(item.path, 1.0))
     for item in items:
         if "PYTEST_XDIST_WORKER" in os.environ and (group := item.get_closest_marker("xdist_group")):
             # xdist 3.8 writes it into `_nodeid`, which pytest 9.2 does not read.

@@ -70,7 +70,11 @@ def test_a_test_with_processes_that_passes_alone_is_named_and_passes_the_run(tmp
     ("files", "alone", "words"),
     [
         pytest.param(
-            {"tests/integration/test_it.py": FAILS_ALWAYS}, "fails", "1 failed", id="it fails alone, too"
+            {"tests/integration/test_it.py": FAILS_ALWAYS},
+            "fails",
+            "1 failed",
+            marks=pytest.mark.heavy,
+            id="it fails alone, too",
         ),
         pytest.param(
             {"tests/unit/test_it.py": FAILS_ONCE.format(many=1)}, "passes", "1 failed", id="a unit test"
@@ -82,6 +86,7 @@ def test_a_test_with_processes_that_passes_alone_is_named_and_passes_the_run(tmp
             },
             "passes",
             "2 failed",
+            marks=pytest.mark.heavy,
             id="beside a unit test",
         ),
         pytest.param(
@@ -94,6 +99,7 @@ def test_a_test_with_processes_that_passes_alone_is_named_and_passes_the_run(tmp
             {"tests/integration/test_it.py": FAILS_ONCE.format(many=7)},
             "passes",
             "7 failed",
+            marks=pytest.mark.heavy,
             id="far too many",
         ),
     ],

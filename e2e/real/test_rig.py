@@ -1,11 +1,19 @@
-"""The rig itself: genuine engines start as the operator says, die as a container dies, and come back."""
+"""The rig itself: genuine engines start as the operator says, die as a container dies, and come back. All
+scenarios depend on it, and test_traffic.py kills a core, too."""
 
 import asyncio
 import os
 
 import pytest
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
+from enginebed.marks import TAKES_MINUTES
+
+pytestmark = [
+    pytest.mark.real,
+    TAKES_MINUTES,
+    pytest.mark.timeout(900),
+    pytest.mark.asyncio(loop_scope="session"),
+]
 PROMPT = [5 + n % 300 for n in range(200)]
 
 

@@ -15,7 +15,7 @@ import pytest_asyncio
 from msgspec import structs
 
 from enginebed import conversations, judged, models
-from enginebed.marks import REQUESTS
+from enginebed.marks import REQUESTS, TAKES_MINUTES
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(3600), pytest.mark.asyncio(loop_scope="session")]
 EXACT = 0.985
@@ -151,7 +151,7 @@ async def test_a_gateway_that_starts_late_knows_as_much(running):
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        pytest.param("engine killed", 0, id="engine"),
+        pytest.param("engine killed", 0, marks=TAKES_MINUTES, id="engine"),
         pytest.param("core killed", 1, id="core"),
     ],
 )

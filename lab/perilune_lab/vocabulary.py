@@ -49,22 +49,19 @@ _RUNS = 1024
 class Vocabulary:
     """The words of one seed, their token ids, and text made of them.
 
-    Ids: bytes 0–255, then SPECIALS, ROLES, MARKS, then the words. About 15 ms to make.
+    Ids: bytes 0–255, then SPECIALS, ROLES, MARKS, then the words. About 15 ms to make, when a text is.
     """
 
     def __init__(self, seed: int = 0) -> None:
-        rng = random.Random(seed)
+        self._rng = random.Random(seed)
         self.seed = seed
-        self.words = _make_words(rng)
+        self.words = _make_words(self._rng)
         fixed = (*SPECIALS, *ROLES, *MARKS)
         self.first_word_id = BYTES + len(fixed)
         named = {text: BYTES + i for i, text in enumerate((*fixed, *self.words))}
         self.ids: Mapping[str, int] = named
         """Token text (words without their space, specials, roles, marks; not the bytes) → id."""
         self.size = BYTES + len(named)
-        ids = range(self.first_word_id, self.first_word_id + WORDS)
-        frequency = list(accumulate(1 / (rank + 10) for rank in range(WORDS)))
-        self._run_ids = [rng.choices(ids, cum_weights=frequency, k=_RUN_TOKENS) for _ in range(_RUNS)]
 
     def words_for(self, key: int | str, n_tokens: int) -> str:
         """Return a text of exactly `n_tokens` tokens; every word has a leading space."""
@@ -82,6 +79,13 @@ class Vocabulary:
         for run in self._runs(key, n_tokens - _KEY_WORDS):
             ids += self._run_ids[run]
         return ids[:n_tokens]
+
+    @cached_property
+    def _run_ids(self) -> list[list[int]]:
+        """The runs of words that texts are made of. They take most of the time, and an engine needs none."""
+        ids = range(self.first_word_id, self.first_word_id + WORDS)
+        frequency = list(accumulate(1 / (rank + 10) for rank in range(WORDS)))
+        return [self._rng.choices(ids, cum_weights=frequency, k=_RUN_TOKENS) for _ in range(_RUNS)]
 
     @cached_property
     def _run_texts(self) -> list[str]:

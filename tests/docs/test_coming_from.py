@@ -61,6 +61,7 @@ def test_from_a_load_balancer_and_its_access_log_to_a_comparison(tmp_path):
     ]
 
 
+@pytest.mark.heavy  # most of its commands are those of the other page
 def test_from_a_router_with_a_list_of_urls_to_the_same_load_on_both(tmp_path):
     """The first engine stands for the router itself."""
     page = (ROOT / "docs" / "coming-from" / "vllm-or-sglang-router.md").read_text()

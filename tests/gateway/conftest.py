@@ -1,5 +1,6 @@
 """Recordings of real vLLM, read once (tests/fixtures/vllm-kv-events/README.md); a router."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from vllm_captures import read_messages, read_requests
 
 from perilune_api.pool import HashAlgorithm, Hashing
 from perilune_gateway.feeds import kv_events
+from perilune_gateway.request.tokens import encoder
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 BLOCK_SIZE = 32
@@ -59,6 +61,21 @@ def replay_frames() -> list[list[bytes]]:
 @pytest.fixture(scope="session")
 def fixtures() -> Path:
     return FIXTURES
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _tokenizers_stay_loaded() -> Iterator[None]:
+    """Keep what was loaded: the tests have few tokenizers, and each load costs a tenth of a second."""
+    kept: list[encoder.Encoder] = []
+    load = encoder.load
+
+    def keeping(folder: Path, template: str = "") -> encoder.Encoder:
+        kept.append(load(folder, template))
+        return kept[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoder, "load", keeping)
+        yield
 
 
 @pytest.fixture

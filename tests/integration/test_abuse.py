@@ -575,10 +575,17 @@ async def test_the_pool_file_may_be_garbage_for_a_while(victim: Victim) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        pytest.param(lambda folder: folder / "none", "tokenizer", id="no such folder"),
-        pytest.param(lambda folder: folder, "tokenizer", id="an empty folder"),
+        pytest.param(
+            lambda folder: folder / "none", "tokenizer", marks=pytest.mark.heavy, id="no such folder"
+        ),
+        pytest.param(lambda folder: folder, "tokenizer", marks=pytest.mark.heavy, id="an empty folder"),
         pytest.param(lambda folder: _with(folder, "{"), "tokenizer", id="a broken tokenizer.json"),
-        pytest.param(lambda folder: _with(folder, "{}"), "tokenizer", id="a tokenizer.json that is none"),
+        pytest.param(
+            lambda folder: _with(folder, "{}"),
+            "tokenizer",
+            marks=pytest.mark.heavy,
+            id="a tokenizer.json that is none",
+        ),
     ],
 )
 async def test_a_tokenizer_that_is_not_there_ends_the_start_and_says_so(

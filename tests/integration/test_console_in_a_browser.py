@@ -196,13 +196,13 @@ async def talk(stack: Stack, sessions: int, turns: int, name: str = "agent", ans
 
 
 @asynccontextmanager
-async def load(stack: Stack) -> AsyncIterator[None]:
-    """Keep requests in flight: many sessions with long answers, one crowd after the other."""
+async def load(stack: Stack, sessions: int = 20 if PICTURES else 8) -> AsyncIterator[None]:
+    """Keep requests in flight: sessions with long answers, one crowd after the other."""
 
     async def go_on() -> None:
         for crowd in count():
             with suppress(AssertionError):  # an engine that breaks fails some
-                await talk(stack, sessions=20, turns=6, name=f"agent-{crowd}", answer_tokens=160)
+                await talk(stack, sessions=sessions, turns=6, name=f"agent-{crowd}", answer_tokens=160)
 
     talking = asyncio.create_task(go_on())
     try:
@@ -291,7 +291,8 @@ async def test_it_is_dark_where_the_reader_wants_it(page: Page, stack: Stack) ->
 
 async def test_a_draining_engine_is_marked_and_its_sessions_leave(page: Page, stack: Stack) -> None:
     leaving = stack.endpoints[2]
-    async with opened(page, stack.admin_url) as console, load(stack):
+    # many, so that some are handed over while it is looked at
+    async with opened(page, stack.admin_url) as console, load(stack, sessions=20):
         tile = page.locator(f'.engine[data-address="{leaving}"]')
         await expect(tile.locator("span").first).to_have_text(re.compile("^[1-9]"))
         drain(stack, leaving)
@@ -535,6 +536,7 @@ async def test_what_tokens_engines_make_of_each_kind_of_request_is_a_table(page:
         await expect(page.locator("#problems")).to_contain_text("messages with tools")
 
 
+@pytest.mark.heavy  # tests/gateway/observe/test_console.py shows what each browser is sent
 async def test_a_second_browser_sees_each_decision_once(page: Page) -> None:
     many = Many(engines=6)
     async with serving(many) as url, opened(page, url):

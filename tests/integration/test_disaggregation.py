@@ -16,16 +16,16 @@ from stack_user import StackUser
 from waiting import HANG, until_true
 
 from perilune_api import pool as spec
-from perilune_api.names import DECISION_HEADER
 from perilune_gateway.main import ENGINE_API_KEY
-from perilune_gateway.model import MOVING
+from perilune_gateway.model import Unsplit
+from perilune_gateway.model.handoff import HandoffOutcome
 from perilune_lab.processes.stack import EngineOptions, Stack
 from perilune_lab.vocabulary import Vocabulary
 
 OPTIONS = EngineOptions(handoff=True, prefill=1, request_log=True)
 ROUTING = spec.Routing(
     limits=spec.Limits(decision_seconds=30.0),
-    disaggregation=spec.Disaggregation(queue=1_000, accept_seconds=1.0),
+    disaggregation=spec.Disaggregation(queue=1_000, max_seconds=200.0, accept_seconds=1.0),
 )
 WORDS = Vocabulary()
 LONG, SHORT = 3_000, 200
@@ -35,10 +35,6 @@ LONG, SHORT = 3_000, 200
 class User(StackUser):
     failed: list[str] = field(default_factory=list)
     hosts: dict[str, list[str]] = field(default_factory=dict)
-    told: dict[str, list[str]] = field(default_factory=dict)
-    """What the gateway says of each turn's decision."""
-    moved: set[str] = field(default_factory=set)
-    """Sessions that the gateway says it has moved."""
 
     async def ask(self, session: str, tokens: int, turn: int = 1, *, path: str = "/v1/completions") -> Any:
         """One turn; every turn of a session begins with the turn before."""
@@ -47,18 +43,24 @@ class User(StackUser):
             ids += WORDS.ids_for(hash((session, later)) & 0xFFFF, SHORT)
         body = {"model": OPTIONS.model, "prompt": ids, "max_tokens": 4, "return_token_ids": True}
         async with self.http.post(
-            self.stack.url + path, json=body, headers={"x-session-id": session, DECISION_HEADER: "1"}
+            self.stack.url + path, json=body, headers={"x-session-id": session}
         ) as answer:
             if answer.status != 200:
                 self.failed.append(f"{session}: {answer.status} {await answer.text()}")
                 return None
             values = await answer.json()
             self.hosts.setdefault(session, []).append(answer.headers["x-perilune-endpoint"])
-            _, reason, *_ = answer.headers.get(DECISION_HEADER, "; ").split("; ")
-            self.told.setdefault(session, []).append(answer.headers.get(DECISION_HEADER, ""))
-            if reason in MOVING:
-                self.moved.add(session)
             return values
+
+    async def decisions(self) -> list[dict[str, Any]]:
+        """Return the newest decisions, the last one first."""
+        found: list[dict[str, Any]] = (await self.page("/api/decisions?n=100"))["decisions"]
+        return found
+
+    async def remote_prefills(self, *outcomes: HandoffOutcome) -> float:
+        """Return how many prompts were prefilled apart, and ended so."""
+        series = (f'perilune_handoffs_total{{outcome="{one}",reason="prefill"}}' for one in outcomes)
+        return sum([await self.metric(name) for name in series])
 
     async def slows_down(self) -> None:
         """Make the engine that prefills 20 times slower."""
@@ -83,7 +85,8 @@ async def served(*arguments: str, time_scale: float = 10.0, **of: Any) -> AsyncI
 
 
 async def test_long_prompts_are_prefilled_apart_and_short_ones_where_they_are_decoded() -> None:
-    """80 requests. What an engine does not accept within a second is prefilled where it is decoded."""
+    """80 requests. What an engine does not accept within a second is prefilled where it is decoded, and a
+    session that its host serves late may move, so a busy machine has other numbers."""
     async with served() as user:
         _, *decode = user.stack.endpoints
         for begin in range(0, 20, 10):
@@ -95,16 +98,32 @@ async def test_long_prompts_are_prefilled_apart_and_short_ones_where_they_are_de
         assert user.failed == []
         hosts = Counter(host for turns in user.hosts.values() for host in turns)
         assert set(hosts) == set(decode)
+        rows = await user.decisions()
+        for row in rows:
+            is_long = row["prompt_tokens"] - row["cached_tokens"] > ROUTING.disaggregation.local_tokens
+            assert bool(row["prefill"]) is is_long, row["sentence"]
+            assert is_long or row["unsplit"] == Unsplit.SHORT, row["sentence"]
         left = {session for session, turns in user.hosts.items() if len(set(turns)) > 1}
-        assert left <= user.moved, {name: user.told[name] for name in left}
-        assert await user.metric('perilune_prefills_total{where="remote"}') == 40
-        assert await user.metric('perilune_prefills_total{where="short"}') == 40
-        copied = await user.metric('perilune_handoffs_total{outcome="copied",reason="prefill"}')
-        assert copied >= 1, (await user.moves())["prefills"]
-        assert await user.metric("perilune_handoffs_total") == 40, "each has one end"
+        assert left <= {row["session_id"] for row in rows if row["moved_from"]}
+        remote = sum(bool(row["prefill"]) for row in rows)
+        assert remote >= 40, "all first prompts that are long"
+
+        async def each_has_one_end() -> bool:
+            return await user.remote_prefills(*HandoffOutcome) == remote
+
+        await until_true(each_has_one_end)
+
+        async def one_is_copied() -> bool:
+            await user.ask(f"one more than {len(user.hosts)}", LONG)
+            return await user.remote_prefills(HandoffOutcome.COPIED) >= 1
+
+        await until_true(one_is_copied)
         again = await user.ask("s0", LONG, 2)
         assert user.failed == []
-        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0.95 * (LONG + SHORT)
+        found = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+        (last, *_) = await user.decisions()
+        assert found >= last["cached_tokens"]
+        assert last["moved_from"] or found >= 0.95 * (LONG + SHORT)
 
 
 async def test_a_killed_prefill_engine_costs_recomputations_and_no_turn() -> None:

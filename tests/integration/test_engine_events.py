@@ -52,7 +52,10 @@ class Sink:
                 await self._changed.wait()
 
 
-@pytest.mark.parametrize("algorithm", list(HashAlgorithm))
+@pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param(a, marks=[pytest.mark.heavy] * (a is not Hashing().algorithm)) for a in HashAlgorithm],
+)
 async def test_predicted_hits_equal_the_engines(algorithm, tmp_path):
     """Conversations that outgrow its cache, plain, salted and with an adapter, one after the other."""
     hashing = Hashing(algorithm, "7")

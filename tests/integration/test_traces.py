@@ -192,7 +192,7 @@ def sampled_by(got: dict[str, str]) -> tuple[str, str]:
     return trace, span
 
 
-@pytest.mark.parametrize("mode", [Mode.BUFFERED, Mode.FULL_DUPLEX])
+@pytest.mark.parametrize("mode", [Mode.BUFFERED, pytest.param(Mode.FULL_DUPLEX, marks=pytest.mark.heavy)])
 async def test_client_gateway_and_engine_are_joined_in_one_trace(tmp_path, mode: Mode) -> None:
     async with (
         collecting(tmp_path) as collector,

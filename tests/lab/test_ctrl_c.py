@@ -153,6 +153,8 @@ HEAVY = (
     "fastpath",
     "simulate, while it searches R",
     "bench-stream --simulated",
+    "profile",
+    "arena",
 )
 """Each like one of the others, and imports more."""
 

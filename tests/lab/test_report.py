@@ -13,7 +13,7 @@ from rich.console import Console
 from perilune_gateway.model import H20_30B
 from perilune_lab import report
 from perilune_lab.load.result import Result
-from perilune_lab.report import Ceiling, Hotspot, Measured, Migrations, Quantiles, Scheduling, figure
+from perilune_lab.report import Ceiling, Hotspot, Measured, Migrations, Quantiles, Scheduling
 from perilune_lab.traces.model import Mode, Segment, Session, Turn
 from perilune_lab.traces.reuse import ideal_turn_s
 
@@ -331,5 +331,7 @@ def replace_policy(found: report.Run, policy: str) -> report.Run:
 )
 def test_figures_are_drawn_from_whatever_is_known(tmp_path: Path, ttft_s: dict | None):
     path = tmp_path / "f.png"
+    from perilune_lab.report import figure  # here, since matplotlib takes half a second
+
     figure.draw(document(FULL, replace_policy(run(), "round_robin")), path, ttft_s)
     assert path.read_bytes().startswith(b"\x89PNG")

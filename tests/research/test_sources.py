@@ -1,6 +1,8 @@
 """What the results of an evaluation depend on: found in the sources, held against what really runs."""
 
 import sys
+from collections.abc import Mapping
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -19,7 +21,11 @@ from perilune_research.sources import ONLY_SHOWN, OURS, dependencies
 SCENARIO = Scenario(
     rate=0.4, endpoints=2, window_s=60.0, warmup_s=10.0, deployment=Deployment.STORE, link_factor=3.0
 )
-FOUND = dependencies(COMPUTES)
+
+
+@cache
+def found() -> Mapping[str, bytes]:
+    return dependencies(COMPUTES)
 
 
 def names_of(path: str) -> str:
@@ -46,7 +52,7 @@ def test_every_file_that_runs_is_one_that_results_depend_on():
         sys.setprofile(before)
     ours = {names_of(path) for path in ran if f"/{OURS}" in path and path.endswith(".py")}
     assert len(ours) > 40
-    assert ours <= FOUND.keys()
+    assert ours <= found().keys()
 
 
 @pytest.mark.parametrize(
@@ -60,15 +66,15 @@ def test_every_file_that_runs_is_one_that_results_depend_on():
     ],
 )
 def test_a_module_is_its_bytes(name: str):
-    assert FOUND[name] == Path(str(import_module(name).__file__)).read_bytes()
+    assert found()[name] == Path(str(import_module(name).__file__)).read_bytes()
 
 
 def test_a_constant_is_its_value():
-    assert FOUND["perilune_gateway.routing.candidates.MAX_LOCATIONS"] == repr(MAX_LOCATIONS).encode()
+    assert found()["perilune_gateway.routing.candidates.MAX_LOCATIONS"] == repr(MAX_LOCATIONS).encode()
 
 
 def test_what_only_shows_does_not_count():
-    assert not FOUND.keys() & {
+    assert not found().keys() & {
         *ONLY_SHOWN,
         "perilune_lab.simulate.tables",
         "perilune_research.simulator.cli",

@@ -26,7 +26,10 @@ from perilune_lab.processes.child import Child, start
 from perilune_operator.render import drain_hook
 
 BLOCK = 16
-DRAIN_S = 60
+DRAIN_S = 240
+"""Longest time that an engine which leaves waits for its sessions."""
+CONTEXT = 4000
+"""Tokens of a session's first turn, at least."""
 Object = dict[str, Any]
 
 
@@ -109,11 +112,10 @@ class Stack:
     url: str = ""
     admin: str = ""
     failed: list[str] = field(default_factory=list)
-    moved: list[tuple[int, int]] = field(default_factory=list)
-    """(cached, held by the engine before) of each first turn elsewhere."""
+    moved: list[tuple[str, int]] = field(default_factory=list)
+    """(session, cached tokens) of each first turn elsewhere."""
 
     async def turn(self, session: Session) -> None:
-        held = len(session.ids) // BLOCK * BLOCK
         session.ids += [(7 * len(session.ids) + one) % 290 + 5 for one in range(64)]
         body = {"model": "m", "prompt": session.ids, "max_tokens": 1}
         headers = {"x-session-id": session.name, names.DECISION_HEADER: "1"}
@@ -124,7 +126,7 @@ class Stack:
             usage = (await answer.json())["usage"]
             host = answer.headers["x-perilune-endpoint"]
         if session.host and host != session.host:
-            self.moved.append((usage["prompt_tokens_details"]["cached_tokens"], held))
+            self.moved.append((session.name, usage["prompt_tokens_details"]["cached_tokens"]))
             session.moves += 1
         session.host = host
 
@@ -233,8 +235,8 @@ def kubeconfig(server: str) -> Object:
 
 
 async def begin(stack: Stack, number: int) -> list[Session]:
-    """Return so many sessions with a context of 4,000 tokens, each after its first turn."""
-    sessions = [Session(f"s{n}", [(n + 3 * one) % 290 + 5 for one in range(4000)]) for n in range(number)]
+    """Return so many sessions with a context of CONTEXT tokens, each after its first turn."""
+    sessions = [Session(f"s{n}", [(n + 3 * one) % 290 + 5 for one in range(CONTEXT)]) for n in range(number)]
     for session in sessions:
         await stack.turn(session)
     return sessions

@@ -1,6 +1,7 @@
 """An engine's pages about tokens, answered by a tokenizer and a chat template of its own."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,13 @@ WORDS = "the user said hi to the assistant and the system said nothing"
 
 def folder_with(path: Path, template: str, words: str = WORDS) -> Path:
     """Return the folder after a tokenizer that was trained with `words`, and the template, were written."""
+    (path / "tokenizer.json").write_text(_trained(words))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return path
+
+
+@cache
+def _trained(words: str) -> str:
     tokenizer = HfTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -30,9 +38,7 @@ def folder_with(path: Path, template: str, words: str = WORDS) -> Path:
         show_progress=False,
     )
     tokenizer.train_from_iterator([words] * 9, trainer)
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    return path
+    return tokenizer.to_str()
 
 
 class RenderingEngine:

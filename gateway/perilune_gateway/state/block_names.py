@@ -25,13 +25,17 @@ _SWEPT_AT_ONCE = 2048
 """Names that one call looks through to drop some, or a few more."""
 
 
+_NEVER_ENTERED = array("Q")
+"""Stands for each segment without names: thousands of arrays of their own take milliseconds to make."""
+
+
 class Names:
     """A bounded map from names to blocks."""
 
     def __init__(self, max_names: int) -> None:
         self._max_names = max_names
         segments = max(SEGMENTS, 1 << (max_names // _SEGMENT_NAMES).bit_length())
-        self._segments = [array("Q") for _ in range(segments)]
+        self._segments = [_NEVER_ENTERED] * segments
         self._low_bits = segments - 1
         self._count = 0
         self._next = 0
@@ -70,6 +74,8 @@ class Names:
             if at < size and known[at] == name:
                 known[size + at] = block
             else:
+                if not size:
+                    known = segments[name & low_bits] = array("Q")
                 known.insert(size + at, block)
                 known.insert(at, name)
                 new += 1

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from handing_rig import Handing, text
 from leg_engines import Engine, never
-from waiting import HANG
+from waiting import HANG, pass_time
 
 from perilune_gateway.feeds import handoff_legs
 from perilune_gateway.model.handoff import GivenUp, HandoffOutcome
@@ -120,11 +120,13 @@ async def test_nobody_is_asked_to_take_what_was_not_accepted() -> None:
     ],
 )
 async def test_every_wait_has_a_bound(monkeypatch, bound: str, silent: str, cause: GivenUp) -> None:
-    monkeypatch.setattr(handoff_legs, bound, 0.05)
+    monkeypatch.setattr(handoff_legs, bound, HANG)
     async with scene() as on:
         getattr(on, silent).handler = never
         on.giver.go_on.set()
         on.begin()
+        await getattr(on, silent).asked.wait()
+        pass_time(HANG)
         assert await on.ended() == (HandoffOutcome.EXPIRED, cause)
         await asyncio.wait_for(getattr(on, silent).left.wait(), HANG)  # the engine need not go on
         loads = [on.rig.load(address).in_flight for address in on.engines]

@@ -7,9 +7,10 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 
 import msgspec
 import pytest
@@ -207,13 +208,16 @@ async def feeding(engine, ours, *, replay=True, counters=None, timeout_s=30.0):
 
 
 class Endless(Engine):
-    """Its replay goes on and on, by `step` in the sequence numbers."""
+    """Its replay goes on and on, by `step` in the sequence numbers, until it is sound."""
 
     step = 1
+    sound = False
 
     async def replay(self, who: bytes, start: bytes) -> None:
+        if self.sound:
+            return await super().replay(who, start)
         seq = 0
-        while True:
+        while not self.sound:
             await self._router.send_multipart([who, b"", b"kv", seq.to_bytes(8, "big"), at(1.0)])
             await asyncio.sleep(0)
             seq += self.step
@@ -231,21 +235,24 @@ async def test_a_replay_without_an_end_is_broken_off(context, ours, monkeypatch,
     monkeypatch.setattr(kv_replay, "REPLAYED_MESSAGES", 50)
     engine, counters = Endless(context), Counters()
     engine.step = step
-    async with feeding(engine, ours, counters=counters, timeout_s=0.5) as sink:
-        await engine.asked()
+    async with feeding(engine, ours, counters=counters) as sink:
+        await until(lambda: counters.malformed and not counters.catching_up)
+        assert (counters.replayed, counters.malformed) == ((1, 50)[step], 1)
+        engine.sound = True
         await engine.send(1000, at(5.0))
         await sink.until(lambda: sink.times[-1:] == [5.0])
-        assert counters.replayed == (1, 50)[step] * len(engine.replays)
-        assert counters.malformed == len(engine.replays)
+        assert counters.malformed == 1
 
 
 class Lossy(Engine):
-    """Drops of each replay the messages that the next of `drops` names; -1 is the end."""
+    """Drops of a replay from a number on the messages that `drops` names for it, or for the last number
+    before it; -1 is the end."""
 
-    drops: Sequence[set[int]] = ()
+    drops: Mapping[int, set[int]] = MappingProxyType({})
 
     async def replay(self, who: bytes, start: bytes) -> None:
-        drops = self.drops[len(self.replays) - 1] if len(self.replays) <= len(self.drops) else set()
+        asked = int.from_bytes(start, "big")
+        drops = self.drops.get(max((n for n in self.drops if n <= asked), default=-1), set())
         for seq, payload in [*self.buffer, (b"\xff" * 8, b"")]:
             number = -1 if seq == b"\xff" * 8 else int.from_bytes(seq, "big")
             if seq >= start and number not in drops:
@@ -253,19 +260,22 @@ class Lossy(Engine):
 
 
 @pytest.mark.parametrize(
-    ("drops", "asked", "more"),
+    ("drops", "more"),
     [
-        pytest.param([{4}], [0, 3], {}, id="one in the middle"),
-        pytest.param([{4, 7}, {7}], [0, 3, 6], {}, id="several holes"),
-        pytest.param([{-1}], [0, 9], {"timeout_s": 1.0}, id="the end"),
+        pytest.param({0: {4}, 3: set()}, {}, id="one in the middle"),
+        pytest.param({0: {4, 7}, 3: {7}, 6: set()}, {}, id="several holes"),
+        pytest.param({0: {-1}, 9: set()}, {"timeout_s": 1.0}, id="the end"),
         pytest.param(
-            [{7, 8, 9, -1}, {9, -1}, {-1}], [0, 6, 8, 9], {"timeout_s": 1.0}, id="the last and the end"
+            {0: {7, 8, 9, -1}, 6: {9, -1}, 8: {-1}, 9: set()}, {"timeout_s": 1.0}, id="the last and the end"
         ),
     ],
 )
-async def test_what_a_replay_drops_is_asked_for_again_from_the_next_number(context, ours, drops, asked, more):
+async def test_what_a_replay_drops_is_asked_for_again_from_the_next_number(
+    context, ours, monkeypatch, drops, more
+):
     """A ROUTER drops without a word what its reader's queue has no room for. The message before the next one
-    shows that it is the same engine."""
+    shows that it is the same engine. What a busy machine seems to have dropped is asked for again, too."""
+    monkeypatch.setattr(kv_replay, "TRIES", 1000)
     engine, counters = Lossy(context), Counters()
     engine.drops = drops
     for seq in range(10):
@@ -274,20 +284,19 @@ async def test_what_a_replay_drops_is_asked_for_again_from_the_next_number(conte
         await sink.until(lambda: len(sink.batches) == 10)
         await until(lambda: not counters.catching_up)
         assert sink.times == [*range(10)]
-        assert engine.replays == asked
+        assert set(drops) <= set(engine.replays) <= set(range(10))
+        assert engine.replays == sorted(engine.replays)
         assert (counters.replayed, counters.gaps, sink.resets) == (10, 0, [])
 
 
 async def test_a_replay_that_brings_nothing_new_is_given_up(context, ours, caplog):
     engine, counters = Lossy(context), Counters()
-    engine.drops = [{*range(3, 10), -1}] * 100
-    for seq in range(10):
-        await engine.send(seq, at(seq), dropped=True)
     async with feeding(engine, ours, counters=counters, timeout_s=0.3) as sink:
+        for seq in range(3):
+            await engine.send(seq, at(seq))
         await sink.until(lambda: len(sink.batches) == 3)
-        await until(lambda: not counters.catching_up)
-        engine.buffer.clear()
-        engine.drops = ({10, -1},) * 100
+        engine.drops = {0: {3, 10, -1}}
+        await engine.send(3, at(3), dropped=True)
         await engine.send(10, at(10))
         await sink.until(lambda: sink.times[-1:] == [10.0])
         assert sink.resets == [ResetCause.LOST]
@@ -485,8 +494,9 @@ async def test_what_was_announced_before_we_came(context, ours, captures):
         assert (counters.replayed, counters.gaps, sink.resets) == (30, 0, [])
 
 
-async def test_an_engine_that_answers_late(context, ours):
+async def test_an_engine_that_answers_late(context, ours, monkeypatch):
     """Nobody answers at first; what was announced before is asked for again at the handshake."""
+    monkeypatch.setattr(kv_replay, "TRIES", 1000)
     engine = Engine(context, answers=False)
     for seq in range(3):
         await engine.send(seq, at(seq), dropped=True)
@@ -494,7 +504,7 @@ async def test_an_engine_that_answers_late(context, ours):
         await engine.asked()
         engine.answers = True
         await sink.until(lambda: len(sink.batches) == 3)
-        assert engine.replays == [0, 0]
+        assert len(engine.replays) >= 2
 
 
 async def test_a_restarted_engine_holds_nothing(context, ours, captures):

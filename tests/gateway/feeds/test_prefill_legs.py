@@ -14,10 +14,10 @@ from aiohttp import web
 from msgspec import structs
 from router_rig import USUAL, C, Rig, completion, pool
 from routing_objects import head
-from waiting import HANG, until
+from waiting import HANG, pass_time, until
 
 from perilune_api.pool import Disaggregation, EndpointSpec, Role, Routing
-from perilune_gateway.feeds import pages
+from perilune_gateway.feeds import bootstrap_pages, pages
 from perilune_gateway.feeds.prefill_legs import PrefillLegs
 from perilune_gateway.model import Outcome, Refusal, RefuseReason, RequestHead, Routed
 from perilune_gateway.model.handoff import Attachment, GivenUp
@@ -77,6 +77,8 @@ class Scene:
     legs: PrefillLegs
     address: str
     routed: Routed
+    heard: asyncio.Event
+    """The gateway has read an answer's head."""
 
     async def give(self, of: RequestHead = HEAD, **more: object) -> Attachment | None:
         assert self.routed.remote
@@ -89,9 +91,9 @@ class Scene:
 
 
 @contextlib.asynccontextmanager
-async def scene(accept_s: float = HANG, **own: str) -> AsyncIterator[Scene]:
-    """Serve a prefill engine to a request. `accept_s`: longer than a pool may say, unless a test is about a
-    prompt that is not accepted. `own`: headers of all requests of the gateway."""
+async def scene(**own: str) -> AsyncIterator[Scene]:
+    """Serve a prefill engine to a request, which may wait for it longer than a pool may say. `own`: headers
+    of all requests of the gateway."""
     giver, app = Giver(), web.Application()
     giver.has_page.set()
     app.router.add_post("/v1/completions", giver.complete)
@@ -108,11 +110,19 @@ async def scene(accept_s: float = HANG, **own: str) -> AsyncIterator[Scene]:
     for i, endpoint in enumerate(listed):
         rig.state.connectors.answered(endpoint.address, Connector([f"engine-{i}"], 1))
     legs = PrefillLegs(rig.router.moves.remote_prefills, rig.state.connectors, "secret")
-    async with aiohttp.ClientSession(headers=own) as http:
+    heard, trace = asyncio.Event(), aiohttp.TraceConfig()
+
+    async def hear(_: aiohttp.ClientSession, __: object, ended: aiohttp.TraceRequestEndParams) -> None:
+        if ended.method == "POST":
+            heard.set()
+
+    trace.on_request_end.append(hear)
+    async with aiohttp.ClientSession(headers=own, trace_configs=[trace]) as http:
         run = asyncio.create_task(legs.run(http))
         await asyncio.sleep(0)
-        made = Scene(rig, giver, legs, address, rig.route(PROMPT, HEAD))
-        structs.force_setattr(made.routed.remote, "accept_s", accept_s)
+        made = Scene(rig, giver, legs, address, rig.route(PROMPT, HEAD), heard)
+        structs.force_setattr(made.routed.remote, "accept_s", HANG)
+        structs.force_setattr(made.routed.remote, "give_s", 2 * HANG)
         yield made
         run.cancel()
         await asyncio.wait({run})
@@ -160,8 +170,11 @@ async def test_a_key_that_engines_demand_stands_in_for_the_clients() -> None:
 
 
 async def test_a_prompt_that_is_not_accepted_in_time_is_not_waited_for() -> None:
-    async with scene(accept_s=0.05) as on:
-        assert await on.give() is None
+    async with scene() as on:
+        gives = asyncio.create_task(on.give())
+        await until(lambda: on.giver.bodies)
+        pass_time(HANG)
+        assert await gives is None
         await asyncio.wait_for(on.giver.left.wait(), HANG)  # the engine need not go on
         assert on.given_up() == {GivenUp.NOT_ACCEPTED: 1}
 
@@ -184,15 +197,21 @@ async def test_an_engine_that_has_restarted_is_taken_from_by_its_new_id() -> Non
         pytest.param({"0": {"engine_id": "half", "worker_addr": {}}}, id="no worker has registered"),
     ],
 )
-async def test_no_request_waits_longer_for_a_page_than_for_the_prompts_acceptance(page: Any) -> None:
-    async with scene(accept_s=0.5) as on:
+async def test_no_request_waits_longer_for_a_page_than_for_the_prompts_acceptance(
+    page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap_pages, "PAGE_S", 2 * HANG)
+    async with scene() as on:
         if page is None:
             on.giver.has_page.clear()
         else:
             on.giver.page = page
         on.giver.accepts.set()
+        gives = asyncio.create_task(on.give())
+        await on.heard.wait()
+        pass_time(HANG)
         async with asyncio.timeout(HANG):
-            assert await on.give() is None
+            assert await gives is None
             await on.giver.left.wait()
         on.giver.has_page.set()
         assert on.given_up() == {GivenUp.PAGE: 1}

@@ -13,8 +13,9 @@ from handing_rig import Handing, text
 from leg_engines import Engine, never
 from msgspec import structs
 from routing_objects import head
-from waiting import HANG
+from waiting import HANG, pass_time
 
+from perilune_gateway.feeds import handoff_legs
 from perilune_gateway.feeds.pull_legs import PullLegs
 from perilune_gateway.model import Routed
 from perilune_gateway.model.handoff import GivenUp
@@ -34,12 +35,12 @@ class Scene:
     http: aiohttp.ClientSession
     routed: Routed
 
-    async def fetch(self, within_s: float = HANG) -> tuple[bool, dict[GivenUp, int], list[str]]:
-        """Fetch, and return whether that succeeded, the causes if not, and which engines count as
-        unreachable."""
+    async def fetch(self) -> tuple[bool, dict[GivenUp, int], list[str]]:
+        """Fetch within HANG seconds, and return whether that succeeded, the causes if not, and which engines
+        count as unreachable."""
         assert self.routed.pull
         pull = self.routed.pull
-        structs.force_setattr(pull, "within_s", within_s)
+        structs.force_setattr(pull, "within_s", HANG)
         fetched = await self.legs.fetch(self.routed.ticket, pull)
         names = {self.giver.address: "giver", self.taker.address: "taker"}
         dead = [v.endpoint.address for v in self.rig.state.fleet.view(self.rig.now) if not v.endpoint.ready]
@@ -122,11 +123,18 @@ async def test_the_end_whose_leg_fails_is_blamed(end: str, answer, cause: GivenU
 
 
 @pytest.mark.parametrize("end", ["giver", "taker"])
-async def test_a_leg_that_hangs_is_given_up_in_time(end: str) -> None:
+async def test_a_leg_that_hangs_is_given_up_in_time(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the bound of the pull, which is shorter than those of its legs."""
+    for bound in ("ACCEPT_S", "TAKE_S"):
+        monkeypatch.setattr(handoff_legs, bound, 2 * HANG)
     async with scene() as on:
-        getattr(on, end).handler = never
-        assert await on.fetch(within_s=0.2) == (False, {GivenUp.NOT_TAKEN: 1}, [])
-        await asyncio.wait_for(getattr(on, end).left.wait(), HANG)
+        engine = getattr(on, end)
+        engine.handler = never
+        fetch = asyncio.create_task(on.fetch())
+        await engine.asked.wait()
+        pass_time(HANG)
+        assert await fetch == (False, {GivenUp.NOT_TAKEN: 1}, [])
+        await asyncio.wait_for(engine.left.wait(), HANG)
 
 
 async def test_the_legs_of_a_client_that_leaves_are_cancelled() -> None:

@@ -97,7 +97,7 @@ def test_a_server_that_is_back_is_found_within_two_seconds(*, silent: bool) -> N
         state = SharedState(server, "pool", replica.shared, replica.changed, loop.time, Random(1))
         sharing = asyncio.create_task(state.run())
         while not state.stats(loop.time()).connected:  # noqa: ASYNC110 - in virtual time
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
         sharing.cancel()
         await asyncio.gather(sharing, return_exceptions=True)
         return loop.time() - back_at

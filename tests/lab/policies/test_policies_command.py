@@ -85,21 +85,32 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys) -> None:
 
 
 @pytest.mark.processes
-def test_a_new_package_installs_passes_its_tests_and_is_found(tmp_path: Path, capsys) -> None:
-    """As its README says, but into a folder of its own, as an image would have it."""
+@pytest.mark.parametrize(
+    "by_pip",
+    [pytest.param(True, marks=pytest.mark.heavy, id="as pip installs it"), pytest.param(False, id="wheel")],
+)
+def test_a_new_package_passes_its_tests_and_is_found(tmp_path: Path, capsys, by_pip: bool) -> None:
+    """As its README says, but in a folder of its own, as an image would have it; or as a wheel."""
     folder, site, dist = tmp_path / "mine", tmp_path / "site", tmp_path / "dist"
     assert new.main(["new", "least_busy", "--folder", str(folder)]) == 0
     assert all(Path(path).is_file() for path in capsys.readouterr().out.splitlines())
-    _pip("wheel", "--wheel-dir", str(dist), str(folder))
-    (wheel,) = dist.glob("least_busy_policy-*.whl")
-    _pip("install", "--no-compile", "--target", str(site), str(wheel))
-    tests = _ran(site, tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder / "tests"))
+    if by_pip:
+        _pip("wheel", "--wheel-dir", str(dist), str(folder))
+    else:
+        built = _ran(
+            site, folder, "-c", f"from hatchling.build import build_wheel; build_wheel({str(dist)!r})"
+        )
+        assert built.returncode == 0, built.stderr
+    (path,) = dist.glob("least_busy_policy-*.whl")
+    if by_pip:
+        _pip("install", "--no-compile", "--target", str(site), str(path))
+        path = site
+    tests = _ran(path, tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder / "tests"))
     assert tests.returncode == 0, tests.stdout + tests.stderr
-    for path in (site, wheel):  # as pip installs it, and the wheel as it is
-        shown = _ran(path, tmp_path, "-m", "perilune_lab.cli", "policies", "least_busy")
-        assert "least_busy, from least-busy-policy 0.1.0" in shown.stdout, shown.stderr
-        assert "gainSeconds" in shown.stdout
-        assert "A session leaves its host only if that is predicted" in " ".join(shown.stdout.split())
+    shown = _ran(path, tmp_path, "-m", "perilune_lab.cli", "policies", "least_busy")
+    assert "least_busy, from least-busy-policy 0.1.0" in shown.stdout, shown.stderr
+    assert "gainSeconds" in shown.stdout
+    assert "A session leaves its host only if that is predicted" in " ".join(shown.stdout.split())
 
 
 def _pip(command: str, *args: str) -> None:

@@ -51,7 +51,10 @@ def counts(planner: Planner) -> dict[State, int]:
     return found
 
 
-@pytest.mark.parametrize("policy", ["sticky", "least_loaded", "ear", "perilune"])
+@pytest.mark.parametrize(
+    "policy",
+    ["perilune", *(pytest.param(p, marks=pytest.mark.heavy) for p in ("sticky", "least_loaded", "ear"))],
+)
 def test_every_move_that_starts_ends_and_everything_is_served(policy: str, busy: Workload):
     run = played(busy, policy + PLANNER)
     assert len(run.done) == busy.requests
@@ -92,6 +95,7 @@ def test_the_budget_is_kept():
     assert all(later - earlier >= 60.0 for earlier, later in zip(starts, starts[2:], strict=False))
 
 
+@pytest.mark.heavy
 def test_arms_of_the_ablation_are_policies_with_and_without_the_planner(busy: Workload):
     arms = ("sticky", "least_loaded" + PLANNER, "sticky" + PLANNER)
     plan = Comparison(policies=arms, load=LOAD)

@@ -46,7 +46,7 @@ def test_looking_twice_changes_nothing(spread: Workload, monkeypatch: pytest.Mon
     ]
 
 
-@pytest.mark.parametrize("policy", ["round_robin", "power_of_two"])
+@pytest.mark.parametrize("policy", ["round_robin", pytest.param("power_of_two", marks=pytest.mark.heavy)])
 def test_who_chooses_blindly_sees_everybody(policy: str, spread: Workload):
     outcome = simulate(spread, Setting(policy=policy), MANY, seed=1)
     assert outcome.seen.audited == 0

@@ -195,10 +195,10 @@ def test_a_dead_endpoint_loses_what_it_had_and_gets_no_more(busy: Workload):
     "faults",
     [
         pytest.param(Faults(event_lag_s=2.0), id="late events"),
-        pytest.param(Faults(token_error=0.2), id="estimated tokens"),
-        pytest.param(Faults(outlier_share=0.05), id="outliers"),
-        pytest.param(Faults(speed_spread=2.0), id="unequal engines"),
-        pytest.param(Faults(step_noise=0.3), id="noisy steps"),
+        pytest.param(Faults(token_error=0.2), marks=pytest.mark.heavy, id="estimated tokens"),
+        pytest.param(Faults(outlier_share=0.05), marks=pytest.mark.heavy, id="outliers"),
+        pytest.param(Faults(speed_spread=2.0), marks=pytest.mark.heavy, id="unequal engines"),
+        pytest.param(Faults(step_noise=0.3), marks=pytest.mark.heavy, id="noisy steps"),
     ],
 )
 def test_what_the_gateway_does_not_know_costs_but_loses_nothing(faults: Faults, busy: Workload):

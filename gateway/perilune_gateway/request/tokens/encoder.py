@@ -14,6 +14,7 @@ fastokens keeps up to about 250 MiB of words, and needs 48 bytes of memory for e
 check compares hashes with those of the engines all the time.
 """
 
+import hashlib
 import json
 import logging
 import random
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 from perilune_gateway.request.tokens.cuts import Cuts, cuts_of
 
@@ -42,7 +44,7 @@ class Library(StrEnum):
     TOKENIZERS = "tokenizers"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class Encoder:
     """One model's tokenizer."""
 
@@ -59,13 +61,18 @@ class Encoder:
     cuts: Cuts
 
 
+_in_use: WeakValueDictionary[bytes, Encoder] = WeakValueDictionary()
+
+
 def load(folder: Path, template: str = "") -> Encoder:
-    """Return the folder's tokenizer. `template` is the source of its chat template, for the choice of cut
-    tokens.
+    """Return the folder's tokenizer: the same one for all pools that have equal files. `template` is the
+    source of its chat template, for the choice of cut tokens.
 
     Raises OSError, ValueError, and Exception itself for a file that tokenizers cannot read.
     """
-    return of((folder / "tokenizer.json").read_text(encoding="utf-8"), template)
+    text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    key = hashlib.sha256(f"{len(template)} {template}{text}".encode()).digest()
+    return _in_use.get(key) or _in_use.setdefault(key, of(text, template))
 
 
 def of(text: str, template: str = "") -> Encoder:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from matplotlib.axes import Axes
-from matplotlib.colors import PowerNorm
+from typing import TYPE_CHECKING
 
 from perilune_research.evaluate import plan
 from perilune_research.evaluate.cells import Cell, Profile
 from perilune_research.evaluate.figures.style import Context, Drawn, Figure, canvas
 from perilune_research.evaluate.scenes import Scene, pending, steps, watch
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 _PROFILES = (Profile("sticky"), Profile("ear"), Profile("perilune"))
 _SHOWN_S, _BIN_S = 600.0, 5.0
 
 
 def _draw(context: Context) -> Drawn:
+    from matplotlib.colors import PowerNorm
+
     f = context.findings
     scenario = plan.scenario(f.at_r)
     begin_s, end_s = scenario.warmup_s, min(scenario.window_s, scenario.warmup_s + _SHOWN_S)

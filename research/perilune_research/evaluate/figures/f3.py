@@ -5,10 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.patches import Patch
+from typing import TYPE_CHECKING, Any
 
 from perilune_lab.quantiles import mean
 from perilune_research.evaluate import plan
@@ -16,6 +13,9 @@ from perilune_research.evaluate.cells import Cell, Profile, Scenario
 from perilune_research.evaluate.figures.style import Context, Drawn, Figure, canvas
 from perilune_research.evaluate.scenes import Scene, open_sessions, steps, watch
 from perilune_research.simulator.request import SimulatedRequest
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _PROFILE = Profile("lmetric")
 _SLOWER = 1.2
@@ -25,6 +25,8 @@ _LOOP = "slower turns → more sessions at once → slower turns"
 
 
 def _draw(context: Context) -> Drawn:
+    from matplotlib.patches import Patch
+
     f = context.findings
     calm = plan.scenario(f.at_r, "R/2")
     scenarios = {"chatbot": replace(calm, gap_s=30.0), "agentic": replace(calm, gap_s=0.0)}

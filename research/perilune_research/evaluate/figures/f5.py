@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from matplotlib.axes import Axes
-from matplotlib.patches import FancyBboxPatch
+from typing import TYPE_CHECKING
 
 from perilune_api.policies import PeriluneParams
 from perilune_research.evaluate import plan
 from perilune_research.evaluate.cells import Profile, Scenario
 from perilune_research.evaluate.figures.style import Context, Drawn, Figure, canvas
 from perilune_research.simulator.deployment import Deployment
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _MOVES = {
     Deployment.NONE: "migration: the target computes the KV again",
@@ -94,6 +96,8 @@ def mermaid(profile: Profile, scenario: Scenario) -> str:
 def _box(
     axes: Axes, x: float, y: float, width: float, height: float, face: str, title: str, lines: list[str]
 ) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
     axes.add_patch(
         FancyBboxPatch(
             (x, y),

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import matplotlib as mpl
-
-mpl.use("Agg")
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure as Canvas
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perilune_research import data
 from perilune_research.evaluate.findings import Estimate, Findings
 from perilune_research.evaluate.plan import OURS, Point
 from perilune_research.evaluate.traffic import Traffic
+
+if TYPE_CHECKING:  # matplotlib takes half a second
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
 
 COLOURS = {
     "perilune": "#0057d9",
@@ -81,6 +78,9 @@ class Figure:
     def make(self, context: Context, folder: Path, name: str) -> None:
         """Draw the figure and write it as SVG and PNG, with its data as JSON. Raises OSError if it cannot
         write them."""
+        import matplotlib as mpl
+
+        mpl.use("Agg")
         with mpl.rc_context(_SETTINGS):
             drawn = self.draw(context)
             arm = context.findings.deployment
@@ -94,6 +94,8 @@ class Figure:
 
 def canvas(width: float, height: float) -> Canvas:
     """Return an empty canvas of that size, in inches."""
+    from matplotlib.figure import Figure as Canvas
+
     return Canvas(figsize=(width, height), layout="constrained")
 
 

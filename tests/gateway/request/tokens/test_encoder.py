@@ -45,6 +45,19 @@ def test_fastokens_where_ids_are_equal(reference, caplog):
     )
 
 
+def test_equal_files_are_loaded_once_while_they_are_in_use(reference, tmp_path):
+    """Pools of one model share what their encoder remembers."""
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text(reference.to_str())
+    first, second = map(load, folders)
+    assert first is second
+    assert load(folders[0], "{{ '<|im_end|>' }}") is not first, "texts of another template are cut elsewhere"
+    (folders[1] / "tokenizer.json").write_text(with_processor(reference, single="<s> $A"))
+    assert load(folders[1]) is not first
+
+
 class OtherIds:
     """A fastokens that encodes otherwise."""
 

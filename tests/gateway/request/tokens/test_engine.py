@@ -60,7 +60,7 @@ async def engine():
 
 @pytest.fixture
 async def by_engine(engine):
-    tokenizer = Tokenizer(Model(name="m"), lambda among: engine.address, timeout_s=5.0, max_concurrent=2)
+    tokenizer = Tokenizer(Model(name="m"), lambda among: engine.address, timeout_s=HANG, max_concurrent=2)
     yield tokenizer
     await tokenizer.close()
 
