@@ -35,7 +35,8 @@ from msgspec import structs
 
 from enginebed import install, rendered
 from enginebed.network import Network, Pod
-from enginebed.rendered import MASTER, Object, Rendered
+from enginebed.rendered import MASTER, Container, Object, Rendered
+from perilune_api import names
 from perilune_api.pool import Pool, dump
 from perilune_lab.processes import envoy, envoy_process
 from perilune_lab.processes.child import Child, start
@@ -44,7 +45,7 @@ from perilune_operator.render import door, engine_door
 START_S = 1800.0
 """An engine's start on a machine with much else to do."""
 PLUGINS = Path(__file__).parent / "plugins"
-MASTER_POD, FIRST_POD = 2, 10
+MASTER_POD, FIRST_POD, WORKER_POD = 2, 10, 100
 GATEWAY = ("127.0.0.1:9002", "127.0.0.1:9004")
 """Where every gateway of a rig listens for Envoy, and serves its admin pages."""
 _POD = 'mount --bind "$1" /etc/hosts && shift && exec "$@"'
@@ -157,6 +158,24 @@ class Rig:
     async def engine(self, of: Rendered, number: int, **env: str) -> Engine:
         """Start an engine; `ready` waits for it. `env`: further variables."""
         pod, name = self._network.pod(FIRST_POD + number), f"engine-{number}"
+        command, made = self._of_engine(of, of.engine, name, pod, number)
+        self.secret = made.get(engine_door.SECRET, "")
+        child = await self._run(name, pod, command, {**made, **env})
+        scheme = "https" if of.document.spec.engine.tls else "http"
+        return Engine(name, pod, child, f"{scheme}://{pod.address}:8000/health", number, of)
+
+    async def worker(self, of: Rendered, leader: Engine, index: int) -> Process:
+        """Start a further pod of an engine that spans nodes; the leader's health is its own."""
+        assert of.worker is not None, "the engine has one pod"
+        pod, name = self._network.pod(WORKER_POD + 10 * leader.number + index), f"{leader.name}-{index}"
+        command, made = self._of_engine(of, of.worker, name, pod, leader.number, index)
+        child = await self._run(name, pod, command, made)
+        return Process(name, pod, child, leader.health)
+
+    def _of_engine(
+        self, of: Rendered, container: Container, name: str, pod: Pod, number: int, index: int = 0
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return the command and the environment of one of an engine's pods."""
         places = self._places(name)
         (Path(places["folder"]) / "mooncake.json").write_text(of.store_client)
         shutil.copyfile(engine_door.__file__, Path(places["folder"]) / f"{door.MODULE}.py")
@@ -165,13 +184,14 @@ class Rig:
             "status.podIP": pod.address,
             "metadata.name": f"real-{number}-{self._starts}",  # a new pod for each start
             "spec.nodeName": f"node-{number}",
+            f"metadata.labels['{names.WORKER_INDEX}']": str(index),
         }
         self._starts += 1
-        command, made = rendered.local(of.engine, self.environment, fields, places)
-        self.secret = made.get(engine_door.SECRET, "")
-        child = await self._run(name, pod, command, {**made, **env})
-        scheme = "https" if of.document.spec.engine.tls else "http"
-        return Engine(name, pod, child, f"{scheme}://{pod.address}:8000/health", number, of)
+        group = {"LWS_LEADER_ADDRESS": f"leader-{number}", "LWS_WORKER_INDEX": str(index)}
+        if index == 0:
+            with self._hosts.open("a") as hosts:
+                hosts.write(f"{pod.address} leader-{number}\n")
+        return rendered.local(container, self.environment, fields, places, group if of.worker else None)
 
     async def restarted(self, engine: Engine) -> Engine:
         """Start the same engine again, after its end."""
@@ -273,7 +293,7 @@ class Rig:
             *("/usr/bin/unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
             *("/bin/sh", "-c", _POD, "pod", str(self._hosts), *command),
         )
-        path = f"{Path(command[0]).parent}:{os.environ.get('PATH', '')}"
+        path = f"{self.environment.folder / 'bin'}:{os.environ.get('PATH', '')}"
         child = await start(name, inside, {"PATH": path, **env}, self.folder)
         self._stack.push_async_callback(child.stop, 0.0)
         return child

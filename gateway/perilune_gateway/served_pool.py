@@ -291,6 +291,7 @@ class ServedPool:
             self._clock,
             self._rng,
             block_size=lambda: self.router.pool.spec.engine.block_size,
+            engine_rank=self.state.fleet.engine_rank,
             tls=self.router.pool.spec.engine.tls,
         )
         if master := self.router.pool.spec.engine.store_master:

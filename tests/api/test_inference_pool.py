@@ -130,14 +130,15 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
             id="engines within an engine, otherwise",
         ),
         pytest.param(
-            spec(engine={"dataParallel": 3, "tensorParallel": 4}),
-            "All ranks of an endpoint are on one node, which has 8 GPUs - at `$.spec.engine.dataParallel`",
-            id="more ranks than a node has GPUs for",
+            spec(engine={"dataParallel": 2, "tensorParallel": 8, "pipelineParallel": 2}),
+            "A data-parallel rank of 16 GPUs spans nodes, which have 8: make each rank an endpoint,"
+            " by replicas - at `$.spec.engine.dataParallel`",
+            id="ranks that span nodes",
         ),
         pytest.param(
-            spec(engine={"dataParallel": 2, "tensorParallel": 8, "pipelineParallel": 2}),
-            "Endpoints that span nodes have no ranks",
-            id="ranks and several nodes",
+            spec(engine={"dataParallel": 4, "tensorParallel": 4, "args": ["--api-server-count=2"]}),
+            "An endpoint that spans nodes has one API server",
+            id="an argument that pods without a server do not start with",
         ),
         pytest.param(
             spec(engine={"args": ["--seed=1", "--disable-log-stats"]}),
