@@ -41,11 +41,14 @@ from perilune_api.pool import Pool, dump
 from perilune_lab.processes import envoy, envoy_process
 from perilune_lab.processes.child import Child, start
 from perilune_operator.render import door, engine_door
+from testbed import programs
 
 START_S = 1800.0
 """An engine's start on a machine with much else to do."""
 PLUGINS = Path(__file__).parent / "plugins"
-MASTER_POD, FIRST_POD, WORKER_POD = 2, 10, 100
+MASTER_POD, ETCD_POD, FIRST_POD, WORKER_POD = 2, 6, 10, 100
+ETCD = "10.246.0.6:2379"
+"""Where `start_etcd` listens."""
 GATEWAY = ("127.0.0.1:9002", "127.0.0.1:9004")
 """Where every gateway of a rig listens for Envoy, and serves its admin pages."""
 _POD = 'mount --bind "$1" /etc/hosts && shift && exec "$@"'
@@ -142,13 +145,37 @@ class Rig:
     async def start_master(self, of: Rendered) -> Process:
         """Start the store's master and wait until it serves. One that is started again has its old address
         and an empty store."""
-        assert of.master is not None, "the pool has no store"
-        pod = self._network.pod(MASTER_POD)
-        command, env = rendered.local(of.master, self.environment, {}, self._places("master"))
-        child = await self._run("master", pod, command, env)
-        self.master = Process("master", pod, child, f"http://{pod.address}:9003/health")
+        self.master = await self._master(of, 0)
         await self.ready(self.master, timeout_s=60)
         return self.master
+
+    async def start_masters(self, of: Rendered, count: int) -> list[Process]:
+        """Start masters that elect a leader, and wait until all of them answer. Gateways know the address of
+        the last one."""
+        masters = [await self._master(of, number) for number in range(count)]
+        self.master = masters[-1]
+        await self.ready(*masters, timeout_s=60)
+        return masters
+
+    async def _master(self, of: Rendered, number: int) -> Process:
+        assert of.master is not None, "the pool has no store"
+        pod, name = self._network.pod(MASTER_POD + number), f"master-{number}" if number else "master"
+        fields = {"status.podIP": pod.address}
+        command, env = rendered.local(of.master, self.environment, fields, self._places(name))
+        child = await self._run(name, pod, command, env)
+        return Process(name, pod, child, f"http://{pod.address}:9003/health")
+
+    async def start_etcd(self) -> Process:
+        """Start an etcd of one member at ETCD and wait until it serves."""
+        programs.ensure(("etcd",))
+        pod, url = self._network.pod(ETCD_POD), f"http://{ETCD}"
+        folder = self._places("etcd")["folder"]
+        command = [str(programs.path("etcd")), f"--data-dir={folder}", f"--listen-client-urls={url}"]
+        command += [f"--advertise-client-urls={url}", "--listen-peer-urls=http://127.0.0.1:2380"]
+        child = await self._run("etcd", pod, command, {})
+        process = Process("etcd", pod, child, f"{url}/health")
+        await self.ready(process, timeout_s=60)
+        return process
 
     def taken_for_dead(self) -> int:
         """Return how often the store's master has dropped the blocks of an engine that gave no sign of

@@ -141,6 +141,23 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
             id="an argument that pods without a server do not start with",
         ),
         pytest.param(
+            spec(mooncake={"master": {"replicas": 2}}),
+            "Masters elect their leader in etcd: name its addresses in mooncake.master.etcd, or have one"
+            " - at `$.spec.mooncake.master.replicas`",
+            id="masters that cannot elect a leader",
+        ),
+        pytest.param(
+            spec(mooncake={"master": {"args": ["--ha_backend_type=k8s"]}}),
+            "Mooncake's packages (0.3.13) answer UNAVAILABLE_IN_CURRENT_MODE to k8s, and elect in etcd alone:"
+            " set mooncake.master.etcd - at `$.spec.mooncake.master.args[0]`",
+            id="a leader elected elsewhere than in etcd",
+        ),
+        pytest.param(
+            spec(mooncake={"master": {"args": ["-v=1", "-enable_ha"]}}),
+            "mooncake.master.etcd sets --enable_ha: leave it out - at `$.spec.mooncake.master.args[1]`",
+            id="a leader that engines do not know of",
+        ),
+        pytest.param(
             spec(engine={"args": ["--seed=1", "--disable-log-stats"]}),
             "--disable-log-stats is not possible: without metrics gateways know no engine's load, and engines"
             " never drain - at `$.spec.engine.args[1]`",

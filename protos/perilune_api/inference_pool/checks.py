@@ -82,6 +82,10 @@ def check(spec: InferencePoolSpec) -> None:
         words = "Engines hand KV over, and prefill for others, when the pool's gateway says so"
         raise SpecError(f"{words}, and gateway.replicas is 0 - at `$.spec.mooncake.transfer`")
     arguments.check_gateway(spec.gateway.args, "$.spec.gateway.args")
+    arguments.check_master(spec.mooncake.master.args, "$.spec.mooncake.master.args")
+    if spec.mooncake.master.replicas > 1 and not spec.mooncake.master.etcd:
+        words = "Masters elect their leader in etcd: name its addresses in mooncake.master.etcd, or have one"
+        raise SpecError(f"{words} - at `$.spec.mooncake.master.replicas`")
     _check_waits(spec)
     _check_scaling(spec)
     _check_prefill_scaling(spec)
