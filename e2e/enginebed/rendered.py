@@ -22,6 +22,7 @@ from enginebed.install import Device, Environment
 from perilune_api.inference_pool.checks import convert
 from perilune_api.inference_pool.document import pool_document
 from perilune_api.pool import EndpointSpec, NodePlace, Pool, Topology, dump, parse
+from perilune_operator.kinds import full_name
 from perilune_operator.observe.facts import Observed
 from perilune_operator.plan import plan
 from perilune_operator.render import engine_tls
@@ -156,6 +157,8 @@ class Rendered:
     """Mooncake's client configuration; empty without a store."""
     document: Pool
     """The pool document without endpoints."""
+    worker: Container | None = None
+    """The further pods of an engine that spans nodes."""
 
     def with_transfer(self, config: Object) -> "Rendered":
         """Return the same with this connector (vLLM's --kv-transfer-config) in place of the operator's."""
@@ -173,19 +176,24 @@ class Rendered:
         kept = tuple(word for word in self.engine.command if not word.startswith(f"{flag}="))
         return replace(self, engine=replace(self.engine, command=(*kept, f"{flag}={value}")))
 
-    def with_endpoints(self, addresses: Sequence[str]) -> Pool:
+    def with_endpoints(self, addresses: Sequence[str], workers: Sequence[str] = ()) -> Pool:
         """Return the document that a gateway of these engines (IP addresses) would make for itself from their
-        pods. Each engine is on a node of its own; racks have two nodes."""
+        pods. Each engine is on a node of its own; racks have two nodes. `workers`: of one engine that spans
+        nodes, the addresses of its further pods, which have equal numbers of its ranks."""
         env = {variable["name"]: variable.get("value", "") for variable in self.engine.env}
         bootstrap = env.get("VLLM_MOONCAKE_BOOTSTRAP_PORT", "")
         flag = "--data-parallel-size="
         ranks = next((int(w.removeprefix(flag)) for w in self.engine.command if w.startswith(flag)), 1)
+
+        def at(address: str, rank: int) -> str:
+            return (address, *workers)[rank * (1 + len(workers)) // ranks]
+
         endpoints = tuple(
             EndpointSpec(
                 address=f"{address}:8000",
                 node=f"node-{i}",
-                events=tuple(f"tcp://{address}:{5557 + rank}" for rank in range(ranks)),
-                replay=tuple(f"tcp://{address}:{5557 + ranks + rank}" for rank in range(ranks)),
+                events=tuple(f"tcp://{at(address, rank)}:{5557 + rank}" for rank in range(ranks)),
+                replay=tuple(f"tcp://{at(address, rank)}:{5557 + ranks + rank}" for rank in range(ranks)),
                 bootstrap=f"{address}:{bootstrap}" if bootstrap else "",
             )
             for i, address in enumerate(addresses)
@@ -198,20 +206,28 @@ class Rendered:
 def render(spec: Object) -> Rendered:
     """Return what the operator renders. Raises SpecError for a spec that the operator refuses."""
     checked = convert(spec)
-    made = plan(POOL, NAMESPACE, checked, Observed(uid="uid", generation=1), 0.0, Defaults())
+    seen = Observed(uid="uid", generation=1, kinds=frozenset({full_name("LeaderWorkerSet")}))
+    made = plan(POOL, NAMESPACE, checked, seen, 0.0, Defaults())
     if made.objects is None:
         raise AssertionError(made.status)
     by_kind = {(o["kind"], o["metadata"]["name"]): o for o in made.objects}
     master = by_kind.get(("Deployment", f"{POOL}-master"))
     config = by_kind.get(("ConfigMap", f"{POOL}-mooncake"))
-    (engine,) = [
+    found = [
         o for (kind, _), o in by_kind.items() if kind == "Deployment" and _container(o, "engine") is not None
     ]
+    worker = None
+    if group := by_kind.get(("LeaderWorkerSet", f"{POOL}-engine")):
+        templates = group["spec"]["leaderWorkerTemplate"]
+        found = [{"spec": {"template": templates["leaderTemplate"]}}]
+        worker = _container({"spec": {"template": templates["workerTemplate"]}}, "engine")
+    (engine,) = found
     return Rendered(
         _read(_container(engine, "engine")),
         _read(_container(master, "master")) if master else None,
         config["data"]["mooncake.json"] if config else "",
         pool_document(POOL, NAMESPACE, checked, Topology()),
+        _read(worker) if worker else None,
     )
 
 
@@ -226,11 +242,16 @@ def _read(container: Object | None) -> Container:
 
 
 def local(
-    container: Container, environment: Environment, fields: Mapping[str, str], places: Mapping[str, str]
+    container: Container,
+    environment: Environment,
+    fields: Mapping[str, str],
+    places: Mapping[str, str],
+    group: Mapping[str, str] | None = None,
 ) -> tuple[list[str], dict[str, str]]:
     """Command and environment of a container's process here. `fields`: what a fieldRef reads, by its path;
-    `places`: what the table's paths name in braces, and the folder of engines' certificates (`tls`)."""
-    env: dict[str, str] = {}
+    `places`: what the table's paths name in braces, and the folder of engines' certificates (`tls`); `group`:
+    the variables that a LeaderWorkerSet's controller puts before all others."""
+    env: dict[str, str] = dict(group or {})
     for variable in container.env:
         source = variable.get("valueFrom")
         secret = source.get("secretKeyRef", {}) if source else {}

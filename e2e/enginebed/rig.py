@@ -35,16 +35,20 @@ from msgspec import structs
 
 from enginebed import install, rendered
 from enginebed.network import Network, Pod
-from enginebed.rendered import MASTER, Object, Rendered
+from enginebed.rendered import MASTER, Container, Object, Rendered
+from perilune_api import names
 from perilune_api.pool import Pool, dump
 from perilune_lab.processes import envoy, envoy_process
 from perilune_lab.processes.child import Child, start
 from perilune_operator.render import door, engine_door
+from testbed import programs
 
 START_S = 1800.0
 """An engine's start on a machine with much else to do."""
 PLUGINS = Path(__file__).parent / "plugins"
-MASTER_POD, FIRST_POD = 2, 10
+MASTER_POD, ETCD_POD, FIRST_POD, WORKER_POD = 2, 6, 10, 100
+ETCD = "10.246.0.6:2379"
+"""Where `start_etcd` listens."""
 GATEWAY = ("127.0.0.1:9002", "127.0.0.1:9004")
 """Where every gateway of a rig listens for Envoy, and serves its admin pages."""
 _POD = 'mount --bind "$1" /etc/hosts && shift && exec "$@"'
@@ -141,13 +145,37 @@ class Rig:
     async def start_master(self, of: Rendered) -> Process:
         """Start the store's master and wait until it serves. One that is started again has its old address
         and an empty store."""
-        assert of.master is not None, "the pool has no store"
-        pod = self._network.pod(MASTER_POD)
-        command, env = rendered.local(of.master, self.environment, {}, self._places("master"))
-        child = await self._run("master", pod, command, env)
-        self.master = Process("master", pod, child, f"http://{pod.address}:9003/health")
+        self.master = await self._master(of, 0)
         await self.ready(self.master, timeout_s=60)
         return self.master
+
+    async def start_masters(self, of: Rendered, count: int) -> list[Process]:
+        """Start masters that elect a leader, and wait until all of them answer. Gateways know the address of
+        the last one."""
+        masters = [await self._master(of, number) for number in range(count)]
+        self.master = masters[-1]
+        await self.ready(*masters, timeout_s=60)
+        return masters
+
+    async def _master(self, of: Rendered, number: int) -> Process:
+        assert of.master is not None, "the pool has no store"
+        pod, name = self._network.pod(MASTER_POD + number), f"master-{number}" if number else "master"
+        fields = {"status.podIP": pod.address}
+        command, env = rendered.local(of.master, self.environment, fields, self._places(name))
+        child = await self._run(name, pod, command, env)
+        return Process(name, pod, child, f"http://{pod.address}:9003/health")
+
+    async def start_etcd(self) -> Process:
+        """Start an etcd of one member at ETCD and wait until it serves."""
+        programs.ensure(("etcd",))
+        pod, url = self._network.pod(ETCD_POD), f"http://{ETCD}"
+        folder = self._places("etcd")["folder"]
+        command = [str(programs.path("etcd")), f"--data-dir={folder}", f"--listen-client-urls={url}"]
+        command += [f"--advertise-client-urls={url}", "--listen-peer-urls=http://127.0.0.1:2380"]
+        child = await self._run("etcd", pod, command, {})
+        process = Process("etcd", pod, child, f"{url}/health")
+        await self.ready(process, timeout_s=60)
+        return process
 
     def taken_for_dead(self) -> int:
         """Return how often the store's master has dropped the blocks of an engine that gave no sign of
@@ -157,6 +185,24 @@ class Rig:
     async def engine(self, of: Rendered, number: int, **env: str) -> Engine:
         """Start an engine; `ready` waits for it. `env`: further variables."""
         pod, name = self._network.pod(FIRST_POD + number), f"engine-{number}"
+        command, made = self._of_engine(of, of.engine, name, pod, number)
+        self.secret = made.get(engine_door.SECRET, "")
+        child = await self._run(name, pod, command, {**made, **env})
+        scheme = "https" if of.document.spec.engine.tls else "http"
+        return Engine(name, pod, child, f"{scheme}://{pod.address}:8000/health", number, of)
+
+    async def worker(self, of: Rendered, leader: Engine, index: int) -> Process:
+        """Start a further pod of an engine that spans nodes; the leader's health is its own."""
+        assert of.worker is not None, "the engine has one pod"
+        pod, name = self._network.pod(WORKER_POD + 10 * leader.number + index), f"{leader.name}-{index}"
+        command, made = self._of_engine(of, of.worker, name, pod, leader.number, index)
+        child = await self._run(name, pod, command, made)
+        return Process(name, pod, child, leader.health)
+
+    def _of_engine(
+        self, of: Rendered, container: Container, name: str, pod: Pod, number: int, index: int = 0
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return the command and the environment of one of an engine's pods."""
         places = self._places(name)
         (Path(places["folder"]) / "mooncake.json").write_text(of.store_client)
         shutil.copyfile(engine_door.__file__, Path(places["folder"]) / f"{door.MODULE}.py")
@@ -165,13 +211,14 @@ class Rig:
             "status.podIP": pod.address,
             "metadata.name": f"real-{number}-{self._starts}",  # a new pod for each start
             "spec.nodeName": f"node-{number}",
+            f"metadata.labels['{names.WORKER_INDEX}']": str(index),
         }
         self._starts += 1
-        command, made = rendered.local(of.engine, self.environment, fields, places)
-        self.secret = made.get(engine_door.SECRET, "")
-        child = await self._run(name, pod, command, {**made, **env})
-        scheme = "https" if of.document.spec.engine.tls else "http"
-        return Engine(name, pod, child, f"{scheme}://{pod.address}:8000/health", number, of)
+        group = {"LWS_LEADER_ADDRESS": f"leader-{number}", "LWS_WORKER_INDEX": str(index)}
+        if index == 0:
+            with self._hosts.open("a") as hosts:
+                hosts.write(f"{pod.address} leader-{number}\n")
+        return rendered.local(container, self.environment, fields, places, group if of.worker else None)
 
     def sysctl(self, number: int, name: str, value: str) -> None:
         """Set one of the `net.*` of an engine's pod, before or after the engine starts."""
@@ -281,7 +328,7 @@ class Rig:
             *("/usr/bin/unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
             *("/bin/sh", "-c", _POD, "pod", str(self._hosts), *command),
         )
-        path = f"{Path(command[0]).parent}:{os.environ.get('PATH', '')}"
+        path = f"{self.environment.folder / 'bin'}:{os.environ.get('PATH', '')}"
         child = await start(name, inside, {"PATH": path, **env}, self.folder)
         self._stack.push_async_callback(child.stop, 0.0)
         return child

@@ -32,6 +32,7 @@ from perilune_gateway.feeds import (
     pull_legs,
     sleep_calls,
     store_keys,
+    store_leader,
     store_questions,
     store_segments,
     token_proofs,
@@ -291,19 +292,11 @@ class ServedPool:
             self._clock,
             self._rng,
             block_size=lambda: self.router.pool.spec.engine.block_size,
+            engine_rank=self.state.fleet.engine_rank,
             tls=self.router.pool.spec.engine.tls,
         )
         if master := self.router.pool.spec.engine.store_master:
-            yield store_segments.run(master, self.blocks.segments)
-            prefixes = store_keys.Prefixes()
-            yield store_keys.run(master, self.blocks.listed, self.blocks.knows, self._clock, prefixes)
-            yield store_questions.run(
-                store_questions.Master(master, prefixes, self._digests),
-                lambda: self.state.contexts(self._clock()),
-                self.state.index.in_store,
-                self.blocks.surveyed,
-                self._clock,
-            )
+            yield store_leader.run(master, self._store_feeds, lambda: self.blocks.segments({}))
         if self.shared:
             yield self.shared.run()
         yield self.shadow.run()
@@ -314,6 +307,18 @@ class ServedPool:
         yield self._tick()
         yield self._plan_moves()
         yield self._hand_over()
+
+    def _store_feeds(self, master: str) -> Iterator[Coroutine[None, None, None]]:
+        yield store_segments.run(master, self.blocks.segments)
+        prefixes = store_keys.Prefixes()
+        yield store_keys.run(master, self.blocks.listed, self.blocks.knows, self._clock, prefixes)
+        yield store_questions.run(
+            store_questions.Master(master, prefixes, self._digests),
+            lambda: self.state.contexts(self._clock()),
+            self.state.index.in_store,
+            self.blocks.surveyed,
+            self._clock,
+        )
 
     async def _hand_over(self) -> None:
         """Ask the engines whether they hand KV over, send the legs of hand-offs, and have engines sleep and

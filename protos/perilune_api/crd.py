@@ -116,8 +116,9 @@ RULES: Mapping[type, Sequence[Rule]] = {
         ),
         Rule(
             "!has(self.placement) || "
-            "self.placement.all(a, self.placement.filter(b, b.level == a.level).size() == 1)",
-            "a level may be placed by once",
+            "self.placement.all(a, self.placement.filter(b, b.level == a.level && "
+            "(b.mode == 'together') == (a.mode == 'together')).size() == 1)",
+            "a level may be placed by once, and kept together by once",
             ".placement",
         ),
         Rule(

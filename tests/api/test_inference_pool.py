@@ -130,14 +130,32 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
             id="engines within an engine, otherwise",
         ),
         pytest.param(
-            spec(engine={"dataParallel": 3, "tensorParallel": 4}),
-            "All ranks of an endpoint are on one node, which has 8 GPUs - at `$.spec.engine.dataParallel`",
-            id="more ranks than a node has GPUs for",
+            spec(engine={"dataParallel": 2, "tensorParallel": 8, "pipelineParallel": 2}),
+            "A data-parallel rank of 16 GPUs spans nodes, which have 8: make each rank an endpoint,"
+            " by replicas - at `$.spec.engine.dataParallel`",
+            id="ranks that span nodes",
         ),
         pytest.param(
-            spec(engine={"dataParallel": 2, "tensorParallel": 8, "pipelineParallel": 2}),
-            "Endpoints that span nodes have no ranks",
-            id="ranks and several nodes",
+            spec(engine={"dataParallel": 4, "tensorParallel": 4, "args": ["--api-server-count=2"]}),
+            "An endpoint that spans nodes has one API server",
+            id="an argument that pods without a server do not start with",
+        ),
+        pytest.param(
+            spec(mooncake={"master": {"replicas": 2}}),
+            "Masters elect their leader in etcd: name its addresses in mooncake.master.etcd, or have one"
+            " - at `$.spec.mooncake.master.replicas`",
+            id="masters that cannot elect a leader",
+        ),
+        pytest.param(
+            spec(mooncake={"master": {"args": ["--ha_backend_type=k8s"]}}),
+            "Mooncake's packages (0.3.13) answer UNAVAILABLE_IN_CURRENT_MODE to k8s, and elect in etcd alone:"
+            " set mooncake.master.etcd - at `$.spec.mooncake.master.args[0]`",
+            id="a leader elected elsewhere than in etcd",
+        ),
+        pytest.param(
+            spec(mooncake={"master": {"args": ["-v=1", "-enable_ha"]}}),
+            "mooncake.master.etcd sets --enable_ha: leave it out - at `$.spec.mooncake.master.args[1]`",
+            id="a leader that engines do not know of",
         ),
         pytest.param(
             spec(engine={"args": ["--seed=1", "--disable-log-stats"]}),

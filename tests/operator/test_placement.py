@@ -99,6 +99,33 @@ def test_placement_in_the_schedulers_words(wanted: tuple[Placement, ...], expect
     assert placement(wanted, KEYS, LABELS, "pod-template-hash") == expected
 
 
+def together(level: str, weight: int) -> Object:
+    own = {"labelSelector": SELECTOR, "matchLabelKeys": ["leaderworkerset.sigs.k8s.io/group-index"]}
+    return {"weight": weight, "podAffinityTerm": {"topologyKey": level, **own}}
+
+
+def test_the_pods_of_one_endpoint_prefer_one_rack_and_then_one_spine() -> None:
+    keys = {**KEYS, "spine": "spine-key"}
+    preferred = [together("rack-key", 100), together("spine-key", 50)]
+    only = {"affinity": {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}}
+    for part in ("leader", "worker"):
+        assert placement((), keys, LABELS, "revision", part) == only
+
+
+def test_leaders_are_spread_and_their_workers_follow_them() -> None:
+    wanted = (Placement("rack", "together", required=True), Placement("rack", "spread"))
+    own = together("rack-key", 0)["podAffinityTerm"]
+    affinity = {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [own]}}
+    leader = placement(wanted, KEYS, LABELS, "revision", "leader")
+    assert leader["affinity"] == affinity
+    assert [c["topologyKey"] for c in leader["topologySpreadConstraints"]] == ["rack-key"]
+    assert placement(wanted, KEYS, LABELS, "revision", "worker") == {"affinity": affinity}
+
+
+def test_an_endpoint_of_one_pod_has_nothing_to_keep_together() -> None:
+    assert placement((Placement("rack", "together", required=True),), KEYS, LABELS, "revision") == {}
+
+
 def node(name: str, labels: Object, gpus: int = 8) -> Object:
     room = {
         "cpu": "64",
@@ -296,12 +323,13 @@ async def test_nodes_without_labels_work_and_are_named(cluster: Racks) -> None:
 def test_pods_of_a_leader_worker_set_spread_by_a_label_that_they_have() -> None:
     """They have no `pod-template-hash`, by which a Deployment's pods tell their templates apart."""
     spread = {"topology": {"placement": [{"level": "rack", "mode": "spread"}]}}
-    for engine, kind, label in (
-        ({}, "Deployment", "pod-template-hash"),
+    group = "leaderworkerset.sigs.k8s.io"
+    for engine, kind, labels in (
+        ({}, "Deployment", {"pod-template-hash"}),
         (
             {"tensorParallel": 8, "pipelineParallel": 2},
             "LeaderWorkerSet",
-            "leaderworkerset.sigs.k8s.io/template-revision-hash",
+            {f"{group}/template-revision-hash", f"{group}/group-index"},
         ),
     ):
         spec = convert({"model": {"name": "m"}, "engine": engine, **spread})
@@ -311,4 +339,4 @@ def test_pods_of_a_leader_worker_set_spread_by_a_label_that_they_have() -> None:
         objects = plan("p", "ns", spec, observed, 0.0, Defaults()).objects or ()
         (workload,) = [o for o in objects if (o["kind"], o["metadata"]["name"]) == (kind, "p-engine")]
         keys = re.findall(r"'matchLabelKeys': \['([^']+)'\]", str(workload))
-        assert set(keys) == {label}
+        assert set(keys) == labels

@@ -18,6 +18,8 @@ from pool_objects import becomes, condition, merge, pool, pools
 from ports import free_port
 
 from perilune_api.kube import APPLY, MERGE, Client
+from perilune_api.pool import Metadata, Model, Pool, Spec
+from perilune_gateway.feeds.kubernetes import with_pods
 from testbed import programs
 
 pytestmark = [
@@ -193,3 +195,43 @@ async def test_endpoints_become_groups_of_pods_that_shrink_and_roll(
 
 def uids(group: dict[str, Object]) -> set[str]:
     return {pod["metadata"]["uid"] for pod in group.values()}
+
+
+async def test_ranks_are_found_in_their_groups_which_stay_together_and_are_replaced_whole(
+    groups_api: tuple[Client, str],
+) -> None:
+    """Four ranks of four GPUs, two in each pod of a group; nodes 0 to 3 are one rack, 4 to 7 another."""
+    client, namespace = groups_api
+    here = pools(namespace, "/p")
+    wanted = [{"level": "rack", "mode": "together", "required": True}, {"level": "rack", "mode": "spread"}]
+    engine: Object = {"tensorParallel": 4, "dataParallel": 4}
+    spec: Object = {"engine": engine, "replicas": ENGINES, "rollout": {"sessionSeconds": 0}}
+    await client.request("POST", pools(namespace), pool(**spec, topology={"placement": wanted}))
+
+    body = await becomes(client, here, lambda p: settled(p, "2/2"))
+    assert body["status"]["ranks"] == 4
+    made = await groups(client, namespace)
+    racks = [{int(pod["spec"]["nodeName"][1:]) // 4 for pod in group.values()} for group in made.values()]
+    assert sorted(map(sorted, racks)) == [[0], [1]]
+
+    document = Pool(Metadata("p", namespace), Spec(Model(name="m")))
+    pods = [pod for group in made.values() for pod in group.values()]
+    found = {e.instance: e for e in with_pods(document, pods).spec.endpoints}
+    assert set(found) == {group["engine"]["metadata"]["uid"] for group in made.values()}
+    for group in made.values():
+        leader, worker = (group[part]["status"]["podIP"] for part in ("engine", "engine-worker"))
+        events = [f"tcp://{ip}:{5557 + rank}" for rank, ip in enumerate((leader, leader, worker, worker))]
+        assert list(found[group["engine"]["metadata"]["uid"]].events) == events
+
+    member = made[1]["engine-worker"]
+    ended = [status | {"restartCount": 1} for status in member["status"]["containerStatuses"]]
+    where = f"/api/v1/namespaces/{namespace}/pods/{member['metadata']['name']}/status"
+    await merge(client, where, {"status": {"containerStatuses": ended}})
+
+    async def replaced() -> bool:
+        pods = (await groups(client, namespace)).get(1, {})
+        return len(pods) == 2 and not uids(pods) & uids(made[1])
+
+    await until(replaced, bool)
+    await becomes(client, here, lambda p: settled(p, "2/2"))
+    assert uids((await groups(client, namespace))[0]) == uids(made[0])

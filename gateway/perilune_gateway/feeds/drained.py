@@ -20,7 +20,7 @@ from math import inf
 from typing import Any
 
 from perilune_api import names
-from perilune_gateway.feeds.kubernetes import endpoint
+from perilune_gateway.feeds.kubernetes import server_in
 from perilune_gateway.state.fleet import Fleet
 from perilune_gateway.state.sessions import Sessions
 
@@ -65,5 +65,5 @@ def drained(pods: Iterable[Object], is_idle: Callable[[str], bool]) -> Mapping[s
         for pod in pods
         if (mark := (pod["metadata"].get("annotations") or {}).get(names.DRAINING))
         and "deletionTimestamp" not in pod["metadata"]
-        and ((known := endpoint(pod)) is None or is_idle(known.address))
+        and (not (server := server_in(pod)) or is_idle(server))
     }

@@ -167,6 +167,7 @@ async def run(
     rng: Random,
     *,
     block_size: Callable[[], int] = lambda: 0,
+    engine_rank: Callable[[str], int | None] = rank_of,
     interval: Callable[[int], float] = interval_s,
     timeout_s: float = TIMEOUT_S,
     tls: EngineTls | None = None,
@@ -174,8 +175,9 @@ async def run(
     """Scrape `http://<server>/metrics` of every endpoint until cancelled; the ranks of one server together.
 
     `addresses` and `block_size` (the pool's, or 0 for no comparison) are called again each time, so both may
-    change. `tls`: of the engines. Every endpoint has a task of its own, so a slow one delays only itself. An
-    exception of the sink is a bug and ends the feed.
+    change. `engine_rank` returns the number by which the metrics call the rank with this address. `tls`: of
+    the engines. Every endpoint has a task of its own, so a slow one delays only itself. An exception of the
+    sink is a bug and ends the feed.
     """
     watches: dict[tuple[str, tuple[str, ...]], asyncio.Task[None]] = {}
     """(Server, addresses of its endpoints) → the task that scrapes it."""
@@ -193,7 +195,7 @@ async def run(
             for served in watches.keys() - present.items():
                 watches.pop(served).cancel()
             for served in present.items() - watches.keys():
-                watch = _Watch(*served, sink, clock, block_size, slots)
+                watch = _Watch(*served, sink, clock, block_size, engine_rank, slots)
                 watches[served] = group.create_task(watch.run(session, rng, period, timeout_s))
             await asyncio.sleep(min(period(), MIN_INTERVAL_S))
 
@@ -213,6 +215,7 @@ class _Watch:
         sink: Sink,
         clock: Callable[[], float],
         block_size: Callable[[], int],
+        engine_rank: Callable[[str], int | None],
         slots: asyncio.Semaphore,
     ) -> None:
         self._server = server
@@ -220,6 +223,7 @@ class _Watch:
         self._sink = sink
         self._clock = clock
         self._block_size = block_size
+        self._engine_rank = engine_rank
         self._slots = slots
         self._failing = False
         self._mismatch = 0
@@ -237,7 +241,9 @@ class _Watch:
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 self._unreadable(error)
             else:
-                self._readable({address: parse(text, rank_of(address)) for address in self._endpoints})
+                self._readable(
+                    {address: parse(text, self._engine_rank(address)) for address in self._endpoints}
+                )
             await asyncio.sleep(period() * rng.uniform(0.9, 1.1))
 
     def _unreadable(self, error: Exception) -> None:

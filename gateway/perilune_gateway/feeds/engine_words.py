@@ -79,15 +79,15 @@ def read_version(page: bytes) -> str:
     return msgspec.json.decode(page, type=_Version).version[:64]
 
 
-def read_sources(page: bytes) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Read /kv_event_sources, a map of the ranks: (events, replay), by rank; replay is empty unless every
-    rank has one. Raises one of UNREADABLE."""
+def read_sources(page: bytes) -> tuple[tuple[str, ...], tuple[str, ...], int]:
+    """Read /kv_event_sources, a map of the ranks: (events, replay, number of the first rank); events and
+    replay by rank, replay is empty unless every rank has one. Raises one of UNREADABLE."""
     ranks = msgspec.json.decode(page, type=_Sources)
     numbers = sorted((n for n in ranks if n.isascii() and n.isdigit() and len(n) < 6), key=int)
-    told = [s for n in numbers[:MOST_SOURCES] if (s := ranks[n]) and s.endpoint]
-    events = tuple(s.endpoint or "" for s in told)
-    replay = tuple(s.replay_endpoint for s in told if s.replay_endpoint)
-    return events, replay if len(replay) == len(events) else ()
+    told = [(int(n), s) for n in numbers[:MOST_SOURCES] if (s := ranks[n]) and s.endpoint]
+    events = tuple(s.endpoint or "" for _, s in told)
+    replay = tuple(s.replay_endpoint for _, s in told if s.replay_endpoint)
+    return events, replay if len(replay) == len(events) else (), told[0][0] if told else 0
 
 
 _CONFIG = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
@@ -175,7 +175,8 @@ async def ask(get: Get) -> EngineFacts:
         trouble = "/v1/models answers something else than a list of models"
     else:
         served, trouble = read, "" if read else "/v1/models names no model"
-    events, replay = (_read(read_sources, sources) if isinstance(sources, bytes) else None) or (None, ())
+    listed = _read(read_sources, sources) if isinstance(sources, bytes) else None
+    events, replay, first_rank = listed or (None, (), 0)
     return replace(
         facts,
         trouble=trouble,
@@ -183,6 +184,7 @@ async def ask(get: Get) -> EngineFacts:
         version=(_read(read_version, version) or "") if isinstance(version, bytes) else "",
         events=events,
         replay=replay,
+        first_rank=first_rank,
     )
 
 
@@ -218,7 +220,9 @@ class EngineWords:
                 told = await ask(directly(http, server))
             before = self.known.get(server)
             if before and told.events is None and self._asked[server][0] == there[server]:
-                told = replace(told, events=before.events, replay=before.replay)  # it was busy
+                told = replace(
+                    told, events=before.events, replay=before.replay, first_rank=before.first_rank
+                )  # it was busy
             self.known[server] = told
             self._asked[server] = there[server], self._clock()
 

@@ -21,6 +21,9 @@ Two rules keep the pool from becoming empty by mistake:
 - When all pods are terminating, those that are still ready are used, as kube-proxy does. They serve while
   they drain, until another has started.
 
+The data-parallel ranks of an engine that spans nodes are found by its group's pods (groups.py), of which the
+first one is the endpoint.
+
 With `engine.selector`, the pods are others' (selected_pods.py). The document is completed with what the first
 engine tells that answers (engine_words.py), for which `first` waits. All engines are asked, and one that
 serves another model gets no requests.
@@ -31,7 +34,7 @@ Needs a Role with get, list, watch of that ConfigMap and of the namespace's pods
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,7 +42,7 @@ import msgspec
 
 from perilune_api import engine_calls, kube, names
 from perilune_api.pool import EndpointSpec, NodePlace, Pool, Role, SpecError, check, parse_known
-from perilune_gateway.feeds import engine_words, selected_pods
+from perilune_gateway.feeds import engine_words, groups, selected_pods
 from perilune_gateway.feeds.engine_words import EngineWords
 from perilune_gateway.feeds.leaving import Leaving, Use
 from perilune_gateway.feeds.pods import port_in, up
@@ -66,22 +69,34 @@ def _read(text: str) -> Pool:
     return pool
 
 
-def endpoint(pod: Object) -> EndpointSpec | None:
-    """Return the endpoint of a pod; None for a pod that has no address or has not started."""
+def server_in(pod: Object) -> str:
+    """Return the address of the server in a pod; empty if it has not started."""
+    there = up(pod)
+    return f"{there.host}:{names.ENGINE_PORT}" if there else ""
+
+
+def endpoint(pod: Object, hosts: groups.Hosts = groups.NO_HOSTS) -> EndpointSpec | None:
+    """Return the endpoint of a pod; None for a pod that has no address or has not started, for one that
+    serves nothing, and while another pod that runs ranks of its engine has no address. `hosts`: where the
+    pods of engines that span nodes are."""
     meta, there = pod["metadata"], up(pod)
-    if there is None:
+    if there is None or (meta.get("labels") or {}).get(names.COMPONENT_LABEL) == "engine-worker":
         return None
     host, ready = there
     annotations = meta.get("annotations") or {}
     port = port_in(annotations.get(names.EVENTS_PORT, ""), last=65_534)
     ranks = min(port_in(annotations.get(names.RANKS, "")) or 1, (65_536 - port) // 2) if port else 0
+    per_pod = port_in(annotations.get(names.RANKS_PER_POD, "")) or ranks
+    at = groups.of_ranks(pod, ranks, per_pod, hosts)
+    if len(at) < ranks:
+        return None
     bootstrap = port_in(annotations.get(names.BOOTSTRAP_PORT, ""))
     peer = port_in(annotations.get(names.PEER_PORT, ""))
     return EndpointSpec(
         address=f"{host}:{names.ENGINE_PORT}",
         node=pod.get("spec", {}).get("nodeName", ""),
-        events=tuple(f"tcp://{host}:{port + rank}" for rank in range(ranks)),
-        replay=tuple(f"tcp://{host}:{port + ranks + rank}" for rank in range(ranks)),
+        events=tuple(f"tcp://{at[rank]}:{port + rank}" for rank in range(ranks)),
+        replay=tuple(f"tcp://{at[rank]}:{port + ranks + rank}" for rank in range(ranks)),
         draining=names.DRAINING in annotations,
         ready=ready,
         bootstrap=f"{host}:{bootstrap}" if bootstrap else "",
@@ -105,7 +120,7 @@ def with_pods(document: Pool, pods: Sequence[Object], giving: Collection[str] = 
     does not drain is preferred, and then a ready one. `giving`: the uids of terminating pods that still serve
     their sessions."""
     topology = document.spec.topology
-    usable = _usable(pods, giving, reader(document))
+    usable = _usable(pods, giving, reader(document, pods))
     preferred = sorted(usable, key=lambda e: (not e.draining, e.ready))
     by_address = {e.address: e for e in preferred}
     endpoints = tuple(
@@ -121,14 +136,16 @@ def with_pods(document: Pool, pods: Sequence[Object], giving: Collection[str] = 
     return msgspec.structs.replace(document, spec=spec)
 
 
-def reader(document: Pool) -> Reader:
-    """Return how the pods of a pool are read: as the operator's own, or as others'."""
-    selector = document.spec.engine.selector
-    return _own if selector is None else partial(selected_pods.endpoints, selector=selector)
+def reader(document: Pool, pods: Iterable[Object] = ()) -> Reader:
+    """Return how the pods of a pool are read: as the operator's own, or as others'. `pods`: all of them."""
+    selector, hosts = document.spec.engine.selector, groups.hosts(pods)
+    if selector is None:
+        return partial(_own, hosts=hosts)
+    return partial(selected_pods.endpoints, selector=selector, hosts=hosts)
 
 
-def _own(pod: Object) -> Sequence[EndpointSpec]:
-    made = endpoint(pod)
+def _own(pod: Object, hosts: groups.Hosts) -> Sequence[EndpointSpec]:
+    made = endpoint(pod, hosts)
     return () if made is None else (made,)
 
 
@@ -354,7 +371,7 @@ class KubernetesPool:
 
     def _take(self, on_pool: Callable[[Pool], None], leaving: Leaving, document: Pool) -> bool:
         try:
-            givers = [(pod, e.address) for pod, e in _givers(self.pods, reader(document))]
+            givers = [(pod, e.address) for pod, e in _givers(self.pods, reader(document, self.pods))]
             serving = leaving.look(givers, self._clock(), self._wall_clock())
             pool = as_told(with_pods(document, self.pods, serving), self.words.known)
             if pool == self.current:
@@ -379,10 +396,13 @@ class KubernetesPool:
         return f"/api/v1/namespaces/{self.namespace}/pods"
 
 
+_COMPONENTS = "engine,engine-worker,prefill"
+
+
 def selected(document: Pool) -> dict[str, str]:
     """Return the query for the pool's pods."""
     selector = document.spec.engine.selector
     if selector is not None:
         return {"labelSelector": ",".join(f"{key}={value}" for key, value in selector.labels.items())}
     pool = document.metadata.name
-    return {"labelSelector": f"{names.POOL_LABEL}={pool},{names.COMPONENT_LABEL} in (engine,prefill)"}
+    return {"labelSelector": f"{names.POOL_LABEL}={pool},{names.COMPONENT_LABEL} in ({_COMPONENTS})"}

@@ -15,14 +15,19 @@ class Up(NamedTuple):
     ready: bool
 
 
+def address_of(pod: Object) -> str:
+    """Return a pod's address, IPv6 in brackets; empty if it has none yet."""
+    ip = pod.get("status", {}).get("podIP", "")
+    return f"[{ip}]" if ":" in ip else ip
+
+
 def up(pod: Object) -> Up | None:
     """Return where a pod is; None for one that has no address or has not started."""
-    status = pod.get("status", {})
-    ip = status.get("podIP", "")
+    status, host = pod.get("status", {}), address_of(pod)
     ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ())
     containers = status.get("containerStatuses") or ()
     started = bool(containers) and all(c.get("started") for c in containers)
-    return Up(f"[{ip}]" if ":" in ip else ip, ready) if ip and (ready or started) else None
+    return Up(host, ready) if host and (ready or started) else None
 
 
 def port_in(text: str, last: int = 65_535) -> int:

@@ -4,11 +4,15 @@ Pure. Where a pod's KV events come from, its role and its ranks follow, in this 
 
 - `engine.selector` itself (eventsPort, replayPort);
 - Perilune's own annotations (names.EVENTS_PORT, …), if its owner has put them into the pod's template;
-- the arguments of its containers: vLLM's --kv-events-config and --data-parallel-size, as an argument or
-  within a shell's line;
+- the arguments of its containers: vLLM's --kv-events-config and --data-parallel-…, as an argument or within
+  a shell's line;
 - labels: llm-d's and KServe's `llm-d.ai/role`, and AIBrix' `model.aibrix.ai/kv-events-enabled`, which stands
   for the ports 5557 and 5558;
-- for KV events, the engine's own word (`/kv_event_sources`).
+- for KV events and ranks, the engine's own word (`/kv_event_sources`).
+
+A server may have all ranks of its engine, some of which run in other pods (headless ones, which are no
+endpoints), or its own part of them (vLLM's hybrid and external balancing). Requests number the ranks of the
+server from 0; metrics and the ports of KV events number them among all ranks of the engine.
 
 A pod with several HTTP ports (`furtherPorts`) has an engine at each, whose events' ports follow each other as
 those of ranks do.
@@ -21,8 +25,8 @@ requests, since the gateway does not speak to its connector; one that prefills a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -41,6 +45,7 @@ from perilune_api.pool import (
     SpecError,
     check,
 )
+from perilune_gateway.feeds import groups
 from perilune_gateway.feeds.pods import port_in, up
 from perilune_gateway.model.engine_facts import EngineFacts
 
@@ -60,11 +65,16 @@ class Published:
     """Where an engine publishes KV events."""
 
     port: int = 0
-    """The port of its first rank's events. 0 if it publishes none, or sends them elsewhere."""
+    """The port of rank 0's events. 0 if it publishes none, or sends them elsewhere."""
     replay_port: int = 0
     ranks: int = 1
+    """Number of the server's ranks."""
     elsewhere: str = ""
     """The address to which it connects and sends its events, instead of listening; else empty."""
+    first_rank: int = 0
+    """Number of its first rank among all ranks of its engine."""
+    per_pod: int = 0
+    """Number of ranks in each pod, where pods of the same group run some of them. 0: all are in this one."""
 
 
 def published(pod: Object, selector: Selector) -> Published:
@@ -72,19 +82,49 @@ def published(pod: Object, selector: Selector) -> Published:
     meta = pod["metadata"]
     annotations, labels = meta.get("annotations") or {}, meta.get("labels") or {}
     words = " ".join(_words(pod))
-    ranks = _ranks(annotations.get(names.RANKS, "")) or _ranks(_after(_RANKS, words)) or 1
+    ranks = _ranks(pod, words)
+    if ranks is None:  # only the engine knows at which ports its own ranks publish
+        return Published()
     if selector.events_port:
-        return Published(selector.events_port, selector.replay_port, ranks)
+        return replace(ranks, port=selector.events_port, replay_port=selector.replay_port)
     if port := port_in(annotations.get(names.EVENTS_PORT, "")):
-        return Published(port, port + ranks, ranks)
+        return replace(ranks, port=port, replay_port=port + ranks.ranks)
     if (config := _config(words)) is not None:
         return _by_config(config, ranks, _sglang_page(words))
     if labels.get(AIBRIX_EVENTS_LABEL) == "true":
-        return Published(EVENTS_PORT, REPLAY_PORT, ranks)
-    return Published(ranks=ranks)
+        return replace(ranks, port=EVENTS_PORT, replay_port=REPLAY_PORT)
+    return ranks
 
 
-def _by_config(config: Object, ranks: int, sglang_page: int | None) -> Published:
+def _ranks(pod: Object, words: str) -> Published | None:
+    """Return the ranks of a pod's server; None if its arguments leave them to a shell's variables."""
+    annotations = pod["metadata"].get("annotations") or {}
+    if noted := _number(annotations.get(names.RANKS, "")) or 0:
+        return Published(
+            ranks=min(noted, MOST_RANKS),
+            first_rank=_number(annotations.get(names.FIRST_RANK, "")) or 0,
+            per_pod=_number(annotations.get(names.RANKS_PER_POD, "")) or 0,
+        )
+    said = {name: found[1] for name, flag in _VALUES.items() if (found := flag.search(words))}
+    index = groups.index_in(pod)
+    if "rank" in said or _EXTERNAL.search(words):
+        first = _number(said.get("rank", "")) if "rank" in said else index
+        return None if first is None else Published(first_rank=first)
+    here, everywhere = _number(said.get("here", "")), _number(said.get("all", "1"))
+    if "start" in said or _HYBRID.search(words):
+        first = _number(said["start"]) if "start" in said else 0
+        if here and first is None and index is not None:
+            first = index * here  # computed by a shell, from the number in the group
+        if not here or first is None:
+            return None
+        return Published(ranks=min(here, MOST_RANKS), first_rank=first)
+    if not everywhere or ("here" in said and here is None):
+        return None
+    ranks = min(everywhere, MOST_RANKS)
+    return Published(ranks=ranks, per_pod=here if here and here < ranks else 0)
+
+
+def _by_config(config: Object, ranks: Published, sglang_page: int | None) -> Published:
     """Return what the value of --kv-events-config says. Fields that it lacks have vLLM's defaults. SGLang
     publishes when the value names a publisher, without a field that enables it. `sglang_page`: number of
     tokens in a page of SGLang; None for another engine."""
@@ -93,12 +133,12 @@ def _by_config(config: Object, ranks: int, sglang_page: int | None) -> Published
     else:
         publishes = sglang_page >= LEAST_PAGE and config.get("publisher") == "zmq"
     if not publishes:
-        return Published(ranks=ranks)
+        return ranks
     endpoint = str(config.get("endpoint") or f"tcp://*:{EVENTS_PORT}")
     port = _listening(endpoint)
     if not port:
-        return Published(ranks=ranks, elsewhere=endpoint)
-    return Published(port, _listening(str(config.get("replay_endpoint") or "")), ranks)
+        return replace(ranks, elsewhere=endpoint)
+    return replace(ranks, port=port, replay_port=_listening(str(config.get("replay_endpoint") or "")))
 
 
 def _sglang_page(words: str) -> int | None:
@@ -116,9 +156,21 @@ def _listening(address: str) -> int:
 
 _CONFIG = re.compile(r"--kv[-_]events[-_]config(?:=|\s+)['\"]?(?=\{)")
 _DOTTED = re.compile(r"--kv[-_]events[-_]config\.([a-z_]+)(?:=|\s+)['\"]?([^\s'\"]+)")
-_RANKS = re.compile(
-    r"(?:--data[-_]parallel[-_]size[-_]local|--data[-_]parallel[-_]size|-dpl|-dp)(?:=|\s+)([0-9]+)\b"
+_VALUES = {
+    name: re.compile(rf"(?<![\w-])(?:--data[-_]parallel[-_]{long}|-{short})(?:=|\s+)['\"]?([^\s'\"]+)")
+    for name, long, short in (
+        ("all", "size", "dp"),
+        ("here", "size[-_]local", "dpl"),
+        ("start", "start[-_]rank", "dpr"),
+        ("rank", "rank", "dpn"),
+    )
+}
+_HYBRID = re.compile(
+    r"(?<![\w-])(?:--data[-_]parallel[-_](?:hybrid|multi[-_]port[-_]external)[-_]lb|-dph|-dpm)(?![\w-])"
 )
+_EXTERNAL = re.compile(r"(?<![\w-])(?:--data[-_]parallel[-_]external[-_]lb|-dpe)(?![\w-])")
+_HEADLESS = re.compile(r"(?<![\w-])--headless(?![\w-])")
+"""A process that only runs ranks of another pod's server."""
 _SGLANG = re.compile(r"\bsglang(\.launch_server)?\b")
 _PAGE = re.compile(r"--page[-_]size(?:=|\s+)([0-9]{1,6})\b")
 LEAST_PAGE = 8
@@ -147,8 +199,8 @@ def _after(pattern: re.Pattern[str], words: str) -> str:
     return found[1] if found else ""
 
 
-def _ranks(text: str) -> int:
-    return min(int(text), MOST_RANKS) if text.isascii() and text.isdigit() and len(text) < 6 else 0
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 6 else None
 
 
 def _words(pod: Object) -> Iterator[str]:
@@ -180,11 +232,14 @@ def role(pod: Object) -> Role:
     return Role.DECODE if named == "decode" else Role.BOTH
 
 
-def endpoints(pod: Object, selector: Selector) -> tuple[EndpointSpec, ...]:
+def endpoints(
+    pod: Object, selector: Selector, hosts: groups.Hosts = groups.NO_HOSTS
+) -> tuple[EndpointSpec, ...]:
     """Return the endpoints of a selected pod, one for each HTTP port; none for a pod that has no address, has
-    not started, or only helps others without a connector that the gateway speaks to."""
+    not started, serves nothing, or only helps others without a connector that the gateway speaks to.
+    `hosts`: where the pods of engines that span nodes are."""
     meta, there, ports = pod["metadata"], up(pod), http_ports(pod, selector)
-    if there is None or not ports:
+    if there is None or not ports or _HEADLESS.search(" ".join(_words(pod))):
         return ()
     host, ready = there
     annotations = meta.get("annotations") or {}
@@ -196,28 +251,33 @@ def endpoints(pod: Object, selector: Selector) -> tuple[EndpointSpec, ...]:
         return ()
     told = published(pod, selector)
     ranks = 1 if len(ports) > 1 else told.ranks  # each rank has a port of its own
+    at = groups.of_ranks(pod, ranks, told.per_pod or ranks, hosts)
 
     def endpoint(i: int, port: int) -> EndpointSpec:
-        events = _addresses(host, told.port and told.port + i, ranks)
+        first = told.first_rank + i
+        events = _addresses(at, told.port and told.port + first)
         return EndpointSpec(
             address=f"{host}:{port}",
             node=pod.get("spec", {}).get("nodeName", ""),
             events=events,
-            replay=_addresses(host, told.replay_port and told.replay_port + i, ranks) if events else (),
+            replay=_addresses(at, told.replay_port and told.replay_port + first) if events else (),
+            first_rank=first if len(events) > 1 else 0,
             draining=names.DRAINING in annotations,
             ready=ready,
             bootstrap=f"{host}:{bootstrap}" if bootstrap else "",
             role=role(pod),
-            peer=f"{host}:{peer + i}" if peer and not bootstrap else "",
+            peer=f"{host}:{peer + first}" if peer and not bootstrap else "",
             instance=meta.get("uid", ""),
         )
 
     return tuple(endpoint(i, port) for i, port in enumerate(ports))
 
 
-def _addresses(host: str, port: int, ranks: int) -> tuple[str, ...]:
-    """One address for each rank; none where the ports would end above the last one."""
-    return tuple(f"tcp://{host}:{port + rank}" for rank in range(ranks)) if 0 < port <= 65_536 - ranks else ()
+def _addresses(hosts: Sequence[str], port: int) -> tuple[str, ...]:
+    """Return one address for each rank, by their hosts and the port of the first; none where the ports would
+    end above the last one."""
+    fits = 0 < port <= 65_536 - len(hosts)
+    return tuple(f"tcp://{host}:{port + rank}" for rank, host in enumerate(hosts)) if fits else ()
 
 
 def told_by(endpoint: EndpointSpec, facts: EngineFacts) -> EndpointSpec:
@@ -230,7 +290,12 @@ def told_by(endpoint: EndpointSpec, facts: EngineFacts) -> EndpointSpec:
     replay = tuple(listening(host, address) for address in facts.replay)
     if not all(events):
         return endpoint
-    return msgspec.structs.replace(endpoint, events=events, replay=replay if all(replay) else ())
+    return msgspec.structs.replace(
+        endpoint,
+        events=events,
+        replay=replay if all(replay) else (),
+        first_rank=min(facts.first_rank, 65_535),
+    )
 
 
 def listening(host: str, address: str) -> str:

@@ -50,10 +50,20 @@ class Endpoint:
     """What its KV means, as in the pool document. Empty if it means the same as that of all others."""
     superseded: bool = False
     """Whether it will soon be replaced."""
+    first_rank: int = 0
+    """Number of its server's first rank among all ranks of the engine."""
 
     @property
     def server(self) -> str:
         return server_of(self.address)
+
+    @property
+    def engine_rank(self) -> int | None:
+        """The number by which its engine's metrics and events call it, which is that among all ranks of the
+        engine; None if its server has no ranks. Requests name the rank of the address (`rank_of`), which
+        counts those of its server."""
+        rank = rank_of(self.address)
+        return None if rank is None else self.first_rank + rank
 
 
 def server_of(address: str) -> str:

@@ -44,6 +44,9 @@ class EngineFacts:
     """Where it publishes KV events, one address for each rank, as it was told; None: it has no page that
     says so (/kv_event_sources)."""
     replay: tuple[str, ...] = ()
+    first_rank: int = 0
+    """Number of the first of these ranks; that of a server with a part of its engine's ranks may be above
+    0."""
 
     @property
     def model(self) -> ServedModel | None:

@@ -526,6 +526,7 @@ def _ranks(spec: EndpointSpec, topology: Topology) -> list[Endpoint]:
         instance=spec.instance,
         kv_name=spec.kv_name,
         superseded=spec.superseded,
+        first_rank=spec.first_rank,
     )
     if len(spec.events) < 2:
         return [server]

@@ -189,6 +189,12 @@ class Fleet:
         state = self._states.get(address)
         return state.endpoint if state else None
 
+    def engine_rank(self, address: str) -> int | None:
+        """Return the number by which an engine's metrics call the endpoint; None if it has no ranks or is
+        gone."""
+        endpoint = self.get(address)
+        return endpoint.engine_rank if endpoint else None
+
     def link(self, target: str, source: str) -> Link | None:
         """Return the link from `source` to `target`; None if one of them is unknown."""
         state = self._states.get(target)

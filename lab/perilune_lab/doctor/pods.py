@@ -40,7 +40,7 @@ async def pool(
         await asyncio.sleep(LOOK_S)
     document, _ = parse_known(found.get("data", {}).get(names.POOL_DOCUMENT, ""))
     listed = await client.request("GET", f"{at}/pods", params=selected(document))
-    read = reader(document)
+    read = reader(document, listed.get("items") or ())
     staying = (pod for pod in listed.get("items") or () if "deletionTimestamp" not in pod["metadata"])
     # The CA certificates are in the gateways' pods; the API server's proxy asks for none.
     within = "KUBERNETES_SERVICE_HOST" in os.environ and document.spec.engine.tls is None

@@ -47,7 +47,6 @@ MANY_RESTARTS = 3
 runs."""
 CHOSEN_COST = "-1"
 """Deletion cost of an engine that is to be removed; every other engine has 0."""
-GROUP_INDEX = "leaderworkerset.sigs.k8s.io/group-index"
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
 """A label that every namespace carries."""
 
@@ -77,7 +76,7 @@ def pod(obj: Object, said: GatewayStats | None = None) -> PodFacts:
     labels, annotations = meta.get("labels") or {}, meta.get("annotations") or {}
     drained = said.drained if said else ()
     ip = str((obj.get("status") or {}).get("podIP", ""))
-    draining, group = annotations.get(names.DRAINING, ""), labels.get(GROUP_INDEX, "")
+    draining, group = annotations.get(names.DRAINING, ""), labels.get(names.GROUP_INDEX, "")
     return PodFacts(
         name=meta["name"],
         component=labels.get(names.COMPONENT_LABEL, ""),

@@ -45,15 +45,22 @@ def ranks(pool: Context) -> int:
 
 def nodes_per_endpoint(pool: Context) -> int:
     """Return the smallest number of nodes that get equal numbers of GPUs, which vLLM's ranks require, and
-    whole pipeline stages, so that no tensor is split between nodes. A stage that needs more GPUs than a node
-    has fills several nodes."""
+    whole data-parallel ranks, or of one rank whole pipeline stages, so that no tensor is split between nodes.
+    A stage that needs more GPUs than a node has fills several nodes."""
     engine, total = pool.spec.engine, gpus(pool)
     a_node, a_stage, stages = engine.gpus_per_node, engine.tensor_parallel, engine.pipeline_parallel
     if total <= a_node:
         return 1
+    if (parts := ranks(pool)) > 1:
+        return next(n for n in range(2, parts + 1) if parts % n == 0 and total // n <= a_node)
     if a_stage >= a_node:
         return total // a_node
     return next(n for n in range(2, stages + 1) if stages % n == 0 and total // n <= a_node)
+
+
+def ranks_per_pod(pool: Context) -> int:
+    """Return the data-parallel ranks that one pod runs; 1 where pods have parts of one rank."""
+    return max(1, ranks(pool) // nodes_per_endpoint(pool))
 
 
 def gpus_per_pod(pool: Context) -> int:

@@ -13,7 +13,7 @@ from perilune_api.inference_pool.mooncake import Transfer
 from perilune_api.quantities import quantity
 from perilune_operator.observe.facts import Object
 from perilune_operator.render import api_key, door, engine_tls, model_cache, mooncake
-from perilune_operator.render.endpoints import nodes_per_endpoint, ranks
+from perilune_operator.render.endpoints import nodes_per_endpoint, ranks, ranks_per_pod
 from perilune_operator.render.kv_name import kv_name
 from perilune_operator.render.objects import Context
 
@@ -27,9 +27,8 @@ one."""
 BOOTSTRAP_PORT = 8998
 """Port of the bootstrap page of an engine that hands KV over; also vLLM's default."""
 MEETING_PORT = 29_501
-"""Port at which the leader of an endpoint that spans nodes awaits its workers (torch.distributed)."""
-WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
-"""Label of each pod of a LeaderWorkerSet: its index in the group; the leader has 0."""
+"""Port at which the leader of an endpoint that spans nodes awaits its workers (torch.distributed; vLLM's own
+handshake where they run data-parallel ranks)."""
 LEADER_ANSWERS = f"""\
 import os, socket
 socket.create_connection((os.environ["LWS_LEADER_ADDRESS"], {MEETING_PORT}), 2)
@@ -58,6 +57,8 @@ def command(pool: Context, serve: bool) -> list[str]:
         return ["vllm", "serve"]
     # A worker that ends makes the LeaderWorkerSet recreate the whole group, so it waits for its leader.
     join = 'until python3 -c "$0" 2>/dev/null; do sleep 1; done; exec vllm serve "$@"'
+    if ranks(pool) > 1:
+        join += f" --data-parallel-start-rank=$((LWS_WORKER_INDEX * {ranks_per_pod(pool)}))"
     return ["/bin/sh", "-c", join, LEADER_ANSWERS]
 
 
@@ -93,7 +94,7 @@ def env(pool: Context, serve: bool) -> list[Object]:
         made.extend(door.env(pool))
         made.extend(engine_tls.env(pool) if serve else ())
         if not serve:  # newer LeaderWorkerSets set it themselves
-            made.append(field("LWS_WORKER_INDEX", f"metadata.labels['{WORKER_INDEX}']"))
+            made.append(field("LWS_WORKER_INDEX", f"metadata.labels['{names.WORKER_INDEX}']"))
     made.extend(api_key.of_engine(pool))
     by_name = {variable["name"]: variable for variable in made}
     for variable in engine.env:
@@ -115,10 +116,19 @@ def args(pool: Context, serve: bool) -> list[str]:
 
 def _group_args(pool: Context, serve: bool) -> list[str]:
     """Return the arguments by which vLLM forms one engine of several nodes. It uses its own multiprocessing,
-    because its images have not contained Ray since 0.19."""
+    because its images have not contained Ray since 0.19. Data-parallel ranks belong to the leader's server,
+    which passes each request to the rank that it names. The leader listens at its address, because ZeroMQ
+    listens at no DNS name, and tells its workers where to connect."""
     nodes = nodes_per_endpoint(pool)
     if nodes == 1:
         return []
+    if ranks(pool) > 1:
+        return [
+            f"--data-parallel-size-local={ranks_per_pod(pool)}",
+            f"--data-parallel-address={'$(POD_IP)' if serve else '$(LWS_LEADER_ADDRESS)'}",
+            f"--data-parallel-rpc-port={MEETING_PORT}",
+            *([] if serve else ["--headless"]),
+        ]
     return [
         "--distributed-executor-backend=mp",
         f"--nnodes={nodes}",

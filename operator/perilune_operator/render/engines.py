@@ -35,6 +35,7 @@ from perilune_operator.render.endpoints import (
     nodes_per_endpoint,
     prefill_workload,
     ranks,
+    ranks_per_pod,
     with_duty,
     workload_name,
 )
@@ -205,6 +206,11 @@ def _template(
                     names.EVENTS_PORT: str(engine_process.EVENTS_PORT),
                     **({names.RANKS: str(ranks(pool))} if ranks(pool) > 1 else {}),
                     **(
+                        {names.RANKS_PER_POD: str(ranks_per_pod(pool))}
+                        if ranks_per_pod(pool) < ranks(pool)
+                        else {}
+                    ),
+                    **(
                         {names.BOOTSTRAP_PORT: str(engine_process.BOOTSTRAP_PORT)}
                         if _hands_over(pool)
                         else {}
@@ -237,7 +243,13 @@ def _template(
                     *({"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in taints),
                     *PATIENT_EVICTION,
                 ],
-                **placement(pool.spec.topology.placement, pool.fabric.keys, labels, _revision_label(pool)),
+                **placement(
+                    pool.spec.topology.placement,
+                    pool.fabric.keys,
+                    labels,
+                    _revision_label(pool),
+                    "all" if nodes_per_endpoint(pool) == 1 else "leader" if serve else "worker",
+                ),
             },
         },
         pool.spec.engine.pod_template,

@@ -4,6 +4,10 @@ engines' client configuration (ConfigMap).
 The master is ready once it reports `service_ready`; engines wait for that before they start. It keeps nothing
 on disk, so the store is empty after a restart. It is recreated, not updated rolling, which would run two
 masters at a time.
+
+Masters that elect a leader (`master.etcd`) keep what the store has in etcd, and are updated rolling. All of
+them are ready, also those that stand by, because a drained node must find another one ready. So their Service
+leads to any of them: engines find the leader in etcd, gateways ask whichever answers who it is.
 """
 
 import hashlib
@@ -40,6 +44,11 @@ MOUNT: Object = {"name": "mooncake", "mountPath": FOLDER, "readOnly": True}
 SERVING = """\
 import json, sys, urllib.request
 sys.exit(not json.load(urllib.request.urlopen(sys.argv[1], timeout=2)).get("service_ready"))
+"""
+LEADS_OR_FOLLOWS = """\
+import json, sys, urllib.request
+health = json.load(urllib.request.urlopen(sys.argv[1], timeout=2))
+sys.exit(not (health.get("service_ready") or health.get("leader_address")))
 """
 WAIT = """\
 import json, sys, time, urllib.request
@@ -93,9 +102,9 @@ def store(pool: Context) -> Iterator[Object]:
         name,
         "master",
         spec={
-            "replicas": 1,
+            "replicas": made.master.replicas,
             "selector": {"matchLabels": labels},
-            "strategy": {"type": "Recreate"},
+            "strategy": {"type": "RollingUpdate" if made.master.etcd else "Recreate"},
             "template": overlaid(
                 {"metadata": {"labels": labels}, "spec": _pod(pool)},
                 made.master.pod_template,
@@ -103,18 +112,19 @@ def store(pool: Context) -> Iterator[Object]:
             ),
         },
     )
-    if not made.master.evictable:
-        budget = disruption_budget({"matchLabels": labels}, 0)
+    if not made.master.evictable or made.master.replicas > 1:
+        budget = disruption_budget({"matchLabels": labels}, 1 if made.master.evictable else 0)
         yield pool.object("PodDisruptionBudget", name, "master", spec=budget)
 
 
 def client(pool: Context) -> str:
     """Return the client configuration (MOONCAKE_CONFIG_PATH), which an engine reads once, at its start."""
     made = pool.spec.mooncake
+    service = f"{names.master_name(pool.name)}.{pool.namespace}.svc:{RPC_PORT}"
     said = {
         "mode": "embedded",
         "metadata_server": "P2PHANDSHAKE",
-        "master_server_address": f"{names.master_name(pool.name)}.{pool.namespace}.svc:{RPC_PORT}",
+        "master_server_address": f"etcd://{_etcd(pool)}" if made.master.etcd else service,
         "global_segment_size": int(quantity(made.store.segment_size)),
         "local_buffer_size": int(quantity(made.store.local_buffer_size)),
         "protocol": made.protocol,
@@ -129,10 +139,34 @@ def client_hash(pool: Context) -> Object:
     return {CLIENT_HASH: hashlib.sha256(client(pool).encode()).hexdigest()[:16]}
 
 
+def _etcd(pool: Context) -> str:
+    return ";".join(pool.spec.mooncake.master.etcd)
+
+
+def _cluster(pool: Context) -> str:
+    """Return the name that keeps pools apart which share an etcd."""
+    return f"{pool.namespace}.{pool.name}"
+
+
+def _election(pool: Context) -> list[str]:
+    """Return the arguments of masters that elect a leader, which engines then reach at its pod's address."""
+    return [
+        "--enable_ha=true",
+        "--ha_backend_type=etcd",
+        f"--ha_backend_connstring={_etcd(pool)}",
+        "--enable_oplog=true",
+        f"--cluster_id={_cluster(pool)}",
+        "--rpc_address=$(POD_IP)",
+    ]
+
+
 def _pod(pool: Context) -> Object:
     master = pool.spec.mooncake.master
     image = master.image or pool.defaults.master_image or pool.defaults.engine_image
-    ready = {"exec": {"command": ["python3", "-c", SERVING, f"http://127.0.0.1:{HTTP_PORT}/health"]}}
+    answers = LEADS_OR_FOLLOWS if master.etcd else SERVING
+    ready = {"exec": {"command": ["python3", "-c", answers, f"http://127.0.0.1:{HTTP_PORT}/health"]}}
+    alive = "http" if master.etcd else "rpc"  # a master that stands by listens at no other port
+    address = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     return {
         "containers": [
             {
@@ -140,10 +174,12 @@ def _pod(pool: Context) -> Object:
                 "image": image,
                 "imagePullPolicy": pool.spec.engine.image_pull_policy,
                 "command": list(master.command),
+                **({"env": [address]} if master.etcd else {}),
                 "args": [
                     f"--rpc_port={RPC_PORT}",
                     f"--metrics_port={HTTP_PORT}",
                     *(["--rpc_address=::", "--metrics_host=::"] if pool.defaults.ipv6 else []),
+                    *(_election(pool) if master.etcd else []),
                     f"--allocation_strategy={master.allocation}",
                     f"--eviction_high_watermark_ratio={master.eviction_high_watermark:g}",
                     f"--default_kv_lease_ttl={master.lease_seconds * 1000}",
@@ -155,7 +191,7 @@ def _pod(pool: Context) -> Object:
                     {"name": "http", "containerPort": HTTP_PORT},
                 ],
                 "readinessProbe": {**ready, "periodSeconds": 3, "timeoutSeconds": 5},
-                "livenessProbe": {"tcpSocket": {"port": "rpc"}, "periodSeconds": 10, "failureThreshold": 6},
+                "livenessProbe": {"tcpSocket": {"port": alive}, "periodSeconds": 10, "failureThreshold": 6},
                 "resources": resources(master.resources),
                 "securityContext": container_security(),
                 "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
@@ -164,10 +200,25 @@ def _pod(pool: Context) -> Object:
         "volumes": [{"name": "tmp", "emptyDir": {}}],
         **pool.pull_secrets,
         "securityContext": pool.pod_security,
+        **(_apart(pool) if master.replicas > 1 else {}),
         "tolerations": list(PATIENT_EVICTION),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": 5,
+    }
+
+
+def _apart(pool: Context) -> Object:
+    """Return what keeps masters on different nodes, as far as possible."""
+    return {
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": pool.labels("master")},
+            }
+        ]
     }
 
 
@@ -190,6 +241,11 @@ def env(pool: Context) -> list[Object]:
         {"name": "MOONCAKE_CONFIG_PATH", "value": f"{FOLDER}/mooncake.json"},
         {"name": "MOONCAKE_REQUESTER_LOCAL_HOSTNAME", "value": "$(POD_IP)"},
         {"name": "MOONCAKE_HOST_ID", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+        *(
+            [{"name": "MC_STORE_CLUSTER_ID", "value": _cluster(pool)}]
+            if pool.spec.mooncake.master.etcd
+            else []
+        ),
         *([{"name": "MC_USE_IPV6", "value": "1"}] if pool.defaults.ipv6 else []),
     ]
 

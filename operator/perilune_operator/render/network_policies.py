@@ -19,7 +19,7 @@ from perilune_operator.kinds import ENVOY_GATEWAY
 from perilune_operator.observe.facts import Object
 from perilune_operator.observe.readers import NAMESPACE_NAME
 from perilune_operator.render import shared_state
-from perilune_operator.render.endpoints import nodes_per_endpoint, with_duty
+from perilune_operator.render.endpoints import nodes_per_endpoint, ranks, with_duty
 from perilune_operator.render.gateway import EXT_PROC_PORT
 from perilune_operator.render.objects import Context
 from perilune_operator.render.routing import mode
@@ -54,7 +54,7 @@ def network_policies(pool: Context) -> Iterator[Object]:
     if pool.spec.prefill_replicas:
         yield _allow(pool, "prefill", [{"from": [mine]}, scraped], with_duty(pool, "prefill"))
     if nodes_per_endpoint(pool) > 1:  # a client of a worker's queues could run any code there
-        yield _allow(pool, "engine-worker", [{"from": [mine]}])
+        yield _allow(pool, "engine-worker", [{"from": inside if ranks(pool) > 1 else [mine]}])
     if not server:
         yield _allow(
             pool,

@@ -79,6 +79,7 @@ def of_pool(
         replicas=exists,
         ready_replicas=are_ready,
         ready=f"{ready}/{wanted}",
+        ranks=each if not others_run and (each := endpoints.ranks(pool)) > 1 else None,
         selector="" if others_run else ",".join(f"{key}={value}" for key, value in selector.items()),
         sessions=stats.sessions if stats else None,
         hit_ratio=f"{stats.hit_ratio:.2f}" if stats and stats.hit_ratio is not None else None,

@@ -110,6 +110,9 @@ FORBIDDEN_ARGS: Mapping[str, str] = {
 DATA_PARALLEL = ("--data-parallel", "-dp")
 """How vLLM's flags begin that make several engines one server."""
 
+ELECTION = ("enable_ha", "ha_backend_type", "ha_backend_connstring", "etcd_endpoints", "enable_oplog")
+"""Flags of mooncake_master by which masters elect a leader."""
+
 ONE_SERVER = frozenset({"--api-server-count", "-asc"})
 """Flags that workers of an endpoint that spans nodes would not start with: they serve nothing."""
 
@@ -135,6 +138,21 @@ def check_vllm_group(args: Sequence[str], path: str) -> None:
 def check_simulated(args: Sequence[str], path: str) -> None:
     """Check the arguments of `perilune engine`. Raises SpecError."""
     _check(args, path, SIMULATED_ARGS)
+
+
+def check_master(args: Sequence[str], path: str) -> None:
+    """Check the arguments of mooncake_master: engines and gateways would not find a leader that they do not
+    know of. Raises SpecError."""
+    for i, arg in enumerate(args):
+        flag, _, value = arg.lstrip("-").partition("=")
+        if flag.removeprefix("no") not in ELECTION:
+            continue
+        if flag == "ha_backend_type" and value and value != "etcd":
+            words = (
+                f"Mooncake's packages (0.3.13) answer UNAVAILABLE_IN_CURRENT_MODE to {value}, and elect in"
+            )
+            raise SpecError(f"{words} etcd alone: set mooncake.master.etcd - at `{path}[{i}]`")
+        raise SpecError(f"mooncake.master.etcd sets --{flag}: leave it out - at `{path}[{i}]`")
 
 
 def check_gateway(args: Sequence[str], path: str) -> None:

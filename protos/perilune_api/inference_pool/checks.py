@@ -82,6 +82,10 @@ def check(spec: InferencePoolSpec) -> None:
         words = "Engines hand KV over, and prefill for others, when the pool's gateway says so"
         raise SpecError(f"{words}, and gateway.replicas is 0 - at `$.spec.mooncake.transfer`")
     arguments.check_gateway(spec.gateway.args, "$.spec.gateway.args")
+    arguments.check_master(spec.mooncake.master.args, "$.spec.mooncake.master.args")
+    if spec.mooncake.master.replicas > 1 and not spec.mooncake.master.etcd:
+        words = "Masters elect their leader in etcd: name its addresses in mooncake.master.etcd, or have one"
+        raise SpecError(f"{words} - at `$.spec.mooncake.master.replicas`")
     _check_waits(spec)
     _check_scaling(spec)
     _check_prefill_scaling(spec)
@@ -269,16 +273,15 @@ def _check_vllm(spec: InferencePoolSpec) -> None:
         raise SpecError(
             f"{seed!r} is no seed: Python takes 0 to 4294967295 - at `$.spec.engine.hashing.seed`"
         )
-    if engine.tensor_parallel * engine.pipeline_parallel > engine.gpus_per_node:
+    a_rank = engine.tensor_parallel * engine.pipeline_parallel
+    if a_rank > engine.gpus_per_node and engine.data_parallel > 1:
+        words = f"A data-parallel rank of {a_rank} GPUs spans nodes, which have {engine.gpus_per_node}: make"
+        raise SpecError(f"{words} each rank an endpoint, by replicas - at `$.spec.engine.dataParallel`")
+    if a_rank * engine.data_parallel > engine.gpus_per_node:
         if spec.mooncake.transfer is Transfer.HANDOFF:
             words = "Endpoints that span nodes cannot hand KV over: their processes need one engine id that"
             raise SpecError(f"{words} is new after every start - at `$.spec.mooncake.transfer`")
-        if engine.data_parallel > 1:
-            raise SpecError("Endpoints that span nodes have no ranks - at `$.spec.engine.dataParallel`")
         arguments.check_vllm_group(engine.args, "$.spec.engine.args")
-    elif engine.tensor_parallel * engine.pipeline_parallel * engine.data_parallel > engine.gpus_per_node:
-        words = f"All ranks of an endpoint are on one node, which has {engine.gpus_per_node} GPUs"
-        raise SpecError(f"{words} - at `$.spec.engine.dataParallel`")
     named = [(spec.model.source, ".source"), (spec.model.name, ".name")]
     named += [(alias, f".aliases[{i}]") for i, alias in enumerate(spec.model.aliases)]
     for name, path in named:

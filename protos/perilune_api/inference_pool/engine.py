@@ -112,11 +112,13 @@ class EngineSpec(pool.Engine, frozen=True, kw_only=True):
     data_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
     """Number of data-parallel ranks of an endpoint (vLLM --data-parallel-size), each of which has
     tensorParallel x pipelineParallel GPUs, its own KV cache and its own queue. The gateway chooses the rank
-    of each request too. All ranks are on one node. --enable-expert-parallel is one of args."""
+    of each request too. Ranks that do not fit on one node (gpusPerNode) are spread evenly over several, whole
+    ranks on each, and the endpoint runs as a LeaderWorkerSet. --enable-expert-parallel is one of args."""
     gpus_per_node: Annotated[int, Meta(ge=1, le=64)] = 8
-    """Number of GPUs that a node has. An endpoint that needs more (tensorParallel x pipelineParallel) spans
-    several nodes and runs as a LeaderWorkerSet. Every one of these nodes runs the same number of pipeline
-    stages, so 3 stages need three nodes, while 4 stages can share two."""
+    """Number of GPUs that a node has. An endpoint that needs more (tensorParallel x pipelineParallel x
+    dataParallel) spans several nodes and runs as a LeaderWorkerSet. Every one of these nodes runs the same
+    number of data-parallel ranks, or of pipeline stages, so 3 stages need three nodes, while 4 stages can
+    share two."""
     gpu_resource: LabelKey = "nvidia.com/gpu"
     """Resource name of the nodes' GPUs."""
     rdma_resource: OptionalKey = ""

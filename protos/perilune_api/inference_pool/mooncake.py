@@ -42,9 +42,21 @@ class Allocation(StrEnum):
     FREE_RATIO_FIRST = "free_ratio_first"
 
 
+EtcdAddress = Annotated[str, Meta(max_length=253, pattern=r"^[-.A-Za-z0-9]+:[0-9]{1,5}$")]
+
+
 class Master(Struct, frozen=True, kw_only=True):
     """The process mooncake_master, which keeps track of the blocks in the store."""
 
+    replicas: Annotated[int, Meta(ge=1, le=5)] = 1
+    """Number of masters. One leads; more than one needs `etcd`. If the leader is gone, another one has its
+    blocks, but for those of its last second, and serves within some 11 s. A disruption budget lets one be
+    evicted at a time."""
+    etcd: Annotated[tuple[EtcdAddress, ...], Meta(max_length=9)] = ()
+    """Addresses of an etcd cluster of yours, as host:port, in which masters elect their leader, keep what the
+    store has, and by which engines find the leader (Mooncake's --enable_ha and --enable_oplog). Its members
+    are reached in plain text and without a password. The blocks of a pool are kept below
+    mooncake-store/NAMESPACE.POOL. A change restarts engines and empties the store."""
     image: Image = ""
     """Container image with mooncake_master. If empty, the operator's default is used."""
     command: Arguments = ("mooncake_master",)

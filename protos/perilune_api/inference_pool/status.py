@@ -69,6 +69,9 @@ class InferencePoolStatus(Struct, frozen=True, kw_only=True):
     """Number of endpoints that are ready to serve."""
     ready: str = ""
     """Number of ready endpoints / number of desired endpoints."""
+    ranks: int | None = None
+    """Number of data-parallel ranks of each endpoint, if it has several. The gateway's pages and metrics name
+    each of them, as ADDRESS#RANK."""
     selector: str = ""
     """Label selector of the endpoints' pods."""
     sessions: int | None = None

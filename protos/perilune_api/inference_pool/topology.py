@@ -31,12 +31,15 @@ class LevelSpec(Struct, frozen=True):
 
 
 class Placement(Struct, frozen=True):
-    """Packs or spreads the engines over the domains of one level of the fabric."""
+    """Packs or spreads the engines over the domains of one level of the fabric, or keeps each together."""
 
     level: Literal["node", "rack", "spine", "zone", "region"]
     """Level of the fabric whose domains are used."""
-    mode: Literal["pack", "spread"]
-    """pack: engines go into as few domains as possible. spread: engines go evenly over the domains."""
+    mode: Literal["pack", "spread", "together"]
+    """pack: engines go into as few domains as possible. spread: engines go evenly over the domains. together:
+    the pods of each endpoint that spans nodes go into one domain, whichever (Kubernetes 1.31 and newer);
+    without any such placement they prefer one rack, and then one spine. Which pods lead their endpoint is
+    decided first, so with `required` the others stay pending where the first one's domain has no room."""
     required: bool = False
     """Whether the placement is a condition. false: the scheduler follows it as far as possible. true: a pod
     that cannot be placed so stays pending. A required spread also counts domains whose nodes cannot run an
@@ -85,5 +88,6 @@ class TopologySpec(Struct, frozen=True):
     levels: Annotated[tuple[LevelSpec, ...], Meta(max_length=4)] = ()
     """Levels of the fabric, from narrow to wide. If empty, the labels of Kubernetes, NVIDIA Topograph and the
     usual clouds are used. A list replaces all of these, so a level that is missing from it is unknown."""
-    placement: Annotated[tuple[Placement, ...], Meta(max_length=5)] = ()
-    """How engines are packed or spread. If empty, the scheduler decides."""
+    placement: Annotated[tuple[Placement, ...], Meta(max_length=10)] = ()
+    """How engines are packed or spread, and how the pods of each are kept together; each once by a level. If
+    empty, the scheduler decides."""

@@ -39,6 +39,10 @@ class EndpointSpec(Struct, frozen=True, kw_only=True):
     replay: tuple[ZmqAddress, ...] = ()
     """ZMQ addresses that replay missed events, in the order of `events`. If empty, missed events are not
     replayed."""
+    first_rank: Annotated[int, Meta(ge=0, le=65_535)] = 0
+    """Number of its first data-parallel rank among all ranks of its engine, where a server has a part of them
+    (vLLM --data-parallel-hybrid-lb with --data-parallel-start-rank). Its metrics number ranks from it;
+    requests number them from 0. `events` and `replay` are those of its own ranks."""
     draining: bool = False
     """Whether the endpoint drains: it keeps its sessions' requests and gets no new sessions."""
     ready: bool = True

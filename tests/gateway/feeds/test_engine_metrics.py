@@ -346,6 +346,16 @@ class TestFeed:
             await until(lambda: sink.told.count((at_b, EngineMetrics(running=2))) >= 3)
         assert a.encoding == "identity"
 
+    async def test_a_rank_has_the_series_of_its_number_in_the_engine(self):
+        """A server with ranks 4 and 5 of its engine; its addresses count them from 0."""
+        engine, sink = Engine(), Sink()
+        engine.body = b"".join(b'vllm:num_requests_running{engine="%d"} %d\n' % (n, n) for n in (4, 5))
+        async with engine.serving() as at:
+            numbers = {f"{at}#0": 4, f"{at}#1": 5}
+            async with scraping(lambda: [*numbers], sink, engine_rank=numbers.get):
+                await until(lambda: len(sink.told) >= 2)
+        assert dict(sink.told) == {a: EngineMetrics(running=n) for a, n in numbers.items()}
+
     async def test_a_failure_is_told_each_time_and_logged_once(self, caplog):
         caplog.set_level(logging.INFO, "perilune_gateway.feeds.engine_metrics")
         engine, sink = Engine(), Sink()

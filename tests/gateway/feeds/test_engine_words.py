@@ -121,7 +121,7 @@ async def test_a_key_is_needed_where_an_engine_demands_one(engine: Engine) -> No
 
 def test_a_replay_counts_only_if_every_rank_has_one() -> None:
     sources = b'{"0":{"endpoint":"tcp://*:1","replay_endpoint":"tcp://*:3"},"1":{"endpoint":"tcp://*:2"}}'
-    assert read_sources(sources) == (("tcp://*:1", "tcp://*:2"), ())
+    assert read_sources(sources) == (("tcp://*:1", "tcp://*:2"), (), 0)
 
 
 def test_ranks_are_in_their_order_whatever_the_page_says_first() -> None:
@@ -129,7 +129,13 @@ def test_ranks_are_in_their_order_whatever_the_page_says_first() -> None:
     assert read_sources(f'{{{ranks},"x":null,"3":{{}},"007":null}}'.encode()) == (
         ("tcp://*:0", "tcp://*:2", "tcp://*:10"),
         (),
+        0,
     )
+
+
+def test_a_server_with_a_part_of_the_ranks_says_which() -> None:
+    ranks = ",".join(f'"{n}":{{"endpoint":"tcp://*:{5557 + n}"}}' for n in (5, 4))
+    assert read_sources(f"{{{ranks}}}".encode()) == (("tcp://*:5561", "tcp://*:5562"), (), 4)
 
 
 async def test_engines_are_asked_again_when_they_are_others_or_after_a_while(

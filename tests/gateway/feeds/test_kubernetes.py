@@ -302,7 +302,8 @@ async def taker(api: Api, watched: KubernetesPool) -> AsyncIterator[Taker]:
 async def test_the_first_pool_is_document_and_pods(api: Api, taker: Taker) -> None:
     assert taker.addresses() == ["10.0.0.1:8000"]
     assert {"fieldSelector": "metadata.name=p-gateway"} in api.queries
-    assert {"labelSelector": "perilune.dev/pool=p,perilune.dev/component in (engine,prefill)"} in api.queries
+    components = "perilune.dev/component in (engine,engine-worker,prefill)"
+    assert {"labelSelector": f"perilune.dev/pool=p,{components}"} in api.queries
 
 
 async def test_a_pod_comes_and_another_leaves_at_once(api: Api, taker: Taker) -> None:

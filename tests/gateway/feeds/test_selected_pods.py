@@ -80,8 +80,45 @@ def pod(*args: str, command: tuple[str, ...] = (), ready: bool = True, **meta: A
         ),
         pytest.param(
             pod("--kv-events-config", EVENTS, "--data-parallel-size", "8", "--data-parallel-size-local=2"),
-            Published(5600, ranks=8),
-            id="ranks",
+            Published(5600, ranks=8, per_pod=2),
+            id="ranks, of which this pod runs two",
+        ),
+        pytest.param(
+            pod("--kv-events-config", EVENTS, "-dp", "8", "-dpl=2", "--data-parallel-start-rank", "4"),
+            Published(5600, ranks=2, first_rank=4),
+            id="its own ranks from the fifth on",
+        ),
+        pytest.param(
+            pod("--kv-events-config", EVENTS, "-dp", "8", "-dpl=2", "--data-parallel-hybrid-lb"),
+            Published(5600, ranks=2),
+            id="its own ranks, the first ones",
+        ),
+        pytest.param(
+            pod(
+                *("--kv-events-config", EVENTS, "-dp", "8", "-dpl=2"),
+                "--data-parallel-start-rank=$((LWS_WORKER_INDEX * 2))",
+                labels={"leaderworkerset.sigs.k8s.io/worker-index": "3"},
+            ),
+            Published(5600, ranks=2, first_rank=6),
+            id="its own ranks, as its group numbers it",
+        ),
+        pytest.param(
+            pod("--kv-events-config", EVENTS, "-dp=8", "-dpl=$LOCAL", "-dpr=$START"),
+            Published(),
+            id="its own ranks, computed by a shell",
+        ),
+        pytest.param(
+            pod("--kv-events-config", EVENTS, "-dp", "8", "--data-parallel-rank=3"),
+            Published(5600, first_rank=3),
+            id="one rank",
+        ),
+        pytest.param(
+            pod(
+                *("--kv-events-config", EVENTS, "-dp", "8", "--data-parallel-external-lb", "--nnodes=8"),
+                labels={"leaderworkerset.sigs.k8s.io/worker-index": "5"},
+            ),
+            Published(5600, first_rank=5),
+            id="one rank, by its number in the group",
         ),
         pytest.param(pod("-dp", "2"), Published(ranks=2), id="ranks, short"),
         pytest.param(
@@ -122,6 +159,25 @@ def test_the_selector_itself_has_the_last_word_on_events() -> None:
                 replay=("tcp://10.0.0.1:5558", "tcp://10.0.0.1:5559"),
             ),
             id="events of two ranks",
+        ),
+        pytest.param(
+            pod("--kv-events-config", REPLAYED, "-dp=6", "-dpl=2", "-dpr=4"),
+            8000,
+            EndpointSpec(
+                address="10.0.0.1:8000",
+                node="n1",
+                instance="u",
+                events=("tcp://10.0.0.1:5561", "tcp://10.0.0.1:5562"),
+                replay=("tcp://10.0.0.1:5562", "tcp://10.0.0.1:5563"),
+                first_rank=4,
+            ),
+            id="the last two of six ranks",
+        ),
+        pytest.param(
+            pod("--kv-events-config", REPLAYED, "-dp=4", "-dpl=2", "--headless", "-dpr=2"),
+            8000,
+            None,
+            id="ranks of another pod's server",
         ),
         pytest.param(
             pod(

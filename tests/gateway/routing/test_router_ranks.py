@@ -55,6 +55,24 @@ def test_fallbacks_serve_with_the_same_rank(ranked: Rig) -> None:
     ranked.finish(routed, Outcome.COMPLETED)
 
 
+def test_a_part_of_an_engines_ranks_is_named_by_requests_as_its_server_counts() -> None:
+    """With hybrid balancing a server serves, say, ranks 4 and 5 of 8. Its requests call them 0 and 1, its
+    metrics 4 and 5."""
+    parts = [
+        EndpointSpec(address=address, events=(f"tcp://{address}0", f"tcp://{address}1"), first_rank=first)
+        for address, first in zip(SERVERS, (0, 4), strict=True)
+    ]
+    rig = Rig(pool(endpoints=parts, routing=Routing(policy=PolicyChoice(name=PolicyName.PERILUNE))))
+    rig.stored("10.0.0.2:8000#1", range(400))
+    routed = rig.route(range(440))
+    assert (routed.destinations[0], routed.rank) == ("10.0.0.2:8000", 1)
+    called = {e.address: e.engine_rank for e in rig.state.fleet.endpoints()}
+    assert called == {
+        f"{a}#{rank}": first + rank for a, first in zip(SERVERS, (0, 4), strict=True) for rank in (0, 1)
+    }
+    assert rig.state.fleet.engine_rank("10.0.0.2:8000#1") == 5
+
+
 def test_a_server_without_ranks_gets_no_rank(rig: Rig) -> None:
     assert rig.route(range(40)).rank is None
 
