@@ -384,6 +384,44 @@ def test_what_one_replica_measures_corrects_the_predictions_of_all_once():
     assert second.shared.take().changes == []
 
 
+def test_one_that_starts_predicts_as_the_others_do():
+    """From what the first one has the server keep, without a measurement of its own."""
+    first, second = two()
+    for ratio in (3.0, 2.0, 4.0):
+        first.state.calibration.prefill(A, ratio, 1.0, first.now)
+        first.state.calibration.decoded(A, 4.0)
+        first.state.calibration.transfer(A, B, 2.0, 1.0, first.now)
+    first.tells(second)
+    kept = first.shared.take(alive=True).learned
+    assert not second.shared.take(alive=True).learned, "one of them is enough"
+    assert not first.shared.take(alive=True).learned, "nothing new"
+    late = Replica("c")
+    late.shared.reconcile([decode(kept)])
+    for of in (A, B):
+        assert late.state.calibration.of(of, 0.0) == first.state.calibration.of(of, 0.0)
+    assert late.state.calibration.links(0.0) == first.state.calibration.links(0.0)
+
+
+def test_what_did_not_reach_the_server_is_kept_later():
+    (first, _) = two()
+    first.state.calibration.prefill(A, 3.0, 1.0, first.now)
+    outbox = first.shared.take(alive=True)
+    first.shared.failed(outbox)
+    first.now += replicas.LEARNED_S
+    assert first.shared.take(alive=True).learned
+
+
+def test_endpoints_that_are_not_there_teach_nothing():
+    first = Replica("a")
+    first.state.calibration.prefill("10.9.9.9:8000", 3.0, 1.0, first.now)
+    first.state.calibration.transfer(A, "10.9.9.9:8000", 3.0, 1.0, first.now)
+    late = Replica("b")
+    late.shared.reconcile([decode(first.shared.take(alive=True).learned)])
+    assert late.state.calibration.of("10.9.9.9:8000", 0.0).prefill.observations == 0
+    assert not late.state.calibration.links(0.0)
+    assert late.state.calibration.of(A, 0.0).sends.observations == 1
+
+
 def test_an_endpoint_that_one_replica_ejects_is_avoided_by_all_until_it_is_healthy():
     first, second = two()
     first.state.facts.tell(facts.Judged(A, Cause.FAILURES, True))
@@ -563,6 +601,11 @@ FAR_US = NOW_US + 7_200_000_000
         pytest.param(["measured", "decode", A, math.nan, 0.0, "", 7], id="no measurement"),
         pytest.param(["measured", "decode", A, 1e8, 0.0, "", 7], id="a measurement of years"),
         pytest.param(["measured", "decode", A, 1.0, 0.0, "", FAR_US], id="a measurement's stamp"),
+        pytest.param(["learned", "prefill", A, "", None, math.inf, 1.0, 1.0, 1, 0.0, 7], id="a sum"),
+        pytest.param(["learned", "prefill", A, "", None, 1.0, 2.0, 1.0, 1, 0.0, 7], id="weights above 1"),
+        pytest.param(["learned", "prefill", A, "", None, 1.0, 1.0, 1.0, 0, 0.0, 7], id="no observations"),
+        pytest.param(["learned", "prefill", A, "", 9, 1.0, 1.0, 1.0, 1, 0.0, 7], id="no level"),
+        pytest.param(["learned", "prefill", A, "", None, 1.0, 1.0, 1.0, 1, 0.0, FAR_US], id="its stamp"),
         pytest.param(["claimed", A, b"abc", 1.0], id="blocks that are not whole"),
         pytest.param(["claimed", A, bytes(8), math.inf], id="a claim for ever"),
         pytest.param(["alive", 7], id="a sign of life"),
