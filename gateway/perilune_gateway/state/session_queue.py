@@ -203,6 +203,11 @@ class SessionQueue:
         return self.max_wait_s or PATIENCE_S
 
     @property
+    def gives(self) -> bool:
+        """Whether sessions have begun here of which the others should know when there is time."""
+        return bool(self._given)
+
+    @property
     def is_idle(self) -> bool:
         """Whether `begin` and `refuse` have nothing to return."""
         return not (self._places or self._passing or self._displaced)
@@ -346,7 +351,8 @@ class SessionQueue:
         """Return what the other gateways are told."""
         self._pace(now)
         away = [place for place in self._away.values() if place.is_kept(now)]
-        latest = sorted(self._given.items(), key=lambda item: item[1].at)[-MOST_TOLD:]
+        given = [item for item in self._given.items() if item[1].left(now) >= 1.0]
+        latest = sorted(given, key=lambda item: item[1].at)[-MOST_TOLD:]
         return Line((*self._places.values(), *away[-MOST_TOLD:]), dict(latest), self._own_pace())
 
     def hear(self, gateway: str, line: Line) -> None:
@@ -416,7 +422,6 @@ class SessionQueue:
             self._given = {tenant: g for tenant, g in self._given.items() if g.left(now) >= 1.0}
         before = self._given.get(tenant)
         self._given[tenant] = Given(tokens + (before.left(now) if before else 0.0), now)
-        self.changed = True
 
     def _requests_of(self, place: Place) -> list[Waiting]:
         """Take the requests of a place; they wait no longer."""

@@ -305,6 +305,18 @@ def test_sessions_do_not_wait_before_an_empty_pool_whoever_holds_them(number: in
     assert [refusal for _, refusal in due] == [None] * begin
 
 
+def test_what_tenants_were_given_counts_at_all_gateways():
+    """Room is kept for a tenant that asks for little, also where another gateway let the others begin."""
+    first, second = (Replica(name, document=WITH_ADMISSION) for name in ("a", "b"))
+    for n in range(3):
+        first.route(range(n * 1_000, n * 1_000 + 240), turn(f"many{n}", authorization="many"))
+    first.tells(second, alive=True)
+    assert isinstance(second.ask(range(9_000, 9_100), turn("more", authorization="many")), Queued)
+    asked = second.ask(range(8_000, 8_100), turn("one", authorization="few"))
+    assert isinstance(asked, Queued)
+    assert [(ticket, refusal) for ticket, refusal in second.router.due()] == [(asked.ticket, None)]
+
+
 def test_a_session_waits_no_longer_when_another_replica_has_routed_it():
     first, second = admitting(2)
     first.route(range(700), turn("a"))
