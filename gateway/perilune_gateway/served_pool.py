@@ -72,6 +72,8 @@ log = logging.getLogger(__name__)
 WARM_S = 1.5
 """Most seconds for which a gateway that starts reads what its engines had announced, before it serves. What
 it decided without would bind sessions to engines that lack their KV."""
+OTHERS_SERVE_S = 10.0
+"""The same while other gateways of the pool serve."""
 LOOK_S = 0.02
 TICK_S = 0.1
 TOKENS_SHARE = 0.9
@@ -256,18 +258,20 @@ class ServedPool:
         self.events.follow(self.state.fleet.endpoints())
 
     async def warm(self) -> None:
-        """Wait until it is known what the engines cache, WARM_S at most, and what other gateways know. Both
-        are read at the same time."""
+        """Wait until it is known what other gateways know, and what the engines cache: for WARM_S at most, or
+        for OTHERS_SERVE_S while others serve. Both are read at the same time."""
         shared = [self.shared.warm()] if self.shared else []
         await asyncio.gather(self._events_read(), *shared)
 
     async def _events_read(self) -> None:
-        try:
-            async with asyncio.timeout(WARM_S):
-                while not self.events.caught_up():  # noqa: ASYNC110 - a short wait, once
-                    await asyncio.sleep(LOOK_S)
-        except TimeoutError:
-            log.warning("kv events not read in time, serving without them seconds=%g", WARM_S)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while not self.events.caught_up():
+            others_serve = self.shared is not None and self.replicas.peers
+            if (waited_s := loop.time() - began) >= (OTHERS_SERVE_S if others_serve else WARM_S):
+                log.warning("kv events not read in time, serving without them seconds=%g", waited_s)
+                return
+            await asyncio.sleep(LOOK_S)
 
     def stop(self) -> None:
         """End the feeds, and the decision log after the entries that wait."""

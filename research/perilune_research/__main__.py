@@ -30,6 +30,11 @@ PROGRAM = Program(
                 "play policies in every deployment, through the gateway's own code; print one page of tables",
                 "deployments --quick --out /tmp/evaluation",
             ),
+            "fairness": Command(
+                "perilune_research.fairness.cli",
+                "play a tenant beside one at ten times its share; check what that costs",
+                "fairness --gateways 1 4 --seeds 2",
+            ),
             "arena": Command(
                 "perilune_research.arena.cli",
                 "play the same sessions through Perilune and other routers; print one table",

@@ -22,6 +22,7 @@ from perilune_gateway.routing.new_router import new_router
 from perilune_gateway.routing.router import Encode
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.prefix_index import PrefixIndex
+from perilune_gateway.state.sharing import Sharing
 
 BLOCK = 16
 PROMPT_TOKENS = 33_600
@@ -44,7 +45,12 @@ class Rig:
     announce what they prefill, and forget sessions that have grown too long."""
 
     def __init__(
-        self, endpoints: int = 64, sessions: int = 480, seed: int = 1, listeners: Sequence[object] = ()
+        self,
+        endpoints: int = 64,
+        sessions: int = 480,
+        seed: int = 1,
+        listeners: Sequence[object] = (),
+        sharing: Sharing | None = None,
     ) -> None:
         self.dice = Random(seed)
         self.addresses = [f"10.0.{n // 250}.{n % 250}:8000" for n in range(endpoints)]
@@ -55,7 +61,8 @@ class Rig:
         )
         self.now = 0.0
         pool = Pool(Metadata("bench"), spec)
-        state = replace(PoolState.of(pool), index=PrefixIndex(8_000_000, 30.0))
+        state = replace(PoolState.of(pool, sharing=sharing), index=PrefixIndex(8_000_000, 30.0))
+        self.state = state
         self.decisions = Decisions()
         self.index = state.index
         self.router = new_router(

@@ -65,6 +65,7 @@ from perilune_gateway.model.shared import (
     Counted,
     Ejected,
     InLine,
+    Learned,
     Loaded,
     Measure,
     Measured,
@@ -515,6 +516,17 @@ BATCHES = (
                 "there",
                 (
                     Queueing(10, (QueuedOf(b"t" * 16, 2.5),)),
+                    Learned(
+                        of=Measure.TRANSFER,
+                        endpoint=A,
+                        source=A,
+                        learned=1.5,
+                        weight=0.9,
+                        told=3.0,
+                        count=4,
+                        seconds=5.0,
+                        at_us=NOW_US,
+                    ),
                     InLine(
                         NOW_US,
                         (

@@ -42,7 +42,7 @@ from perilune_api.pool import (
 )
 from perilune_gateway import main
 from perilune_gateway.feeds.pool_file import PoolFile
-from perilune_gateway.feeds.shared_state import ANSWER_S, Server
+from perilune_gateway.feeds.shared_state import ANSWER_S, WAIT_MS, Server
 from perilune_gateway.model import (
     EngineMetrics,
     Outcome,
@@ -52,7 +52,8 @@ from perilune_gateway.model import (
     Tier,
     TokenSource,
 )
-from perilune_gateway.served_pool import WARM_S, ServedPool
+from perilune_gateway.model.shared import Alive, Batch, encode
+from perilune_gateway.served_pool import OTHERS_SERVE_S, WARM_S, ServedPool
 from perilune_gateway.state.facts import Unreached
 
 READY = r"ext_proc=(\S+) admin=(\S+)"
@@ -413,6 +414,55 @@ def test_all_that_a_start_waits_for_is_waited_for_at_the_same_time(tmp_path) -> 
 
     virtual_time.run(start)
     assert stop.waited_for_at == pytest.approx(max(WARM_S, ANSWER_S), abs=0.1)
+
+
+class Shared(Server):
+    """A server of shared state at which another gateway gives signs of life."""
+
+    number = 0
+
+    def client(self, node: str = "") -> "Shared":
+        return self
+
+    async def time(self) -> tuple[int, int]:
+        return 1, 0
+
+    async def scan_iter(self, **_: object) -> AsyncIterator[bytes]:
+        for key in ():
+            yield key
+
+    async def get(self, _: str) -> None: ...
+
+    async def xread(self, streams: dict[str, bytes], **_: object) -> list[object]:
+        await asyncio.sleep(WAIT_MS / 1_000)
+        Shared.number += 1
+        message = encode(Batch("other", (Alive(),), Shared.number))
+        return [(stream, [(b"1-%d" % Shared.number, {b"b": message})]) for stream in streams]
+
+    def pipeline(self, **_: object) -> "Shared":
+        return self
+
+    def xadd(self, *_: object, **__: object) -> None: ...
+
+    async def execute(self) -> list[bytes]:
+        return [b"1-0"]
+
+    async def aclose(self) -> None: ...
+
+
+def test_where_others_serve_what_engines_have_announced_is_waited_for_longer(tmp_path) -> None:
+    stop = Stop()
+
+    async def start() -> None:
+        endpoint = EndpointSpec(address="127.0.0.1:1", events=("tcp://127.0.0.1:1",))
+        given = Pool(Metadata("p"), structs.replace(pool().spec, endpoints=(endpoint,)))
+        served = ServedPool(
+            given, PoolFile(tmp_path / "p", given), state_server=Shared("redis://127.0.0.1:1")
+        )
+        await main.Gateway([served]).run("127.0.0.1:0", "127.0.0.1:0", 0.0, stop)
+
+    virtual_time.run(start)
+    assert stop.waited_for_at == pytest.approx(OTHERS_SERVE_S, abs=0.1)
 
 
 async def test_a_gateway_without_its_own_pool_does_not_start() -> None:

@@ -5,8 +5,9 @@
 1. A writer sends what has changed as one batch, at once but at most once per PACE_S, and a sign of life every
    ALIVE_S. Its pipeline also keeps the latest turn of each session of the batch under a key that expires.
 2. A reader waits for the stream's next batches and applies them.
-3. After each connection, both begin with what the server has kept: all sessions (`reconcile`), then the
-   stream's last REREAD_MS, which contain a sign of life of every replica. Then the replica is warm.
+3. After each connection, both begin with what the server has kept: all sessions and what was learned from
+   measurements (`reconcile`), then the stream's last REREAD_MS, which contain a sign of life of every
+   replica. Then the replica is warm.
 4. Without the server the replica goes on alone; it tries to connect again after RETRY_S to RETRY_MAX_S. What
    a failed write would have told is told again. It follows a cluster to the node that keeps the pool's state,
    and goes back to the URL when that node fails.
@@ -148,6 +149,7 @@ class SharedState:
         self._rng = rng
         self._stream = f"{prefix}changes"
         self._sessions = f"{prefix}session:".encode()
+        self._learned = f"{prefix}learned"
         self._wake = wake
         self._first = asyncio.Event()
         """Set when the first attempt to connect has ended."""
@@ -248,7 +250,7 @@ class SharedState:
     # -- reading -----------------------------------------------------------------------------------
 
     async def _read_all(self, client: Redis) -> bytes:
-        """Read all sessions. Returns the id in the stream after which reading goes on."""
+        """Read all that the server has kept. Returns the id in the stream after which reading goes on."""
         seconds, _ = await client.time()
         keys = [key async for key in client.scan_iter(match=self._sessions + b"*", count=READ_KEYS)]
         stored: list[Batch] = []
@@ -256,6 +258,8 @@ class SharedState:
         for at in range(0, len(keys), READ_KEYS):
             values: list[Any] = await client.mget(keys[at : at + READ_KEYS])
             stored += self._batches(filter(None, values))
+        learned: Any = await client.get(self._learned)
+        stored += self._batches([learned] if learned else [])
         self._replicas.reconcile(stored)
         return b"%d-0" % max(0, 1_000 * int(seconds) - REREAD_MS)
 
@@ -324,11 +328,13 @@ class SharedState:
 
     async def _send(self, client: Redis, *, alive: bool = False, leaving: bool = False) -> None:
         outbox = self._replicas.take(alive=alive, leaving=leaving)
-        if not (outbox.changes or outbox.sessions):
+        if not (outbox.changes or outbox.sessions or outbox.learned):
             return
         sent_at = self._clock()
         pipe = client.pipeline(transaction=False)
         self._keep(pipe, outbox.sessions)
+        if outbox.learned:
+            pipe.set(self._learned, outbox.learned, px=self._replicas.session_idle_ms)
         if outbox.changes:
             self._number += 1
             message = encode(Batch(self._replicas.replica, outbox.changes, self._number))

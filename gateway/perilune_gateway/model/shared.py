@@ -4,10 +4,11 @@ A replica writes batches of changes to a stream of the shared server. A change i
 of `KINDS`; its bytes are a MessagePack array that begins with the type's tag. Readers ignore fields and types
 that they do not know, so replicas of neighbouring versions understand each other.
 
-Every change except `Measured`, `Claimed` and `Alive` sets one register, named by its key. *The later stamp
-wins*: a register keeps the change with the greatest `Stamp`; of one turn, its end wins. So replicas that have
-received the same changes agree, in whatever order and however often the changes arrived. Measurements count
-once, however often they arrive.
+Every change except `Measured`, `Learned`, `Claimed` and `Alive` sets one register, named by its key. *The
+later stamp wins*: a register keeps the change with the greatest `Stamp`; of one turn, its end wins. So
+replicas that have received the same changes agree, in whatever order and however often the changes arrived.
+Measurements count once, however often they arrive; what was learned from them is taken over where nothing was
+measured.
 
 Nothing here is readable: sessions and tenants are keyed hashes (`Names`), prompts are hashes of blocks.
 """
@@ -25,6 +26,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from perilune_api.foreign_bytes import UNREADABLE
+from perilune_api.topology import Level
 from perilune_gateway.model.moves import MoveReason
 from perilune_gateway.model.request import SessionKey
 
@@ -253,6 +255,34 @@ class Measured(Struct, frozen=True, gc=False, array_like=True, tag="measured", k
     at_us: Count = 0
 
 
+MAX_LEARNED = 4_096
+"""Maximum number of averages that the server keeps of a pool."""
+
+
+class Learned(Struct, frozen=True, gc=False, array_like=True, tag="learned", kw_only=True):
+    """An average of measurements, with which a replica that starts begins. Kept by the server; the stream has
+    the measurements."""
+
+    of: Measure
+    endpoint: Text = ""
+    """Empty: all endpoints together. Of a transfer it is the one that pulled."""
+    source: Text = ""
+    """The endpoint from which KV was pulled."""
+    level: Level | None = None
+    """The nearest level that the endpoints of the transfers share; None if the average is not of a level."""
+    learned: Amount
+    """Sum of the observations, each times its weight."""
+    weight: Annotated[float, Meta(ge=0, le=1)]
+    """Sum of these weights."""
+    told: Amount
+    """How much the observations tell, each 1 at most."""
+    count: Annotated[int, Meta(ge=1, le=MOST)]
+    """Number of observations."""
+    seconds: Amount
+    """Seconds since the latest of them, at the time of the stamp."""
+    at_us: Count = 0
+
+
 class Claimed(Struct, frozen=True, gc=False, array_like=True, tag="claimed"):
     """Blocks that an endpoint will cache, because a prompt with them was sent there."""
 
@@ -273,7 +303,9 @@ class Alive(Struct, frozen=True, gc=False, array_like=True, tag="alive"):
     """Whether it is the last sign: the replica stops."""
 
 
-Change = Bound | Loaded | Queueing | Ejected | Counted | InLine | Offered | Measured | Claimed | Alive
+Change = (
+    Bound | Loaded | Queueing | Ejected | Counted | InLine | Offered | Measured | Learned | Claimed | Alive
+)
 KINDS: tuple[type[Change], ...] = (
     Bound,
     Loaded,
@@ -283,6 +315,7 @@ KINDS: tuple[type[Change], ...] = (
     InLine,
     Offered,
     Measured,
+    Learned,
     Claimed,
     Alive,
 )

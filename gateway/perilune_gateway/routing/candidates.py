@@ -19,6 +19,7 @@ from perilune_api.topology import Link
 from perilune_gateway.model import (
     COMPUTED_WHOLE,
     Candidate,
+    Load,
     Location,
     Overlap,
     Prefix,
@@ -171,6 +172,9 @@ class CandidateBuilder:
         calibration, now = self._state.calibration, context.now
         givers = self._givers(context.eligible)
         chosen_links = calibration.transfers or self._splits or self._pulls
+        loads = self._state.loads
+        overtakes = loads.contended
+        rank = loads.rank(context.identity.tenant, now) if overtakes else 0.0
         candidates = []
         for view in context.eligible:
             address = view.endpoint.address
@@ -180,7 +184,7 @@ class CandidateBuilder:
             candidates.append(
                 Candidate(
                     endpoint=view.endpoint,
-                    load=view.load,
+                    load=_ahead(view.load, loads.goes_before(address, rank)) if overtakes else view.load,
                     overlap=overlap,
                     prefill_s=engine.prefill_s(prompt_tokens - device, device),
                     seconds_since_move=view.seconds_since_move,
@@ -318,3 +322,13 @@ def wanted_by(context: RequestContext) -> admission.Wanted:
     """Return what admission must know of the request."""
     host = context.session.host if context.session else ""
     return admission.Wanted(context.head.subset, host, context.holder)
+
+
+def _ahead(load: Load, share: float) -> Load:
+    """Return the load with only this share of its pending prefill."""
+    if share == 1.0:
+        return load
+    return load._replace(
+        pending_prefill_tokens=round(load.pending_prefill_tokens * share),
+        pending_prefill_s=load.pending_prefill_s * share,
+    )

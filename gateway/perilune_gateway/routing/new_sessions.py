@@ -194,7 +194,7 @@ class NewSessions:
         `repeat`: tell it again."""
         queue = self._queue
         soon = len(queue) <= FEW_PLACES or now - self._told_at >= TELL_S
-        if not (queue.changed and soon) and not (repeat and (self._told.places or self._told.given)):
+        if not (queue.changed and soon) and not (repeat and (self._told.places or queue.gives)):
             return None
         self._told, self._told_at, queue.changed = queue.line(now), now, False
         return self._told

@@ -20,19 +20,21 @@ is 1.0.
    not make it look slower than the others.
 
 Replicas of the gateway tell each other their measurements (`on_measured`, `learn`), so each learns from all.
+One that starts begins with what they have learned (`learned`, `take_over`).
 
 The calibration also averages the seconds that a request decodes on an endpoint, with the same gain. Time is
-an argument, reading changes nothing, and every method except `forget` and `links` costs O(1).
+an argument, reading changes nothing, and every method except `on_endpoint_left`, `links` and `learned` costs
+O(1).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf, nan
 from typing import NamedTuple
 
 from perilune_api.topology import Level
 from perilune_gateway.model import H20_30B, EngineModel
-from perilune_gateway.model.shared import Measure, Measured
+from perilune_gateway.model.shared import Learned, Measure, Measured
 from perilune_gateway.state import facts
 
 LOW, HIGH = 0.1, 30.0
@@ -107,6 +109,30 @@ class Ratio:
         self._weight = self._weight * kept + gain
         self._at = now
 
+    def learned(
+        self, of: Measure, now: float, endpoint: str = "", source: str = "", level: Level | None = None
+    ) -> Learned:
+        """Return what another replica needs to go on from here."""
+        return Learned(
+            of=of,
+            endpoint=endpoint,
+            source=source,
+            level=level,
+            learned=self._learned,
+            weight=min(1.0, self._weight),
+            told=self._told,
+            count=self.count,
+            seconds=max(0.0, now - self._at),
+        )
+
+    def take_over(self, learned: Learned, now: float) -> None:
+        """Go on from what another replica had learned, unless there are observations here."""
+        if not self.count:
+            self._weight = learned.weight
+            self._learned = min(HIGH * self._weight, max(LOW * self._weight, learned.learned))
+            self._told, self.count = learned.told, learned.count
+            self._at = now - learned.seconds
+
     def _left(self, now: float) -> float:
         """Return the share of the learned value that has not faded."""
         if self.half_life_s == inf:
@@ -132,6 +158,14 @@ class _Endpoint:
     store: Ratio = field(default_factory=lambda: Ratio(half_life_s=HALF_LIFE_S))
     decode_s: float = 0.0
     decodes: int = 0
+
+    def ratios(self) -> tuple[tuple[Measure, Ratio], ...]:
+        return (
+            (Measure.PREFILL, self.prefill),
+            (Measure.TTFT, self.ttft),
+            (Measure.STORE, self.store),
+            (Measure.TRANSFER, self.sends),
+        )
 
 
 _UNKNOWN = _Endpoint()
@@ -186,6 +220,8 @@ class Calibration:
         self._endpoints: dict[str, _Endpoint] = {}
         self._links: dict[tuple[str, str], Ratio] = {}
         self._levels: dict[Level, Ratio] = {}
+        self.observed = 0
+        """Number of measurements, of this and other replicas."""
 
     # -- observations ------------------------------------------------------------------------------
 
@@ -230,7 +266,8 @@ class Calibration:
         self._tell(facts.Measured(seen))
 
     def learn(self, seen: Measured, now: float) -> None:
-        """Take over a measurement of this or another replica."""
+        """Learn from a measurement of this or another replica."""
+        self.observed += 1
         if seen.of is Measure.DECODE:
             self._speeds.pop(seen.endpoint, None)
             endpoint = self._endpoint(seen.endpoint)
@@ -258,6 +295,48 @@ class Calibration:
         if seen.of is Measure.TTFT:
             return pool.ttft, endpoint.ttft
         return pool.store, endpoint.store
+
+    def learned(self, now: float) -> Iterator[Learned]:
+        """Yield all averages, those of the whole pool first and those of links last."""
+        for address, known in (("", self._pool), *self._endpoints.items()):
+            for of, ratio in known.ratios():
+                if ratio.count:
+                    pulled = of is Measure.TRANSFER
+                    yield ratio.learned(of, now, "" if pulled else address, address if pulled else "")
+            if known.decodes:
+                yield Learned(
+                    of=Measure.DECODE,
+                    endpoint=address,
+                    learned=known.decode_s,
+                    weight=1.0,
+                    told=0.0,
+                    count=known.decodes,
+                    seconds=0.0,
+                )
+        for level, ratio in self._levels.items():
+            yield ratio.learned(Measure.TRANSFER, now, level=level)
+        for (source, target), ratio in self._links.items():
+            yield ratio.learned(Measure.TRANSFER, now, target, source)
+
+    def take_over(self, learned: Learned, now: float) -> None:
+        """Begin with an average of another replica, unless there are observations of the same here. `now`:
+        the time of its stamp."""
+        self._speeds.clear()
+        self._priors = nan, self._priors[1]
+        if learned.of is not Measure.DECODE:
+            self._average(learned).take_over(learned, now)
+        elif not (endpoint := self._endpoint(learned.endpoint)).decodes:
+            endpoint.decode_s, endpoint.decodes = learned.learned, learned.count
+
+    def _average(self, of: Learned) -> Ratio:
+        if of.of is not Measure.TRANSFER:
+            known = self._endpoint(of.endpoint) if of.endpoint else self._pool
+            return dict(known.ratios())[of.of]
+        if of.level is not None:
+            return self._levels.setdefault(of.level, Ratio(half_life_s=HALF_LIFE_S))
+        if of.endpoint:
+            return self._links.setdefault((of.source, of.endpoint), Ratio(half_life_s=HALF_LIFE_S))
+        return (self._endpoint(of.source) if of.source else self._pool).sends
 
     def on_endpoint_left(self, fact: facts.EndpointLeft) -> None:
         address = fact.address  # another endpoint may get it

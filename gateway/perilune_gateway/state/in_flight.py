@@ -57,9 +57,16 @@ class Load(Struct, gc=False, kw_only=True, eq=False):
     """Block whose KV event ends the prefill. 0 if it is unknown, or if the prefill has ended."""
     ticket: int
     """Of the request. -1 for a leg, which the gateway sends itself."""
+    rank: float = 0.0
+    """Its place in the engine's queue where engines rank tenants: lower ones are served first."""
     expected_at: float = inf
     """When the prefill counts as done if nothing ended it before."""
     over: bool = False
+
+    @property
+    def pending_s(self) -> float:
+        """Predicted seconds of the prefill that is still pending."""
+        return self.total_s * self.tokens / self.total_tokens if self.total_tokens else 0.0
 
 
 class Wait(Struct, gc=False, kw_only=True):

@@ -9,11 +9,12 @@ The legs of transfers, which the gateway sends itself, are load too: `start` and
 Where several gateways share their state, `set_elsewhere` adds the load that another one has sent to an
 endpoint, and `own` returns what they are told of this one's. `set_queued_elsewhere` and `queued` do the same
 for tenants' pending prefill. Every method costs O(1), except `follow`, and O(tenants with pending prefill)
-for those about tenants.
+for those about tenants. `goes_before` costs O(requests with pending prefill at the endpoint).
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush, nlargest
+from math import inf
 from typing import NamedTuple
 
 from msgspec import Struct, field
@@ -59,6 +60,8 @@ class _Endpoint(Struct, gc=False):
 
     sums: Sums = field(default_factory=Sums)
     """Of this gateway's requests."""
+    pending: dict[Load, None] = field(default_factory=dict)
+    """Those with pending prefill, where engines rank tenants."""
     by_replica: dict[str, AtEndpoint] = field(default_factory=dict)
     """Other replica of the gateway → the requests that it has sent here."""
     elsewhere: AtEndpoint = NOTHING
@@ -118,6 +121,32 @@ class Loads:
             seconds += elsewhere.get(queued.name if queued else self._shared_tenant(tenant), 0.0)
             tenants += len(elsewhere) - sum(other.name in elsewhere for other in self._queued.values())
         return seconds * tenants / max(1, len(self._endpoints))
+
+    @property
+    def contended(self) -> bool:
+        """Whether engines rank tenants, and one has pending prefill."""
+        return self.ranks_tenants and bool(self._queued)
+
+    def rank(self, tenant: str, now: float) -> float:
+        """Return the place in engines' queues of a request of the tenant that comes now, as seconds."""
+        return now + self.share_of_queue_s(tenant)
+
+    def goes_before(self, address: str, rank: float) -> float:
+        """Return the share of the endpoint's pending prefill that a request with that place waits for: what
+        has places before it, and what runs. Judged by this gateway's requests."""
+        endpoint = self._endpoints.get(address)
+        if endpoint is None or not endpoint.pending:
+            return 1.0
+        total_s = before_s = runs_s = 0.0
+        first = inf
+        for load in endpoint.pending:
+            left_s = load.pending_s
+            total_s += left_s
+            if load.rank <= rank:
+                before_s += left_s
+            if load.rank < first:
+                first, runs_s = load.rank, left_s
+        return max(before_s, runs_s) / total_s if total_s else 1.0
 
     def queued(self, most: int) -> Mapping[Hashable, float]:
         """Return the seconds of pending prefill here of the tenants that have the most, by the names that all
@@ -186,6 +215,7 @@ class Loads:
             last_block=awaited,
             tenant=tenant,
             ticket=request.ticket,
+            rank=self.rank(tenant, request.started_at) if self.ranks_tenants else 0.0,
         )
 
     def _again(self, request: InFlight, awaited: int) -> None:
@@ -218,6 +248,7 @@ class Loads:
         last_block: int = 0,
         tenant: str = "",
         ticket: int = -1,
+        rank: float = 0.0,
     ) -> Load:
         """Add to the load of `address`. `last_block` is our hash of the prompt's last full block, or 0 if it
         is unknown or already cached there. `ticket` is that of a request; a leg has none."""
@@ -232,8 +263,11 @@ class Loads:
             tenant=tenant,
             awaited=last_block,
             ticket=ticket,
+            rank=rank,
         )
         if uncached_tokens:
+            if endpoint and self.ranks_tenants:
+                endpoint.pending[load] = None
             queued = self._queued.get(tenant)
             if queued is None:
                 queued = self._queued[tenant] = _Queued(self._shared_tenant(tenant))
@@ -262,6 +296,8 @@ class Loads:
             queued.requests -= not load.tokens
             if not queued.requests:
                 del self._queued[load.tenant]
+            if not load.tokens and (endpoint := self._endpoints.get(load.address)):
+                endpoint.pending.pop(load, None)
             sums = load.sums
             sums.prefilling -= not load.tokens
             sums.pending_tokens -= done

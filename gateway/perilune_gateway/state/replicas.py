@@ -2,7 +2,7 @@
 
     a turn, a request's start or end, an ejection, a measurement, a claim ─▶ sharing ─▶ take ─▶ the stream
     the stream ─▶ apply ─▶ sessions, load, ejection, calibration, prefix index, session admission
-    the server's sessions, after every connection ─▶ reconcile ─▶ what the server lacks
+    what the server has kept, after every connection ─▶ reconcile ─▶ what the server lacks
 
 1. Everything is decided from this replica's own state; this module changes that state as if the other
    replicas' requests had been decided here. No decision waits for another replica.
@@ -14,7 +14,8 @@
    as gone. It repeats its whole load in every sign of life, so one that was only slow is complete again at
    once.
 5. Of the replicas that are alive, the one with the least id plans the moves of all sessions. All know what it
-   offers (offers.py).
+   offers (offers.py). The same one has the server keep what was learned from measurements, so that a replica
+   that starts predicts as the others do.
 
 Does no I/O. Costs about 5 µs for each change that is received.
 """
@@ -24,6 +25,8 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import islice
+from math import inf
 from typing import Protocol
 
 from msgspec import Struct
@@ -32,6 +35,7 @@ from msgspec.structs import replace
 from perilune_gateway.model import SessionKey
 from perilune_gateway.model.shared import (
     AHEAD_US,
+    MAX_LEARNED,
     MAX_QUEUEING,
     NEVER,
     Alive,
@@ -42,6 +46,7 @@ from perilune_gateway.model.shared import (
     Counted,
     Ejected,
     InLine,
+    Learned,
     Loaded,
     Measured,
     Offered,
@@ -66,6 +71,8 @@ log = logging.getLogger(__name__)
 
 MAX_MEASURING = 1_000
 """Replicas of which the last measurement is remembered."""
+LEARNED_S = 5.0
+"""Least seconds after which the server gets again what was learned from measurements."""
 MAX_BATCH = 1_000
 """Maximum number of sessions in one batch."""
 
@@ -77,6 +84,8 @@ class Outbox(Struct, frozen=True, gc=False):
     """For the stream."""
     sessions: Sequence[tuple[bytes, bytes]]
     """(name, bytes of a batch with its latest turn or its end) of sessions to keep."""
+    learned: bytes = b""
+    """Bytes of a batch with what was learned from measurements, to keep; empty: nothing new."""
 
 
 class Admission(Protocol):
@@ -139,6 +148,8 @@ class Replicas:
         """Other replica → stamp of its part of the queue."""
         self._offered: dict[bytes, Offered] = {}
         """Name of a session or prefix → what the others were last told of its offer here."""
+        self._learned_at, self._learned_from = -inf, 0
+        """When the server last got what was learned, and the number of measurements until then."""
         self._measured_until: OrderedDict[str, int] = OrderedDict()
         """Other replica → stamp of its last measurement; also of those that have gone of late."""
         self._damaged_kinds: set[str] = set()
@@ -168,7 +179,17 @@ class Replicas:
             changes.append(self._in_line(line))
         self._line_lost = False
         turns, saved = self._turns()
-        return Outbox([*changes, *turns], saved)
+        return Outbox([*changes, *turns], saved, self._learned() if alive and self.plans else b"")
+
+    def _learned(self) -> bytes:
+        """Return what the server is to keep of what was learned from measurements; empty: nothing new."""
+        now, calibration = self._clock(), self._state.calibration
+        if calibration.observed == self._learned_from or now - self._learned_at < LEARNED_S:
+            return b""
+        self._learned_at, self._learned_from = now, calibration.observed
+        at_us = self._stamps.now_us()
+        learned = [replace(one, at_us=at_us) for one in islice(calibration.learned(now), MAX_LEARNED)]
+        return encode(Batch(self.replica, learned))
 
     def _loaded(self, address: str) -> Loaded:
         """Return what is told of the requests that this replica has at an endpoint."""
@@ -210,6 +231,8 @@ class Replicas:
                         self._offered.pop(change.subject, None)
         for name, _ in outbox.sessions:
             elsewhere.save(name)
+        if outbox.learned:
+            self._learned_from = -1  # differs from whatever was observed
 
     def _turns(self) -> tuple[list[Bound], list[tuple[bytes, bytes]]]:
         """Return the turns and ends of sessions to tell, and what the server is to keep of sessions."""
@@ -354,6 +377,8 @@ class Replicas:
                     self._offer(change, Stamp(change.at_us, replica), now)
                 case Measured():
                     self._measurement(change, replica, now)
+                case Learned():
+                    self._take_over(change, now)
                 case Claimed():
                     self._claim(change, now)
                 case Alive(leaving=True):
@@ -372,7 +397,7 @@ class Replicas:
             )
 
     def reconcile(self, stored: Iterable[Batch]) -> None:
-        """Merge the sessions that the server has kept, and note those of which it lacks the latest turn."""
+        """Merge what the server has kept, and note the sessions of which it lacks the latest turn."""
         found: dict[bytes, Stamp] = {}
         for batch in stored:
             for change in batch.changes:
@@ -514,6 +539,10 @@ class Replicas:
             if len(self._measured_until) > MAX_MEASURING:
                 self._measured_until.popitem(last=False)
             self._state.calibration.learn(seen, now)
+
+    def _take_over(self, learned: Learned, now: float) -> None:
+        if all(self._state.fleet.get(of) for of in (learned.endpoint, learned.source) if of):
+            self._state.calibration.take_over(learned, now - self._stamps.age_s(learned.at_us))
 
     def _claim(self, change: Claimed, now: float) -> None:
         if self._state.fleet.get(change.endpoint):

@@ -2,7 +2,8 @@
 
 1. A new session *fits* if its prompt and the active contexts (`active_contexts.py`) fill at most `FULL` of
    the pool's KV. More would evict contexts that are about to be used again, and computing these again takes
-   the time in which the pool would have served both. Sessions that have begun never wait.
+   the time in which the pool would have served both. Sessions that have begun never wait. For tenants that
+   ask for little beside others, room is kept: theirs may fill `KEPT`.
 2. Sessions that do not fit have *places* in one queue, whichever gateway holds their requests. Each gateway
    knows the places of all (`hear`) and goes through them in the same order: it begins its own that fit, and
    leaves room for another gateway's that would. So they do not give away the same room twice. Another
@@ -13,7 +14,7 @@
    because most new sessions are short, and one long prompt would hold up many.
 4. Waiting is bounded. A session is overtaken only by those of its tenant that come within `OVERTAKEN` ×
    `max_wait_s` after it, however long it is, and every `TURN` × `max_wait_s` its tenant gets a turn. If the
-   session at the head does not fit, nobody passes it.
+   session at the head does not fit, only those pass it for which room is kept.
 5. A session that has waited `max_wait_s` is refused and told when its turn would come. It keeps its place: it
    counts as waiting since its first arrival, and since half as long before as it was overtaken, because a
    long one needs more time until its room is free. The first of those whose clients are expected back has
@@ -39,6 +40,11 @@ from msgspec.structs import replace
 
 FULL = 0.75
 """Share of the pool's KV above which new sessions wait."""
+KEPT = 0.9
+"""The same for sessions of tenants that ask for little: what is between is kept for them."""
+LITTLE = 0.5
+"""Share of what tenants ask for on average, up to which one asks for little: the tokens that they were given
+of late, and those that wait."""
 S_PER_TOKEN = 0.01
 """Seconds of waiting that one token of the prompt outweighs."""
 OVERTAKEN = 0.75
@@ -197,6 +203,11 @@ class SessionQueue:
         return self.max_wait_s or PATIENCE_S
 
     @property
+    def gives(self) -> bool:
+        """Whether sessions have begun here of which the others should know when there is time."""
+        return bool(self._given)
+
+    @property
     def is_idle(self) -> bool:
         """Whether `begin` and `refuse` have nothing to return."""
         return not (self._places or self._passing or self._displaced)
@@ -221,8 +232,10 @@ class SessionQueue:
         if known is None or known.back_at is not None:
             others = [place for place in places.values() if place.session != session]
             counts = Place.is_held if self.max_wait_s else Place.is_kept
-            if _fits(tokens, room) and not any(counts(place, now) for place in others):
+            full = _Order(self, others, now).full(tenant, tokens)
+            if _fits(tokens, room, full) and not any(counts(place, now) for place in others):
                 self._away.pop(session, None)
+                self._give(tenant, tokens, now)
                 return None
         self._next += 1
         at_us = int(now * 1e6) if now_us is None else now_us
@@ -276,8 +289,9 @@ class SessionQueue:
             away = place.back_at is not None
             if away and (keeps or not place.is_held(now)):
                 continue
-            if not _fits(place.tokens, room):
-                break
+            if not _fits(place.tokens, room, order.full(place.tenant)):
+                order.goes_on_with_little(place.tenant)
+                continue
             if place.session in self._places:
                 mine = place
                 break
@@ -337,7 +351,8 @@ class SessionQueue:
         """Return what the other gateways are told."""
         self._pace(now)
         away = [place for place in self._away.values() if place.is_kept(now)]
-        latest = sorted(self._given.items(), key=lambda item: item[1].at)[-MOST_TOLD:]
+        given = [item for item in self._given.items() if item[1].left(now) >= 1.0]
+        latest = sorted(given, key=lambda item: item[1].at)[-MOST_TOLD:]
         return Line((*self._places.values(), *away[-MOST_TOLD:]), dict(latest), self._own_pace())
 
     def hear(self, gateway: str, line: Line) -> None:
@@ -355,10 +370,14 @@ class SessionQueue:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def given_tokens(self, tenant: Hashable, now: float) -> float:
-        """Return how many tokens the tenant was given of late, here and elsewhere."""
-        each = (given[tenant] for given in self._all_given() if tenant in given)
-        return sum(one.left(now) for one in each)
+    def all_given(self, now: float) -> dict[Hashable, float]:
+        """Return how many tokens each tenant was given of late, here and elsewhere, if it was given any."""
+        total: dict[Hashable, float] = {}
+        for given in self._all_given():
+            for tenant, one in given.items():
+                if (left := one.left(now)) >= 1.0:
+                    total[tenant] = total.get(tenant, 0.0) + left
+        return total
 
     def turn_at(self, tenant: Hashable) -> float:
         """Return when the tenant's latest session began, here or elsewhere; -inf if none did of late."""
@@ -392,14 +411,17 @@ class SessionQueue:
         first, *more = self._requests_of(place)
         del self._places[place.session]
         self._passing += more
-        if len(self._given) > MOST_REMEMBERED:
-            self._given = {tenant: g for tenant, g in self._given.items() if g.left(now) >= 1.0}
-        before = self._given.get(place.tenant)
-        self._given[place.tenant] = Given(place.tokens + (before.left(now) if before else 0.0), now)
+        self._give(place.tenant, place.tokens, now)
         self._begun += 1.0
         self._begun_tokens += place.tokens
         self.changed = True
         return replace(first, tokens=place.tokens)
+
+    def _give(self, tenant: Hashable, tokens: int, now: float) -> None:
+        if len(self._given) > MOST_REMEMBERED:
+            self._given = {tenant: g for tenant, g in self._given.items() if g.left(now) >= 1.0}
+        before = self._given.get(tenant)
+        self._given[tenant] = Given(tokens + (before.left(now) if before else 0.0), now)
 
     def _requests_of(self, place: Place) -> list[Waiting]:
         """Take the requests of a place; they wait no longer."""
@@ -487,7 +509,12 @@ class _Order:
             self._of.setdefault(place.tenant, []).append((rank, place))
         for heap in self._of.values():
             heapify(heap)
-        self._given = {tenant: queue.given_tokens(tenant, now) for tenant in self._of}
+        self._given = queue.all_given(now)
+        self._asked = dict(self._given)
+        for tenant, heap in self._of.items():
+            waiting = sum(place.tokens for _, place in heap)
+            self._asked[tenant] = self._asked.get(tenant, 0.0) + waiting
+        self._all_asked = sum(self._asked.values())
         self._turn_at = {tenant: queue.turn_at(tenant) for tenant in self._of}
 
     def __iter__(self) -> Iterator[Place]:
@@ -498,25 +525,38 @@ class _Order:
                 del self._of[tenant]
             yield place
 
+    def full(self, tenant: Hashable, tokens: int = 0) -> float:
+        """Return the share of the KV up to which a session of the tenant begins. `tokens`: of a session that
+        has no place."""
+        asked = self._asked.get(tenant, 0.0) + tokens
+        tenants = len(self._asked) + (tenant not in self._asked)
+        return KEPT if asked * tenants <= LITTLE * self._all_asked else FULL
+
+    def goes_on_with_little(self, tenant: Hashable) -> None:
+        """Leave out the tenant, whose head has to wait, and all that do not ask for little."""
+        self._of.pop(tenant, None)
+        self._of = {other: heap for other, heap in self._of.items() if self.full(other) > FULL}
+
     def give(self, place: Place) -> None:
         """Record that the place begins, so its tenant was given its tokens."""
-        self._given[place.tenant] += place.tokens
+        self._given[place.tenant] = self._given.get(place.tenant, 0.0) + place.tokens
         self._turn_at[place.tenant] = self._now
 
     def _key(self, tenant: Hashable) -> tuple[bool, float, tuple[int, int, bytes]]:
         rank, head = self._of[tenant][0]
         overdue = self._now - max(head.arrived, self._turn_at[tenant]) >= self._turn_s
-        return not overdue, 0.0 if overdue else self._given[tenant], rank
+        return not overdue, 0.0 if overdue else self._given.get(tenant, 0.0), rank
 
 
 def _arrived(place: Place) -> int:
     return place.arrived_us
 
 
-def _fits(tokens: int, room: Room) -> bool:
-    """Return whether the prompt fits. One that is larger than the room may begin while half of the room is
-    free. Without any endpoint, waiting is of no use, unless one starts."""
+def _fits(tokens: int, room: Room, full: float) -> bool:
+    """Return whether the prompt fits if this share of the KV may be filled. One that is larger than the room
+    may begin while half of the room is free. Without any endpoint, waiting is of no use, unless one
+    starts."""
     if room.starting:
         return False
-    allowed = FULL * room.capacity
-    return not room.capacity or room.active + tokens <= allowed or room.active <= allowed / 2
+    most = full * room.capacity
+    return not room.capacity or room.active + tokens <= most or room.active <= FULL * room.capacity / 2

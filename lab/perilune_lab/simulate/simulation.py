@@ -7,7 +7,7 @@
 
 The gateway's clock is the loop's. What it does by itself, it does at the same intervals as live: it reads the
 engines' metrics, lets time pass, plans moves. A turn comes as a client sends it: the session's name is in a
-header, so that the body is read only where the gateway needs it.
+header, so that the body is read only where the gateway needs it, and a tenant of the trace is the credential.
 
 The mode says when a session's next turn is submitted: when the previous one has ended and its gap has passed
 (thinktime), at its timestamp (timestamps), or at the later of both (max). A client sends what was refused
@@ -261,7 +261,10 @@ class Simulation:
         task, gateway = turn.task, self._proxy.choice(self.gateways)
         router = gateway.router
         size = int(task.prompt_tokens * self._bytes[task.session])
-        headers = {"x-session-id": self.workload.jobs[task.session].name, "content-length": str(size)}
+        job = self.workload.jobs[task.session]
+        headers = {"x-session-id": job.name, "content-length": str(size)}
+        if job.tenant:
+            headers["authorization"] = f"Bearer {job.tenant}"
         head = RequestHead(method="POST", path="/v1/chat/completions", headers=headers)
         verdict: Routed | Refusal | NeedBody | Queued = router.on_headers(head)
         if isinstance(verdict, NeedBody):

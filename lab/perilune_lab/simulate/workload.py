@@ -58,6 +58,8 @@ class Job:
     name: str
     start_s: float
     tasks: tuple[Task, ...]
+    tenant: str = ""
+    """Who sends it, as the gateway tells tenants apart; empty where the trace names none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +124,8 @@ def prepare(
                     timestamp_s=(at_s - first_s) / speed,
                 )
             )
-        jobs.append(Job(session.session_id, (session.start_s - first_s) / speed, tuple(tasks)))
+        start_s = (session.start_s - first_s) / speed
+        jobs.append(Job(session.session_id, start_s, tuple(tasks), session.tenant))
     _reuse(runs, jobs)
     for job in jobs:
         for task in job.tasks:

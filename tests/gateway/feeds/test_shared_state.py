@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import virtual_time
 from replica_rig import HandingReplica
-from router_rig import pool
+from router_rig import A, pool
 from waiting import HANG
 
 from perilune_gateway.feeds.shared_state import CONNECT_S, RETRY_MAX_S, Server, SharedState
@@ -45,6 +45,9 @@ class Deaf:
         for key in ():
             yield key
 
+    async def get(self, _: str) -> Any:
+        return await self._answer("get", None)
+
     async def xread(self, *_: Any, **__: Any) -> Any:
         return await self._answer("xread", [])
 
@@ -59,7 +62,7 @@ class Deaf:
     async def aclose(self) -> None: ...
 
 
-@pytest.mark.parametrize("call", ["time", "xread", "execute"])
+@pytest.mark.parametrize("call", ["time", "get", "xread", "execute"])
 async def test_it_ends_even_if_the_client_loses_the_cancellation(call: str) -> None:
     server = Deaf(call)
     replica = HandingReplica("a")
@@ -69,6 +72,50 @@ async def test_it_ends_even_if_the_client_loses_the_cancellation(call: str) -> N
     sharing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(sharing, HANG)
+
+
+class Keeps(Deaf):
+    """A server that keeps what it is given."""
+
+    def __init__(self, call: str = "") -> None:
+        super().__init__(call)
+        self.kept: dict[str, bytes] = {}
+
+    async def get(self, key: str) -> Any:
+        return await self._answer("get", self.kept.get(key))
+
+    def set(self, key: str, value: bytes, px: int) -> None:
+        assert px > 0
+        self.kept[key] = value
+
+
+def test_a_gateway_that_starts_predicts_as_the_others_before_it_is_ready() -> None:
+    """Also when all that have measured are gone. In virtual time."""
+
+    async def ratio() -> float:
+        loop, server, first, second = (
+            asyncio.get_running_loop(),
+            Keeps(),
+            HandingReplica("a"),
+            HandingReplica("b"),
+        )
+        for _ in range(20):
+            first.state.calibration.prefill(A, 3.0, 1.0, first.now)
+        one = SharedState(server, "pool", first.shared, first.changed, loop.time, Random(1))  # type: ignore[arg-type]
+        sharing = asyncio.create_task(one.run())
+        while not server.kept:  # noqa: ASYNC110 - in virtual time
+            await asyncio.sleep(0.01)
+        sharing.cancel()
+        await asyncio.gather(sharing, return_exceptions=True)
+        other = SharedState(server, "pool", second.shared, second.changed, loop.time, Random(1))  # type: ignore[arg-type]
+        sharing = asyncio.create_task(other.run())
+        await other.warm()
+        sharing.cancel()
+        await asyncio.gather(sharing, return_exceptions=True)
+        assert second.state.calibration.of(A, 0.0) == first.state.calibration.of(A, 0.0)
+        return second.state.calibration.prefill_ratio(A, 0.0)
+
+    assert virtual_time.run(ratio) > 2.5
 
 
 class Away(Deaf):

@@ -151,6 +151,30 @@ def test_decode_seconds_are_averaged() -> None:
     assert known.decode_s("b") == 0.0
 
 
+def test_what_was_learned_elsewhere_counts_where_nothing_was_observed() -> None:
+    taught, known = Calibration(level=lambda *_: Level.RACK), Calibration(level=lambda *_: Level.RACK)
+    for n in range(5):
+        taught.prefill("a", 3.0, 1.0, n)
+        taught.ttft("a", 2.0, 1.0, n)
+        taught.store("b", 4.0, 1.0, n)
+        taught.transfer("a", "b", 5.0, 1.0, n)
+        taught.decoded("b", 1.0 + n)
+    known.prefill("a", 1.0, 1.0, 9.0)
+    for learned in taught.learned(10.0):
+        known.take_over(learned, 10.0)
+    own = Calibration()
+    own.prefill("a", 1.0, 1.0, 9.0)
+    here, there = known.of("b", 12.0), taught.of("b", 12.0)
+    assert (here.ttft, here.store, here.decode_s) == (there.ttft, there.store, there.decode_s)
+    assert known.of("a", 12.0).prefill == own.of("a", 12.0).prefill
+    assert (known.of("a", 12.0).ttft, known.of("a", 12.0).sends) == (
+        taught.of("a", 12.0).ttft,
+        taught.of("a", 12.0).sends,
+    )
+    assert known.links(12.0) == taught.links(12.0)
+    assert known.levels(12.0) == taught.levels(12.0)
+
+
 def test_who_left_is_forgotten() -> None:
     known = Calibration()
     known.prefill("a", 3.0, 1.0, 0.0)

@@ -197,6 +197,18 @@ def begun(loads: Loads, ticket: int = 1, tokens: int = 100, **fields: object) ->
     return request
 
 
+def test_who_overtakes_waits_for_what_runs_and_for_what_goes_before_it(loads: Loads) -> None:
+    loads.ranks_tenants = True
+    runs = begun(loads, 1, 1_000, tenant="many", started_at=10.0)
+    begun(loads, 2, 3_000, tenant="many", started_at=10.0)
+    assert loads.goes_before("a", loads.rank("many", 10.1)) == 1.0
+    assert loads.goes_before("a", loads.rank("few", 10.1)) == pytest.approx(0.25), "one second of four"
+    assert loads.goes_before("a", loads.rank("few", 9.0)) == pytest.approx(0.25), "it runs already"
+    assert loads.goes_before("b", loads.rank("few", 10.1)) == 1.0, "nothing is there"
+    loads.on_ended(ended(runs))
+    assert loads.goes_before("a", loads.rank("few", 10.1)) == 1.0, "the other one runs now"
+
+
 def rerouted(loads: Loads, request: InFlight, tokens: int) -> None:
     request.target = "b"
     request.forecast = PrefillForecast(uncached_tokens=tokens, calibrated_s=tokens / 1000)

@@ -305,6 +305,18 @@ def test_sessions_do_not_wait_before_an_empty_pool_whoever_holds_them(number: in
     assert [refusal for _, refusal in due] == [None] * begin
 
 
+def test_what_tenants_were_given_counts_at_all_gateways():
+    """Room is kept for a tenant that asks for little, also where another gateway let the others begin."""
+    first, second = (Replica(name, document=WITH_ADMISSION) for name in ("a", "b"))
+    for n in range(3):
+        first.route(range(n * 1_000, n * 1_000 + 240), turn(f"many{n}", authorization="many"))
+    first.tells(second, alive=True)
+    assert isinstance(second.ask(range(9_000, 9_100), turn("more", authorization="many")), Queued)
+    asked = second.ask(range(8_000, 8_100), turn("one", authorization="few"))
+    assert isinstance(asked, Queued)
+    assert [(ticket, refusal) for ticket, refusal in second.router.due()] == [(asked.ticket, None)]
+
+
 def test_a_session_waits_no_longer_when_another_replica_has_routed_it():
     first, second = admitting(2)
     first.route(range(700), turn("a"))
@@ -382,6 +394,44 @@ def test_what_one_replica_measures_corrects_the_predictions_of_all_once():
     assert second.state.calibration.of(A, 0.0).prefill.observations == 20
     assert second.state.calibration.links(0.0) == first.state.calibration.links(0.0)
     assert second.shared.take().changes == []
+
+
+def test_one_that_starts_predicts_as_the_others_do():
+    """From what the first one has the server keep, without a measurement of its own."""
+    first, second = two()
+    for ratio in (3.0, 2.0, 4.0):
+        first.state.calibration.prefill(A, ratio, 1.0, first.now)
+        first.state.calibration.decoded(A, 4.0)
+        first.state.calibration.transfer(A, B, 2.0, 1.0, first.now)
+    first.tells(second)
+    kept = first.shared.take(alive=True).learned
+    assert not second.shared.take(alive=True).learned, "one of them is enough"
+    assert not first.shared.take(alive=True).learned, "nothing new"
+    late = Replica("c")
+    late.shared.reconcile([decode(kept)])
+    for of in (A, B):
+        assert late.state.calibration.of(of, 0.0) == first.state.calibration.of(of, 0.0)
+    assert late.state.calibration.links(0.0) == first.state.calibration.links(0.0)
+
+
+def test_what_did_not_reach_the_server_is_kept_later():
+    (first, _) = two()
+    first.state.calibration.prefill(A, 3.0, 1.0, first.now)
+    outbox = first.shared.take(alive=True)
+    first.shared.failed(outbox)
+    first.now += replicas.LEARNED_S
+    assert first.shared.take(alive=True).learned
+
+
+def test_endpoints_that_are_not_there_teach_nothing():
+    first = Replica("a")
+    first.state.calibration.prefill("10.9.9.9:8000", 3.0, 1.0, first.now)
+    first.state.calibration.transfer(A, "10.9.9.9:8000", 3.0, 1.0, first.now)
+    late = Replica("b")
+    late.shared.reconcile([decode(first.shared.take(alive=True).learned)])
+    assert late.state.calibration.of("10.9.9.9:8000", 0.0).prefill.observations == 0
+    assert not late.state.calibration.links(0.0)
+    assert late.state.calibration.of(A, 0.0).sends.observations == 1
 
 
 def test_an_endpoint_that_one_replica_ejects_is_avoided_by_all_until_it_is_healthy():
@@ -563,6 +613,11 @@ FAR_US = NOW_US + 7_200_000_000
         pytest.param(["measured", "decode", A, math.nan, 0.0, "", 7], id="no measurement"),
         pytest.param(["measured", "decode", A, 1e8, 0.0, "", 7], id="a measurement of years"),
         pytest.param(["measured", "decode", A, 1.0, 0.0, "", FAR_US], id="a measurement's stamp"),
+        pytest.param(["learned", "prefill", A, "", None, math.inf, 1.0, 1.0, 1, 0.0, 7], id="a sum"),
+        pytest.param(["learned", "prefill", A, "", None, 1.0, 2.0, 1.0, 1, 0.0, 7], id="weights above 1"),
+        pytest.param(["learned", "prefill", A, "", None, 1.0, 1.0, 1.0, 0, 0.0, 7], id="no observations"),
+        pytest.param(["learned", "prefill", A, "", 9, 1.0, 1.0, 1.0, 1, 0.0, 7], id="no level"),
+        pytest.param(["learned", "prefill", A, "", None, 1.0, 1.0, 1.0, 1, 0.0, FAR_US], id="its stamp"),
         pytest.param(["claimed", A, b"abc", 1.0], id="blocks that are not whole"),
         pytest.param(["claimed", A, bytes(8), math.inf], id="a claim for ever"),
         pytest.param(["alive", 7], id="a sign of life"),

@@ -66,6 +66,46 @@ def test_a_tenant_with_many_sessions_does_not_hold_up_another():
     assert "one" in begun(q, 2, 11.0)
 
 
+def given(q: SessionQueue, **tokens: int) -> None:
+    """Let a session of each of these tenants begin."""
+    for tenant, count in tokens.items():
+        assert q.arrive(f"{tenant} began", tenant, count, EMPTY, 0.0) is None
+
+
+def test_room_is_kept_for_a_tenant_that_asks_for_little():
+    """It passes another tenant's session that waits for more room."""
+    q, full = queue(), Room(78_000, 100_000)
+    given(q, many=60_000)
+    assert isinstance(q.arrive("more", "many", 5_000, full, 1.0), Waiting)
+    q.arrive("one", "few", 10_000, full, 1.0)
+    first = q.begin(full, 1.0)
+    assert first is not None
+    assert first.session == "one"
+    fuller = full.after(10_000)
+    assert q.begin(fuller, 1.0) is None
+    q.arrive("two", "few", 5_000, fuller, 1.0)
+    assert q.begin(fuller, 1.0) is None, "no more than is kept"
+
+
+def test_no_room_is_kept_for_tenants_that_ask_for_as_much():
+    q, full = queue(), Room(78_000, 100_000)
+    given(q, one=20_000, other=20_000)
+    assert isinstance(q.arrive("more", "one", 5_000, full, 1.0), Waiting)
+
+
+def test_a_tenant_that_has_waited_long_does_not_hold_up_one_that_asks_for_little():
+    q, full = queue(), Room(78_000, 100_000)
+    given(q, many=60_000)
+    q.arrive("more", "many", 5_000, full, 1.0)
+    q.arrive("again", "many", 5_000, full, 70.0)
+    given_again = q.begin(EMPTY, 70.0)
+    assert given_again is not None
+    q.arrive("one", "few", 1_000, full, 71.0)
+    first = q.begin(full, 131.0)
+    assert first is not None
+    assert first.session == "one"
+
+
 def test_who_waits_too_long_is_refused_and_told_when_its_turn_would_come():
     q = queue(max_wait_s=60.0)
     for n in range(4):
