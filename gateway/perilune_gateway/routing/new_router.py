@@ -101,7 +101,8 @@ def new_router(
     )
 
     def planned_targets(now: float) -> Iterable[str]:
-        return (move.target for move in (*planner.offers, *state.offers.all_elsewhere(now)))
+        elsewhere = [offered.target for offered in state.offers.all_elsewhere(now)]
+        return [*(move.target for move in planner.offers), *elsewhere]
 
     return Router(
         pool,
