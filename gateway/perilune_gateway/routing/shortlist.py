@@ -3,15 +3,15 @@
     every endpoint ─▶ its cost in seconds, without candidates ─▶ the cheapest, the deepest holders, the host
 
 1. Above `ABOVE` endpoints each one's cost is computed as the policy perilune does (policy/cost.py), from its
-   load and what its device caches, but without making a candidate of it: a fifth of the time.
+   load and what its device caches, but without making a candidate of it.
 2. The `CHEAPEST` stay, and of those that cost nearly as little the ones with the fewest sessions, because
    that is how equal costs are decided.
 3. The `DEEPEST` holders stay, from which KV may be fetched or which may fetch the least, and what is named:
    the session's host, and where planned moves lead.
 
 What a fetch saves is not in the costs of step 1, so of holders in host memory only the deepest are looked at.
-A decision then costs 1.3 µs for each endpoint of the pool, and what is kept of it does not grow with the
-pool. Only for policies that choose by cost in seconds: another one might choose an endpoint that is not here.
+What is kept of a decision does not grow with the pool. Only for policies that choose by cost in seconds:
+another one might choose an endpoint that is not here.
 Pure.
 """
 
