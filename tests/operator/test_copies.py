@@ -115,7 +115,9 @@ def test_only_a_fact_about_a_node_is_a_change() -> None:
     seen = some_nodes(b="r1", a="r1")
     assert copies.take_nodes(seen, seen)
     assert nodes() == [("a", "r1"), ("b", "r1")]
+    before = copies.nodes
     assert not copies.take_nodes(seen | some_nodes(a="r1"), ["/a"]), "a heartbeat"
+    assert copies.nodes is before, "what was computed from them still holds"
     assert copies.take_nodes(some_nodes(b="r2"), ["/a", "/b"])
     assert nodes() == [("b", "r2")]
 

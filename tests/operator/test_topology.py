@@ -79,6 +79,29 @@ def test_the_pool_document_lists_the_nodes_that_run_the_pools_pods() -> None:
     assert fabric.occupied.nodes == {"n7": NodePlace("r")}
 
 
+class Counted(dict[str, str]):
+    """Labels that count how often somebody looks."""
+
+    looks = 0
+
+    def get(self, key: str, default: str = "") -> str:  # type: ignore[override]
+        Counted.looks += 1
+        return super().get(key, default)
+
+
+def test_the_next_pools_round_does_not_look_at_all_nodes_again() -> None:
+    nodes = tuple(NodeFacts(f"n{i}", Counted({RACK: f"r{i % 3}"}), gpus=8) for i in range(5_000))
+    first = resolve(TopologySpec(), nodes, [])
+    looks = Counted.looks
+    pods = [PodFacts(name="p", component="engine", role="both", node="n7", ready=True, terminating=False)]
+    second = resolve(TopologySpec(), nodes, pods)
+    assert Counted.looks == looks
+    assert second.occupied.nodes == {"n7": NodePlace("r1")}
+    assert (first.topology, first.racks) == (second.topology, second.racks)
+    changed = (*nodes[:-1], NodeFacts("n4999", {RACK: "r3"}, gpus=8))
+    assert resolve(TopologySpec(), changed, pods).racks == 4
+
+
 def test_racks_of_one_name_under_two_spines_are_two() -> None:
     nodes = [labelled(n, {RACK: "r1", SPINE: s}) for n, s in (("a", "s1"), ("b", "s2"), ("c", "s2"))]
     fabric = resolve(TopologySpec(), nodes, [])

@@ -200,7 +200,8 @@ def started(*, scheduler: bool = False, kwok: bool = False) -> Iterator[ApiServe
             if kwok:
                 stages = Path(__file__).with_name("kwok.yaml")
                 access = f"--kubeconfig={server.kubeconfig()}"
-                start("kwok", access, "--manage-all-nodes", f"--config={stages}", "--cidr=10.9.0.0/16")
+                nodes = ("--manage-all-nodes", "--node-lease-duration-seconds=0")  # nobody asks for leases
+                start("kwok", access, *nodes, f"--config={stages}", "--cidr=10.9.0.0/16")
             yield server
         finally:
             for process in reversed(running.values()):

@@ -4,13 +4,14 @@
 2. `estimate_from_session` is for a request whose body is not read. The prompt's length follows from the
    body's, and its blocks are taken to be those of the session's context.
 3. `look_up` is for a prompt whose blocks are known. The prefix index says what every endpoint holds of it.
+4. In a large pool only the endpoints of a shortlist become candidates (shortlist.py).
 
 Reads state and changes nothing. Costs some µs per endpoint, and 2 µs per 256 blocks that the index knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -33,6 +34,7 @@ from perilune_gateway.request import paths
 from perilune_gateway.routing import admission
 from perilune_gateway.routing.context import Prompt, RequestContext
 from perilune_gateway.routing.pull import ANSWER_S, gives, unpulled, waits_s
+from perilune_gateway.routing.shortlist import ABOVE, BY_COST, shortlist
 from perilune_gateway.state.fleet import EndpointView
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.prefix_index import Matches
@@ -45,8 +47,10 @@ MAX_LOCATIONS = 4
 class CandidateBuilder:
     """Builds the candidates of one pool's requests."""
 
-    def __init__(self, state: PoolState) -> None:
+    def __init__(self, state: PoolState, targets: Callable[[float], Iterable[str]] = lambda now: ()) -> None:
+        """`targets` returns where planned moves would lead; these endpoints are always candidates."""
         self._state = state
+        self._targets = targets
 
     def configure(self, pool: Pool) -> None:
         """Take over a (changed) pool document."""
@@ -64,6 +68,8 @@ class CandidateBuilder:
         self._first = pool.spec.routing.engine_priority.used
         self._loras = {lora.name for lora in pool.spec.model.loras}
         self._splits = any(endpoint.role is Role.PREFILL for endpoint in pool.spec.endpoints)
+        self._by_cost = BY_COST.issuperset(asked) and not self._splits
+        self._params = routing.policy.perilune
 
     def find_eligible(self, context: RequestContext) -> None:
         """Fill in which endpoints may be chosen. Endpoints that are ejected, or whose metrics fail, are tried
@@ -176,7 +182,7 @@ class CandidateBuilder:
         overtakes = loads.contended
         rank = loads.rank(context.identity.tenant, now) if overtakes else 0.0
         candidates = []
-        for view in context.eligible:
+        for view in self._looked_at(context, overlaps):
             address = view.endpoint.address
             engine, decode_s, ttft_ratio = calibration.speed(address, now)
             overlap = overlaps.get(address, elsewhere)
@@ -197,6 +203,21 @@ class CandidateBuilder:
                 )
             )
         return candidates
+
+    def _looked_at(self, context: RequestContext, overlaps: Mapping[str, Overlap]) -> Sequence[EndpointView]:
+        """Return the eligible endpoints, or the shortlist of many."""
+        if not self._by_cost or len(context.eligible) <= ABOVE:
+            return context.eligible
+        calibration, now, session = self._state.calibration, context.now, context.session
+        return shortlist(
+            context.eligible,
+            tokens=context.prompt.tokens,
+            output_tokens=context.prompt.output_tokens,
+            overlaps=overlaps,
+            named={session.host if session else "", context.holder, *self._targets(now)},
+            engine_of=lambda address: calibration.speed(address, now).engine,
+            params=self._params,
+        )
 
     def _givers(self, eligible: Sequence[EndpointView]) -> Sequence[str]:
         """Return the endpoints that prefill for others."""

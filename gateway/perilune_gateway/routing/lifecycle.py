@@ -206,8 +206,10 @@ class Lifecycle:
     # -- what engines announce ---------------------------------------------------------------------
 
     def on_applied(self, applied: Applied) -> None:
-        """Record that a KV event has changed the index: it may end prefills, and extend sessions'
-        contexts."""
+        """Record that a KV event has changed the index: it may end prefills, and extend sessions' contexts.
+        What an engine only removes changes neither, and is told nobody."""
+        if not (applied.stored or applied.cleared):
+            return
         state, now, requests = self._state, self._clock(), self._state.requests
         if not applied.stored or applied.tier is not Tier.DEVICE:
             self._tell(BlocksChanged(applied, now))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
 from perilune_api.pool import Pool
@@ -99,13 +99,21 @@ def new_router(
         *([state.sharing.changes] if state.sharing else []),
         *listeners,
     )
+
+    def planned_targets(now: float) -> Iterable[str]:
+        elsewhere = [offered.target for offered in state.offers.all_elsewhere(now)]
+        return [*(move.target for move in planner.offers), *elsewhere]
+
     return Router(
         pool,
         state,
         conversations=Conversations(state, aliases),
         prompts=Prompts(state, tokenizer, aliases, prompt_seen),
         deciding=Deciding(
-            state, CandidateBuilder(state), moves, PolicyWatch(POLICIES, stopwatch, state.facts.tell)
+            state,
+            CandidateBuilder(state, planned_targets),
+            moves,
+            PolicyWatch(POLICIES, stopwatch, state.facts.tell),
         ),
         verdicts=Verdicts(state, lifecycle, turns, aliases, wall_clock),
         new_sessions=new_sessions,

@@ -11,13 +11,15 @@ whose blocks are all known and have one value. Each block maps to its run:
     runs               ───1─── ──2──   3      two holders, one of them, the other; G is not known any more
     prompt             A B C D E X            two lookups and two comparisons of arrays, then X is unknown
 
+A row has its blocks' names, too, so that a row of removed names is found by one of them, and removed at once.
+
 A run whose blocks get another value is changed at once, whatever its length. If only a part of them does, the
 run is cut, and what has equal values afterwards is joined; the shorter part of a run is what is moved. No
 order is taken for granted: rows may consist of any blocks, and a holder may lack any of them.
 
 Blocks lie in many dicts, because a dict moves all its entries when it grows. Rows do too, in the order in
 which they were last in use. A holder's bits are retired at once and swept away a few thousand blocks at a
-time. A known run costs about 1 µs, a new block 0.2 µs, about 75 bytes, and a row 0.4 kB.
+time. A known run costs about 1 µs, a new block 0.2 µs, about 83 bytes, and a row 0.4 kB.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ class _Row(Struct, eq=False, gc=False):
     """Blocks in the order in which they came."""
 
     blocks: array[int]
+    names: array[int]
+    """What engines call each block when they remove it; 0: unknown."""
     known: int = 0
     """Number of its blocks that are in the map."""
 
@@ -70,11 +74,15 @@ class _Run(Struct, eq=False, gc=False):
         most = min(self.end - start, len(blocks) - at)
         return _common(self.row.blocks[start : start + most], blocks[at : at + most])
 
-    def common_backwards(self, last: int, blocks: array[int], at: int) -> int:
-        """Return how many blocks from position `last` backwards are those of `blocks` from `at` on, at
-        least 1."""
-        most = min(last + 1 - self.start, len(blocks) - at)
-        return _common(self.row.blocks[last + 1 - most : last + 1][::-1], blocks[at : at + most])
+    def stretch(self, row: array[int], start: int, gone: array[int], at: int) -> tuple[int, int]:
+        """Return the first and the last position of what stands in a row as in `gone` from `at` on, which
+        begins with what is at position `start`. The row may be in the opposite order, as engines evict."""
+        if gone[at + 1 : at + 2] == row[start + 1 : min(start + 2, self.end)]:
+            most = min(self.end - start, len(gone) - at)
+            return start, start + _common(row[start : start + most], gone[at : at + most]) - 1
+        most = min(start + 1 - self.start, len(gone) - at)
+        length = _common(row[start + 1 - most : start + 1][::-1], gone[at : at + most])
+        return start + 1 - length, start
 
 
 class BlockMap:
@@ -126,15 +134,23 @@ class BlockMap:
             at += length
         return steps, at
 
-    def add(self, blocks: Sequence[int], bit: int, born: float, after: int = 0) -> int:
+    def add(
+        self,
+        blocks: Sequence[int],
+        bit: int,
+        born: float,
+        after: int = 0,
+        names: array[int] | None = None,
+    ) -> int:
         """Set a bit of these blocks, of which the unknown ones become known at `born`. Return how many lacked
-        it. `after`: the block before them, if they continue a prompt."""
+        it. `after`: the block before them, if they continue a prompt. `names`: what the engine calls them."""
         fresh, row, at, added = self._same(int(born) | bit), _as_array(blocks), 0, 0
+        names = names or array("Q", bytes(8 * len(row)))
         grown: list[_Row] = []
         while at < len(row):
             run = self._run(row[at])
             if run is None:
-                into, length = self._enter(row, at, fresh, row[at - 1] if at else after)
+                into, length = self._enter(row, names, at, fresh, row[at - 1] if at else after)
                 grown.append(into)
                 added += length
             else:
@@ -149,18 +165,31 @@ class BlockMap:
         return added
 
     def take(self, blocks: Iterable[int], bit: int) -> int:
-        """Clear a bit of these blocks. Return how many had it. Fastest if the end of a prompt comes first."""
+        """Clear a bit of these blocks. Return how many had it. Blocks that stand beside each other in a row
+        are taken at once, whether the end of a prompt comes first, as engines evict, or its beginning, as a
+        sliding window moves."""
         gone, at, taken = array("Q", blocks), 0, 0
         while at < len(gone):
             run = self._run(gone[at])
             length = 1
             if run is not None and run.value & bit:
-                start = run.find(gone[at])
-                length = run.common_backwards(start, gone, at)
-                self._change(run, start - length + 1, start + 1, run.value ^ bit)
+                first, last = run.stretch(run.row.blocks, run.find(gone[at]), gone, at)
+                length = last + 1 - first
+                self._change(run, first, last + 1, run.value ^ bit)
                 taken += length
             at += length
         return taken
+
+    def named(self, block: int, names: array[int], at: int) -> Sequence[int]:
+        """Return the blocks of the names from position `at` on, as far as they stand in one row, of which the
+        first is known to mean `block`; at least that."""
+        if run := self._run(block):
+            start, row = run.find(block), run.row
+            if row.names[start] == names[at]:
+                first, last = run.stretch(row.names, start, names, at)
+                found = row.blocks[first : last + 1]
+                return found if first == start else found[::-1]
+        return (block,)
 
     def retire(self, bits: int) -> None:
         """Clear bits of all blocks, by and by."""
@@ -236,14 +265,16 @@ class BlockMap:
                 if not blocks:
                     return
 
-    def _enter(self, blocks: array[int], at: int, value: int, after: int) -> tuple[_Row, int]:
+    def _enter(
+        self, blocks: array[int], names: array[int], at: int, value: int, after: int
+    ) -> tuple[_Row, int]:
         """Add unknown blocks from a position on to a row, that of the block before if it is its last one, as
         many as there are and fit. Return the row and their number."""
         shards, low, before = self._shards, self._low, self._run(after)
         if before and before.row.blocks[-1] == after and len(before.row.blocks) < _ROW:
             row = before.row
         else:
-            row, before = _Row(array("Q")), None
+            row, before = _Row(array("Q"), array("Q")), None
         start = end = len(row.blocks)
         run = before if before and before.value == value else _Run(row, start, start, value)
         for block in blocks[at : at + _ROW - start]:
@@ -253,6 +284,7 @@ class BlockMap:
             shard[block] = run
             end += 1
         row.blocks.extend(blocks[at : at + end - start])
+        row.names.extend(names[at : at + end - start])
         row.known += end - start
         self._count += end - start
         run.end = end
@@ -292,7 +324,7 @@ class BlockMap:
         if not row.known:
             del self._rows[row.blocks[0] & low][row]
         if end == len(row.blocks):
-            del row.blocks[start:]
+            del row.blocks[start:], row.names[start:]
 
     def _cut(self, run: _Run, at: int) -> tuple[_Run, _Run]:
         """Return the parts of a run before and after a position. The longer one stays as it is."""

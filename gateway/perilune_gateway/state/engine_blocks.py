@@ -268,7 +268,7 @@ class EngineBlocks:
         if self._media and group.stride == 1 and (self._media.awaits or any(event.extra_keys or ())):
             self._media.stored(parent, ours, event.token_ids, media_keys(event), now)
         whole = ours[group.stride - 1 :: group.stride]
-        self._stored(endpoint, Tier.DEVICE, whole, now, group, 0 if above is None else parent)
+        self._stored(endpoint, Tier.DEVICE, whole, now, group, 0 if above is None else parent, names)
         self._join(names, now)
         self._names.shrink(self._index.cached)
         told = () if group.window else ours  # the group with full attention tells it too
@@ -318,9 +318,10 @@ class EngineBlocks:
         now: float,
         group: Group,
         parent: int | None = None,
+        names: array[int] | None = None,
     ) -> None:
-        """`parent`: see `PrefixIndex.stored`."""
-        self._index.stored(endpoint, tier, ours, now, group, parent if group.stride == 1 else None)
+        """`parent` and `names`: see `PrefixIndex.stored`."""
+        self._index.stored(endpoint, tier, ours, now, group, parent if group.stride == 1 else None, names)
         if tier is Tier.STORE:
             self._claims.stored(endpoint, ours)
 
@@ -405,7 +406,7 @@ class EngineBlocks:
     def _removed(self, endpoint: str, tier: Tier, event: BlockRemoved) -> Applied:
         number, unknown = event.group_idx or 0, 0
         names = _keys(event.block_hashes)
-        found = self._names.find(names)
+        found = self._found(names)
         ours = [block for block in found if block is not None]
         if len(ours) < len(found):
             for name, block in zip(names, found, strict=True):
@@ -416,6 +417,15 @@ class EngineBlocks:
         if tier is not Tier.STORE:  # the store is shared, so an engine's removal does not empty it
             self._index.removed(endpoint, tier, ours, number)
         return Applied(endpoint=endpoint, tier=tier, removed=len(ours), unused=unknown)
+
+    def _found(self, names: array[int]) -> list[int | None]:
+        """Return the block of each name, None for a name that is not known. Engines remove what they have
+        stored in rows, so the first name of a row is looked up, and the others are compared with it."""
+        found: list[int | None] = []
+        while len(found) < len(names):
+            block = self._names.get(names[len(found)])
+            found += (None,) if block is None else self._index.named(block, names, len(found))
+        return found
 
     def _removed_while_waiting(self, name: int, endpoint: str, tier: Tier, number: int) -> bool:
         block = self._waits.get(name)
@@ -513,11 +523,11 @@ def _key(name: BlockHash) -> int:
     return name & _64_BITS if isinstance(name, int) else blocks.low64(name)
 
 
-def _keys(names: Sequence[BlockHash]) -> Sequence[int]:
+def _keys(names: Sequence[BlockHash]) -> array[int]:
     try:
         return array("Q", names)  # type: ignore[arg-type]  # digests raise TypeError
     except (TypeError, OverflowError):
-        return [_key(name) for name in names]
+        return array("Q", [_key(name) for name in names])
 
 
 @lru_cache(maxsize=64)

@@ -40,7 +40,7 @@ def nobody(fact: Fact) -> None:
 
 
 class BlocksChanged(Fact, frozen=True, gc=False):
-    """A KV event has changed the prefix index."""
+    """A KV event has told of blocks that an endpoint has, or that it has none any more."""
 
     applied: Applied
     now: float

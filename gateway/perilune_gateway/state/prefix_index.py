@@ -32,6 +32,7 @@ reads a clock.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -274,11 +275,12 @@ class PrefixIndex:
         now: float,
         group: Group = FULL,
         parent: int | None = None,
+        names: array[int] | None = None,
     ) -> None:
         """Note that an endpoint has stored blocks, in a KV cache group of its device or in another tier. For
         the store tier the endpoint is ignored. `parent`: the block that the first one follows, each of the
         others following the one before it, 0 for the beginning of a prompt; None if they may be any blocks:
-        from then on the endpoint's claims take longer."""
+        from then on the endpoint's claims take longer. `names`: what the engine calls them, see `named`."""
         self.expire(now)
         if tier is Tier.STORE:
             self.listed(blocks, now)
@@ -293,7 +295,7 @@ class PrefixIndex:
             before = self._before(holder, parent)
             holder.ordered = before is Before.ANNOUNCED
             born = min(now, self._confirm(holder, blocks, before))
-            holder.on_device += self._blocks.add(blocks, bit, born, parent or 0)
+            holder.on_device += self._blocks.add(blocks, bit, born, parent or 0, names)
         if self._filling:
             self._blocks.renew(blocks)
         self._evict()
@@ -310,6 +312,12 @@ class PrefixIndex:
             if holder.copies:
                 blocks = [block for block in blocks if not self._one_copy_less(holder, block, bit)]
             holder.on_device -= self._blocks.take(blocks, bit)
+
+    def named(self, block: int, names: array[int], at: int) -> Sequence[int]:
+        """Return the blocks that engines call by these names from position `at` on, as far as they were
+        stored beside each other, of which the first is known to mean `block`; at least that. O(1) for a
+        row."""
+        return self._blocks.named(block, names, at)
 
     def lost(self, blocks: Iterable[int], since: float = inf) -> None:
         """Note that the store has lost these blocks, of which the last report is older than `since`."""

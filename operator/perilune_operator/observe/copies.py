@@ -38,7 +38,9 @@ class Copies:
         """Kind → namespace/name → object."""
         self._by_pool: dict[str, dict[PoolName, dict[str, Object]]] = {}
         """The same objects by kind, then by pool, then by namespace/name."""
-        self._nodes: dict[str, NodeFacts] | None = None
+        self._nodes: dict[str, NodeFacts] = {}
+        self._by_name: tuple[NodeFacts, ...] | None = None
+        """The nodes by name; None before they have been listed."""
         self._others: dict[PoolName, OtherPool] = {}
         """Every pool, as other pools see it."""
         self._parents: dict[str, ParentFacts] | None = None
@@ -50,12 +52,12 @@ class Copies:
     def has_all(self, kinds: Collection[str]) -> bool:
         """Return whether nodes, the Gateways of routes, and these kinds have each been listed once."""
         routed = "HTTPRoute" not in kinds or self._parents is not None
-        return self._nodes is not None and routed and self._by_kind.keys() >= set(kinds)
+        return self._by_name is not None and routed and self._by_kind.keys() >= set(kinds)
 
     @property
     def nodes(self) -> tuple[NodeFacts, ...]:
-        """The cluster's nodes, by name."""
-        return tuple(facts for _, facts in sorted((self._nodes or {}).items()))
+        """The cluster's nodes, by name. The same tuple until a fact about one of them changes."""
+        return self._by_name or ()
 
     def children(self, pool: PoolName) -> dict[Key, Object]:
         """Return the pool's objects, and those that the pools of its namespace share; no pods."""
@@ -120,10 +122,16 @@ class Copies:
 
     def take_nodes(self, objects: Objects, changed: Collection[str]) -> bool:
         """Take in nodes; return whether a fact about them has changed."""
-        before = self._nodes
-        self._nodes = {name: facts for name, facts in (before or {}).items() if name not in changed}
-        self._nodes |= {name: readers.node(objects[name]) for name in changed if name in objects}
-        return self._nodes != before
+        seen = {name: readers.node(objects[name]) for name in changed if name in objects}
+        news = {name for name in changed if seen.get(name) != self._nodes.get(name)}
+        if not news and self._by_name is not None:
+            return False
+        for name in news:
+            self._nodes.pop(name, None)
+            if name in seen:
+                self._nodes[name] = seen[name]
+        self._by_name = tuple(self._nodes[name] for name in sorted(self._nodes))
+        return True
 
     def take_pool(self, pool: PoolName, body: Object | None) -> set[PoolName]:
         """Take in a pool as other pools see it (None if it is gone); return those that are concerned."""

@@ -10,10 +10,14 @@ cards' speed. Their number is shown and scales nothing, because one transfer use
 
 Mooncake does not know racks. It knows the host of a segment (render/mooncake.py), which the gateway joins
 with these nodes. Segments lie in the engines' own pods, so the engines' placement is theirs too.
+
+What depends on the nodes alone is computed once for as long as they stay the same tuple, so that a round of a
+pool costs no more in a cluster of thousands of nodes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
 
 from perilune_api import names, pool
@@ -48,33 +52,79 @@ def resolve(
 ) -> Fabric:
     """Return the fabric of the relevant nodes: those with GPUs, and those that run pods of the pool.
     `anywhere`: engines that others run may be on every node, so those with a place count, too."""
-    levels = {level.name: level for level in spec.levels or DEFAULT_LEVELS}
-    used = {pod.node for pod in pods if pod.node}
+    survey = _survey(spec.levels or DEFAULT_LEVELS, _Same(nodes), anywhere)
+    fabric, used = survey.fabric, {pod.node for pod in pods if pod.node}
+    if others := sorted(used & survey.nodes.keys() - fabric.topology.nodes.keys()):
+        more = {name: _place(survey.nodes[name], spec.levels or DEFAULT_LEVELS) for name in others}
+        fabric = _fabric(fabric.topology.nodes | more, fabric.keys)
     if anywhere:
-        used |= {n.name for n in nodes if n.gpus or any(_value(n, level) for level in levels.values())}
-    relevant = sorted((n for n in nodes if n.gpus or n.name in used), key=lambda n: n.name)
-    leaving = tuple(sorted(n.name for n in nodes if n.leaving)) if anywhere else ()
-    places = {
-        n.name: pool.NodePlace(
-            _value(n, levels.get(LevelName.RACK)),
-            _value(n, levels.get(LevelName.SPINE)),
-            next((n.labels[key] for key in GPU_PRODUCTS if n.labels.get(key)), ""),
-            int(_number(n, names.NIC_COUNT)),
-            _number(n, names.NIC_GBITS),
-        )
-        for n in relevant
-    }
+        return replace(fabric, occupied=pool.Topology(fabric.topology.nodes, survey.leaving))
+    places = fabric.topology.nodes
+    occupied = {name: places[name] for name in sorted(used & places.keys())}
+    return replace(fabric, occupied=pool.Topology(occupied))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Same:
+    """The nodes, which equal only themselves."""
+
+    nodes: Sequence[NodeFacts]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.nodes is other.nodes
+
+    def __hash__(self) -> int:
+        return id(self.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """What the nodes alone tell."""
+
+    nodes: Mapping[str, NodeFacts]
+    """All of them, by name."""
+    fabric: Fabric
+    """That of the nodes with GPUs; with `anywhere` that of those with a place, too."""
+    leaving: tuple[str, ...]
+
+
+@lru_cache(maxsize=4)
+def _survey(levels: tuple[LevelSpec, ...], of: _Same, anywhere: bool) -> _Survey:
+    def matters(node: NodeFacts) -> bool:
+        return bool(node.gpus or (anywhere and any(_value(node, level) for level in levels)))
+
     keys = {"node": HOSTNAME}
-    for name, level in levels.items():
-        carried = [label for label in level.labels if any(label in n.labels for n in nodes)]
-        keys[name] = (carried or list(level.labels))[0]
+    for level in levels:
+        carried = [label for label in level.labels if any(label in n.labels for n in of.nodes)]
+        keys[level.name] = (carried or list(level.labels))[0]
+    return _Survey(
+        {n.name: n for n in of.nodes},
+        _fabric({n.name: _place(n, levels) for n in of.nodes if matters(n)}, keys),
+        tuple(sorted(n.name for n in of.nodes if n.leaving)),
+    )
+
+
+def _fabric(found: Mapping[str, pool.NodePlace], keys: Mapping[str, str]) -> Fabric:
+    """Return the fabric of these places, none of them occupied."""
+    places = dict(sorted(found.items()))
     return Fabric(
         topology=pool.Topology(places),
-        occupied=pool.Topology({name: place for name, place in places.items() if name in used}, leaving),
+        occupied=pool.Topology(),
         keys=keys,
         unlabelled=tuple(name for name, place in places.items() if not place.rack),
         racks=len({(p.spine, p.rack) for p in places.values() if p.rack}),
         spines=len({p.spine for p in places.values() if p.spine}),
+    )
+
+
+def _place(node: NodeFacts, levels: Sequence[LevelSpec]) -> pool.NodePlace:
+    of = {level.name: level for level in levels}
+    return pool.NodePlace(
+        _value(node, of.get(LevelName.RACK)),
+        _value(node, of.get(LevelName.SPINE)),
+        next((node.labels[key] for key in GPU_PRODUCTS if node.labels.get(key)), ""),
+        int(_number(node, names.NIC_COUNT)),
+        _number(node, names.NIC_GBITS),
     )
 
 

@@ -248,6 +248,50 @@ def test_removals_in_a_row_become_one():
     )
 
 
+NAMES = st.integers(1 << 32, (1 << 64) - 1) | st.binary(min_size=32, max_size=32) | st.integers(0, 300)
+ROWS_OF_REMOVALS = st.tuples(
+    st.lists(NAMES, min_size=1, max_size=30) | st.lists(st.integers(1 << 60, 1 << 61), min_size=8),
+    st.sampled_from(["GPU", "CPU", None]),
+    st.sampled_from([0, 1, 300]),
+)
+
+
+@given(rows=st.lists(ROWS_OF_REMOVALS | st.none(), max_size=12), damage=st.integers(0, 2_000))
+def test_rows_of_removals_are_read_as_if_one_by_one(rows, damage):
+    """However long they are, whatever is between them, and with a byte of another value."""
+    events = []
+    for row in rows:
+        if row is None:
+            events.append(STORED)
+            continue
+        names, medium, group = row
+        events += [
+            {"type": "BlockRemoved", "block_hashes": [name], "medium": medium, "group_idx": group}
+            for name in names
+        ]
+
+    def told(payload):
+        batch, found = decode(payload), []
+        for event in batch.events:
+            if isinstance(event, BlockRemoved):
+                found += [(name, event.medium, event.group_idx) for name in event.block_hashes]
+            else:
+                found.append(event)
+        return found, batch.malformed, batch.unknown
+
+    # Read from one message each, in which nothing stands in a row.
+    alone = [told(pack([0.0, [event], 0])) for event in events]
+    assert told(pack([0.0, events, 0])) == ([event for found, _, _ in alone for event in found], 0, 0)
+    if events:
+        changed = [*events]
+        at = damage % len(events)
+        changed[at] = {**changed[at], "block_hashes": None}
+        found, malformed, _ = told(pack([0.0, changed, 0]))
+        one_less = [one for n, (found_there, _, _) in enumerate(alone) if n != at for one in found_there]
+        assert malformed == 1
+        assert [e for e in found if not isinstance(e, AllBlocksCleared)] == one_less
+
+
 def test_a_long_event_without_tokens_has_pieces_without_tokens():
     """As connectors send them for host memory."""
     event = BlockStored(block_hashes=tuple(range(5)), parent_block_hash=None, medium="CPU")
