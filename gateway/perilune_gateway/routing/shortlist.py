@@ -48,7 +48,7 @@ def shortlist(
     output = min(output_tokens or params.expected_output_tokens, params.expected_output_tokens)
     weight, none = params.interference_weight, Overlap()
     prefills: dict[tuple[int, int], float] = {}
-    alone: dict[int, float] = {}
+    alone: dict[int, tuple[EngineModel, float]] = {}  # with the engine, so that no other one gets its id
     costs: list[float] = []
     for view in eligible:
         address, load = view.endpoint.address, view.load
@@ -57,11 +57,11 @@ def shortlist(
         prefill_s = prefills.get(key := (id(engine), device))
         if prefill_s is None:
             prefill_s = prefills[key] = engine.prefill_s(tokens - device, device)
-            alone[id(engine)] = engine.decode_step_s(1, tokens)
+            alone[id(engine)] = engine, engine.decode_step_s(1, tokens)
         cost_s = load.pending_prefill_s + prefill_s
         if load.in_flight:
             together_s = engine.decode_step_s(load.in_flight + 1, load.active_kv_tokens + tokens)
-            cost_s += weight * load.in_flight * prefill_s + output * (together_s - alone[id(engine)])
+            cost_s += weight * load.in_flight * prefill_s + output * (together_s - alone[id(engine)][1])
         costs.append(cost_s)
     cheapest = nsmallest(CHEAPEST, range(len(costs)), costs.__getitem__)
     limit_s = nearly(costs[cheapest[0]])
