@@ -60,7 +60,7 @@ AIBRIX_EVENTS_LABEL = "model.aibrix.ai/kv-events-enabled"
 MOST_RANKS = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
     """Where an engine publishes KV events."""
 

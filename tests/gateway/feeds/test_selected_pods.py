@@ -46,17 +46,19 @@ def pod(*args: str, command: tuple[str, ...] = (), ready: bool = True, **meta: A
     ("given", "told"),
     [
         pytest.param(pod("--model", "m"), Published(), id="nothing said"),
-        pytest.param(pod("--kv-events-config", EVENTS), Published(5600), id="argument"),
-        pytest.param(pod(f"--kv-events-config={EVENTS}"), Published(5600), id="argument with ="),
-        pytest.param(pod("--kv-events-config", REPLAYED), Published(5557, 5558), id="vLLM's defaults"),
+        pytest.param(pod("--kv-events-config", EVENTS), Published(port=5600), id="argument"),
+        pytest.param(pod(f"--kv-events-config={EVENTS}"), Published(port=5600), id="argument with ="),
+        pytest.param(
+            pod("--kv-events-config", REPLAYED), Published(port=5557, replay_port=5558), id="vLLM's defaults"
+        ),
         pytest.param(
             pod(f"vllm serve m --port 8000 {EVENTS_FLAG} --seed 1", command=("sh", "-c")),
-            Published(5557, 5558),
+            Published(port=5557, replay_port=5558),
             id="a shell's line",
         ),
         pytest.param(
             pod('exec vllm serve m --kv_events_config "{\\"enable_kv_cache_events\\":true}"'),
-            Published(5557),
+            Published(port=5557),
             id="a shell's line with escaped quotes",
         ),
         pytest.param(
@@ -65,7 +67,7 @@ def pod(*args: str, command: tuple[str, ...] = (), ready: bool = True, **meta: A
                 "True",
                 "--kv-events-config.endpoint=tcp://*:5570",
             ),
-            Published(5570),
+            Published(port=5570),
             id="dotted",
         ),
         pytest.param(
@@ -80,17 +82,17 @@ def pod(*args: str, command: tuple[str, ...] = (), ready: bool = True, **meta: A
         ),
         pytest.param(
             pod("--kv-events-config", EVENTS, "--data-parallel-size", "8", "--data-parallel-size-local=2"),
-            Published(5600, ranks=8, per_pod=2),
+            Published(port=5600, ranks=8, per_pod=2),
             id="ranks, of which this pod runs two",
         ),
         pytest.param(
             pod("--kv-events-config", EVENTS, "-dp", "8", "-dpl=2", "--data-parallel-start-rank", "4"),
-            Published(5600, ranks=2, first_rank=4),
+            Published(port=5600, ranks=2, first_rank=4),
             id="its own ranks from the fifth on",
         ),
         pytest.param(
             pod("--kv-events-config", EVENTS, "-dp", "8", "-dpl=2", "--data-parallel-hybrid-lb"),
-            Published(5600, ranks=2),
+            Published(port=5600, ranks=2),
             id="its own ranks, the first ones",
         ),
         pytest.param(
@@ -99,7 +101,7 @@ def pod(*args: str, command: tuple[str, ...] = (), ready: bool = True, **meta: A
                 "--data-parallel-start-rank=$((LWS_WORKER_INDEX * 2))",
                 labels={"leaderworkerset.sigs.k8s.io/worker-index": "3"},
             ),
-            Published(5600, ranks=2, first_rank=6),
+            Published(port=5600, ranks=2, first_rank=6),
             id="its own ranks, as its group numbers it",
         ),
         pytest.param(
@@ -109,7 +111,7 @@ def pod(*args: str, command: tuple[str, ...] = (), ready: bool = True, **meta: A
         ),
         pytest.param(
             pod("--kv-events-config", EVENTS, "-dp", "8", "--data-parallel-rank=3"),
-            Published(5600, first_rank=3),
+            Published(port=5600, first_rank=3),
             id="one rank",
         ),
         pytest.param(
@@ -117,16 +119,18 @@ def pod(*args: str, command: tuple[str, ...] = (), ready: bool = True, **meta: A
                 *("--kv-events-config", EVENTS, "-dp", "8", "--data-parallel-external-lb", "--nnodes=8"),
                 labels={"leaderworkerset.sigs.k8s.io/worker-index": "5"},
             ),
-            Published(5600, first_rank=5),
+            Published(port=5600, first_rank=5),
             id="one rank, by its number in the group",
         ),
         pytest.param(pod("-dp", "2"), Published(ranks=2), id="ranks, short"),
         pytest.param(
-            pod(labels={"model.aibrix.ai/kv-events-enabled": "true"}), Published(5557, 5558), id="AIBrix"
+            pod(labels={"model.aibrix.ai/kv-events-enabled": "true"}),
+            Published(port=5557, replay_port=5558),
+            id="AIBrix",
         ),
         pytest.param(
             pod(annotations={"perilune.dev/kv-events-port": "5557", "perilune.dev/ranks": "2"}),
-            Published(5557, 5559, 2),
+            Published(port=5557, replay_port=5559, ranks=2),
             id="our annotations",
         ),
     ],
@@ -137,7 +141,7 @@ def test_where_a_pod_publishes_its_events(given: Object, told: Published) -> Non
 
 def test_the_selector_itself_has_the_last_word_on_events() -> None:
     selector = Selector(labels={"app": "vllm"}, events_port=5700, replay_port=5800)
-    assert published(pod("--kv-events-config", EVENTS), selector) == Published(5700, 5800)
+    assert published(pod("--kv-events-config", EVENTS), selector) == Published(port=5700, replay_port=5800)
 
 
 @pytest.mark.parametrize(

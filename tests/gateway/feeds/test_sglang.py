@@ -125,7 +125,7 @@ def test_its_metrics_are_read() -> None:
         pytest.param(
             "python -m sglang.launch_server --page-size 16 --kv-events-config"
             ' \'{"publisher": "zmq", "topic": "kv-events", "replay_endpoint": "tcp://*:5558"}\'',
-            Published(5557, 5558),
+            Published(port=5557, replay_port=5558),
             id="published",
         ),
         pytest.param(
