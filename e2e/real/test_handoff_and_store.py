@@ -29,7 +29,7 @@ async def engines(rig, tiny):
         }
     )
     await rig.start_master(rendered)
-    rig.sysctl(1, "net.ipv4.tcp_syn_retries", "1")
+    rig.sysctl(1, "net.ipv4.tcp_syn_retries", "1")  # of what reads, see the last test
     started = [await rig.engine(rendered, number) for number in range(2)]
     await rig.ready(*started)
     return started
@@ -77,8 +77,9 @@ async def test_a_hand_off_without_a_giver_ends_in_an_answer(rig, engines):
 
 
 async def test_an_engine_that_loses_its_network_delays_its_readers_by_seconds(rig, engines):
-    """A read gives up within `LOST_NODE`, and vLLM asks the store again until the master has forgotten the
-    engine. Its prompt is computed then."""
+    """A read gives up within `LOST_NODE`, and a new connection after two tries to open it (else a minute, since
+    Mooncake leaves that to the kernel). vLLM asks the store again until the master has forgotten the engine;
+    then it computes the prompt."""
     lost, reader = engines
     first, second, last = (prompt(40 + number) for number in range(3))
     for ids in (first, second, last):
@@ -96,5 +97,5 @@ async def test_an_engine_that_loses_its_network_delays_its_readers_by_seconds(ri
         await ask(rig, reader.url, ids, max_tokens=1)
         took.append(time.monotonic() - began)
     print(f"\nafter the network of one engine was lost, its reader took {took[0]:.1f} s and {took[1]:.1f} s")
-    assert took[0] < CLIENT_S + sum(map(float, LOST_NODE.values())), "Mooncake's own patience is a minute"
+    assert took[0] < CLIENT_S + 2 * sum(map(float, LOST_NODE.values())), "two reads"
     assert took[1] < took[0], "forgotten by then"

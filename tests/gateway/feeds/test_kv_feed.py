@@ -116,15 +116,15 @@ class NotingIndex(PrefixIndex):
 
     def __init__(self) -> None:
         super().__init__(100_000, 5.0)
-        self.named: set[int] = set()
+        self.heard: set[int] = set()
 
     def stored(self, endpoint, tier, blocks, *arguments, **options) -> None:
-        self.named.update(blocks)
+        self.heard.update(blocks)
         super().stored(endpoint, tier, blocks, *arguments, **options)
 
     @property
     def held(self) -> set[int]:
-        return {block for block in self.named if self.announced(ENGINE, block)}
+        return {block for block in self.heard if self.announced(ENGINE, block)}
 
 
 class Recorder:
