@@ -1,24 +1,20 @@
 """What the results of an evaluation depend on: found in the sources, held against what really runs."""
 
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
 
 import pytest
 
+from perilune_gateway.policy import POLICIES
 from perilune_gateway.routing.candidates import MAX_LOCATIONS
-from perilune_research.evaluate.cells import Cell, Profile, Scenario, compute
-from perilune_research.evaluate.search import Search, find
-from perilune_research.evaluate.work import COMPUTES
-from perilune_research.simulator.deployment import Deployment
-from perilune_research.simulator.policies import POLICIES
-from perilune_research.simulator.setting import PLANNER
+from perilune_lab.simulate.deployment import Arm
+from perilune_research.deployments.cells import COMPUTES, Cell, compute
 from perilune_research.sources import ONLY_SHOWN, OURS, dependencies
 
-SCENARIO = Scenario(
-    rate=0.4, endpoints=2, window_s=60.0, warmup_s=10.0, deployment=Deployment.STORE, link_factor=3.0
-)
+SMALL = Cell(policy="perilune", rate=0.4, seed=1, endpoints=2, window_s=25.0, warmup_s=5.0)
 FOUND = dependencies(COMPUTES)
 
 
@@ -39,9 +35,9 @@ def test_every_file_that_runs_is_one_that_results_depend_on():
     before = sys.getprofile()
     sys.setprofile(see)
     try:
-        for policy in (*POLICIES, "sticky" + PLANNER):
-            compute([Cell(SCENARIO, Profile(policy), 1)])
-        find([Search(SCENARIO, Profile("round_robin"), 1)])
+        compute([replace(SMALL, policy=policy) for policy in POLICIES])
+        compute([replace(SMALL, arm=arm, planner=True) for arm in Arm])
+        compute([replace(SMALL, prefill=1)])
     finally:
         sys.setprofile(before)
     ours = {names_of(path) for path in ran if f"/{OURS}" in path and path.endswith(".py")}
@@ -54,9 +50,9 @@ def test_every_file_that_runs_is_one_that_results_depend_on():
     [
         "perilune_api.pool",
         "perilune_gateway.policy.others.near_cache",
-        "perilune_gateway.feeds.engine_metrics",
+        "perilune_gateway.feeds.handoff_legs",
         "perilune_lab.report",
-        "perilune_lab.simulate.bisection",
+        "perilune_lab.simulate.engine",
     ],
 )
 def test_a_module_is_its_bytes(name: str):
@@ -71,7 +67,7 @@ def test_what_only_shows_does_not_count():
     assert not FOUND.keys() & {
         *ONLY_SHOWN,
         "perilune_lab.simulate.tables",
-        "perilune_research.simulator.cli",
+        "perilune_research.deployments.page",
     }
 
 

@@ -39,10 +39,23 @@ METRICS = (
     Metric("worst endpoint s", "hotspot.ttft_p90_max_s"),
 )
 TTFT_P90 = METRICS[1]
+GOALS = (
+    Metric("TTFT p90 / floor", "regret"),
+    Metric("APC / ceiling", "apc / apc_ceiling.intra_session", percent),
+    Metric("wall-clock factor", "wall_clock_factor"),
+    Metric("moved turns", "migrations.per_request", percent),
+    Metric("moves to where it stays cool", "migrations.accuracy", percent),
+    Metric("moves again within 30 s", "migrations.thrash_rate", percent),
+)
+"""Figures of the default policy for which there are goals."""
 
 
 def value(run: Run, path: str) -> float | None:
-    """Return the figure of this path; None if the run does not have it."""
+    """Return the figure of this path, or the quotient of two; None if the run does not have it."""
+    path, _, by = path.partition(" / ")
+    if by:
+        above, below = value(run, path), value(run, by)
+        return above / below if above is not None and below else None
     found: object = run
     for part in path.split("."):
         found = getattr(found, part, UNSET)
@@ -70,6 +83,7 @@ def tables(found: Found) -> list[Table]:
     return [
         setup(found),
         deployments(found),
+        goals(found),
         *(compared(found, pool, load) for pool in found.size.pools for load in found.size.loads),
         ahead(found),
         happened(found),
@@ -103,6 +117,24 @@ def deployments(found: Found) -> Table:
         ("load", "deployment", *(m.name for m in METRICS), "TTFT p90 / none"),
         rows,
         "The last column compares seed by seed with the deployment `none` at the same load.",
+    )
+
+
+def goals(found: Found) -> Table:
+    """Tell of the default policy the figures for which there are goals."""
+    rows = [
+        (pool, load, *(estimate(values(found, pool, load, DEFAULT, goal), goal.form) for goal in GOALS))
+        for pool in found.size.pools
+        if DEFAULT in policies(found.size, pool)
+        for load in found.size.loads
+    ]
+    return Table(
+        f"Against the goals, {DEFAULT}",
+        ("deployment", "load", *(goal.name for goal in GOALS)),
+        rows,
+        "*Floor* is the TTFT of the same turns if each ran alone with its session's prefix cached, *ceiling*"
+        " the share that an infinite cache of each session would serve. A cell is empty if a seed lacks the"
+        " figure.",
     )
 
 
