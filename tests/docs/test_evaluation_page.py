@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from document_tables import rows, section
 
+from perilune_lab.quantiles import mean
 from perilune_lab.simulate.deployment import Arm
+from perilune_lab.terminal.formats import as_number
 
 FOLDER = Path(__file__).parents[2] / "docs" / "evaluation"
 PAGE = (FOLDER / "README.md").read_text()
@@ -33,3 +36,97 @@ def test_every_deployment_of_a_made_page_has_a_table():
         page = (FOLDER / f"{name}.md").read_text()
         played = {(row["deployment"], row["load"]) for row in data["rows"]}
         assert [key for key in played if f"## Deployment {key[0]} at {key[1]}\n" not in page] == []
+
+
+DATA = MADE["deployments"]["rows"]
+
+
+def figure(deployment: str, load: str, policy: str, path: str) -> float | None:
+    """Return the mean over seeds of a figure; None if it was not played."""
+    wanted = (deployment, load, policy)
+    found = [row for row in DATA if (row["deployment"], row["load"], row["policy"]) == wanted]
+    return mean(found[0][path]) if found else None
+
+
+def number(value: float | None) -> str:
+    return "" if value is None else as_number(value)
+
+
+def expected(arm: str, policy: str) -> list[str]:
+    """Return the row that the page's table of that arm must have."""
+    at = {path: figure(arm, "R", policy, path) for path in ("e2e_s.p90", "apc", "output_tokens_per_s")}
+    tpot = figure(arm, "R", policy, "tpot_s.p99")
+    return [
+        policy,
+        *(number(figure(arm, load, policy, "ttft_s.p90")) for load in ("R/2", "R", "1.25 R")),
+        number(at["e2e_s.p90"]),
+        number(tpot and 1e3 * tpot),
+        f"{100 * at['apc']:.1f} %" if at["apc"] else "",
+        number(at["output_tokens_per_s"]),
+    ]
+
+
+@pytest.mark.parametrize("arm", [arm for arm in Arm if f"## Arm {arm}\n" in PAGE])
+def test_the_pages_tables_have_every_policy_with_the_figures_of_the_data(arm: Arm):
+    said = [list(row) for row in rows(section(PAGE, f"## Arm {arm}"), "policy")]
+    played = {row["policy"] for row in DATA if (row["deployment"], row["load"]) == (arm, "R")}
+    assert {row[0] for row in said} == played
+    assert said == [expected(arm, row[0]) for row in said]
+
+
+@pytest.mark.parametrize(
+    ("title", "sentence", "figures"),
+    [
+        pytest.param(
+            "In short",
+            "falls from {} s to {} s, at 1.25 R from {} s to {} s",
+            [(arm, load, "perilune", "ttft_s.p90") for load in ("R", "1.25 R") for arm in ("none", "store")],
+            id="a store",
+        ),
+        pytest.param(
+            "In short",
+            "at R by {} s to {} s for the next policy",
+            [("none", "R", policy, "ttft_s.p90") for policy in ("perilune", "kv_linear")],
+            id="the default",
+        ),
+        pytest.param(
+            "Claims of others",
+            "| {} × at R, {} × at 1.25 R in `none` |",
+            [("none", load, "lmetric", "wall_clock_factor") for load in ("R", "1.25 R")],
+            id="the replay",
+        ),
+        pytest.param(
+            "Claims of others",
+            "{} s at R, `sticky` with shared endpoints {} s; at R/2 {} s and {} s",
+            [
+                (*pair, "ttft_s.p50")
+                for pair in (
+                    ("split", "R", "least_loaded"),
+                    ("none", "R", "sticky"),
+                    ("split", "R/2", "least_loaded"),
+                    ("none", "R/2", "sticky"),
+                )
+            ],
+            id="separate prefill",
+        ),
+        pytest.param(
+            "Claims of others",
+            "{} against {} of `lmetric` at R/2, {} against {} at R",
+            [
+                ("none", load, policy, "interference")
+                for load in ("R/2", "R")
+                for policy in ("sticky", "lmetric")
+            ],
+            id="interference",
+        ),
+        pytest.param(
+            "Goals",
+            "of `lmetric` at least 1.4 | {} without a store",
+            [("none", "R", "lmetric", "wall_clock_factor")],
+            id="P6",
+        ),
+    ],
+)
+def test_a_sentence_has_the_figures_of_the_data(title: str, sentence: str, figures: list[tuple[str, ...]]):
+    told = " ".join(section(PAGE, f"## {title}").split())
+    assert sentence.format(*(number(figure(*each)) for each in figures)) in told
