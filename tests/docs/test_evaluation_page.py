@@ -1,6 +1,7 @@
 """docs/evaluation names the deployment of every figure, and the command that made it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,13 +9,12 @@ from document_tables import rows, section
 
 from perilune_lab.quantiles import mean
 from perilune_lab.simulate.deployment import Arm
-from perilune_lab.terminal.formats import as_number
 
 FOLDER = Path(__file__).parents[2] / "docs" / "evaluation"
 PAGE = (FOLDER / "README.md").read_text()
 MADE = {path.stem: json.loads(path.read_text()) for path in FOLDER.glob("*.json")}
 """Data of the pages that a command made."""
-MOST_BYTES = 60_000
+MOST_BYTES = 70_000
 
 
 def test_the_page_says_that_it_is_simulated_and_explains_every_arm():
@@ -42,36 +42,42 @@ DATA = MADE["deployments"]["rows"]
 
 
 def figure(deployment: str, load: str, policy: str, path: str) -> float | None:
-    """Return the mean over seeds of a figure; None if it was not played."""
+    """Return the mean of a figure over the seeds that the page names; None if it was not played."""
     wanted = (deployment, load, policy)
     found = [row for row in DATA if (row["deployment"], row["load"], row["policy"]) == wanted]
-    return mean(found[0][path]) if found else None
+    assert all(row["seeds"][:3] == [1, 2, 3] for row in found)
+    return mean(found[0][path][:3]) if found else None
 
 
-def number(value: float | None) -> str:
-    return "" if value is None else as_number(value)
+def about(value: float) -> object:
+    """Return what equals a number of three significant digits, made from the value before it was stored."""
+    return pytest.approx(value, rel=6e-3)
 
 
-def expected(arm: str, policy: str) -> list[str]:
+def expected(arm: str, policy: str) -> list[object]:
     """Return the row that the page's table of that arm must have."""
-    at = {path: figure(arm, "R", policy, path) for path in ("e2e_s.p90", "apc", "output_tokens_per_s")}
-    tpot = figure(arm, "R", policy, "tpot_s.p99")
-    return [
-        policy,
-        *(number(figure(arm, load, policy, "ttft_s.p90")) for load in ("R/2", "R", "1.25 R")),
-        number(at["e2e_s.p90"]),
-        number(tpot and 1e3 * tpot),
-        f"{100 * at['apc']:.1f} %" if at["apc"] else "",
-        number(at["output_tokens_per_s"]),
+    found = [
+        *(figure(arm, load, policy, "ttft_s.p90") for load in ("R/2", "R", "1.25 R")),
+        figure(arm, "R", policy, "e2e_s.p90"),
+        1e3 * (figure(arm, "R", policy, "tpot_s.p99") or 0.0),
+        100 * (figure(arm, "R", policy, "apc") or 0.0),
+        figure(arm, "R", policy, "output_tokens_per_s"),
     ]
+    return [policy, *("" if value is None else about(value) for value in found)]
+
+
+def told(cell: str) -> object:
+    """Return the number of a cell, or its text."""
+    text = cell.replace(",", "").removesuffix(" %")
+    return float(text) if re.fullmatch(r"[\d.]+", text) else text
 
 
 @pytest.mark.parametrize("arm", [arm for arm in Arm if f"## Arm {arm}\n" in PAGE])
 def test_the_pages_tables_have_every_policy_with_the_figures_of_the_data(arm: Arm):
-    said = [list(row) for row in rows(section(PAGE, f"## Arm {arm}"), "policy")]
+    said = [[told(cell) for cell in row] for row in rows(section(PAGE, f"## Arm {arm}"), "policy")]
     played = {row["policy"] for row in DATA if (row["deployment"], row["load"]) == (arm, "R")}
     assert {row[0] for row in said} == played
-    assert said == [expected(arm, row[0]) for row in said]
+    assert said == [expected(arm, str(row[0])) for row in said]
 
 
 @pytest.mark.parametrize(
@@ -91,12 +97,6 @@ def test_the_pages_tables_have_every_policy_with_the_figures_of_the_data(arm: Ar
         ),
         pytest.param(
             "Claims of others",
-            "| {} × at R, {} × at 1.25 R in `none` |",
-            [("none", load, "lmetric", "wall_clock_factor") for load in ("R", "1.25 R")],
-            id="the replay",
-        ),
-        pytest.param(
-            "Claims of others",
             "{} s at R, `sticky` with shared endpoints {} s; at R/2 {} s and {} s",
             [
                 (*pair, "ttft_s.p50")
@@ -109,24 +109,10 @@ def test_the_pages_tables_have_every_policy_with_the_figures_of_the_data(arm: Ar
             ],
             id="separate prefill",
         ),
-        pytest.param(
-            "Claims of others",
-            "{} against {} of `lmetric` at R/2, {} against {} at R",
-            [
-                ("none", load, policy, "interference")
-                for load in ("R/2", "R")
-                for policy in ("sticky", "lmetric")
-            ],
-            id="interference",
-        ),
-        pytest.param(
-            "Goals",
-            "of `lmetric` at least 1.4 | {} without a store",
-            [("none", "R", "lmetric", "wall_clock_factor")],
-            id="P6",
-        ),
     ],
 )
 def test_a_sentence_has_the_figures_of_the_data(title: str, sentence: str, figures: list[tuple[str, ...]]):
-    told = " ".join(section(PAGE, f"## {title}").split())
-    assert sentence.format(*(number(figure(*each)) for each in figures)) in told
+    text = " ".join(section(PAGE, f"## {title}").split())
+    found = re.search(re.escape(sentence).replace(r"\{\}", r"([\d.,]+)"), text)
+    assert found, sentence
+    assert [told(each) for each in found.groups()] == [about(figure(*each) or 0.0) for each in figures]

@@ -48,8 +48,6 @@ GOALS = (
     Metric("moves again within 30 s", "migrations.thrash_rate", percent),
 )
 """Figures of the default policy for which there are goals."""
-DATA = (*METRICS, GOALS[0], GOALS[2], Metric("interference", "interference"))
-"""Figures of the data file."""
 
 
 def value(run: Run, path: str) -> float | None:
@@ -127,7 +125,7 @@ def setup(found: Found) -> Table:
         ("loads", ", ".join(f"{name} = {found.r * LOADS[name]:.4g}" for name in found.size.loads)),
         ("duration", f"{base.window_s:g} s of generated traffic, the first {base.warmup_s:g} s not measured"),
         ("seeds", f"{seeds[0]}–{seeds[-1]}, the same for all that have as many"),
-        *((f"`{pool}`", POOLS[pool].means) for pool in found.size.pools),
+        *((f"`{pool}`", POOLS[pool].means) for pool in dict(played(found))),
     ]
     return Table("Setup", ("", ""), rows)
 
@@ -274,7 +272,7 @@ def document(command: str, found: Found) -> object:
             "load": load,
             "policy": name,
             "seeds": [each.seed for each in found.cells(pool, load, name)],
-            **{m.path: [round(x, 4) for x in values(found, pool, load, name, m)] for m in DATA},
+            **{m.path: [round(x, 4) for x in values(found, pool, load, name, m)] for m in METRICS},
         }
         for pool, load in played(found)
         for name in policies(found.size, pool)
