@@ -104,13 +104,16 @@ def test_an_engine_takes_as_long_for_a_prefill_alone(tokens: int, seconds: float
     ("tokens", "seconds"), [(2, 0.032), (8, 0.114), (32, 0.388), (64, 0.757), (128, 1.419)]
 )
 def test_an_engine_makes_its_neighbours_wait_as_long(tokens: int, seconds: float):
-    """Mean gap between two tokens of 8 streams, from a prompt's submission to its first token."""
+    """Mean gap between two tokens of 8 streams, from a prompt's submission to its first token. The streams'
+    tokens take room in each step, so the prompt is shorter by as many: no rest is left for a step of its
+    own."""
     alone = Alone()
     streams = [alone.add(2_500, 3_000) for _ in range(8)]
     for stream in streams:
         alone.play_until_first_token(stream)
     before = len(alone.engine.gaps)
-    alone.play_until_first_token(alone.add(tokens * K, 1))
+    steps = -(-tokens * K // H20.engine.tokens_per_step)
+    alone.play_until_first_token(alone.add(tokens * K - steps * len(streams), 1))
     gap_s, gaps = alone.engine.gap_s[before:], alone.engine.gaps[before:]
     mean_s = sum(s * n for s, n in zip(gap_s, gaps, strict=True)) / sum(gaps)
     assert mean_s == pytest.approx(seconds, rel=0.10)

@@ -135,7 +135,8 @@ def test_gaps_between_tokens_are_pooled_over_sequences():
     assert sum(count for _, count in outcome.gaps) == tokens
     lasted_s = sum(s.finished_s - s.first_token_s for s in outcome.requests)
     assert run.itl_s.mean * tokens == pytest.approx(lasted_s, rel=1e-6)
-    assert H20.engine.decode_floor_s <= run.itl_s.p50 <= run.itl_s.p90 <= run.itl_s.p99
+    assert run.itl_s.p50 >= H20.engine.decode_floor_s * (1 - 1e-9)
+    assert run.itl_s.p50 <= run.itl_s.p90 <= run.itl_s.p99
     assert max(outcome.gaps)[0] > 5 * run.itl_s.p50, "somebody's prefill"
 
 
