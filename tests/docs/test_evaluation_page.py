@@ -109,6 +109,18 @@ def test_the_pages_tables_have_every_policy_with_the_figures_of_the_data(arm: Ar
             ],
             id="separate prefill",
         ),
+        pytest.param(
+            "Claims of others",
+            "| {} × at R, {} × at 1.25 R in `none` |",
+            [("none", load, "lmetric", "wall_clock_factor") for load in ("R", "1.25 R")],
+            id="the replay",
+        ),
+        pytest.param(
+            "Claims of others",
+            "{} against {} of `lmetric` at R/2, {} against {} at R",
+            [("none", load, name, "interference") for load in ("R/2", "R") for name in ("sticky", "lmetric")],
+            id="interference",
+        ),
     ],
 )
 def test_a_sentence_has_the_figures_of_the_data(title: str, sentence: str, figures: list[tuple[str, ...]]):

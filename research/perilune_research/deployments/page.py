@@ -48,6 +48,8 @@ GOALS = (
     Metric("moves again within 30 s", "migrations.thrash_rate", percent),
 )
 """Figures of the default policy for which there are goals."""
+DATA = (*METRICS, GOALS[0], GOALS[2], Metric("interference", "interference"))
+"""Figures of the data file."""
 
 
 def value(run: Run, path: str) -> float | None:
@@ -272,7 +274,7 @@ def document(command: str, found: Found) -> object:
             "load": load,
             "policy": name,
             "seeds": [each.seed for each in found.cells(pool, load, name)],
-            **{m.path: [round(x, 4) for x in values(found, pool, load, name, m)] for m in METRICS},
+            **{m.path: [round(x, 4) for x in values(found, pool, load, name, m)] for m in DATA},
         }
         for pool, load in played(found)
         for name in policies(found.size, pool)
