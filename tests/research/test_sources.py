@@ -1,5 +1,6 @@
 """What the results of an evaluation depend on: found in the sources, held against what really runs."""
 
+import gc
 import sys
 from dataclasses import replace
 from importlib import import_module
@@ -9,7 +10,7 @@ from types import FrameType
 import pytest
 
 from perilune_gateway.policy import POLICIES
-from perilune_gateway.routing.candidates import MAX_LOCATIONS
+from perilune_gateway.routing.pull import ANSWER_S
 from perilune_lab.simulate.deployment import Arm
 from perilune_research.deployments.cells import COMPUTES, Cell, compute
 from perilune_research.sources import ONLY_SHOWN, OURS, dependencies
@@ -32,6 +33,7 @@ def test_every_file_that_runs_is_one_that_results_depend_on():
         if event == "call":
             ran.add(frame.f_code.co_filename)
 
+    gc.collect()  # what other tests have left must not run meanwhile
     before = sys.getprofile()
     sys.setprofile(see)
     try:
@@ -50,7 +52,7 @@ def test_every_file_that_runs_is_one_that_results_depend_on():
     [
         "perilune_api.pool",
         "perilune_gateway.policy.others.near_cache",
-        "perilune_gateway.feeds.handoff_legs",
+        "perilune_gateway.moves.handoff",
         "perilune_lab.report",
         "perilune_lab.simulate.engine",
     ],
@@ -60,7 +62,7 @@ def test_a_module_is_its_bytes(name: str):
 
 
 def test_a_constant_is_its_value():
-    assert FOUND["perilune_gateway.routing.candidates.MAX_LOCATIONS"] == repr(MAX_LOCATIONS).encode()
+    assert FOUND["perilune_gateway.routing.pull.ANSWER_S"] == repr(ANSWER_S).encode()
 
 
 def test_what_only_shows_does_not_count():
