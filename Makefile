@@ -137,9 +137,8 @@ bench-long: $(STAMP) ## the other benchmarks: a fleet's KV events, memory over 2
 	$(BIN)/python -m pytest tests/bench tests/integration/test_abuse.py $(BENCHES:%=--ignore=tests/bench/bench_%.py) \
 	  -m bench -s --write $(ARGS)
 
-evaluation: $(STAMP) ## all of docs/evaluation, simulated: other seeds first, then those shown (ARGS=--quick: minutes)
-	$(BIN)/python -m perilune_research evaluate --seeds-from 1001 $(ARGS)
-	$(BIN)/python -m perilune_research evaluate $(ARGS)
+evaluation: $(STAMP) ## the tables of docs/evaluation, simulated (ARGS=--quick: minutes)
+	$(BIN)/python -m perilune_research deployments $(ARGS)
 
 # ARGS="--routers envoy-round-robin,perilune --seeds 1": less of it; ARGS=--help explains all.
 arena: $(STAMP) ## the same sessions through other routers and ours, in front of the same simulated engines; hours

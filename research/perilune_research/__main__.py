@@ -15,16 +15,6 @@ PROGRAM = Program(
     " repository;\nthe wheel does not contain them. Simulated figures are not measurements of hardware.",
     groups={
         "compare policies": {
-            "simulate": Command(
-                "perilune_research.simulator.cli",
-                "run policies on modelled H20s with equal seeds; print 95 % intervals",
-                "simulate --policies ear,dynamo,round_robin --rates 1 --seeds 4",
-            ),
-            "evaluate": Command(
-                "perilune_research.evaluate.cli",
-                "simulate every policy and write docs/evaluation: bars, figures and tables",
-                "evaluate --quick --out /tmp/evaluation",
-            ),
             "deployments": Command(
                 "perilune_research.deployments.cli",
                 "play policies in every deployment, through the gateway's own code; print one page of tables",

@@ -73,6 +73,9 @@ class Kept:
         if path.exists():
             self._read()
 
+    def __contains__(self, item: Item) -> bool:
+        return item.key in self._known
+
     def results(
         self,
         items: Iterable[I],

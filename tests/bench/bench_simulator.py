@@ -1,5 +1,5 @@
 """What `perilune simulate` costs: CPU per turn with every policy, and beside Dynamo's own offline replay with
-blocks of the same size. What a decision of the evaluation's simulator costs in a large fleet.
+blocks of the same size.
 
 Dynamo is an optional peer: PERILUNE_DYNAMO=install makes an environment for it under the user's cache folder
 (PyPI `ai-dynamo-runtime`, some 230 MB), which later runs use; without one its benchmark is skipped.
@@ -27,9 +27,6 @@ from perilune_lab.simulate.h20 import H20, Hardware
 from perilune_lab.simulate.loads import OfferedLoad
 from perilune_lab.simulate.simulation import simulate
 from perilune_lab.traces.model import Mode
-from perilune_research.simulator import large_fleet
-from perilune_research.simulator.fleet import SimulatedFleet
-from perilune_research.simulator.harness import Comparison, piece
 
 TURN_MS = 1.0
 """CPU milliseconds per turn, at most, with 8 endpoints under a load near R."""
@@ -57,23 +54,6 @@ def test_cpu_per_turn(request: pytest.FixtureRequest) -> None:
             said, speed = bars.verdict(turn_ms <= TURN_MS), best.simulated_s / best.cpu_s
             rows.append(f"| {arm} | {policy} | {turn_ms:.2f} | {speed:,.0f} | {said} |")
     bars.publish(request, "simulator-turn", "\n".join([*_TURN, *rows]))
-
-
-@pytest.mark.bench
-def test_decisions_at_1000_endpoints() -> None:
-    """Time per decision with a shortlist, and how often it chooses as a look at all would: the same endpoint,
-    or one among which the look at all drew it."""
-    load = replace(OfferedLoad(), window_s=20.0, warmup_s=0.0)
-    comparison = Comparison(
-        policies=("lmetric_plus_one", "ear", "perilune"), load=load, fleet=SimulatedFleet(endpoints=1000)
-    )
-    played = piece(comparison, (200.0, 1))
-    print()
-    for line in large_fleet.lines(played):
-        print(line)
-    for row in played:
-        assert row.seen.agreed >= large_fleet.AGREED * row.seen.audited
-        assert bars.quantile(row.seen.decision_s, 0.99) < large_fleet.DECISION_P99_S
 
 
 # -- beside Dynamo's offline replay ------------------------------------------------------------------------

@@ -1,59 +1,130 @@
-"""docs/evaluation names the deployment arm of every figure and keeps the hypothetical one apart."""
+"""docs/evaluation names the deployment of every figure, and the command that made it."""
 
 import json
 import re
 from pathlib import Path
 
 import pytest
+from document_tables import rows, section
 
-from perilune_research.evaluate.figures import FIGURES
-from perilune_research.simulator.deployment import Deployment
+from perilune_lab.quantiles import mean
+from perilune_lab.simulate.deployment import Arm
 
 FOLDER = Path(__file__).parents[2] / "docs" / "evaluation"
 PAGE = (FOLDER / "README.md").read_text()
-HYPOTHETICAL = (FOLDER / "pull.md").read_text()
-MADE = {path.stem: json.loads(path.read_text()) for path in FOLDER.glob("*.json") if path.stem not in FIGURES}
+MADE = {path.stem: json.loads(path.read_text()) for path in FOLDER.glob("*.json")}
 """Data of the pages that a command made."""
-PAGES = {name: data for name, data in MADE.items() if data["schema"].startswith("perilune.evaluation/")}
-"""Those that `evaluate` made."""
-MOST_BYTES = 40_000
+MOST_BYTES = 70_000
 
 
 def test_the_page_says_that_it_is_simulated_and_explains_every_arm():
     assert "Everything here is **simulated**" in PAGE
-    ships = {arm: f"| `{arm}` |" in PAGE for arm in Deployment if arm.ships}
-    assert ships == {arm: True for arm in Deployment if arm.ships}
-    assert re.search(r"\| \[`pull`\]\(pull\.md\) \| hypothetical: .* \| \*\*no\*\* \|", PAGE)
+    assert {arm: f"| `{arm}` |" in PAGE for arm in Arm} == dict.fromkeys(Arm, True)
 
 
-def test_the_hypothetical_arm_is_named_in_every_title_of_its_page():
-    assert "**hypothetical**" in HYPOTHETICAL
-    titles = [line for line in HYPOTHETICAL.splitlines() if line.startswith("## ")]
-    assert [line for line in titles if not line.endswith("arm pull, generated traffic")] == []
+@pytest.mark.parametrize("name", MADE)
+def test_a_made_page_names_its_command_has_little_data_and_is_linked(name: str):
+    data = MADE[name]
+    assert data["simulated"]
+    assert f"`{data['command']}`" in (FOLDER / f"{name}.md").read_text()
+    assert f"({name}.md)" in PAGE
+    assert (FOLDER / f"{name}.json").stat().st_size < MOST_BYTES
 
 
-def test_a_made_page_has_the_arm_of_its_data_in_every_title_and_its_command():
-    for name, data in PAGES.items():
-        page = (FOLDER / f"{name}.md").read_text()
-        titles = [line for line in page.splitlines() if line.startswith("## ")]
-        assert [t for t in titles if f"arm {data['arm']}, {data['traffic']}" not in t] == []
-
-
-def test_a_made_page_names_its_command_has_little_data_and_is_linked():
+def test_every_deployment_of_a_made_page_has_a_table():
     for name, data in MADE.items():
-        assert data["simulated"]
-        assert f"`{data['command']}`" in (FOLDER / f"{name}.md").read_text()
-        assert f"({name}.md)" in PAGE
-        assert (FOLDER / f"{name}.json").stat().st_size < MOST_BYTES
+        page = (FOLDER / f"{name}.md").read_text()
+        played = {(row["deployment"], row["load"]) for row in data["rows"]}
+        assert [key for key in played if f"## Deployment {key[0]} at {key[1]}\n" not in page] == []
 
 
-@pytest.mark.parametrize("name", FIGURES)
-def test_every_figure_is_there_with_its_caption_its_arm_and_little_data(name: str):
-    data = FOLDER / f"{name}.json"
-    shown = json.loads(data.read_text())
-    assert (shown["figure"], shown["simulated"], shown["title"]) == (name, True, FIGURES[name].title)
-    assert data.stat().st_size < MOST_BYTES
-    arm = shown["arm"]
-    page = HYPOTHETICAL if arm == Deployment.PULL else PAGE
-    assert f"![{name}, simulated, arm {arm}]({name}.svg)\n\n{FIGURES[name].caption}\n" in page
-    assert {path.suffix for path in FOLDER.glob(f"{name}.*")} == {".json", ".svg", ".png"}
+DATA = MADE["deployments"]["rows"]
+
+
+def figure(deployment: str, load: str, policy: str, path: str) -> float | None:
+    """Return the mean of a figure over the seeds that the page names; None if it was not played."""
+    wanted = (deployment, load, policy)
+    found = [row for row in DATA if (row["deployment"], row["load"], row["policy"]) == wanted]
+    assert all(row["seeds"][:3] == [1, 2, 3] for row in found)
+    return mean(found[0][path][:3]) if found else None
+
+
+def about(value: float) -> object:
+    """Return what equals a number of three significant digits, made from the value before it was stored."""
+    return pytest.approx(value, rel=6e-3)
+
+
+def expected(arm: str, policy: str) -> list[object]:
+    """Return the row that the page's table of that arm must have."""
+    found = [
+        *(figure(arm, load, policy, "ttft_s.p90") for load in ("R/2", "R", "1.25 R")),
+        figure(arm, "R", policy, "e2e_s.p90"),
+        1e3 * (figure(arm, "R", policy, "tpot_s.p99") or 0.0),
+        100 * (figure(arm, "R", policy, "apc") or 0.0),
+        figure(arm, "R", policy, "output_tokens_per_s"),
+    ]
+    return [policy, *("" if value is None else about(value) for value in found)]
+
+
+def told(cell: str) -> object:
+    """Return the number of a cell, or its text."""
+    text = cell.replace(",", "").removesuffix(" %")
+    return float(text) if re.fullmatch(r"[\d.]+", text) else text
+
+
+@pytest.mark.parametrize("arm", [arm for arm in Arm if f"## Arm {arm}\n" in PAGE])
+def test_the_pages_tables_have_every_policy_with_the_figures_of_the_data(arm: Arm):
+    said = [[told(cell) for cell in row] for row in rows(section(PAGE, f"## Arm {arm}"), "policy")]
+    played = {row["policy"] for row in DATA if (row["deployment"], row["load"]) == (arm, "R")}
+    assert {row[0] for row in said} == played
+    assert said == [expected(arm, str(row[0])) for row in said]
+
+
+@pytest.mark.parametrize(
+    ("title", "sentence", "figures"),
+    [
+        pytest.param(
+            "In short",
+            "falls from {} s to {} s, at 1.25 R from {} s to {} s",
+            [(arm, load, "perilune", "ttft_s.p90") for load in ("R", "1.25 R") for arm in ("none", "store")],
+            id="a store",
+        ),
+        pytest.param(
+            "In short",
+            "at R by {} s to {} s for the next policy",
+            [("none", "R", policy, "ttft_s.p90") for policy in ("perilune", "kv_linear")],
+            id="the default",
+        ),
+        pytest.param(
+            "Claims of others",
+            "{} s at R, `sticky` with shared endpoints {} s; at R/2 {} s and {} s",
+            [
+                (*pair, "ttft_s.p50")
+                for pair in (
+                    ("split", "R", "least_loaded"),
+                    ("none", "R", "sticky"),
+                    ("split", "R/2", "least_loaded"),
+                    ("none", "R/2", "sticky"),
+                )
+            ],
+            id="separate prefill",
+        ),
+        pytest.param(
+            "Claims of others",
+            "| {} × at R, {} × at 1.25 R in `none` |",
+            [("none", load, "lmetric", "wall_clock_factor") for load in ("R", "1.25 R")],
+            id="the replay",
+        ),
+        pytest.param(
+            "Claims of others",
+            "{} against {} of `lmetric` at R/2, {} against {} at R",
+            [("none", load, name, "interference") for load in ("R/2", "R") for name in ("sticky", "lmetric")],
+            id="interference",
+        ),
+    ],
+)
+def test_a_sentence_has_the_figures_of_the_data(title: str, sentence: str, figures: list[tuple[str, ...]]):
+    text = " ".join(section(PAGE, f"## {title}").split())
+    found = re.search(re.escape(sentence).replace(r"\{\}", r"([\d.,]+)"), text)
+    assert found, sentence
+    assert [told(each) for each in found.groups()] == [about(figure(*each) or 0.0) for each in figures]

@@ -64,27 +64,15 @@ LONG = {
     "trace": Long((*PERILUNE, "trace", "stats", "PIPE"), "measuring it", NOTHING),
     "whatif": Long((*PERILUNE, "whatif", "--decisions", "PIPE"), "deciding each request again", NOTHING),
     "simulate": Long(
-        (*RESEARCH, "simulate", "--policies", "ear,round_robin", "--rates", "1", "--seeds", "8"),
+        (*PERILUNE, "simulate", "--policies", "ear,round_robin", "--rates", "1", "--seeds", "8"),
         "simulating 2 policies",
         "interrupted: 0 of 8 rates and seeds were simulated",
     ),
     "simulate, while it searches R": Long(
-        (*RESEARCH, "simulate", "--policies", "ear", "--rates", "R", "--seeds", "8"), "searching R", NOTHING
+        (*PERILUNE, "simulate", "--policies", "ear", "--rates", "R", "--seeds", "8"), "searching R", NOTHING
     ),
-    "evaluate": Long(
-        (
-            *RESEARCH,
-            "evaluate",
-            "--quick",
-            "--r",
-            "1",
-            "--only",
-            "main",
-            "--out",
-            "TMP",
-            "--work",
-            "TMP/work",
-        ),
+    "deployments": Long(
+        (*RESEARCH, "deployments", "--quick", "--r", "1", "--out", "TMP", "--work", "TMP/work"),
         "simulations: 0/",
         "interrupted: finished simulations are kept, so the same command goes on",
     ),
@@ -148,7 +136,7 @@ def pipe(tmp_path: Path) -> Iterator[str]:
 
 HEAVY = (
     "demo",
-    "evaluate",
+    "deployments",
     "crosscheck",
     "fastpath",
     "simulate, while it searches R",

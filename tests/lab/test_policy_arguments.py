@@ -15,7 +15,7 @@ def test_policies_each_once_or_all():
     assert live_policies("sticky, all", "--policy")[:2] == ("sticky", next(iter(POLICIES)))
 
 
-@pytest.mark.parametrize("text", ["ear,magic", "ear,static_pd"], ids=["unknown", "of the simulator"])
+@pytest.mark.parametrize("text", ["ear,magic", "ear,static_pd"], ids=["unknown", "of another system"])
 def test_what_is_wrong_with_a_policy_is_said(text: str):
     name = text.split(",")[1]
     with pytest.raises(SpecError, match=f"Unknown policy '{name}', known are .* - at `--policy`"):

@@ -1,7 +1,9 @@
 """What the results of an evaluation depend on: found in the sources, held against what really runs."""
 
+import gc
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -9,18 +11,13 @@ from types import FrameType
 
 import pytest
 
-from perilune_gateway.routing.candidates import MAX_LOCATIONS
-from perilune_research.evaluate.cells import Cell, Profile, Scenario, compute
-from perilune_research.evaluate.search import Search, find
-from perilune_research.evaluate.work import COMPUTES
-from perilune_research.simulator.deployment import Deployment
-from perilune_research.simulator.policies import POLICIES
-from perilune_research.simulator.setting import PLANNER
+from perilune_gateway.policy import POLICIES
+from perilune_gateway.routing.pull import ANSWER_S
+from perilune_lab.simulate.deployment import Arm
+from perilune_research.deployments.cells import COMPUTES, Cell, compute
 from perilune_research.sources import ONLY_SHOWN, OURS, dependencies
 
-SCENARIO = Scenario(
-    rate=0.4, endpoints=2, window_s=60.0, warmup_s=10.0, deployment=Deployment.STORE, link_factor=3.0
-)
+SMALL = Cell(policy="perilune", rate=0.4, seed=1, endpoints=2, window_s=25.0, warmup_s=5.0)
 
 
 @cache
@@ -42,12 +39,13 @@ def test_every_file_that_runs_is_one_that_results_depend_on():
         if event == "call":
             ran.add(frame.f_code.co_filename)
 
+    gc.collect()  # what other tests have left must not run meanwhile
     before = sys.getprofile()
     sys.setprofile(see)
     try:
-        for policy in (*POLICIES, "sticky" + PLANNER):
-            compute([Cell(SCENARIO, Profile(policy), 1)])
-        find([Search(SCENARIO, Profile("round_robin"), 1)])
+        compute([replace(SMALL, policy=policy) for policy in POLICIES])
+        compute([replace(SMALL, arm=arm, planner=True) for arm in Arm])
+        compute([replace(SMALL, prefill=1)])
     finally:
         sys.setprofile(before)
     ours = {names_of(path) for path in ran if f"/{OURS}" in path and path.endswith(".py")}
@@ -60,9 +58,9 @@ def test_every_file_that_runs_is_one_that_results_depend_on():
     [
         "perilune_api.pool",
         "perilune_gateway.policy.others.near_cache",
-        "perilune_gateway.feeds.engine_metrics",
+        "perilune_gateway.moves.handoff",
         "perilune_lab.report",
-        "perilune_lab.simulate.bisection",
+        "perilune_lab.simulate.engine",
     ],
 )
 def test_a_module_is_its_bytes(name: str):
@@ -70,14 +68,14 @@ def test_a_module_is_its_bytes(name: str):
 
 
 def test_a_constant_is_its_value():
-    assert found()["perilune_gateway.routing.candidates.MAX_LOCATIONS"] == repr(MAX_LOCATIONS).encode()
+    assert found()["perilune_gateway.routing.pull.ANSWER_S"] == repr(ANSWER_S).encode()
 
 
 def test_what_only_shows_does_not_count():
     assert not found().keys() & {
         *ONLY_SHOWN,
         "perilune_lab.simulate.tables",
-        "perilune_research.simulator.cli",
+        "perilune_research.deployments.page",
     }
 
 

@@ -283,8 +283,6 @@ class RequestView(Struct, frozen=True, gc=False, kw_only=True):
     prefix: Prefix = NO_PREFIX
     block_size: int = 16
     """Tokens per KV block."""
-    prefill_queue: int = 0
-    """Number of requests in the pool's prefill queue; 0 if it has none."""
     unsplit: Unsplit | None = None
     """Why the prompt can only be prefilled where it is decoded; None if another endpoint can do it, or in a
     pool without prefill endpoints."""

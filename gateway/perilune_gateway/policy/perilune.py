@@ -17,8 +17,9 @@
 The interference term charges a prefill for the delay of the other requests on the endpoint, which also keep
 their KV for longer. It places long prefills where few requests run.
 
-Source: Perilune. Prefer it where endpoints differ in hardware or cache tiers, or where a shared store makes
-moves cheap. It depends on predictions, which the gateway corrects by measurement (state/calibration.py).
+Source: Perilune. Prefer it where a session's KV does not follow it, or where endpoints differ in hardware or
+cache tiers; with a shared store lmetric_plus_one is as good (docs/evaluation/README.md). It depends on
+predictions, which the gateway corrects by measurement (state/calibration.py).
 """
 
 from collections.abc import Mapping, Sequence

@@ -20,7 +20,7 @@ from perilune_gateway.policy import OURS
 from perilune_gateway.policy.contract import VERSION
 from perilune_lab.terminal.exits import wrong_call
 
-RESERVED = ("all", "static_pd", "pull", "migration", "engine_priority")
+RESERVED = ("all", "pull", "migration", "engine_priority")
 """Names that mean something else where options name policies or their parameters."""
 
 _EPILOG = """\

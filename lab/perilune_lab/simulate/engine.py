@@ -138,20 +138,39 @@ class SimulatedEngine:
 
 def events(changes: Sequence[Change], block_size: int) -> list[Event]:
     """Return the KV events of these changes, as the gateway decodes them. Blocks that were removed one after
-    the other share an event, which says the same in less time than vLLM's one for each."""
+    the other share an event, and so do those of one prompt that were put into the store, which says the same
+    in less time than one for each."""
     found: list[Event] = []
-    for medium, same in groupby(changes, _medium_removed):
-        if medium is None:
+    for alike, same in groupby(changes, _alike):
+        if alike is None:
             found += [_event(change, block_size) for change in same]
+        elif alike is Medium.SHARED:
+            found += _shared(cast("Iterator[Stored]", same), block_size)
         else:
-            names = tuple([low64(digest) for digest, *_ in cast("Iterator[Removed]", same)])
-            found.append(BlockRemoved(names, medium=medium))
+            names = [low64(digest) for digest, *_ in cast("Iterator[Removed]", same)]
+            found.append(BlockRemoved(tuple(names), medium=alike))
     return found
 
 
-def _medium_removed(change: Change) -> Medium | None:
-    """Return where a block was removed; None if none was."""
-    return change.medium if type(change) is Removed else None
+def _alike(change: Change) -> Medium | None:
+    """Return the medium of a block that was removed, or SHARED if it was put into the store, from which
+    nothing is removed; None otherwise."""
+    if type(change) is Removed:
+        return change.medium
+    return Medium.SHARED if type(change) is Stored and change.medium is Medium.SHARED else None
+
+
+def _shared(changes: Iterator[Stored], block_size: int) -> Iterator[BlockStored]:
+    """Yield one event for the blocks of each prompt that were put into the store."""
+    names: list[int] = []
+    last: bytes | None = None
+    for change in changes:
+        if names and change.parent != last:
+            yield BlockStored(block_hashes=tuple(names), block_size=block_size, medium=Medium.SHARED)
+            names = []
+        names += map(low64, change.digests)
+        last = change.digests[-1]
+    yield BlockStored(block_hashes=tuple(names), block_size=block_size, medium=Medium.SHARED)
 
 
 def _event(change: Change, block_size: int) -> Event:

@@ -2,8 +2,8 @@
 
 The gateway's `EngineModel` gives compute and memory times: prefill, mixed steps, decode, request overhead, KV
 bytes. The lab's simulated engine uses it as well. This module adds what it leaves out: KV transfer between
-engines, loads from host memory, and the shape of a node. `tests/research/simulator/test_h20.py` compares all
-of them with measured points (see `points`).
+engines, loads from host memory, and the shape of a node. `tests/lab/simulate/test_h20.py` compares all of
+them with measured points.
 
 An H20 has 96 GB HBM3 with 4.0 TB/s, 148 TFLOPS in BF16, 296 in FP8, and NVLink with 900 GB/s. A node has 8 of
 them and 4 NICs of 200 or 400 Gb/s; since sites differ, `LINKS` has three links. No result of the model is a

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import inf
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from perilune_gateway.model import MOVING, Reason
+from perilune_gateway.model import MOVING
 from perilune_lab.quantiles import mean, quantile
 from perilune_lab.report import (
     GOODPUT_TPOT_S,
@@ -33,57 +33,14 @@ from perilune_lab.report import (
     migrations,
     quantiles,
 )
+from perilune_lab.simulate.outcome import PlayedRequest, SimulatedOutcome
 from perilune_lab.simulate.workload import Task, Workload
 
 RESAMPLES = 1000
 """Samples drawn by a bootstrap."""
 
 
-class Played(Protocol):
-    """A request that was played, as `outcome.PlayedRequest` describes it."""
-
-    task: Task
-    number: int
-    due_s: float
-    submitted_s: float
-    first_token_s: float
-    finished_s: float
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int
-    leg_cached_tokens: int
-    endpoint: int
-    reason: Reason | None
-    hot: bool
-    rejected: bool
-
-    @property
-    def succeeded(self) -> bool: ...
-    @property
-    def ttft_s(self) -> float: ...
-    @property
-    def tpot_s(self) -> float: ...
-    @property
-    def e2e_s(self) -> float: ...
-
-
-class Outcome(Protocol):
-    """A simulation that has ended, as `outcome.SimulatedOutcome` describes it."""
-
-    policy: str
-    addresses: list[str]
-    moved_bytes: int
-    transfer_s: list[float]
-    queue_variance: list[float]
-    gaps: list[tuple[float, int]]
-    preemptions: int
-    simulated_s: float
-
-    @property
-    def requests(self) -> Sequence[Played]: ...
-
-
-def run(outcome: Outcome, workload: Workload, cooldown_s: float = 30.0) -> Run:
+def run(outcome: SimulatedOutcome, workload: Workload, cooldown_s: float = 30.0) -> Run:
     """Measure one policy with one seed. Only the turns after the warm-up count, except in makespans.
     `cooldown_s`: seconds within which a session's second move counts as thrashing."""
     done = [r for r in outcome.requests if r.task.ideal_at_s >= workload.warmup_s]
@@ -139,7 +96,7 @@ def ideal_makespan_s(workload: Workload) -> float:
     return max(ends) - min(job.tasks[0].ideal_at_s for job in workload.jobs if job.tasks)
 
 
-def _legacy_factor(outcome: Outcome, workload: Workload) -> float | UnsetType:
+def _legacy_factor(outcome: SimulatedOutcome, workload: Workload) -> float | UnsetType:
     """Makespan / span of the trace, which goes from its first turn to its last as recorded. For generated
     traffic, the span is the one that an unloaded system would record."""
     at_s = [task.ideal_at_s for job in workload.jobs for task in job.tasks]
@@ -147,7 +104,7 @@ def _legacy_factor(outcome: Outcome, workload: Workload) -> float | UnsetType:
     return outcome.simulated_s / span_s if span_s else UNSET
 
 
-def _inside(r: Played) -> bool:
+def _inside(r: PlayedRequest) -> bool:
     """Whether a request meets both SLOs of goodput."""
     in_time = r.ttft_s <= GOODPUT_TTFT_S
     return in_time and (r.output_tokens < 2 or r.tpot_s <= GOODPUT_TPOT_S)
@@ -163,12 +120,12 @@ def weighted(gaps: Iterable[tuple[float, int]]) -> Quantiles | UnsetType:
     return Quantiles(sum(value * count for value, count in ordered) / upto[-1], *at)
 
 
-def _cached(r: Played) -> int:
+def _cached(r: PlayedRequest) -> int:
     return r.cached_tokens if r.leg_cached_tokens < 0 else r.leg_cached_tokens
 
 
 def _migrations(
-    outcome: Outcome, good: Sequence[Played], span_s: float, cooldown_s: float
+    outcome: SimulatedOutcome, good: Sequence[PlayedRequest], span_s: float, cooldown_s: float
 ) -> Migrations | UnsetType:
     if not span_s:
         return UNSET
@@ -180,21 +137,23 @@ def _migrations(
     return msgspec.structs.replace(found, bytes=outcome.moved_bytes, transfer_s=quantiles(outcome.transfer_s))
 
 
-def _by_session(good: Sequence[Played]) -> Mapping[int, list[Played]]:
-    rows: dict[int, list[Played]] = defaultdict(list)
+def _by_session(good: Sequence[PlayedRequest]) -> Mapping[int, list[PlayedRequest]]:
+    rows: dict[int, list[PlayedRequest]] = defaultdict(list)
     for r in sorted(good, key=lambda r: r.number):
         rows[r.task.session].append(r)
     return rows
 
 
-def _by_endpoint(good: Sequence[Played]) -> Mapping[int, list[Played]]:
-    rows: dict[int, list[Played]] = defaultdict(list)
+def _by_endpoint(good: Sequence[PlayedRequest]) -> Mapping[int, list[PlayedRequest]]:
+    rows: dict[int, list[PlayedRequest]] = defaultdict(list)
     for r in good:
         rows[r.endpoint].append(r)
     return rows
 
 
-def _per_endpoint(outcome: Outcome, good: Sequence[Played]) -> tuple[PerEndpoint, ...] | UnsetType:
+def _per_endpoint(
+    outcome: SimulatedOutcome, good: Sequence[PlayedRequest]
+) -> tuple[PerEndpoint, ...] | UnsetType:
     found = []
     for e, rows in sorted(_by_endpoint(good).items()):
         prompt = sum(r.prompt_tokens for r in rows)
@@ -212,7 +171,7 @@ def _per_endpoint(outcome: Outcome, good: Sequence[Played]) -> tuple[PerEndpoint
     return tuple(found) or UNSET
 
 
-def _stretches(good: Sequence[Played], workload: Workload) -> list[float]:
+def _stretches(good: Sequence[PlayedRequest], workload: Workload) -> list[float]:
     """Return duration / ideal duration of each session that was played to its end."""
     found = []
     for tasks, took_s in _completed(good, workload):
@@ -221,7 +180,7 @@ def _stretches(good: Sequence[Played], workload: Workload) -> list[float]:
     return found
 
 
-def _completed(good: Sequence[Played], workload: Workload) -> Iterator[tuple[Sequence[Task], float]]:
+def _completed(good: Sequence[PlayedRequest], workload: Workload) -> Iterator[tuple[Sequence[Task], float]]:
     """Yield each session that was played to its end: its turns, and its seconds from the first turn's
     submission to the last one's end."""
     for session, rows in _by_session(good).items():
@@ -230,7 +189,7 @@ def _completed(good: Sequence[Played], workload: Workload) -> Iterator[tuple[Seq
             yield tasks, rows[-1].finished_s - rows[0].submitted_s
 
 
-def _sessions(done: Sequence[Played], workload: Workload) -> PlayedSessions:
+def _sessions(done: Sequence[PlayedRequest], workload: Workload) -> PlayedSessions:
     completion_s = [took_s for _, took_s in _completed([r for r in done if r.succeeded], workload)]
     return PlayedSessions(
         lost=len({r.task.session for r in done if r.task.number == 0}) - len(completion_s),

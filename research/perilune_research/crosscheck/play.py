@@ -28,16 +28,15 @@ from perilune_lab.processes.stack import EngineOptions, Stack
 from perilune_lab.quantiles import mean
 from perilune_lab.report import Run
 from perilune_lab.simulate import measure
+from perilune_lab.simulate.deployment import Deployment
 from perilune_lab.simulate.faults import Faults
 from perilune_lab.simulate.h20 import H20
+from perilune_lab.simulate.simulation import simulate
 from perilune_lab.simulate.workload import prepare
 from perilune_lab.traces.model import Mode, Session
 from perilune_lab.vocabulary import Vocabulary
 from perilune_research.crosscheck.compare import Pair, Simulated, p90_s
 from perilune_research.crosscheck.workload import Options, jittered, renamed
-from perilune_research.simulator.fleet import SimulatedFleet
-from perilune_research.simulator.setting import Setting
-from perilune_research.simulator.simulation import simulate
 
 SIMULATED = 16
 """Number of simulated plays of each policy."""
@@ -105,16 +104,11 @@ class Crosscheck:
         """Simulate a policy `SIMULATED` times."""
         o = self.options
         hardware = replace(H20, engine=replace(H20.engine, kv_pool_tokens=o.kv_tokens))
-        runs = []
+        deployment = Deployment(endpoints=o.endpoints, hardware=hardware, block_tokens=hardware.block_tokens)
+        right, runs = Faults(engine_belief=1.0, link_belief=1.0), []
         for play in range(SIMULATED):
             workload = prepare(jittered(self.trace, Random(play)), hardware.engine)
-            outcome = simulate(
-                workload,
-                Setting(policy=policy),
-                SimulatedFleet(endpoints=o.endpoints, hardware=hardware),
-                Faults(engine_belief=1.0, link_belief=1.0),
-                play,
-            )
+            outcome = simulate(workload, deployment, policy, faults=right, seed=play)
             runs.append(measure.run(outcome, workload))
         p90, apc = [p90_s(run) for run in runs], [run.apc or 0.0 for run in runs]
         p50 = mean(run.ttft_s.p50 if run.ttft_s else inf for run in runs)

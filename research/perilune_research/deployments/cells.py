@@ -13,11 +13,12 @@ from functools import cache
 
 import msgspec
 
-from perilune_api.pool import MoveTrigger, Routing
+from perilune_api.pool import MoveTrigger, Routing, SessionAdmission
 from perilune_gateway.policy import POLICIES
 from perilune_lab.report import Run
 from perilune_lab.simulate import measure
 from perilune_lab.simulate.deployment import STORE_BYTES_PER_S, Arm, Deployment
+from perilune_lab.simulate.faults import Faults
 from perilune_lab.simulate.h20 import H20, with_store
 from perilune_lab.simulate.loads import OfferedLoad
 from perilune_lab.simulate.simulation import simulate
@@ -44,6 +45,9 @@ class Cell:
     """So many of the endpoints only prefill for the others."""
     planner: bool = False
     """Whether the gateway also plans moves, with every trigger on."""
+    admission: bool = False
+    """Whether new sessions wait while active contexts fill the KV pools."""
+    faults: Faults = Faults()
     endpoints: int = 8
     window_s: float = 1800.0
     warmup_s: float = 600.0
@@ -66,6 +70,8 @@ class Cell:
     @property
     def routing(self) -> Routing:
         routing = changed(Routing(), dict(self.params), "--param")
+        if self.admission:
+            routing = msgspec.structs.replace(routing, session_admission=SessionAdmission(enabled=True))
         if not self.planner:
             return routing
         every = msgspec.structs.replace(routing.migration, triggers=tuple(MoveTrigger))
@@ -119,7 +125,7 @@ def compute(batch: Sequence[Cell]) -> list[tuple[Cell, Result]]:
 
 def _result(cell: Cell, workload: Workload) -> Result:
     routing = cell.routing
-    outcome = simulate(workload, cell.deployment, cell.policy, routing, seed=cell.seed)
+    outcome = simulate(workload, cell.deployment, cell.policy, routing, cell.faults, seed=cell.seed)
     run = measure.run(outcome, workload, routing.policy.ear.cooldown_seconds)
     return Result(
         run=msgspec.structs.replace(run, per_endpoint=msgspec.UNSET),

@@ -40,6 +40,8 @@ _EPILOG = f"""\
 examples (after `python -m perilune_research`):
   deployments --quick                    about 10 minutes
   deployments --pools store --loads R --policies perilune,lmetric_plus_one --seeds 8
+  deployments --kept                     the page of what an interrupted call has finished
+  deployments --trace conversation.jsonl.gz --pools none,store --name conversation
   deployments --policies perilune --param perilune.leastGainSeconds=2 --name less-gain
 
 deployments (--pools): {", ".join(POOLS)}
@@ -61,6 +63,7 @@ class Options:
     work: Path
     name: str
     command: str
+    play: bool
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,7 +87,7 @@ def run(options: Options, err: Console) -> list[Table]:
     began = time.perf_counter()
     options.out.mkdir(parents=True, exist_ok=True)
     kept = Kept(options.work / "deployments.jsonl", options.jobs, printed(err))
-    found = plan.find(kept, options.base, options.size, options.r)
+    found = plan.find(kept, options.base, options.size, options.r, options.play)
     page.write(options.out, options.name, options.command, found)
     took_s = time.perf_counter() - began
     err.print(f"{options.out / options.name}.md; {kept.computed} new simulations, {took_s:.0f} s in all")
@@ -115,6 +118,8 @@ def parse(argv: Sequence[str]) -> Options:
     add("--policies", metavar="A,B", help="policies [those of the systems that are compared]")
     add("--seeds", type=count, metavar="N", help="number of seeds")
     add("--seeds-from", type=count, default=1, metavar="N", help="first seed [%(default)s]")
+    add("--trace", type=Path, metavar="FILE", help="recorded traffic instead of generated agents, one seed")
+    add("--kept", action="store_true", help="only make the page, of what earlier calls have simulated")
     add("--r", type=positive, metavar="RATE", help="use this R instead of searching it")
     add(
         "--param",
@@ -137,7 +142,9 @@ def parse(argv: Sequence[str]) -> Options:
     base, size = (plan.QUICK_BASE, plan.QUICK) if args.quick else (plan.BASE, plan.FULL)
     params = assignments(args.param, "--param")
     changed(Routing(), params, "--param")
-    seeds = args.seeds or len(size.seeds)
+    if args.trace:
+        base = replace(base, trace=str(args.trace))
+    seeds = args.seeds or (1 if args.trace else len(size.seeds))
     if Path(args.name).name != args.name:
         raise SpecError(f"{args.name!r} must be a name without a folder - at `--name`")
     return Options(
@@ -154,6 +161,7 @@ def parse(argv: Sequence[str]) -> Options:
         work=args.work,
         name=args.name,
         command=_command(argv),
+        play=not args.kept,
     )
 
 
@@ -171,6 +179,6 @@ def _command(argv: Sequence[str]) -> str:
     for word in words:
         if word in ("--out", "--work", "--jobs"):
             next(words)
-        else:
+        elif word != "--kept":
             kept.append(word)
     return " ".join(kept)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from perilune_lab.simulate.deployment import Arm
+from perilune_lab.simulate.faults import Faults
 from perilune_lab.simulate.loads import find_r
 from perilune_research.deployments.cells import Cell, Result, batches, compute
 from perilune_research.kept import Kept
@@ -33,7 +34,30 @@ POLICIES = (
 QUICK_POLICIES = (DEFAULT, "lmetric_plus_one", "ear", "mooncake", "conductor")
 SPLIT_POLICIES = (DEFAULT, "least_loaded")
 """Policies that are played where prefill has endpoints of its own."""
+FAULTY_POLICIES = (DEFAULT, "lmetric_plus_one", "ear")
+"""Policies that are played, at R alone, where engines are not what the gateway believes."""
 LOADS: Mapping[str, float] = {"R/2": 0.5, "R": 1.0, "1.25 R": 1.25}
+
+
+FAULTS: Mapping[str, tuple[str, Faults]] = {
+    "told-double": (
+        "prefill is believed to take twice as long as it does, step times are noisy",
+        Faults(engine_belief=2.0, step_noise=0.2),
+    ),
+    "told-half": (
+        "prefill is believed to take half as long as it does, step times are noisy",
+        Faults(engine_belief=0.5, step_noise=0.2),
+    ),
+    "unequal": (
+        "engines are up to 1.5 times as fast or slow as the gateway is told, noisy",
+        Faults(speed_spread=1.5, step_noise=0.2),
+    ),
+    "very-unequal": (
+        "engines are up to twice as fast or slow, believed to take half as long, noisier",
+        Faults(speed_spread=2.0, step_noise=0.3, engine_belief=0.5),
+    ),
+}
+"""How engines can differ from what the gateway believes, and the words that say it."""
 
 
 class Pool(NamedTuple):
@@ -44,6 +68,8 @@ class Pool(NamedTuple):
     split: bool = False
     """Whether half of the endpoints only prefill for the others."""
     planner: bool = False
+    admission: bool = False
+    faults: Faults = Faults()
 
 
 POOLS: Mapping[str, Pool] = {
@@ -60,6 +86,12 @@ POOLS: Mapping[str, Pool] = {
     "store": Pool("all engines share one store of 3 GB/s for each engine (`mooncake.store`)", Arm.STORE),
     "both": Pool("hand-off and store", Arm.BOTH),
     "split": Pool("half of the endpoints only prefill, and hand KV over to the others", Arm.NONE, split=True),
+    "admission": Pool("defaults, and new sessions wait (`sessionAdmission`)", Arm.NONE, admission=True),
+    **{
+        f"{arm}-{name}": Pool(f"`{arm}`, but {means}", arm, faults=faults)
+        for arm in (Arm.NONE, Arm.STORE)
+        for name, (means, faults) in FAULTS.items()
+    },
 }
 
 
@@ -89,42 +121,53 @@ class Found(NamedTuple):
     results: Mapping[Cell, Result]
 
     def cells(self, pool: str, load: str, policy: str) -> list[Cell]:
-        """Return the cells of one deployment, load and policy, one for each seed."""
-        return [cell(self.base, self.r, pool, load, policy, seed) for seed in self.size.seeds]
+        """Return the cells of one deployment, load and policy that were played, one for each seed."""
+        every = (cell(self.base, self.r, pool, load, policy, seed) for seed in self.size.seeds)
+        return [each for each in every if each in self.results]
 
 
 def cell(base: Cell, r: float, pool: str, load: str, policy: str, seed: int) -> Cell:
-    arm, split, planner = POOLS[pool][1:]
+    kind = POOLS[pool]
     return replace(
         base,
         policy=policy,
         rate=round(r * LOADS[load], 4),
         seed=seed,
-        arm=arm,
-        prefill=base.endpoints // 2 if split else 0,
-        planner=planner,
+        arm=kind.arm,
+        prefill=base.endpoints // 2 if kind.split else 0,
+        planner=kind.planner,
+        admission=kind.admission,
+        faults=kind.faults,
     )
 
 
 def policies(size: Size, pool: str) -> tuple[str, ...]:
     """Return the policies that are played in this deployment."""
-    if not POOLS[pool].split:
-        return size.policies
-    return tuple(dict.fromkeys((*(p for p in size.policies if p in SPLIT_POLICIES), SPLIT_POLICIES[-1])))
+    kind = POOLS[pool]
+    if kind.split:
+        return tuple(dict.fromkeys((*(p for p in size.policies if p in SPLIT_POLICIES), SPLIT_POLICIES[-1])))
+    if kind.planner or kind.admission:
+        return tuple(p for p in size.policies if p == DEFAULT)
+    return tuple(p for p in size.policies if kind.faults == Faults() or p in FAULTY_POLICIES)
+
+
+def loads(size: Size, pool: str) -> tuple[str, ...]:
+    """Return the loads at which this deployment is played."""
+    return tuple(load for load in size.loads if POOLS[pool].faults == Faults() or load == "R")
 
 
 def cells(base: Cell, r: float, size: Size) -> Iterable[Cell]:
     """Yield all cells of the study."""
     for seed in size.seeds:
-        for load in size.loads:
-            for pool in size.pools:
+        for pool in size.pools:
+            for load in loads(size, pool):
                 for policy in policies(size, pool):
                     yield cell(base, r, pool, load, policy, seed)
 
 
-def find(kept: Kept, base: Cell, size: Size, r: float | None = None) -> Found:
-    """Find R unless it is given, and simulate what no earlier call has. Raises NoRateError, and OSError if
-    results cannot be kept."""
+def find(kept: Kept, base: Cell, size: Size, r: float | None = None, play: bool = True) -> Found:
+    """Find R unless it is given, and simulate what no earlier call has, or nothing but the search without
+    `play`. Raises NoRateError, and OSError if results cannot be kept."""
 
     def runs_at(rate: float) -> list[Result]:
         wanted = [replace(base, rate=round(rate, 4), seed=seed) for seed in size.seeds]
@@ -132,4 +175,5 @@ def find(kept: Kept, base: Cell, size: Size, r: float | None = None) -> Found:
 
     if r is None:
         r = round(find_r(lambda rate: [result.run for result in runs_at(rate)], base.rate), 4)
-    return Found(base, r, size, kept.results(cells(base, r, size), batches, compute, Result, "simulations"))
+    wanted = [each for each in cells(base, r, size) if play or each in kept]
+    return Found(base, r, size, kept.results(wanted, batches, compute, Result, "simulations"))

@@ -57,7 +57,7 @@ def test_an_unknown_one_is_an_error(capsys) -> None:
     assert "Unknown policy 'yours', known are conductor" in capsys.readouterr().err
 
 
-RESERVED = ("all", "static_pd", "pull", "migration", "engine_priority")
+RESERVED = ("all", "pull", "migration", "engine_priority")
 """Names that options use for something else."""
 
 

@@ -10,12 +10,15 @@ from rich.console import Console
 
 from perilune_gateway.policy import POLICIES
 from perilune_lab.simulate import measure
+from perilune_lab.simulate.faults import Faults
 from perilune_research.deployments import cells, cli, plan
 from perilune_research.deployments.cells import Cell
 from perilune_research.deployments.plan import POOLS
 from perilune_research.sources import dependencies
 
 TINY = Cell(policy="ear", rate=0.4, seed=1, endpoints=2, window_s=25.0, warmup_s=5.0)
+PLAYED = [name for name, pool in POOLS.items() if pool.faults == Faults()] + ["none-very-unequal"]
+"""Every deployment, and one whose engines are not what the gateway believes."""
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -42,26 +45,55 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_deployment_is_on_the_page_with_its_policies(folder: Path):
-    said, _ = play(folder, folder, "--policies", "perilune,sticky", "--loads", "R")
+    said, _ = play(
+        folder, folder, "--policies", "perilune,sticky", "--loads", "R", "--pools", ",".join(PLAYED)
+    )
     text = (folder / "deployments.md").read_text()
     assert "**simulated**" in text
     assert (
-        "`python -m perilune_research deployments --seeds 2 --r 0.4 --policies perilune,sticky --loads R`"
+        "`python -m perilune_research deployments --seeds 2 --r 0.4 --policies perilune,sticky --loads R"
         in text
     )
-    assert all(f"## Deployment {pool} at R\n" in text for pool in POOLS)
+    assert all(f"## Deployment {pool} at R\n" in text for pool in PLAYED)
     document = json.loads((folder / "deployments.json").read_text())
     played = {(row["deployment"], row["policy"]) for row in document["rows"]}
-    assert {pool for pool, policy in played if policy == "perilune"} == set(POOLS)
+    assert {pool for pool, policy in played if policy == "perilune"} == set(PLAYED)
     assert {policy for pool, policy in played if pool == "split"} == {"perilune", "least_loaded"}
-    assert all(len(row["apc"]) == 2 for row in document["rows"])
-    assert "24 new simulations" in said
+    assert {policy for pool, policy in played if pool in ("planned", "admission")} == {"perilune"}
+    assert {policy for pool, policy in played if POOLS[pool].faults != Faults()} == {"perilune"}
+    assert all(len(row["apc"]) == len(row["seeds"]) == 2 for row in document["rows"])
+    assert "26 new simulations" in said
 
 
 def test_what_was_played_is_kept(folder: Path):
-    again, _ = play(folder, folder, "--policies", "perilune,sticky", "--loads", "R", "--name", "again")
+    words = ("--policies", "perilune,sticky", "--loads", "R", "--pools", ",".join(PLAYED))
+    again, _ = play(folder, folder, *words, "--name", "again")
     assert "again.md; 0 new simulations" in again
     assert (folder / "again.json").read_text().count("R") > 0
+
+
+def test_a_page_of_what_is_kept_compares_the_seeds_that_both_have(folder: Path):
+    """Three seeds are asked for and two were played; of one policy there are none."""
+    words = ("--policies", "perilune,sticky,ear", "--loads", "R", "--pools", "none", "--name", "kept")
+    said, tables = play(folder, folder, *words, "--seeds", "3", "--kept")
+    assert "0 new simulations" in said
+    document = json.loads((folder / "kept.json").read_text())
+    assert "--kept" not in document["command"]
+    assert {row["policy"]: row["seeds"] for row in document["rows"]} == {"perilune": [1, 2], "sticky": [1, 2]}
+    assert "| sticky | 2 |" in tables
+
+
+def test_engines_that_differ_from_the_belief_are_played_at_r_alone():
+    played = {
+        (cell.faults, cell.rate) for cell in plan.cells(TINY, 0.4, plan.FULL) if cell.faults != Faults()
+    }
+    assert {rate for _, rate in played} == {0.4}
+    assert len(played) == len(plan.FAULTS)
+
+
+def test_a_recorded_trace_has_one_seed():
+    options = cli.parse(["--trace", "conversation.jsonl.gz"])
+    assert (options.base.trace, options.size.seeds) == ("conversation.jsonl.gz", (1,))
 
 
 def test_a_parameter_is_another_simulation(folder: Path):
