@@ -77,9 +77,9 @@ async def test_a_hand_off_without_a_giver_ends_in_an_answer(rig, engines):
 
 
 async def test_an_engine_that_loses_its_network_delays_its_readers_by_seconds(rig, engines):
-    """A read gives up within `LOST_NODE`, and a new connection after two tries to open it (else a minute, since
-    Mooncake leaves that to the kernel). vLLM asks the store again until the master has forgotten the engine;
-    then it computes the prompt."""
+    """A read gives up within `LOST_NODE`, and a new connection after two tries to open it (else a minute,
+    since Mooncake leaves that to the kernel). vLLM asks the store again until the master has forgotten the
+    engine; then it computes the prompt."""
     lost, reader = engines
     first, second, last = (prompt(40 + number) for number in range(3))
     for ids in (first, second, last):

@@ -60,7 +60,8 @@ FAULTS: Mapping[str, tuple[str, Faults]] = {
 """How engines can differ from what the gateway believes, and the words that say it."""
 
 
-class Pool(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
     """One deployment of the study."""
 
     means: str
@@ -73,22 +74,28 @@ class Pool(NamedTuple):
 
 
 POOLS: Mapping[str, Pool] = {
-    "none": Pool("a pool with defaults: what an engine does not hold, it computes", Arm.NONE),
+    "none": Pool(means="a pool with defaults: what an engine does not hold, it computes", arm=Arm.NONE),
     "handoff": Pool(
-        "engines hand KV over (`mooncake.transfer: handoff`) with requests",
-        Arm.HANDOFF,
+        means="engines hand KV over (`mooncake.transfer: handoff`) with requests",
+        arm=Arm.HANDOFF,
     ),
     "planned": Pool(
-        "the same, and the gateway plans moves with every trigger (`migration.triggers`)",
-        Arm.HANDOFF,
+        means="the same, and the gateway plans moves with every trigger (`migration.triggers`)",
+        arm=Arm.HANDOFF,
         planner=True,
     ),
-    "store": Pool("all engines share one store of 3 GB/s for each engine (`mooncake.store`)", Arm.STORE),
-    "both": Pool("hand-off and store", Arm.BOTH),
-    "split": Pool("half of the endpoints only prefill, and hand KV over to the others", Arm.NONE, split=True),
-    "admission": Pool("defaults, and new sessions wait (`sessionAdmission`)", Arm.NONE, admission=True),
+    "store": Pool(
+        means="all engines share one store of 3 GB/s for each engine (`mooncake.store`)", arm=Arm.STORE
+    ),
+    "both": Pool(means="hand-off and store", arm=Arm.BOTH),
+    "split": Pool(
+        means="half of the endpoints only prefill, and hand KV over to the others", arm=Arm.NONE, split=True
+    ),
+    "admission": Pool(
+        means="defaults, and new sessions wait (`sessionAdmission`)", arm=Arm.NONE, admission=True
+    ),
     **{
-        f"{arm}-{name}": Pool(f"`{arm}`, but {means}", arm, faults=faults)
+        f"{arm}-{name}": Pool(means=f"`{arm}`, but {means}", arm=arm, faults=faults)
         for arm in (Arm.NONE, Arm.STORE)
         for name, (means, faults) in FAULTS.items()
     },

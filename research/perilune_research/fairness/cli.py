@@ -21,6 +21,11 @@ from perilune_lab.terminal.formats import as_number
 from perilune_research.fairness.play import LEAST_THROUGHPUT, MOST_TTFT, TIMES, Setting, Shares, compare
 
 MISSED = 1
+_EPILOG = """\
+examples (after `python -m perilune_research`):
+  fairness                                       one gateway and four, two seeds: half an hour
+  fairness --gateways 1 --seeds 1 --endpoints 4  minutes
+"""
 _HEADER = (
     "gateways",
     "alone s",
@@ -80,6 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m perilune_research fairness",
         description="What a tenant that sends ten times its share costs another one, with fair shares.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--share", type=positive, default=0.1, metavar="RATE", help="sessions per second [%(default)s]")

@@ -3,6 +3,7 @@
 from random import Random
 
 import pytest
+from property_examples import examples
 from router_rig import USUAL, Rig, pool
 from routing_objects import head
 
@@ -30,7 +31,7 @@ def busy(seed: int, routing: Routing = Routing(), count: int = len(ADDRESSES)) -
 
 
 @pytest.mark.parametrize("session", ["", "s"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(examples(12)))
 def test_the_choice_is_that_among_all(seed: int, session: str) -> None:
     few, all_ = busy(seed), busy(seed, WHOLE)
     for tokens in (300, 2_000, 2_100):
