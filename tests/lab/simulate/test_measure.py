@@ -19,7 +19,7 @@ from perilune_lab.simulate.workload import Workload, prepare
 from perilune_lab.traces.agentic import Agentic, generate
 from perilune_lab.traces.model import Mode
 
-SMALL = OfferedLoad(window_s=120.0, warmup_s=30.0)
+SMALL = OfferedLoad(window_s=90.0, warmup_s=20.0)
 
 
 def test_its_numbers_are_those_of_a_report():
@@ -110,6 +110,7 @@ def test_the_interval_of_equal_values_is_a_point():
     assert measure.interval([2.0, 2.0, 2.0]) == (2.0, 2.0)
 
 
+@pytest.mark.heavy
 def test_r_is_where_the_reference_is_five_times_above_the_floor():
     comparison = Comparison(policies=("ear",), load=OfferedLoad(window_s=150.0, warmup_s=0.0))
     rate = r_of(comparison, [1], "round_robin")
