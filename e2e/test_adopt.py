@@ -24,10 +24,11 @@ class Theirs:
     def __init__(self, kube: Kube) -> None:
         self.kube = kube
 
-    def start(self) -> None:
+    def start(self, events: bool) -> None:
+        """Start the engines, or roll them. `events`: whether they publish KV events, which nobody tells."""
         command = [
             *("perilune", "engine", "--listen", "$(POD_IP):8200", "--model", "their-30b", "--name", "$(POD)"),
-            *("--events", "tcp://*:5557", "--replay", "tcp://*:5558"),
+            *(("--events", "tcp://*:5557", "--replay", "tcp://*:5558") if events else ()),
         ]
         env = [
             {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
@@ -85,13 +86,11 @@ class Theirs:
 
 @pytest.fixture(scope="module")
 def theirs(kube, edge, operator):
-    made = Theirs(kube)
-    made.start()
-    yield made
+    yield Theirs(kube)
     kube.ctl("delete", "namespace", NAMESPACE, "--timeout=120s", timeout_s=130)
 
 
-def adopt(pool: LivePool, **selector: object) -> None:
+def adopt(pool: LivePool) -> None:
     """One `kubectl apply`, of the whole pool that a user needs to write."""
     pool.kube.apply(
         {
@@ -99,7 +98,7 @@ def adopt(pool: LivePool, **selector: object) -> None:
             "kind": "InferencePool",
             "metadata": {"name": pool.name, "namespace": pool.namespace},
             "spec": {
-                "engine": {"selector": {"labels": {"app": "vllm"}, "port": "api", **selector}},
+                "engine": {"selector": {"labels": {"app": "vllm"}, "port": "api"}},
                 "gateway": {
                     "parent": {"name": "edge", "namespace": "edge"},
                     "hostnames": [f"{pool.name}.test"],
@@ -112,19 +111,20 @@ def adopt(pool: LivePool, **selector: object) -> None:
 
 @pytest.fixture(
     params=[
-        pytest.param({}, id="without-events", marks=pytest.mark.long),
-        pytest.param({"eventsPort": 5557, "replayPort": 5558}, id="with-events"),
+        pytest.param(False, id="without-events", marks=pytest.mark.long),
+        pytest.param(True, id="with-events"),
     ]
 )
 def adopted(request, kube, edge, theirs):
-    """Return the pool, once a request was routed, and what it was asked with."""
+    """Return the pool, once a request was routed, and whether its engines publish KV events."""
+    theirs.start(events=request.param)
     pool = LivePool(kube, edge, "adopted", NAMESPACE)
     pool.client = Client(edge, "adopted.test", "their-30b")
     began = time.monotonic()
-    adopt(pool, **request.param)
+    adopt(pool)
     eventually(pool.answers, timeout_s=FIRST_S)
     assert time.monotonic() - began <= FIRST_S
-    yield pool, bool(request.param)
+    yield pool, request.param
     pool.delete()
 
 
