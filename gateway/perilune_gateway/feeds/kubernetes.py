@@ -26,7 +26,7 @@ first one is the endpoint.
 
 With `engine.selector`, the pods are others' (selected_pods.py). The document is completed with what the first
 engine tells that answers (engine_words.py), for which `first` waits. All engines are asked, and one that
-serves another model gets no requests.
+serves another model gets no requests. Another selector, or other ports, count at once.
 
 Needs a Role with get, list, watch of that ConfigMap and of the namespace's pods. Writes nothing.
 """
@@ -232,6 +232,8 @@ class KubernetesPool:
         """All engine pods of the pool, as the API server reported them last."""
         self.missing = asyncio.Event()
         """Set once the API server has told that there is no pool yet that can be served."""
+        self._reselected = asyncio.Event()
+        """Set when a document came into force that selects other pods."""
 
     async def first(self) -> Pool:
         """Wait for the ConfigMap, and with engine.selector for an engine that tells what it is; return the
@@ -319,16 +321,26 @@ class KubernetesPool:
             self.pods = list(found.values())
             self._offer(on_pool, leaving)
 
-        assert self._accepted is not None
-        params = selected(self._accepted)
         async with asyncio.TaskGroup() as tasks:
             for i, of in self._followed:
                 read = partial(documents, i)
                 tasks.create_task(kube.follow(self.client, of.path, read, of.params))
-            tasks.create_task(kube.follow(self.client, self._pods_path, pods, params, kept=kube.slim))
+            tasks.create_task(self._follow_pods(pods))
             tasks.create_task(self._look(on_pool, leaving))
             if self._told is not None:
                 tasks.create_task(self._ask(on_pool, leaving))
+
+    async def _follow_pods(self, on_change: Callable[[dict[str, Object], Collection[str]], None]) -> None:
+        """Pass the pods of the document in force to `on_change`, of another selector from when it counts."""
+        while True:
+            assert self._accepted is not None
+            self._reselected.clear()
+            params = selected(self._accepted)
+            async with asyncio.TaskGroup() as tasks:
+                of = kube.follow(self.client, self._pods_path, on_change, params, kept=kube.slim)
+                following = tasks.create_task(of)
+                await self._reselected.wait()
+                following.cancel()
 
     async def _ask(self, on_pool: Callable[[Pool], None], leaving: Leaving) -> None:
         """Asks selected engines what they are; one that serves another model leaves."""
@@ -363,6 +375,8 @@ class KubernetesPool:
         """Apply the newest document with the current pods; if it is refused, the old document with them."""
         if self._document is not None and self._document != self._accepted:
             if self._take(on_pool, leaving, self._document):
+                if self._accepted and selected(self._document) != selected(self._accepted):
+                    self._reselected.set()
                 self._accepted, self.last_error = self._document, ""
                 return
             self._document = self._accepted

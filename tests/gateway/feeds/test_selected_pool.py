@@ -1,6 +1,7 @@
 """A pool whose engines others run, from the Kubernetes API and from real HTTP: found, asked, left."""
 
 import asyncio
+import json
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -31,11 +32,18 @@ class Cluster:
         self.inference_pool: dict[str, object] = {}
         self.selected = ""
         self.port = 0
+        self.changed = asyncio.Event()
+        """Set when the InferencePool has changed."""
 
     async def collection(self, request: web.Request) -> web.StreamResponse:
         if "watch" in request.query:
             answer = web.StreamResponse()
             await answer.prepare(request)
+            if request.match_info["kind"] == "inferencepools":
+                await self.changed.wait()
+                self.changed.clear()
+                event = {"type": "MODIFIED", "object": self.inference_pool}
+                await answer.write(json.dumps(event).encode() + b"\n")
             await asyncio.Event().wait()
         items: list[dict[str, object]] = self.pods
         if request.match_info["kind"] == "inferencepools":
@@ -151,6 +159,19 @@ async def test_a_standard_inference_pool_is_a_source_too(cluster: Cluster) -> No
         async with asyncio.timeout(HANG):
             while len((await pools.get()).spec.endpoints) < 2:
                 pass
+            cluster.pods.clear()
+            cluster.run("127.0.0.3", "m")
+            further = {"number": cluster.port + 1}
+            spec = {
+                "selector": {"matchLabels": {"app": "new"}},
+                "targetPorts": [*spec["targetPorts"], further],
+            }
+            cluster.inference_pool = {"metadata": {**meta, "resourceVersion": "2"}, "spec": spec}
+            cluster.changed.set()
+            addresses = [f"127.0.0.3:{cluster.port}", f"127.0.0.3:{cluster.port + 1}"]
+            while [e.address for e in (await pools.get()).spec.endpoints] != addresses:
+                pass
+        assert (cluster.selected, source.last_error) == ("app=new", "")
         following.cancel()
     finally:
         await client.close()
