@@ -254,9 +254,12 @@ class KubernetesPool:
                         self._document = self._accepted = self._completed(document)
                         self.current = with_pods(self._document, self.pods)
                         return self.current
-                    if why != waits_for:
-                        log.warning("waiting for an engine that tells what it is error=%s", why)
-                    waits_for = why
+                    words = f"an engine that tells what it is error={why}"
+                else:
+                    words = f"the pool {self.namespace}/{self.name}, which is not there"
+                if words != waits_for:
+                    log.warning("waiting for %s", words)
+                waits_for = words
                 self.missing.set()
             except (OSError, kube.ApiError) as error:
                 log.warning("waiting for the API server error=%s", error)

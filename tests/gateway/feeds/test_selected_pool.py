@@ -126,6 +126,19 @@ async def test_a_gateway_waits_for_an_engine_and_says_so(
         assert (await waiting).spec.model.name == "m"
 
 
+async def test_a_pool_that_is_not_there_is_waited_for_and_named(
+    cluster: Cluster, source: KubernetesPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting = asyncio.create_task(source.first())
+    async with asyncio.timeout(HANG):
+        while "waiting for the pool ns/p, which is not there" not in caplog.text:  # noqa: ASYNC110 - a log wakes nobody
+            await asyncio.sleep(0.01)
+        cluster.select("m")
+        cluster.run("127.0.0.1", "m")
+        await waiting
+    assert caplog.text.count("waiting for the pool") == 1
+
+
 async def test_an_engine_of_another_model_gets_no_requests(cluster: Cluster, source: KubernetesPool) -> None:
     cluster.select("m")
     cluster.run("127.0.0.1", "m")
