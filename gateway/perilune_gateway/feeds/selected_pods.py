@@ -171,7 +171,7 @@ _HYBRID = re.compile(
 _EXTERNAL = re.compile(r"(?<![\w-])(?:--data[-_]parallel[-_]external[-_]lb|-dpe)(?![\w-])")
 _HEADLESS = re.compile(r"(?<![\w-])--headless(?![\w-])")
 """A process that only runs ranks of another pod's server."""
-_SGLANG = re.compile(r"\bsglang(\.launch_server)?\b")
+_SGLANG = re.compile(r"(?<![\w-])sglang(?:\.launch_server)?(?![\w./-])")
 _PAGE = re.compile(r"--page[-_]size(?:=|\s+)([0-9]{1,6})\b")
 LEAST_PAGE = 8
 """Tokens of SGLang's pages from which its KV events are followed; of smaller ones there are too many."""

@@ -57,6 +57,11 @@ def with_env(pod: Object, **values: str) -> Object:
     [
         pytest.param(pod("--model", "m"), Published(), id="nothing said"),
         pytest.param(pod("--kv-events-config", EVENTS), Published(port=5600), id="argument"),
+        pytest.param(
+            pod("--speculative-config", '{"model":"a/sglang-EAGLE3"}', "--kv-events-config", EVENTS),
+            Published(port=5600),
+            id="a model called after SGLang",
+        ),
         pytest.param(pod(f"--kv-events-config={EVENTS}"), Published(port=5600), id="argument with ="),
         pytest.param(
             pod("--kv-events-config", REPLAYED), Published(port=5557, replay_port=5558), id="vLLM's defaults"
