@@ -32,6 +32,7 @@ Needs a Role with get, list, watch of that ConfigMap and of the namespace's pods
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -42,7 +43,7 @@ import msgspec
 
 from perilune_api import engine_calls, kube, names
 from perilune_api.pool import EndpointSpec, NodePlace, Pool, Role, SpecError, check, parse_known
-from perilune_gateway.feeds import engine_words, groups, selected_pods
+from perilune_gateway.feeds import engine_words, groups, pool_origin, selected_pods
 from perilune_gateway.feeds.engine_words import EngineWords
 from perilune_gateway.feeds.leaving import Leaving, Use
 from perilune_gateway.feeds.pods import port_in, up
@@ -58,6 +59,8 @@ FIRST_S = 0.5
 """Seconds between requests for the ConfigMap while it does not exist yet."""
 LOOK_S = 0.5
 """Seconds between looks at engines that terminate."""
+ABSENT_S = 30.0
+"""Seconds between requests for objects of a kind that the cluster may lack."""
 
 
 def _read(text: str) -> Pool:
@@ -210,7 +213,7 @@ class KubernetesPool:
         self._found: list[Sequence[Object]] = [()] * len(self._origin.collections)
         """The objects of each collection of the origin."""
         self._followed = tuple(enumerate(self._origin.collections))
-        """Those collections whose kind the cluster has, with their indices."""
+        """Those collections whose kind the cluster has had at the start, with their indices."""
         self._headers = dict(headers or {})
         self.words = EngineWords(clock)
         """What selected engines told; empty without engine.selector."""
@@ -325,13 +328,27 @@ class KubernetesPool:
             self._offer(on_pool, leaving)
 
         async with asyncio.TaskGroup() as tasks:
-            for i, of in self._followed:
-                read = partial(documents, i)
-                tasks.create_task(kube.follow(self.client, of.path, read, of.params))
+            for i, of in enumerate(self._origin.collections):
+                tasks.create_task(self._follow(of, partial(documents, i), there=(i, of) in self._followed))
             tasks.create_task(self._follow_pods(pods))
             tasks.create_task(self._look(on_pool, leaving))
             if self._told is not None:
                 tasks.create_task(self._ask(on_pool, leaving))
+
+    async def _follow(
+        self,
+        of: pool_origin.Collection,
+        on_change: Callable[[dict[str, Object], Collection[str]], None],
+        *,
+        there: bool,
+    ) -> None:
+        """Pass the objects of a collection to `on_change`, from when the cluster has their kind."""
+        while not there:
+            await asyncio.sleep(ABSENT_S)
+            with contextlib.suppress(kube.ApiError, OSError):
+                await self.client.request("GET", of.path, params={**of.params, "limit": "1"})
+                there = True
+        await kube.follow(self.client, of.path, on_change, of.params)
 
     async def _follow_pods(self, on_change: Callable[[dict[str, Object], Collection[str]], None]) -> None:
         """Pass the pods of the document in force to `on_change`, of another selector from when it counts."""
