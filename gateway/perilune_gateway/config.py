@@ -53,6 +53,19 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         " `fallbacks`, one endpoint is named (default: that, and the default policy)",
     )
     parser.add_argument(
+        "--engine-ca",
+        type=Path,
+        metavar="FILE",
+        help="with --inference-pool: CA certificates, PEM, of engines that speak HTTPS (in a pool document:"
+        " `engine.tls`)",
+    )
+    parser.add_argument(
+        "--engine-hostname",
+        default="",
+        metavar="NAME",
+        help="with --engine-ca: the name in the certificate of these engines",
+    )
+    parser.add_argument(
         "--listen",
         type=_address,
         default="127.0.0.1:9002",
@@ -197,6 +210,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--tls-cert and --tls-key go together")
     if args.routing and not args.inference_pool:
         parser.error("--routing goes with --inference-pool; a pool document has its own")
+    if bool(args.engine_ca) != bool(args.engine_hostname) or (args.engine_ca and not args.inference_pool):
+        parser.error("--engine-ca and --engine-hostname go together, with --inference-pool")
     if args.tls_client_ca and not args.tls_cert:
         parser.error("--tls-client-ca needs --tls-cert and --tls-key")
     if args.state_ca and not (args.state_server or "").startswith("rediss:"):

@@ -26,8 +26,8 @@ from random import Random
 import uvloop
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 
-from perilune_api import kube, names
-from perilune_api.pool import Pool, Routing, SpecError, load
+from perilune_api import engine_calls, kube, names
+from perilune_api.pool import EngineTls, Pool, Routing, SpecError, load
 from perilune_gateway.config import arguments
 from perilune_gateway.extproc import Transport, new_server
 from perilune_gateway.extproc.service import Service
@@ -295,7 +295,10 @@ async def serve(args: argparse.Namespace) -> None:
         namespace, own = args.kubernetes or args.inference_pool
         origin = None
         if args.inference_pool:
-            origin = inference_pool(namespace, own, _routing(args.routing) if args.routing else PICKERS)
+            routing = _routing(args.routing) if args.routing else PICKERS
+            tls = EngineTls(str(args.engine_ca), args.engine_hostname) if args.engine_ca else None
+            engine_calls.check(tls)
+            origin = inference_pool(namespace, own, routing, tls)
 
         def watch(name: str) -> KubernetesPool:
             of = origin if name == own else None

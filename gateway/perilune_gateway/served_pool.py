@@ -17,10 +17,11 @@ from secrets import token_bytes, token_hex
 from typing import TYPE_CHECKING, Protocol
 
 import aiohttp
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from perilune_api import engine_calls, names
-from perilune_api.pool import Pool, SpecError
+from perilune_api.pool import Engine, Pool, Selector, SpecError
 from perilune_gateway.extproc.waiting import Waiting
 from perilune_gateway.feeds import (
     bootstrap_pages,
@@ -394,7 +395,7 @@ class ServedPool:
         now, new = self.router.pool.spec, pool.spec
         for field, here, there in (
             ("model", now.model, new.model),
-            ("engine", now.engine, new.engine),
+            ("engine", _lasting(now.engine), _lasting(new.engine)),
         ):
             if here != there:
                 self.outdated.set()
@@ -445,6 +446,14 @@ class ServedPool:
         ready = [v for v in self.state.fleet.view(self._clock()) if v.endpoint.ready]
         ready = [v for v in ready if not among or v.endpoint.server in among]
         return min(ready, key=lambda v: v.load.in_flight).endpoint.server if ready else ""
+
+
+def _lasting(engine: Engine) -> Engine:
+    """Return what a running gateway cannot change of the engine: all but which pods are selected, where some
+    are."""
+    if engine.selector is None:
+        return engine
+    return msgspec.structs.replace(engine, selector=Selector(labels={"any": "pod"}))
 
 
 def _collector(url: str, pool: Pool, metrics: Metrics) -> Collector:

@@ -102,7 +102,7 @@ ADVICE: Mapping[Finding, Advice] = {
     ),
     Finding.NO_METRICS: Advice(
         "its load is counted from the gateway's own requests, without those of other clients",
-        "start it without --disable-log-stats",
+        "start it without --disable-log-stats, or SGLang with --enable-metrics",
     ),
     Finding.NO_REPLAY: Advice(
         "after events were missed, what it caches is forgotten and learned again",

@@ -54,6 +54,20 @@ def test_a_picker_alone_is_told_how_to_route(capsys) -> None:
     assert arguments(["--inference-pool", "ns/p", "--routing", "r.yaml"]).routing.name == "r.yaml"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--inference-pool", "ns/p", "--engine-ca", "ca.crt"],
+        ["--inference-pool", "ns/p", "--engine-hostname", "e"],
+        ["--kubernetes", "ns/p", "--engine-ca", "ca.crt", "--engine-hostname", "e"],
+    ],
+)
+def test_a_picker_alone_is_told_what_certificates_engines_have(words, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        arguments(words)
+    assert "go together, with --inference-pool" in capsys.readouterr().err
+
+
 def test_addresses_of_every_kind() -> None:
     for address in ("127.0.0.1:0", "[::1]:9002", "localhost:65535"):
         assert arguments(["--pool", "x", "--listen", address]).listen == address

@@ -30,11 +30,13 @@ from waiting import HANG
 from perilune_api import extproc_pb2 as pb
 from perilune_api.pool import (
     EndpointSpec,
+    Engine,
     Limits,
     Metadata,
     Model,
     Pool,
     Routing,
+    Selector,
     SessionKeys,
     Spec,
     SpecError,
@@ -114,6 +116,29 @@ async def test_a_changed_document_limits_the_sessions_that_are_kept(gateway, clo
     assert [is_known(gateway, name) for name in ("one", "two", "three")] == [False, False, True]
     clock.now += 61.0
     assert not is_known(gateway, "three")
+
+
+async def test_another_selector_counts_and_no_selector_needs_a_restart(tmp_path) -> None:
+    """Sessions stay known."""
+
+    def selecting(*addresses: str, **labels: str) -> Pool:
+        made = pool(*addresses)
+        selector = Selector(labels=labels, port=len(addresses))
+        return structs.replace(
+            made, spec=structs.replace(made.spec, engine=Engine(selector=selector, block_size=16))
+        )
+
+    made = ServedPool(selecting(A, app="old"), PoolFile(tmp_path / "pool.yaml"))
+    try:
+        first_turn(made, "one")
+        made.on_pool(selecting(A, B, app="new"))
+        assert len(made.router.pool.spec.endpoints) == 2
+        assert is_known(made, "one")
+        with pytest.raises(SpecError, match=r"restart the gateway - at `\$\.spec\.engine`"):
+            made.on_pool(pool(A, B))
+    finally:
+        await made.tokenizer.close()
+        await made.events.close()
 
 
 async def test_a_changed_document_limits_the_size_of_bodies(gateway) -> None:

@@ -393,6 +393,20 @@ def test_a_picker_routes_and_knows_the_engines_key_as_its_values_say(
     ).routing == Path("/routing/routing.yaml")
 
 
+def test_a_picker_trusts_engines_that_speak_https_as_its_values_say(
+    template: Callable[..., dict[str, Any]],
+) -> None:
+    values = ("picker.engineTls.caSecret=s", "picker.engineTls.key=tls.crt", "picker.engineTls.hostname=e")
+    pod = template("picker.pool=qwen", *values)["Deployment/qwen-perilune"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    args = gateway_arguments([arg for arg in container["args"] if not arg.startswith("--tls")])
+    assert (str(args.engine_ca), args.engine_hostname) == ("/engine-ca/ca.crt", "e")
+    assert {"name": "engine-ca", "mountPath": "/engine-ca", "readOnly": True} in container["volumeMounts"]
+    (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "engine-ca"]
+    assert volume["secret"]["secretName"] == "s"
+    assert volume["secret"]["items"] == [{"key": "tls.crt", "path": "ca.crt"}]
+
+
 def test_a_picker_has_the_rights_of_the_example(template: Callable[..., dict[str, Any]]) -> None:
     example = list(fast_yaml.load_all((CHART.parents[1] / "examples/picker.yaml").read_text()))
     (role,) = [obj for obj in example if obj["kind"] == "Role"]

@@ -28,8 +28,8 @@ from perilune_gateway.model.engine_facts import EngineFacts, ServedModel
 
 MODELS = "/v1/models"
 HTTPS = (
-    "it speaks HTTPS: name the CA that signed its certificate in the pool (engine.tls), or start it without"
-    " --ssl-keyfile and --ssl-certfile"
+    "it speaks HTTPS: name the CA that signed its certificate (engine.tls, or picker.engineTls), or start it"
+    " without --ssl-keyfile and --ssl-certfile"
 )
 """Why an engine cannot be asked that has a certificate which the pool does not know of."""
 ASK_S, LOOK_S = 30.0, 1.0

@@ -26,12 +26,13 @@ first one is the endpoint.
 
 With `engine.selector`, the pods are others' (selected_pods.py). The document is completed with what the first
 engine tells that answers (engine_words.py), for which `first` waits. All engines are asked, and one that
-serves another model gets no requests.
+serves another model gets no requests. Another selector, or other ports, count at once.
 
 Needs a Role with get, list, watch of that ConfigMap and of the namespace's pods. Writes nothing.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -42,7 +43,7 @@ import msgspec
 
 from perilune_api import engine_calls, kube, names
 from perilune_api.pool import EndpointSpec, NodePlace, Pool, Role, SpecError, check, parse_known
-from perilune_gateway.feeds import engine_words, groups, selected_pods
+from perilune_gateway.feeds import engine_words, groups, pool_origin, selected_pods
 from perilune_gateway.feeds.engine_words import EngineWords
 from perilune_gateway.feeds.leaving import Leaving, Use
 from perilune_gateway.feeds.pods import port_in, up
@@ -58,6 +59,8 @@ FIRST_S = 0.5
 """Seconds between requests for the ConfigMap while it does not exist yet."""
 LOOK_S = 0.5
 """Seconds between looks at engines that terminate."""
+ABSENT_S = 30.0
+"""Seconds between requests for objects of a kind that the cluster may lack."""
 
 
 def _read(text: str) -> Pool:
@@ -210,7 +213,7 @@ class KubernetesPool:
         self._found: list[Sequence[Object]] = [()] * len(self._origin.collections)
         """The objects of each collection of the origin."""
         self._followed = tuple(enumerate(self._origin.collections))
-        """Those collections whose kind the cluster has, with their indices."""
+        """Those collections whose kind the cluster has had at the start, with their indices."""
         self._headers = dict(headers or {})
         self.words = EngineWords(clock)
         """What selected engines told; empty without engine.selector."""
@@ -232,6 +235,8 @@ class KubernetesPool:
         """All engine pods of the pool, as the API server reported them last."""
         self.missing = asyncio.Event()
         """Set once the API server has told that there is no pool yet that can be served."""
+        self._reselected = asyncio.Event()
+        """Set when a document came into force that selects other pods."""
 
     async def first(self) -> Pool:
         """Wait for the ConfigMap, and with engine.selector for an engine that tells what it is; return the
@@ -252,9 +257,12 @@ class KubernetesPool:
                         self._document = self._accepted = self._completed(document)
                         self.current = with_pods(self._document, self.pods)
                         return self.current
-                    if why != waits_for:
-                        log.warning("waiting for an engine that tells what it is error=%s", why)
-                    waits_for = why
+                    words = f"an engine that tells what it is error={why}"
+                else:
+                    words = f"the pool {self.namespace}/{self.name}, which is not there"
+                if words != waits_for:
+                    log.warning("waiting for %s", words)
+                waits_for = words
                 self.missing.set()
             except (OSError, kube.ApiError) as error:
                 log.warning("waiting for the API server error=%s", error)
@@ -319,16 +327,40 @@ class KubernetesPool:
             self.pods = list(found.values())
             self._offer(on_pool, leaving)
 
-        assert self._accepted is not None
-        params = selected(self._accepted)
         async with asyncio.TaskGroup() as tasks:
-            for i, of in self._followed:
-                read = partial(documents, i)
-                tasks.create_task(kube.follow(self.client, of.path, read, of.params))
-            tasks.create_task(kube.follow(self.client, self._pods_path, pods, params, kept=kube.slim))
+            for i, of in enumerate(self._origin.collections):
+                tasks.create_task(self._follow(of, partial(documents, i), there=(i, of) in self._followed))
+            tasks.create_task(self._follow_pods(pods))
             tasks.create_task(self._look(on_pool, leaving))
             if self._told is not None:
                 tasks.create_task(self._ask(on_pool, leaving))
+
+    async def _follow(
+        self,
+        of: pool_origin.Collection,
+        on_change: Callable[[dict[str, Object], Collection[str]], None],
+        *,
+        there: bool,
+    ) -> None:
+        """Pass the objects of a collection to `on_change`, from when the cluster has their kind."""
+        while not there:
+            await asyncio.sleep(ABSENT_S)
+            with contextlib.suppress(kube.ApiError, OSError):
+                await self.client.request("GET", of.path, params={**of.params, "limit": "1"})
+                there = True
+        await kube.follow(self.client, of.path, on_change, of.params)
+
+    async def _follow_pods(self, on_change: Callable[[dict[str, Object], Collection[str]], None]) -> None:
+        """Pass the pods of the document in force to `on_change`, of another selector from when it counts."""
+        while True:
+            assert self._accepted is not None
+            self._reselected.clear()
+            params = selected(self._accepted)
+            async with asyncio.TaskGroup() as tasks:
+                of = kube.follow(self.client, self._pods_path, on_change, params, kept=kube.slim)
+                following = tasks.create_task(of)
+                await self._reselected.wait()
+                following.cancel()
 
     async def _ask(self, on_pool: Callable[[Pool], None], leaving: Leaving) -> None:
         """Asks selected engines what they are; one that serves another model leaves."""
@@ -363,6 +395,8 @@ class KubernetesPool:
         """Apply the newest document with the current pods; if it is refused, the old document with them."""
         if self._document is not None and self._document != self._accepted:
             if self._take(on_pool, leaving, self._document):
+                if self._accepted and selected(self._document) != selected(self._accepted):
+                    self._reselected.set()
                 self._accepted, self.last_error = self._document, ""
                 return
             self._document = self._accepted

@@ -3,7 +3,7 @@
 config_map       the operator's ConfigMap, which has the document as it is
 inference_pool   an InferencePool of the Gateway API inference extension (v1), and the InferenceObjectives
                  of its namespace: the document selects its pods (`engine.selector`), and all else is
-                 what the engines tell, and the routing that the picker is given
+                 what the engines tell, and the routing and the engines' CA that the picker is given
 """
 
 from __future__ import annotations
@@ -16,7 +16,18 @@ from typing import Any
 import msgspec
 
 from perilune_api import names
-from perilune_api.pool import Engine, Metadata, Pool, Routing, Selector, Spec, SpecError, dump, parse
+from perilune_api.pool import (
+    Engine,
+    EngineTls,
+    Metadata,
+    Pool,
+    Routing,
+    Selector,
+    Spec,
+    SpecError,
+    dump,
+    parse,
+)
 
 Object = dict[str, Any]
 
@@ -80,8 +91,11 @@ def pickers_routing(text: str) -> Routing:
     return msgspec.structs.replace(spec.routing, fallbacks=fallbacks)
 
 
-def inference_pool(namespace: str, name: str, routing: Routing = PICKERS) -> Origin:
-    """Return an InferencePool of the inference extension, whose requests are routed so."""
+def inference_pool(
+    namespace: str, name: str, routing: Routing = PICKERS, tls: EngineTls | None = None
+) -> Origin:
+    """Return an InferencePool of the inference extension, whose requests are routed so. `tls`: of its
+    engines, if they speak it."""
     named = {"fieldSelector": f"metadata.name={name}"}
     pools = Collection(f"{EXTENSION}/namespaces/{namespace}/inferencepools", named)
     objectives = (
@@ -93,7 +107,7 @@ def inference_pool(namespace: str, name: str, routing: Routing = PICKERS) -> Ori
         named, *objectives = found
         if not named:
             return ""
-        return dump(document(named[0], [o for each in objectives for o in each], routing)).decode()
+        return dump(document(named[0], [o for each in objectives for o in each], routing, tls)).decode()
 
     return Origin((pools, *objectives), text)
 
@@ -105,7 +119,9 @@ _SPEAKS_HTTP2 = (
 )
 
 
-def document(pool: Object, objectives: Sequence[Object], routing: Routing = PICKERS) -> Pool:
+def document(
+    pool: Object, objectives: Sequence[Object], routing: Routing = PICKERS, tls: EngineTls | None = None
+) -> Pool:
     """Return the pool document of an InferencePool. An InferenceObjective counts before one of `routing`.
     Raises SpecError for one that selects no pods, or whose engines speak HTTP/2 alone."""
     meta, spec = pool["metadata"], pool.get("spec") or {}
@@ -123,7 +139,7 @@ def document(pool: Object, objectives: Sequence[Object], routing: Routing = PICK
     levels = {**routing.limits.objectives, **priorities(meta["name"], objectives)}
     limits = msgspec.structs.replace(routing.limits, objectives=levels)
     routing = msgspec.structs.replace(routing, limits=limits)
-    made = Spec(engine=Engine(selector=selector), routing=routing)
+    made = Spec(engine=Engine(selector=selector, tls=tls), routing=routing)
     return Pool(Metadata(meta["name"], meta["namespace"]), made)
 
 

@@ -4,8 +4,8 @@ Pure. Where a pod's KV events come from, its role and its ranks follow, in this 
 
 - `engine.selector` itself (eventsPort, replayPort);
 - Perilune's own annotations (names.EVENTS_PORT, …), if its owner has put them into the pod's template;
-- the arguments of its containers: vLLM's --kv-events-config and --data-parallel-…, as an argument or within
-  a shell's line;
+- the arguments of its containers: vLLM's --kv-events-config and --data-parallel-…, as an argument, within a
+  shell's line, or in a variable of the container that one of these names;
 - labels: llm-d's and KServe's `llm-d.ai/role`, and AIBrix' `model.aibrix.ai/kv-events-enabled`, which stands
   for the ports 5557 and 5558;
 - for KV events and ranks, the engine's own word (`/kv_event_sources`).
@@ -171,7 +171,7 @@ _HYBRID = re.compile(
 _EXTERNAL = re.compile(r"(?<![\w-])(?:--data[-_]parallel[-_]external[-_]lb|-dpe)(?![\w-])")
 _HEADLESS = re.compile(r"(?<![\w-])--headless(?![\w-])")
 """A process that only runs ranks of another pod's server."""
-_SGLANG = re.compile(r"\bsglang(\.launch_server)?\b")
+_SGLANG = re.compile(r"(?<![\w-])sglang(?:\.launch_server)?(?![\w./-])")
 _PAGE = re.compile(r"--page[-_]size(?:=|\s+)([0-9]{1,6})\b")
 LEAST_PAGE = 8
 """Tokens of SGLang's pages from which its KV events are followed; of smaller ones there are too many."""
@@ -203,10 +203,22 @@ def _number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 6 else None
 
 
+_VARIABLE = re.compile(r"\$(?:\((\w+)\)|\{(\w+)\}|(\w+))")
+MOST_VARIABLES, MOST_VALUE = 64, 16_384
+"""Variables that are replaced in one argument, and characters of a value that takes their place."""
+
+
 def _words(pod: Object) -> Iterator[str]:
+    """Yield the arguments of all containers, with the variables of which the pod itself has the value."""
     for container in pod.get("spec", {}).get("containers") or ():
+        given = {each.get("name"): str(each.get("value") or "") for each in container.get("env") or ()}
+        known = {name: value for name, value in given.items() if 0 < len(value) <= MOST_VALUE}
         for word in (*(container.get("command") or ()), *(container.get("args") or ())):
-            yield str(word)
+            yield _VARIABLE.sub(
+                lambda found, known=known: known.get(found[found.lastindex], found[0]),  # type: ignore[misc]
+                str(word),
+                count=MOST_VARIABLES,
+            )
 
 
 def http_ports(pod: Object, selector: Selector) -> tuple[int, ...]:

@@ -136,7 +136,8 @@ def cure(finding: Finding, expected: Expected) -> str:
     """Return what to change, with the flag's value where it follows from what engines should have in
     common."""
     if finding is Finding.BLOCK_SIZE and expected.block_size:
-        return f"start it with --block-size {expected.block_size}, like the rest of the pool"
+        size = expected.block_size
+        return f"start it with --block-size {size} (--page-size {size} of SGLang), like the rest of the pool"
     if finding is Finding.HASHING and expected.hash_algorithm:
         algorithm = expected.hash_algorithm
         return f"start it with --prefix-caching-hash-algo {algorithm}, like the rest of the pool"

@@ -2,7 +2,8 @@
 
     perilune doctor URL…                     engines by their addresses
     perilune doctor --pool FILE              the endpoints of a pool document
-    perilune doctor -n NAMESPACE POOL        a pool in Kubernetes, whoever runs its engines
+    perilune doctor -n NAMESPACE POOL        a pool in Kubernetes, whoever runs its engines, or a standard
+                                             InferencePool, whoever is its picker
 
 Reads only: a few pages of each engine, and its tokens of short conversations of all APIs, with and without
 tools and thinking. Nothing is generated without --generate. Every question has a timeout and every answer a
@@ -91,6 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         p.error("give URLs of engines, or --pool FILE, or -n NAMESPACE POOL")
     if bool(args.ca) != bool(args.hostname) or (args.ca and (args.namespace or args.pool)):
         p.error("give --ca and --hostname together, and only with URLs; a pool says it in engine.tls")
+    for file in (args.pool, args.ca):
+        if file and not file.is_file():
+            p.error(f"there is no file {file}")
     try:
         made = asyncio.run(_examined(p, args))
     except (OSError, kube.ApiError) as error:

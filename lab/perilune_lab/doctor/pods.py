@@ -1,4 +1,4 @@
-"""The engines of a pool in Kubernetes: its document and its pods.
+"""The engines of a pool in Kubernetes, or of a standard InferencePool: its document and its pods.
 
 Within the cluster they are reached at their addresses, from elsewhere and over TLS through the API server's
 proxy, which needs the right to get and create `pods/proxy`, and passes no key on to engines. Nothing is
@@ -18,7 +18,7 @@ import msgspec
 from perilune_api import kube, names
 from perilune_api.conditions import Condition
 from perilune_api.pool import Pool, SpecError, parse_known
-from perilune_gateway.feeds import engine_words
+from perilune_gateway.feeds import engine_words, pool_origin
 from perilune_gateway.feeds.kubernetes import reader, selected
 from perilune_lab.doctor.examine import TIMEOUT_S, Patient, direct
 
@@ -30,15 +30,9 @@ async def pool(
     client: kube.Client, namespace: str, name: str, http: aiohttp.ClientSession
 ) -> tuple[Pool, list[Patient]]:
     """Return a pool's document and its started engines. A pool that the operator has not rendered yet is
-    waited for. Raises SpecError without such a pool and for one that it refuses, OSError, kube.ApiError."""
+    waited for. Raises SpecError without such a pool and for one that is refused, OSError, kube.ApiError."""
     at = f"/api/v1/namespaces/{namespace}"
-    until = time.monotonic() + WAIT_S
-    while (found := await _found(client, f"{at}/configmaps/{names.gateway_name(name)}")) is None:
-        await _check(client, namespace, name)
-        if time.monotonic() > until:
-            raise SpecError(f"The operator has not accepted the pool {name} for {WAIT_S:g} s: does it run?")
-        await asyncio.sleep(LOOK_S)
-    document, _ = parse_known(found.get("data", {}).get(names.POOL_DOCUMENT, ""))
+    document = await _document(client, namespace, name)
     listed = await client.request("GET", f"{at}/pods", params=selected(document))
     read = reader(document, listed.get("items") or ())
     staying = (pod for pod in listed.get("items") or () if "deletionTimestamp" not in pod["metadata"])
@@ -56,6 +50,24 @@ async def pool(
     return document, patients
 
 
+async def _document(client: kube.Client, namespace: str, name: str) -> Pool:
+    """Return the document that the operator has rendered of a pool, or that of an InferencePool of the
+    inference extension, which another program's Gateway serves. Raises as `pool`."""
+    where = f"/api/v1/namespaces/{namespace}/configmaps/{names.gateway_name(name)}"
+    until = time.monotonic() + WAIT_S
+    while (found := await _found(client, where)) is None:
+        if not await _is_ours(client, namespace, name):
+            at = f"{pool_origin.EXTENSION}/namespaces/{namespace}/inferencepools/{name}"
+            if (other := await _found(client, at)) is None:
+                raise SpecError(f"There is no pool {name} in namespace {namespace}")
+            return pool_origin.document(other, ())
+        if time.monotonic() > until:
+            raise SpecError(f"The operator has not accepted the pool {name} for {WAIT_S:g} s: does it run?")
+        await asyncio.sleep(LOOK_S)
+    document, _ = parse_known(found.get("data", {}).get(names.POOL_DOCUMENT, ""))
+    return document
+
+
 async def _found(client: kube.Client, where: str) -> dict[str, Any] | None:
     """Return an object; None without it."""
     try:
@@ -67,14 +79,15 @@ async def _found(client: kube.Client, where: str) -> dict[str, Any] | None:
     return found
 
 
-async def _check(client: kube.Client, namespace: str, name: str) -> None:
-    """Raise SpecError if there is no pool of that name, or if the operator refuses it."""
+async def _is_ours(client: kube.Client, namespace: str, name: str) -> bool:
+    """Return whether a pool of that name is there. Raises SpecError if the operator refuses it."""
     where = f"/apis/{names.GROUP}/v1alpha1/namespaces/{namespace}/inferencepools/{name}"
     if (pool := await _found(client, where)) is None:
-        raise SpecError(f"There is no pool {name} in namespace {namespace}")
+        return False
     for condition in pool.get("status", {}).get("conditions") or ():
         if (condition["type"], condition["status"]) == (Condition.ACCEPTED, "False"):
             raise SpecError(f"The operator refuses the pool {name}: {condition['message']}")
+    return True
 
 
 def _proxied(client: kube.Client, proxy: str, name: str) -> Patient:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from perilune_api.pool import Selector, SpecError, parse
+from perilune_api.pool import EngineTls, Selector, SpecError, parse
 from perilune_gateway.feeds.pool_origin import document, inference_pool, pickers_routing, priorities
 
 Object = dict[str, Any]
@@ -82,6 +82,12 @@ def test_one_that_cannot_be_served_is_refused_by_name(spec: Object, field: str) 
 
 def test_one_that_says_that_its_engines_speak_http_1_is_served() -> None:
     assert document(pool(appProtocol="http"), []) == document(pool(), [])
+
+
+def test_engines_that_speak_https_are_asked_so() -> None:
+    tls = EngineTls("/engine-ca/ca.crt", "vllm.example")
+    origin = inference_pool("ns", "qwen", tls=tls)
+    assert parse(origin.text([[pool()], [], []])).spec.engine.tls == tls
 
 
 def test_the_document_is_made_of_the_pool_and_both_kinds_of_objectives() -> None:

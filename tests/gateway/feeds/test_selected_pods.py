@@ -42,11 +42,26 @@ def pod(*args: str, command: tuple[str, ...] = (), ready: bool = True, **meta: A
     }
 
 
+def with_env(pod: Object, **values: str) -> Object:
+    """Return a pod whose engine has these variables, and one whose value another object has."""
+    elsewhere = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+    pod["spec"]["containers"][1]["env"] = [
+        elsewhere,
+        *({"name": name, "value": value} for name, value in values.items()),
+    ]
+    return pod
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
         pytest.param(pod("--model", "m"), Published(), id="nothing said"),
         pytest.param(pod("--kv-events-config", EVENTS), Published(port=5600), id="argument"),
+        pytest.param(
+            pod("--speculative-config", '{"model":"a/sglang-EAGLE3"}', "--kv-events-config", EVENTS),
+            Published(port=5600),
+            id="a model called after SGLang",
+        ),
         pytest.param(pod(f"--kv-events-config={EVENTS}"), Published(port=5600), id="argument with ="),
         pytest.param(
             pod("--kv-events-config", REPLAYED), Published(port=5557, replay_port=5558), id="vLLM's defaults"
@@ -60,6 +75,21 @@ def pod(*args: str, command: tuple[str, ...] = (), ready: bool = True, **meta: A
             pod('exec vllm serve m --kv_events_config "{\\"enable_kv_cache_events\\":true}"'),
             Published(port=5557),
             id="a shell's line with escaped quotes",
+        ),
+        pytest.param(
+            with_env(pod('eval "vllm serve m ${VLLM_ADDITIONAL_ARGS}"'), VLLM_ADDITIONAL_ARGS=EVENTS_FLAG),
+            Published(port=5557, replay_port=5558),
+            id="a variable of a shell's line, as KServe has it",
+        ),
+        pytest.param(
+            with_env(pod("--kv-events-config=$(EVENTS)", "-dp", "$RANKS"), EVENTS=EVENTS, RANKS="2"),
+            Published(port=5600, ranks=2),
+            id="variables of arguments",
+        ),
+        pytest.param(
+            with_env(pod("$X" * 5_000, "--kv-events-config=$Y"), X="x" * 10_000, Y=EVENTS + " " * 20_000),
+            Published(),
+            id="variables without end",
         ),
         pytest.param(
             pod(

@@ -1,6 +1,7 @@
 """A pool whose engines others run, from the Kubernetes API and from real HTTP: found, asked, left."""
 
 import asyncio
+import json
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from waiting import HANG
 
 from perilune_api import kube
 from perilune_api.pool import Engine, EngineTls, Metadata, Model, Pool, Selector, Spec, Topology, dump
+from perilune_gateway.feeds import kubernetes
 from perilune_gateway.feeds.kubernetes import KubernetesPool, with_pods
 from perilune_gateway.feeds.leaving import Use
 from perilune_gateway.feeds.pool_origin import inference_pool
@@ -31,14 +33,27 @@ class Cluster:
         self.inference_pool: dict[str, object] = {}
         self.selected = ""
         self.port = 0
+        self.changed = asyncio.Event()
+        """Set when the InferencePool has changed."""
+        self.objectives: list[dict[str, object]] = []
+        """Empty: the cluster has no InferenceObjectives."""
 
     async def collection(self, request: web.Request) -> web.StreamResponse:
         if "watch" in request.query:
             answer = web.StreamResponse()
             await answer.prepare(request)
+            if request.match_info["kind"] == "inferencepools":
+                await self.changed.wait()
+                self.changed.clear()
+                event = {"type": "MODIFIED", "object": self.inference_pool}
+                await answer.write(json.dumps(event).encode() + b"\n")
             await asyncio.Event().wait()
         items: list[dict[str, object]] = self.pods
-        if request.match_info["kind"] == "inferencepools":
+        if request.match_info["kind"] == "inferenceobjectives":
+            if not self.objectives:
+                return web.Response(status=404)
+            items = self.objectives
+        elif request.match_info["kind"] == "inferencepools":
             items = [self.inference_pool]
         elif request.match_info["kind"] == "configmaps":
             meta = {"name": "p-gateway", "namespace": "ns", "resourceVersion": "1"}
@@ -73,6 +88,7 @@ async def cluster() -> AsyncIterator[Cluster]:
     app.router.add_get("/api/v1/namespaces/ns/{kind}", made.collection)
     app.router.add_get("/v1/models", made.models_page)
     app.router.add_get("/apis/inference.networking.k8s.io/v1/namespaces/ns/{kind}", made.collection)
+    app.router.add_get("/apis/llm-d.ai/v1alpha2/namespaces/ns/{kind}", made.collection)
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "0.0.0.0", 0).start()
@@ -118,6 +134,19 @@ async def test_a_gateway_waits_for_an_engine_and_says_so(
         assert (await waiting).spec.model.name == "m"
 
 
+async def test_a_pool_that_is_not_there_is_waited_for_and_named(
+    cluster: Cluster, source: KubernetesPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting = asyncio.create_task(source.first())
+    async with asyncio.timeout(HANG):
+        while "waiting for the pool ns/p, which is not there" not in caplog.text:  # noqa: ASYNC110 - a log wakes nobody
+            await asyncio.sleep(0.01)
+        cluster.select("m")
+        cluster.run("127.0.0.1", "m")
+        await waiting
+    assert caplog.text.count("waiting for the pool") == 1
+
+
 async def test_an_engine_of_another_model_gets_no_requests(cluster: Cluster, source: KubernetesPool) -> None:
     cluster.select("m")
     cluster.run("127.0.0.1", "m")
@@ -150,6 +179,43 @@ async def test_a_standard_inference_pool_is_a_source_too(cluster: Cluster) -> No
         cluster.run("127.0.0.2", "m")
         async with asyncio.timeout(HANG):
             while len((await pools.get()).spec.endpoints) < 2:
+                pass
+            cluster.pods.clear()
+            cluster.run("127.0.0.3", "m")
+            further = {"number": cluster.port + 1}
+            spec = {
+                "selector": {"matchLabels": {"app": "new"}},
+                "targetPorts": [*spec["targetPorts"], further],
+            }
+            cluster.inference_pool = {"metadata": {**meta, "resourceVersion": "2"}, "spec": spec}
+            cluster.changed.set()
+            addresses = [f"127.0.0.3:{cluster.port}", f"127.0.0.3:{cluster.port + 1}"]
+            while [e.address for e in (await pools.get()).spec.endpoints] != addresses:
+                pass
+        assert (cluster.selected, source.last_error) == ("app=new", "")
+        following.cancel()
+    finally:
+        await client.close()
+
+
+async def test_priorities_count_from_when_their_kind_is_there(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes, "ABSENT_S", 0.01)
+    spec = {"selector": {"matchLabels": LABELS}, "targetPorts": [{"number": cluster.port}]}
+    meta = {"name": "q", "namespace": "ns", "resourceVersion": "1"}
+    cluster.inference_pool = {"metadata": meta, "spec": spec}
+    cluster.run("127.0.0.1", "m")
+    client = kube.Client(Configuration(host=f"http://127.0.0.1:{cluster.port}"))
+    source = KubernetesPool(client, "ns", "q", origin=inference_pool("ns", "q"))
+    try:
+        assert (await source.first()).spec.routing.limits.objectives == {}
+        pools: asyncio.Queue[Pool] = asyncio.Queue()
+        following = asyncio.create_task(source.run(pools.put_nowait, lambda address: Use(0, 0)))
+        chat = {"poolRef": {"name": "q"}, "priority": 3}
+        cluster.objectives.append({"metadata": {**meta, "name": "chat"}, "spec": chat})
+        async with asyncio.timeout(HANG):
+            while (await pools.get()).spec.routing.limits.objectives != {"chat": 3}:
                 pass
         following.cancel()
     finally:

@@ -113,10 +113,11 @@ def test_findings_of_all_engines_come_worst_first_with_their_cures() -> None:
 def test_a_cure_names_the_value_that_the_other_engines_have() -> None:
     expected = Expected(block_size=64, hash_algorithm="sha256")
     block, hashing = together({"a": [Finding.BLOCK_SIZE, Finding.HASHING]}, expected)
-    assert "--block-size 64," in block.cure
+    assert "--block-size 64 (--page-size 64 of SGLang)" in block.cure
     assert "--prefix-caching-hash-algo sha256," in hashing.cure
 
 
 def test_every_finding_has_costs_and_a_cure() -> None:
     assert set(ADVICE) == set(Finding)
     assert all(advice.costs and advice.cure for advice in ADVICE.values())
+    assert "SGLang with --enable-metrics" in ADVICE[Finding.NO_METRICS].cure

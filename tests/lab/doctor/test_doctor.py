@@ -231,6 +231,10 @@ async def test_the_endpoints_of_a_pool_document_are_examined(
         pytest.param(["-n", "ns", "p", "q"], id="two pools"),
         pytest.param(["http://a", "--pool", "f"], id="both"),
         pytest.param(["http://127.0.0.1:99999"], id="no port"),
+        pytest.param(["--pool", "/missing/pool.yaml"], id="no such document"),
+        pytest.param(
+            ["--ca", "/missing/ca.crt", "--hostname", "e", "https://127.0.0.1:1"], id="no such certificates"
+        ),
     ],
 )
 def test_a_wrong_call_ends_with_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:

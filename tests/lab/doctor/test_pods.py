@@ -48,6 +48,12 @@ class ApiServer:
         self.rendered = True  # until the next question
         return answer
 
+    async def standard(self, request: web.Request) -> web.Response:
+        if request.match_info["name"] != "standard":
+            return web.json_response({"reason": "NotFound"}, status=404)
+        spec = {"selector": {"matchLabels": {"app": "vllm"}}, "targetPorts": [{"number": 8200}]}
+        return web.json_response({"metadata": {"name": "standard", "namespace": "ns"}, "spec": spec})
+
     async def proxy(self, request: web.Request) -> web.Response:
         self.asked.add(f"{request.match_info['pod']} {request.method} /{request.match_info['page']}")
         match request.match_info["page"]:
@@ -72,6 +78,9 @@ async def client(server: ApiServer) -> AsyncIterator[kube.Client]:
     app.router.add_get("/api/v1/namespaces/ns/configmaps/{name}", server.document)
     pools = "/apis/perilune.dev/v1alpha1/namespaces/ns/inferencepools"
     app.router.add_get(pools + "/{name}", server.resource)
+    app.router.add_get(
+        "/apis/inference.networking.k8s.io/v1/namespaces/ns/inferencepools/{name}", server.standard
+    )
     app.router.add_route("*", "/api/v1/namespaces/ns/pods/{pod}/proxy/{page:.*}", server.proxy)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
@@ -138,3 +147,16 @@ async def test_a_pool_that_is_not_there_is_named(client: kube.Client) -> None:
     async with aiohttp.ClientSession() as http:
         with pytest.raises(SpecError, match="There is no pool q in namespace ns"):
             await pods.pool(client, "ns", "q", http)
+
+
+async def test_engines_of_a_standard_inference_pool_are_examined_too(
+    server: ApiServer, client: kube.Client
+) -> None:
+    async with aiohttp.ClientSession() as http:
+        document, patients = await pods.pool(client, "ns", "standard", http)
+        made = await reported(document, patients)
+    assert {asked for asked in server.asked if "models" in asked} == {
+        "a:8200 GET /v1/models",
+        "b:8200 GET /v1/models",
+    }
+    assert {f["finding"]: f["engines"] for f in made["findings"]}["no_events"] == ["a"]
