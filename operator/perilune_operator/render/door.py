@@ -1,6 +1,6 @@
 """What engines load of ours: the middleware before vLLM that keeps clients' transfer parameters out
-(`engine_door.py`), and a connector for hand-offs together with a store (`engine_connector.py`). A ConfigMap
-has the sources of both; the rest is what an engine's pod needs to load them.
+(`engine_door.py`), and the connector for hand-offs (`engine_connector.py`). A ConfigMap has the sources of
+both; the rest is what an engine's pod needs to load them.
 """
 
 from pathlib import Path
@@ -28,15 +28,9 @@ def name(pool: Context) -> str:
 def config(pool: Context) -> Object:
     """Return the ConfigMap with the sources."""
     data = {f"{MODULE}.py": Path(engine_door.__file__).read_text()}
-    if hands_over_beside_store(pool):
+    if pool.spec.mooncake.transfer is Transfer.HANDOFF:
         data[f"{CONNECTOR}.py"] = CONNECTOR_SOURCE.read_text()
     return pool.object("ConfigMap", name(pool), "engine", data=data)
-
-
-def hands_over_beside_store(pool: Context) -> bool:
-    """Return whether engines have both connectors."""
-    mooncake = pool.spec.mooncake
-    return mooncake.transfer is Transfer.HANDOFF and mooncake.store.enabled
 
 
 def volume(pool: Context) -> Object:

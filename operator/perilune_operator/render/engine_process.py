@@ -236,11 +236,10 @@ def _transfer(pool: Context) -> Object:
         direct: Object = {"mooncake_protocol": made.protocol}
         if made.devices:
             direct["device_name"] = made.devices
-        ours = {"kv_connector_module_path": door.CONNECTOR} if door.hands_over_beside_store(pool) else {}
         parts.append(
             {
                 "kv_connector": "MooncakeConnector",
-                **ours,
+                "kv_connector_module_path": door.CONNECTOR,
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": direct,
             }

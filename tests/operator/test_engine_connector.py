@@ -1,0 +1,82 @@
+"""The connector that engines load for hand-offs, before a worker that does as vLLM 0.32's does."""
+
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from importlib.util import module_from_spec, spec_from_file_location
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from perilune_operator.render import door
+
+
+@dataclass
+class Pull:
+    pull_tasks_count: int = 0
+    failed: bool = False
+
+
+@dataclass
+class Worker:
+    failed: list[str] = field(default_factory=list)
+    arrived: list[str] = field(default_factory=list)
+
+    def process_pulling_result(self, response: Any, pulls: dict[str, Pull]) -> None:
+        for request in response.ok_reqs or []:
+            if not pulls[request].failed:
+                pulls[request].pull_tasks_count -= 1
+                if pulls[request].pull_tasks_count == 0:
+                    self.arrived.append(request)
+
+    def handle_failed(self, pulls: dict[str, Pull], requests: Collection[str]) -> None:
+        for request in requests:
+            if not pulls[request].failed:
+                pulls[request].failed = True
+                self.failed.append(request)
+
+
+class Theirs:
+    def __init__(self, worker: Worker | None) -> None:
+        self.connector_worker = worker
+
+
+@pytest.fixture
+def connector(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the class that engines load, with a package of vLLM's name in place."""
+    path = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake"
+    parts = path.split(".")
+    for upto in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:upto]), ModuleType(parts[upto - 1]))
+    theirs = SimpleNamespace(MooncakeConnector=Theirs)
+    monkeypatch.setattr(sys.modules[path], "mooncake_connector", theirs, raising=False)
+    spec = spec_from_file_location(door.CONNECTOR, door.CONNECTOR_SOURCE)
+    assert spec
+    assert spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.MooncakeConnector
+
+
+def test_what_has_arrived_cannot_fail_any_more(connector: Any) -> None:
+    worker = Worker()
+    connector(worker)
+    pulls = {"whole": Pull(1), "half": Pull(2), "missing": Pull(1)}
+    worker.process_pulling_result(SimpleNamespace(ok_reqs=["whole", "half"]), pulls)
+    worker.handle_failed(pulls, list(pulls))
+    assert worker.arrived == ["whole"]
+    assert worker.failed == ["half", "missing"]
+
+
+def test_what_never_began_fails_as_before(connector: Any) -> None:
+    worker = Worker()
+    connector(worker)
+    pulls = {"never": Pull()}
+    worker.process_pulling_result(SimpleNamespace(ok_reqs=None), pulls)
+    worker.handle_failed(pulls, list(pulls))
+    assert worker.failed == ["never"]
+
+
+def test_a_scheduler_has_no_worker_and_nothing_is_reported(connector: Any) -> None:
+    assert connector(None).get_kv_connector_stats() is None
