@@ -25,7 +25,7 @@ class Theirs:
         self.kube = kube
 
     def start(self, events: bool) -> None:
-        """Start the engines, or roll them. `events`: whether they publish KV events, which nobody tells."""
+        """Start the engines, or roll them. `events`: whether they publish KV events (unsaid in the pool)."""
         command = [
             *("perilune", "engine", "--listen", "$(POD_IP):8200", "--model", "their-30b", "--name", "$(POD)"),
             *(("--events", "tcp://*:5557", "--replay", "tcp://*:5558") if events else ()),

@@ -66,8 +66,7 @@ class Network:
             Path("/proc/sys", *sysctl.split(".")).write_text(value)
 
     def lose(self, pod: Pod) -> None:
-        """Cut a pod off in silence, as behind a router: nobody hears that it is gone, and what is sent to it
-        vanishes."""
+        """Cut a pod off as a lost router would: what is sent to it vanishes, and no error comes back."""
         (number,) = (number for number, each in self._pods.items() if each == pod)
         link = json.loads(run(pod.inside("ip", "-json", "link", "show", "eth0")))
         for other in self._pods.values():

@@ -63,7 +63,7 @@ async def applied(rig, master):
 async def until(ask, holds, within_s=60.0):
     """Return what `ask` returns once it holds."""
     async with asyncio.timeout(within_s):
-        while not holds(found := await ask()):  # noqa: ASYNC110 - genuine processes tell nobody
+        while not holds(found := await ask()):  # noqa: ASYNC110 - no event to wait for
             await asyncio.sleep(0.2)
         return found
 

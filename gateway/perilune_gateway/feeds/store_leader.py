@@ -2,7 +2,7 @@
 
 Of several masters (Mooncake's --enable_ha) each tells at /health who leads, by the address of its RPC server;
 only the leader knows what the store has. The address in the pool document leads to any of them. A master that
-is the only one names no leader, and is asked itself. While nobody tells who leads, the one before is asked.
+is the only one names no leader, and is asked itself. While none names a leader, the last known one is asked.
 """
 
 from __future__ import annotations

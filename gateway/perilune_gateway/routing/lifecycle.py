@@ -207,7 +207,7 @@ class Lifecycle:
 
     def on_applied(self, applied: Applied) -> None:
         """Record that a KV event has changed the index: it may end prefills, and extend sessions' contexts.
-        What an engine only removes changes neither, and is told nobody."""
+        Removals alone change neither, and no listener hears of them."""
         if not (applied.stored or applied.cleared):
             return
         state, now, requests = self._state, self._clock(), self._state.requests

@@ -49,7 +49,7 @@ class _Row(Struct, eq=False, gc=False):
 
     blocks: array[int]
     names: array[int]
-    """What engines call each block when they remove it; 0: unknown."""
+    """The name by which engines remove each block; 0: unknown."""
     known: int = 0
     """Number of its blocks that are in the map."""
 
