@@ -57,6 +57,11 @@ class Environment:
         return LOCKS / f"vllm-{self.version}-{self.device}.lock"
 
     @property
+    def cache(self) -> Path:
+        """What vLLM finds out about a model's class with a process of its own, once; else at each start."""
+        return self.folder / "cache"
+
+    @property
     def complete(self) -> bool:
         """Whether it is installed as the lock says."""
         stamp = self.folder / ".complete"

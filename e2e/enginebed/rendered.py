@@ -79,6 +79,12 @@ DIFFERENCES = (
     Difference(Where.ADDED, "TMPDIR", "{scratch}", "no container: engines would share sockets in /tmp"),
     Difference(
         Where.ADDED,
+        "VLLM_CACHE_ROOT",
+        "{cache}",
+        "each engine has a new home here: what vLLM knows of models' classes is kept, and starts are shorter",
+    ),
+    Difference(
+        Where.ADDED,
         "PYTHONPATH",
         "{folder}:{plugins}",
         "no container; a plugin where there is no accelerator",

@@ -318,6 +318,7 @@ class Rig:
         return {
             "folder": str(home),
             "plugins": str(PLUGINS),
+            "cache": str(self.environment.cache),
             "scratch": scratch,
             "tls": str(self.tls_folder),
         }

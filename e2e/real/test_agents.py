@@ -15,9 +15,8 @@ from msgspec import structs
 
 from enginebed import agents, judged, models
 from enginebed.completions import until
-from enginebed.marks import REQUESTS
+from enginebed.marks import REQUESTS, SHORT
 from enginebed.pages import table, write
-from enginebed.rig import Rig
 from perilune_api.names import DECISION_HEADER
 from perilune_api.pool import parse
 
@@ -25,7 +24,8 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(1800), pytest.mark.asyncio(l
 EXACT = 0.995
 BLOCK, BLOCKS = 32, 6000
 """So many blocks that nothing is evicted."""
-TURNS = 5 if REQUESTS < 200 else 12
+TURNS = 4 if SHORT else 5 if REQUESTS < 200 else 12
+"""The fourth is the first after all that an agent puts between turns."""
 TEMPLATES = {
     "Qwen3-like": (models.QWEN_THINKING, ["--reasoning-parser=qwen3"]),
     "Llama-like": (models.LLAMA, []),
@@ -49,12 +49,13 @@ _stored: list[tuple[str, ...]] = []
 _renderings: list[tuple[str, ...]] = []
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session", params=[*TEMPLATES])
-async def served(request, environment, tmp_path_factory):
-    """One engine with each template, behind a gateway and Envoy."""
-    model, arguments = TEMPLATES[request.param]
-    folder = models.write(model, tmp_path_factory.mktemp("models") / model.name)
-    async with Rig(tmp_path_factory.mktemp(model.name), environment) as rig:
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def engines(rig, tmp_path_factory):
+    """Start an engine with each template, all at once, and Envoy in front of them. Return what the operator
+    rendered and the engine's address, by template."""
+    started = {}
+    for number, (template, (model, arguments)) in enumerate(TEMPLATES.items()):
+        folder = models.write(model, tmp_path_factory.mktemp("models") / model.name)
         rendered = rig.render(
             {
                 "model": {
@@ -74,8 +75,22 @@ async def served(request, environment, tmp_path_factory):
                 },
             }
         )
-        await rig.serve(rendered)
-        yield request.param, rig
+        started[template] = rendered, await rig.engine(rendered, number)
+    await rig.ready(*(engine for _, engine in started.values()))
+    at = {template: (rendered, engine.pod.address) for template, (rendered, engine) in started.items()}
+    await rig.start_envoy(rendered.with_endpoints([address for _, address in at.values()]))
+    return at
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=[*TEMPLATES])
+async def served(request, rig, engines):
+    """Put a gateway of one engine alone behind Envoy, in place of the other engine's."""
+    rendered, address = engines[request.param]
+    if rig.gateway is not None:
+        rig.kill_gateway()
+        await asyncio.shield(rig.gateway.ended)
+    await rig.start_gateway(rendered.with_endpoints([address]))
+    return request.param, rig
 
 
 async def turn(rig, agent):

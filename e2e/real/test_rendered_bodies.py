@@ -5,9 +5,11 @@ import asyncio
 import json
 import os
 import socket
+from contextlib import AsyncExitStack, ExitStack
 
 import aiohttp
 import pytest
+import pytest_asyncio
 
 from enginebed import install, models, odd_bodies
 from enginebed.pages import table, write
@@ -49,22 +51,42 @@ async def healthy(http, url, server):
         await asyncio.sleep(0.2)
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-async def test_odd_bodies_have_the_tokens_that_vllm_gives_them(template, environment, tmp_path):
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def servers(environment, tmp_path_factory):
+    """Start a server for each template, all at once. Yields the model's folder, the URL and the process, by
+    template."""
     if environment.version != install.VERSIONS[0]:
         pytest.skip("the gateway converts bodies as the newest version does")
-    model, arguments = TEMPLATES[template]
-    folder = models.write(model, tmp_path / model.name)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [environment.program("vllm"), "launch", "render", str(folder), "--served-model-name=m"]
-    command += ["--host=127.0.0.1", f"--port={port}", f"--max-model-len={CONTEXT}"]
-    command += ["--enable-auto-tool-choice", "--tool-call-parser=hermes", *arguments]
-    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **OFFLINE}
-    server = await start("render", command, env, tmp_path)
+    started = {}
+    async with AsyncExitStack() as stack:
+        for (template, (model, arguments)), port in zip(TEMPLATES.items(), free_ports(), strict=True):
+            home = tmp_path_factory.mktemp(model.name)
+            folder = models.write(model, home / model.name)
+            command = [environment.program("vllm"), "launch", "render", str(folder), "--served-model-name=m"]
+            command += ["--host=127.0.0.1", f"--port={port}", f"--max-model-len={CONTEXT}"]
+            command += ["--enable-auto-tool-choice", "--tool-call-parser=hermes", *arguments]
+            env = {"PATH": os.environ["PATH"], "HOME": str(home), **OFFLINE}
+            env["VLLM_CACHE_ROOT"] = str(environment.cache)
+            server = await start("render", command, env, home)
+            stack.push_async_callback(server.stop, 5.0)
+            started[template] = folder, f"http://127.0.0.1:{port}", server
+        yield started
+
+
+def free_ports():
+    """Return a free port for each template."""
+    with ExitStack() as stack:
+        taken = [stack.enter_context(socket.socket()) for _ in TEMPLATES]
+        for one in taken:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in taken]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+async def test_odd_bodies_have_the_tokens_that_vllm_gives_them(template, servers):
+    folder, url, server = servers[template]
     tokenizer = Tokenizer(Model(name="m", tokenizer=str(folder), context_tokens=CONTEXT))
-    url, refused, others = f"http://127.0.0.1:{port}", 0, []
+    refused, others = 0, []
     try:
         connector = aiohttp.TCPConnector(force_close=True)  # vLLM hangs up after an error of its own
         async with aiohttp.ClientSession(connector=connector) as http:
@@ -84,7 +106,6 @@ async def test_odd_bodies_have_the_tokens_that_vllm_gives_them(template, environ
                 if ours.source is TokenSource.ESTIMATE or list(ours.ids) != theirs:
                     others.append((body.name, ours, len(theirs)))
     finally:
-        await server.stop(5.0)
         await tokenizer.close()
     compared = len(odd_bodies.BODIES) - refused
     equal = compared - len(others)
