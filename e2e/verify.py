@@ -44,7 +44,7 @@ SUITES = (
     Suite(
         "engines",
         "genuine vLLM engines with Mooncake behind Envoy and the gateway",
-        ("e2e-real", "REQUESTS=70"),
+        ("e2e-real", "REQUESTS=40"),
     ),
     Suite("cluster", "the demo's promises, and scenarios on a real cluster", ("e2e",)),
     Suite(

@@ -57,6 +57,8 @@ class Phase:
     began: float = field(default_factory=time.monotonic)
     back_s: float | None = None
     """Seconds until what was killed served again; None if nothing was killed."""
+    pause_s: float = 0.0
+    """Between a client's turns. Engines that start need the cores."""
 
     @property
     def answered(self) -> list[Judged]:
@@ -108,6 +110,8 @@ async def play(
             one = free.pop(rng.randrange(len(free)))
             phase.requests.append(await turn(rig, one, alone=at_once == 1))
             free.append(one)
+            if phase.pause_s:
+                await asyncio.sleep(phase.pause_s)
 
     await asyncio.gather(*(worker() for _ in range(at_once)))
 

@@ -13,11 +13,12 @@ import pytest_asyncio
 from msgspec import structs
 
 from enginebed import conversations, judged
+from enginebed.marks import SHORT
 from perilune_api.findings import EVENTS_FLAG
 from perilune_api.pool import dump
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800), pytest.mark.asyncio(loop_scope="session")]
-BLOCK, TURNS, ARGS = 64, 36, ["--num-gpu-blocks-override=400"]
+BLOCK, TURNS, ARGS = 64, 20 if SHORT else 36, ["--num-gpu-blocks-override=400"]
 OPERATORS = ("--middleware", "--kv-events-config", "--block-size", "--enable-request-id-headers")
 """Options that the operator gives its own engines, and their owner did not give his."""
 EVENTS = shlex.split(EVENTS_FLAG)

@@ -12,12 +12,14 @@ import pytest_asyncio
 from msgspec import structs
 
 from enginebed.completions import SAME, answering, ask, cached, fetched, furthest, legs, until
+from enginebed.marks import SHORT
 from enginebed.rig import Engine, Rig
 from perilune_api.policies import PolicyName
 from perilune_api.pool import Disaggregation, Pool, Role, dump
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="session")]
 BLOCK, SESSIONS, LONG = 32, 6, 12_000
+FETCHES, SPLITS = (1, 3) if SHORT else (2, 6)
 TOO_LATE = ("slow", "slower", "failed", "no_giver")
 """Why nothing is fetched after a fetch that came too late: links count as slow, the engines have a pause or
 did not answer when they were asked whether they can give."""
@@ -128,9 +130,9 @@ async def test_a_request_takes_along_what_a_busy_engine_holds(served):
     """The engine that holds the prompt's prefix gives a long answer, so the request goes to the other one,
     with the prefix's KV. The answer is that of the engine that computed the prefix. On a busy machine a fetch
     may take longer than it is allowed to, or Envoy may not wait for the decision; then the prompt is
-    computed, and other prompts are tried until two have been fetched."""
+    computed, and other prompts are tried until FETCHES have been fetched."""
     rig, rng, copied, late = served.rig, random.Random(5), 0, 0
-    while copied < 2:
+    while copied < FETCHES:
         name = f"along{copied + late}"
         ids = tokens(rng, LONG)
         following = [*ids, *tokens(rng, 64)]
@@ -225,13 +227,13 @@ async def test_a_long_prompt_is_prefilled_on_one_engine_and_decoded_on_the_other
         return bool((await rig.page("/api/moves"))["prefills"]["ended"])
 
     await until(is_split)
-    for number in range(6):
+    for number in range(SPLITS):
         ids = Session(1_000 + number).ids
         host, answer = await ask(rig, rig.url, ids, f"split{number}", max_tokens=8)
         assert host == decode.address
         _, alone = await ask(rig, prefill.url, ids, max_tokens=8)
         assert furthest(answer, alone) < SAME
-    assert await fetched(rig, decode.address) - before >= 6 * 300
+    assert await fetched(rig, decode.address) - before >= SPLITS * 300
     ended = (await rig.page("/api/moves"))["prefills"]["ended"]
     assert {one["outcome"] for one in ended} == {"copied"}, ended
 

@@ -15,13 +15,15 @@ import pytest_asyncio
 from msgspec import structs
 
 from enginebed import conversations, judged, models
-from enginebed.marks import REQUESTS, TAKES_MINUTES
+from enginebed.marks import REQUESTS, SHORT, TAKES_MINUTES
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(3600), pytest.mark.asyncio(loop_scope="session")]
 EXACT = 0.985
 BLOCK = 32
 BLOCKS = 160
 FEW_MESSAGES = 20
+CONVERSATIONS = 16 if SHORT else 24
+"""So many that most come to a second turn within REQUESTS."""
 
 
 class Running:
@@ -30,7 +32,8 @@ class Running:
     def __init__(self, rig, rendered, engines, document, report):
         self.rig, self.rendered, self.engines = rig, rendered, engines
         self.document, self.report = document, report
-        self.conversations = conversations.mixed(24, 1, "tiny", [f"tiny-{name}" for name in models.ADAPTERS])
+        adapters = [f"tiny-{name}" for name in models.ADAPTERS]
+        self.conversations = conversations.mixed(CONVERSATIONS, 1, "tiny", adapters)
 
     async def phase(self, name, requests, at_once=1):
         """Traffic while nothing happens; every request is answered. If the store's master took a living
@@ -45,8 +48,9 @@ class Running:
             phase.name = f"{name}, segment lost"
         return phase
 
-    async def while_(self, name, kill, restore):
-        """Traffic while `kill` and `restore` (a coroutine function, until all is up again) happen."""
+    async def while_(self, name, kill, restore, pause_s=0.0):
+        """Traffic while `kill` and `restore` (a coroutine function, until all is up again) happen. With
+        `pause_s`, clients pause so long between their turns once some have met what was killed."""
         phase, enough = self.report.phase(name), asyncio.Event()
         traffic = asyncio.create_task(
             judged.play(self.rig, self.conversations, phase, 100_000, at_once=2, enough=enough)
@@ -55,8 +59,11 @@ class Running:
             await more_requests(phase, 4)
             phase.began = time.monotonic()
             kill()
+            if pause_s:
+                await more_requests(phase, 10)
+                phase.pause_s = pause_s
             await restore()
-            phase.back_s = time.monotonic() - phase.began
+            phase.back_s, phase.pause_s = time.monotonic() - phase.began, 0.0
             await more_requests(phase, 4)
         finally:
             enough.set()
@@ -83,9 +90,12 @@ async def ready_endpoints(rig, count):
 
 
 def held_what_it_said(phase):
-    """Nearly all predictions are exact, none promised over a block too much."""
+    """Nearly all predictions are exact (in a short phase all but one), none promised over a block too
+    much."""
+    inexact = sum(each.above != 0 for each in phase.answered)
     assert not phase.far_above(BLOCK), judged.misses(phase)
-    assert phase.exact >= EXACT, judged.misses(phase)
+    assert phase.answered, "nothing was predicted"
+    assert inexact <= max(1, (1 - EXACT) * len(phase.answered)), judged.misses(phase)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -167,7 +177,7 @@ async def test_an_engine_that_came_back_is_known_to_be_empty(running, name, numb
         await rig.ready(running.engines[number])
         await ready_endpoints(rig, 2)
 
-    phase = await running.while_(name, kill, restore)
+    phase = await running.while_(name, kill, restore, pause_s=1.0 if SHORT else 0.0)
     assert phase.last_failure_s < 5, judged.misses(phase)
     held_what_it_said(await running.phase(f"after {name}", REQUESTS // 2))
 
