@@ -180,6 +180,7 @@ def ensure_api_server() -> None:
     ensure(API_SERVER)
     module(_GATEWAY_MODULE, ENVOY_GATEWAY)
     module(*INFERENCE_EXTENSION)
+    module(*PICKER)
     module(*KEDA)
 
 
