@@ -85,7 +85,7 @@ verify: $(STAMP) ## all that is too heavy for each change: genuine vLLM, a real 
 	PYTHONPATH=e2e $(BIN)/python e2e/verify.py $(ARGS)
 
 e2e: $(STAMP) ## everything full-size: demo, trace replay, and (as root) the scenarios on a real cluster
-	$(BIN)/python -m pytest tests e2e -m "(e2e or cluster) and not long" --side-by-side $(ARGS)
+	$(BIN)/python -m pytest e2e -m "(e2e or cluster) and not long" --side-by-side $(ARGS)
 
 cluster: $(STAMP) ## the whole thing on one Linux machine (root; or KIND=1): eight nodes, Envoy Gateway, a pool
 	$(BIN)/python e2e/cluster.py up $(ARGS)

@@ -156,8 +156,8 @@ def test_headers_decide_as_bodies_do_in_a_short_run(policy):
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(1800)
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("policy", cli.USUAL)
 def test_headers_decide_as_bodies_do_over_many_turns(policy):
     tally, rig = measure(Options(turns=5000), policy)
