@@ -85,7 +85,7 @@ verify: $(STAMP) ## all that is too heavy for each change: genuine vLLM, a real 
 	PYTHONPATH=e2e $(BIN)/python e2e/verify.py $(ARGS)
 
 e2e: $(STAMP) ## everything full-size: demo, trace replay, and (as root) the scenarios on a real cluster
-	$(BIN)/python -m pytest tests e2e -m "(e2e or cluster) and not long" --side-by-side $(ARGS)
+	$(BIN)/python -m pytest e2e -m "(e2e or cluster) and not long" --side-by-side $(ARGS)
 
 cluster: $(STAMP) ## the whole thing on one Linux machine (root; or KIND=1): eight nodes, Envoy Gateway, a pool
 	$(BIN)/python e2e/cluster.py up $(ARGS)
@@ -107,11 +107,12 @@ e2e-real-long: $(STAMP) ## the same with 600 requests in its longest phases, int
 	  e2e/real/test_ranks_on_nodes.py e2e/real/test_masters.py e2e/real/test_rig.py e2e/real/test_moves.py \
 	  e2e/real/test_tensor_parallel.py e2e/real/test_window.py -m real -s $(ARGS)
 
-e2e-long: $(STAMP) ## a real cluster: eight engines rolled, drained and deleted under load; a minute without Valkey; one gateway or four; all orders of an upgrade; the inference extension's conformance suite (root)
+e2e-long: $(STAMP) ## a real cluster: eight engines rolled, drained and deleted under load; a minute without Valkey; one gateway or four; all orders of an upgrade; the inference extension's conformance suite; 5,000 nodes (root)
 	ENGINES=8 ABSENT_S=60 COMPARE=1 CONFORMANCE=1 $(BIN)/python -m pytest e2e/test_leaving.py e2e/test_gateways.py \
 	  e2e/test_one_gateway_or_four.py e2e/test_conformance.py e2e/test_conformance_of_plain_envoy_gateway.py \
 	  -m cluster -s $(ARGS)
 	$(BIN)/python -m pytest tests e2e -m long -s $(ARGS) || test $$? = 5  # ARGS=-k may leave none
+	$(BIN)/python -m pytest tests/bench/bench_operator.py -m heavy -s $(ARGS) || test $$? = 5
 
 e2e-cluster: $(STAMP) ## scenarios on a cluster of their own: Envoy Gateway, our gateway, engines (root)
 	$(BIN)/python -m pytest e2e -m "cluster and not long" $(ARGS)

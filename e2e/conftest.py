@@ -36,6 +36,7 @@ from testbed import (
     releases,
 )
 from testbed.cluster import NODES, Cluster, build
+from testbed.direct import Direct
 from testbed.http import Client, eventually
 from testbed.kind import Kind
 from testbed.kube import Kube, installed
@@ -45,6 +46,7 @@ from testbed.shell import ClusterError, succeeds, until
 
 _KIND = bool(os.environ.get("KIND"))
 _EXISTING = _KIND or os.environ.get("USE_EXISTING_CLUSTER") == "true"
+KEPT = bool(os.environ.get("PERILUNE_KEEP_CLUSTER"))
 _ARCHIVES = pytest.StashKey[list[Path] | ClusterError]()
 MANIFESTS = Path(__file__).parent / "manifests"
 EXTENSION_VALUES = perilune.CHART / "envoy-gateway-values.yaml"
@@ -65,9 +67,11 @@ ON_A_SECOND_CLUSTER = (
     "test_one_url.py",
     "test_operators.py",
     "test_policy_rollout.py",
+    "test_scaling.py",
     "test_upgrade.py",
 )
 """About half of all cluster scenarios, by time; none of them has the pool of the others."""
+LAST = ("test_extension_server.py",)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -88,12 +92,15 @@ def _lane(item: pytest.Item) -> Lane | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put first what needs no cluster, then clusters that come and go, then the shared one."""
+    """Put first what needs no cluster, then clusters that come and go, then the shared one; last what would
+    have most to restore there for others."""
 
     def when(item: pytest.Item) -> int:
         if "cluster" not in item.keywords:
             return 0
-        return 1 if "one_of_its_own" in item.keywords else 2
+        if "one_of_its_own" in item.keywords:
+            return 1
+        return 3 if item.path.name in LAST else 2
 
     items.sort(key=when)
     for item in items:
@@ -180,10 +187,15 @@ def archives(pytestconfig: pytest.Config) -> list[Path]:
 
 
 @pytest.fixture(scope="session")
-def cluster(request: pytest.FixtureRequest, archives: list[Path]) -> Iterator[Cluster]:
+def mine() -> bool:
+    """Whether this session brings the cluster up."""
+    return not Cluster(_cluster_name()).is_up
+
+
+@pytest.fixture(scope="session")
+def cluster(request: pytest.FixtureRequest, archives: list[Path], mine: bool) -> Iterator[Cluster]:
     """Eight nodes, and our images. What this session brings up, it takes down, and nothing is left."""
     cluster = Cluster(_cluster_name())
-    mine = not cluster.is_up
     with _shown(request.config):
         if mine:
             _up(cluster, archives)
@@ -192,7 +204,7 @@ def cluster(request: pytest.FixtureRequest, archives: list[Path]) -> Iterator[Cl
     until(lambda: cluster.control.ready, "the API server is ready", timeout_s=60)
     with cluster.control.machine.network():
         yield cluster
-    if mine and not os.environ.get("PERILUNE_KEEP_CLUSTER"):
+    if mine and not KEPT:
         cluster.down()
         assert cluster.remains() == []
 
@@ -216,8 +228,9 @@ def kube(request: pytest.FixtureRequest) -> Iterator[Kube]:
     elif _EXISTING:
         yield Kube((), os.environ["KUBECONFIG"], installed)
     else:
-        cluster: Cluster = request.getfixturevalue("cluster")
-        yield cluster.kube
+        kube = Direct(request.getfixturevalue("cluster"))
+        yield kube
+        kube.close()
 
 
 @pytest.fixture(scope="session")
@@ -239,10 +252,8 @@ def other_image(cluster: Cluster) -> str:
 
 @pytest.fixture(scope="session")
 def state_image(cluster: Cluster) -> None:
-    """Import the image of the server of shared state into every node."""
-    names = (node.machine.run(["ctr", "-n", "k8s.io", "images", "list", "-q"]) for node in cluster.nodes)
-    if any(perilune_image.STATE_NAME not in found.split() for found in names):
-        cluster.load(perilune_image.state_archive())
+    """Every node has the image of the server of shared state."""
+    cluster.ensure(perilune_image.STATE_NAME, perilune_image.state_archive)
 
 
 @pytest.fixture(scope="session")
@@ -340,10 +351,10 @@ def static_pool(kube: Kube, edge: str) -> StaticPool:
 
 
 @pytest.fixture(scope="module")
-def inference_pools(cluster, kube, edge, operator, tmp_path_factory):
-    """Envoy Gateway takes InferencePools by our extension server; afterwards everything is as it was. The
-    picker's image is in clusters of our own only."""
-    cluster.load(epp.archive())
+def inference_pools(request, cluster, mine, kube, edge, operator, tmp_path_factory):
+    """Envoy Gateway takes InferencePools by our extension server; afterwards everything is as it was, unless
+    the cluster goes next. The picker's image is in clusters of our own only."""
+    cluster.ensure(epp.IMAGE, epp.archive)
     pools = programs.module(*programs.INFERENCE_EXTENSION) / "config/crd/bases"
     crds = [word for file in (pools, *epp.kinds()) for word in ("-f", str(file))]
     kube.ctl("apply", "--server-side", *crds)
@@ -353,6 +364,8 @@ def inference_pools(cluster, kube, edge, operator, tmp_path_factory):
     envoy_gateway.install(kube, folder, EXTENSION_VALUES)
     envoy_gateway.restart(kube)
     yield
+    if mine and not KEPT and request.session.items[-1].path == request.path:
+        return
     envoy_gateway.install(kube, folder)
     envoy_gateway.restart(kube)
     perilune.install(kube)

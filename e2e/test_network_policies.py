@@ -6,7 +6,7 @@ gateways with their server of shared state, `stored` has a store, and its gatewa
 """
 
 import itertools
-import json
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -85,29 +85,13 @@ ALLOWED = {
 }
 """Who may connect, as docs/security.md says: pool, component and port → pods."""
 EVERYBODY = {*PROBES, *SPLIT, *STORED, *ENVOY, "guest engine"}
-CONNECT = """
-import json, socket, sys
-from concurrent.futures import ThreadPoolExecutor
-
-def connects(target):
-    try:
-        socket.create_connection(target, 3).close()
-    except OSError:
-        return False
-    return True
-
-targets = json.loads(sys.argv[1])
-with ThreadPoolExecutor(len(targets)) as threads:
-    print(json.dumps(list(threads.map(connects, targets))))
-"""
+CONNECT_S = 3.0
 
 
 @pytest.fixture(scope="module")
 def pools(cluster, kube, edge, operator, state_image):
     """Yield the three pools, by name; all of them answer, and the probes run."""
-    images = cluster.nodes[0].machine.run(["ctr", "-n", "k8s.io", "images", "list", "-q"])
-    if STORE_NAME not in images.split():
-        cluster.load(store_archive())
+    cluster.ensure(STORE_NAME, store_archive)
     for name, labels in MADE.items():
         kube.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
     kube.apply(*(probe(name) for name in PROBES))
@@ -178,10 +162,6 @@ def probe(name):
     }
 
 
-def container(who):
-    return ("-c", "envoy") if who == "envoy" else ()
-
-
 class Attempt(NamedTuple):
     """A pod tries to connect to another one."""
 
@@ -190,8 +170,17 @@ class Attempt(NamedTuple):
     connected: bool
 
 
+def connects(address, port):
+    try:
+        socket.create_connection((address, port), CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def attempts(kube, pools):
-    """Have everybody try everything. A pod always reaches itself, so that is not tried."""
+    """Have everybody try everything, from inside the pods' networks. A pod always reaches itself, so that is
+    not tried."""
     pods = {(pool, part): pools[pool].pods(part) for pool, part in PARTS}
     assert all(pods.values()), {of: len(found) for of, found in pods.items()}
     targets = [(target, pod["status"]["podIP"]) for target in ALLOWED for pod in pods[target[:2]]]
@@ -205,13 +194,9 @@ def attempts(kube, pools):
     def tried(actor):
         who, pod = actor
         others = [(target, address) for target, address in targets if address != pod["status"]["podIP"]]
-        wanted = json.dumps([[address, port] for (_, _, port), address in others])
-        where = (pod["metadata"]["name"], "-n", pod["metadata"]["namespace"], *container(who))
-        said = kube.ctl("exec", *where, "--", "python3", "-c", CONNECT, wanted)
-        return [
-            Attempt(who, target, connected)
-            for (target, _), connected in zip(others, json.loads(said), strict=True)
-        ]
+        with kube.inside(pod), ThreadPoolExecutor(len(others)) as threads:
+            connected = threads.map(lambda other: connects(other[1], other[0][2]), others)
+            return [Attempt(who, target, did) for (target, _), did in zip(others, connected, strict=True)]
 
     with ThreadPoolExecutor(4) as threads:
         return list(itertools.chain.from_iterable(threads.map(tried, actors)))

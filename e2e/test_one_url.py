@@ -1,6 +1,7 @@
 """Two models on one URL, one of them served by two pools: one gateway, one route, three pools."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -91,14 +92,18 @@ def test_an_unknown_model_is_refused_with_the_names_of_the_known_ones(pools, edg
 
 def test_a_canary_gets_its_share_of_new_sessions_and_keeps_them(pools, edge):
     chat, owner = client(edge, MODELS[CHAT]), owners(pools)
-    played = {}
-    for number in range(SESSIONS):
+
+    def pool_of(number):
         prompts = ("w " * 20 * turn for turn in (1, 2, 3))
         turns = [chat.complete(prompt, session=f"canary-{number}") for prompt in prompts]
         assert {answer.status for answer in turns} == {200}
-        (played[number],) = {owner[answer.decided] for answer in turns}
-    share = sum(pool == CHAT_NEXT for pool in played.values()) / SESSIONS
-    assert set(played.values()) == {CHAT, CHAT_NEXT}
+        (only,) = {owner[answer.decided] for answer in turns}
+        return only
+
+    with ThreadPoolExecutor(4) as clients:
+        played = list(clients.map(pool_of, range(SESSIONS)))
+    share = played.count(CHAT_NEXT) / SESSIONS
+    assert set(played) == {CHAT, CHAT_NEXT}
     assert CANARY_SHARE - 0.15 <= share <= CANARY_SHARE + 0.15, share
 
 

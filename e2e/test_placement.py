@@ -35,20 +35,30 @@ PLACEMENTS = {
     ),
 }
 """Name of the pool: its placement, and how many of its four engines share a node, rack or spine."""
+USUAL = ("spread-racks", "pack-node", "pack-rack-spread-nodes")
 
 
-def test_engines_go_where_the_placement_says(kube, edge, operator):
+@pytest.mark.parametrize(
+    "placed",
+    [
+        pytest.param(USUAL, id="usual"),
+        pytest.param((*PLACEMENTS,), marks=pytest.mark.long, id="all"),
+    ],
+)
+def test_engines_go_where_the_placement_says(kube, edge, operator, placed):
     """All pools at once; without gateways, so that only engines are there to be placed."""
-    pools = {name: LivePool(kube, edge, name) for name in PLACEMENTS}
+    pools = {name: LivePool(kube, edge, name) for name in placed}
     try:
-        for name, (placement, _) in PLACEMENTS.items():
+        for name in placed:
+            placement, _ = PLACEMENTS[name]
             gateway = {"replicas": 0, "mode": "none"}
             quick = {"sessionSeconds": 0, "drainSeconds": 0}
             pools[name].apply(replicas=4, topology={"placement": placement}, gateway=gateway, rollout=quick)
         for pool in pools.values():
             pool.becomes(4, timeout_s=240)
-        found = {name: where_engines_are(pools[name]) for name in PLACEMENTS}
-        for name, (_, wanted) in PLACEMENTS.items():
+        found = {name: where_engines_are(pools[name]) for name in placed}
+        for name in placed:
+            _, wanted = PLACEMENTS[name]
             assert {level: found[name][level] for level in wanted} == wanted, name
     finally:
         for pool in pools.values():

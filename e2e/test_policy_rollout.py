@@ -32,7 +32,7 @@ EXAMPLE = CHECKOUT / "examples" / "own-policy.yaml"
 GOOD, BAD, ENDLESS = "least_busy", "hasty", "endless"
 IMAGE = "perilune.test/least-busy-policy:0.1.0"
 ENGINES, GATEWAYS = 4, 2
-AGENTS, HABITS = 10, Habits(turns=6, pause_s=0.4)
+AGENTS, HABITS = 10, Habits(turns=4, pause_s=0.4)
 """So little work that no policy has to move a session."""
 CANARY = {"share": 0.5, "tolerance": 0.5}
 """With half of the sessions a verdict needs fewest of them: some two hundred."""

@@ -151,6 +151,7 @@ def assert_equal(one, other):
     assert one == other
 
 
+@pytest.mark.long
 def test_a_killed_operator_is_replaced(pool, kube):
     """kill -9 of every operator at once: the new one carries on where they stopped."""
     kube.ctl("delete", "pod", "--all", "-n", perilune.NAMESPACE, "--grace-period=0", "--force")

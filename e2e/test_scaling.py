@@ -13,22 +13,29 @@ from testbed.pool import LivePool
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
-LEAST, MOST = 2, 6
+LEAST = 2
 SLOWDOWN = 4
 """The engines are so many times slower than an H20: then two of them are too few even for the few prompts
 that clients on a busy machine send."""
-LOADS_S = 30
-"""How long a new engine loads its model: by an init container, as long as the fastest real ones."""
 
 
-@pytest.fixture(scope="module")
-def elastic(kube, edge, operator):
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((4, 10), id="to 4"),
+        pytest.param((6, 30), marks=pytest.mark.long, id="to 6"),
+    ],
+)
+def elastic(request, kube, edge, operator):
+    """Return a pool, and how many engines it may have at most. A new engine loads its model by an init
+    container; the longer time is that of the fastest real ones."""
+    most, loads_s = request.param
     pool = LivePool(kube, edge, "elastic")
     loading = {
         "name": "loads-the-model",
         "image": ENGINE_NAME,
         "imagePullPolicy": "Never",
-        "command": ["sleep", str(LOADS_S)],
+        "command": ["sleep", str(loads_s)],
     }
     pool.apply(
         replicas=LEAST,
@@ -42,14 +49,14 @@ def elastic(kube, edge, operator):
             "signal": "queueSeconds",
             "target": "3",
             "minReplicas": LEAST,
-            "maxReplicas": MOST,
+            "maxReplicas": most,
             "upSeconds": 5,
             "downSeconds": 20,
         },
     )
     pool.becomes(LEAST, timeout_s=180)
     eventually(pool.answers)
-    yield pool
+    yield pool, most
     pool.delete()
 
 
@@ -74,18 +81,17 @@ def watched(pool: LivePool) -> Iterator[list[int]]:
 
 
 def test_a_load_that_rises_and_falls_takes_the_pool_up_and_down_without_flapping(elastic):
-    many = NewPrompts(elastic.client, words=4_000)
-    one = NewPrompts(
-        elastic.client, words=20, tokens=100
-    )  # who waits for answers leaves engines time to spare
-    with watched(elastic) as seen:
+    pool, most = elastic
+    many = NewPrompts(pool.client, words=4_000)
+    one = NewPrompts(pool.client, words=20, tokens=100)  # who waits for answers leaves engines time to spare
+    with watched(pool) as seen:
         with many.at_once(24):
-            elastic.becomes(MOST, timeout_s=240)
+            pool.becomes(most, timeout_s=240)
         with one.at_once(1):
-            elastic.becomes(LEAST, timeout_s=360)
+            pool.becomes(LEAST, timeout_s=360)
     print(f"{len(many.ended)} and {len(one.ended)} requests")
     assert many.failures + one.failures == []
-    up = seen.index(MOST)
+    up = seen.index(most)
     assert seen[: up + 1] == sorted(seen[: up + 1])
     assert seen[up:] == sorted(seen[up:], reverse=True)
     assert len(seen) - 1 <= 6
@@ -99,11 +105,12 @@ def rests(pool: LivePool) -> None:
 
 def test_a_pool_that_rests_is_woken_by_a_prompt_and_rests_again(elastic):
     """Envoy asks the gateway although there is no engine, so clients learn when to come back."""
-    elastic.patch(scaling={"minReplicas": 0})
-    eventually(lambda: rests(elastic), timeout_s=120)
-    refused = elastic.client.complete()
+    pool, _ = elastic
+    pool.patch(scaling={"minReplicas": 0})
+    eventually(lambda: rests(pool), timeout_s=120)
+    refused = pool.client.complete()
     assert (refused.status, refused.headers["x-perilune-refused"]) == (429, "starting")
     assert 5 <= int(refused.headers["retry-after"]) <= 60
-    eventually(elastic.answers, timeout_s=120)
-    assert elastic.get()["spec"]["replicas"] == 1
-    eventually(lambda: rests(elastic), timeout_s=120)
+    eventually(pool.answers, timeout_s=120)
+    assert pool.get()["spec"]["replicas"] == 1
+    eventually(lambda: rests(pool), timeout_s=120)

@@ -42,9 +42,7 @@ def restarts(pool: LivePool) -> int:
 def asleep(pool: LivePool, engine: str) -> bool:
     """Return whether the engine of that address says that it sleeps."""
     (pod,) = [pod["metadata"]["name"] for pod in pool.pods() if address(pod) == engine]
-    url = f"http://127.0.0.1:{names.ENGINE_PORT}/is_sleeping"
-    code = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1]).read().decode())"
-    said = pool.kube.ctl("exec", f"pod/{pod}", "-n", pool.namespace, "--", "python3", "-c", code, url)
+    said = pool.kube.page(f"pod/{pod}", pool.namespace, "/is_sleeping", names.ENGINE_PORT)
     return bool(json.loads(said)["is_sleeping"])
 
 

@@ -25,14 +25,8 @@ ENGINES = 4
 @pytest.fixture(scope="module")
 def image(cluster):
     """On every node."""
-    missing = [node for node in cluster.nodes if STORE_NAME not in images_of(node)]
-    if missing:
-        cluster.load(store_archive())
+    cluster.ensure(STORE_NAME, store_archive)
     return STORE_NAME
-
-
-def images_of(node):
-    return node.machine.run(["ctr", "-n", "k8s.io", "images", "list", "-q"]).split()
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 ENGINES = 2
+QUICK = {"sessionSeconds": 1, "drainSeconds": 5}
 OLD = perilune_image.release_name(releases.LAST)
 NEW = {"gateway": perilune_image.NAME, "engine": perilune_image.ENGINE_NAME}
 ORDERS = {
@@ -44,7 +45,7 @@ USUAL = ("follows", "gateway-operator-engine", "engine-operator-gateway")
 )
 def released(request, cluster, kube, edge):
     """Run the last release instead of ours, and ours again afterwards. Yield the names of pools to make."""
-    cluster.load(perilune_image.release_archive(releases.LAST))
+    cluster.ensure(OLD, lambda: perilune_image.release_archive(releases.LAST))
     perilune.uninstall(kube)
     perilune.install_release(kube, releases.LAST)
     yield request.param
@@ -60,6 +61,7 @@ def pools(kube, edge, released):
         gateway = {"parent": {"name": "edge", "namespace": "edge"}, "hostnames": [f"{name}.test"]}
         pool.apply(
             replicas=ENGINES,
+            rollout=QUICK,
             routing={},  # the release has not all of today's fields
             engine={"kind": "simulated", "imagePullPolicy": "Never", **pinned},
             gateway={**gateway, "imagePullPolicy": "Never", **pinned},

@@ -15,8 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -32,12 +33,14 @@ PAGE = ROOT / "docs" / "verified.md"
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """`command`: words after `make`. `reports`: pytest runs it, and then says how each test ended."""
+    """`command`: words after `make`. `reports`: pytest runs it, and then says how each test ended. `longer`:
+    pytest's words for tests of its kind that it leaves to `make e2e-long`."""
 
     name: str
     what: str
     command: tuple[str, ...]
     reports: bool = True
+    longer: tuple[str, ...] = ()
 
 
 SUITES = (
@@ -46,9 +49,16 @@ SUITES = (
         "genuine vLLM engines with Mooncake behind Envoy and the gateway",
         ("e2e-real", "REQUESTS=40"),
     ),
-    Suite("cluster", "the demo's promises, and scenarios on a real cluster", ("e2e",)),
     Suite(
-        "heavy", "heavier tests of what `make test` shows, and all examples of properties", ("test-heavy",)
+        "cluster",
+        "the demo's promises, and scenarios on a real cluster",
+        ("e2e",),
+        longer=("tests", "e2e", "-m", "long"),
+    ),
+    Suite(
+        "heavy",
+        "heavier tests of what `make test` shows, and all examples of properties",
+        ("test-heavy", "NODES=500"),
     ),
     Suite(
         "fuzz",
@@ -66,7 +76,7 @@ SUITES = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One scenario's end. `counts`: how many of its tests passed, failed or were skipped."""
+    """One scenario's end. `counts`: how many of its tests passed, failed, were skipped, or are long."""
 
     suite: str
     scenario: str
@@ -76,6 +86,10 @@ class Row:
     @property
     def failed(self) -> bool:
         return bool(self.counts.get("failed"))
+
+    @property
+    def ran(self) -> bool:
+        return bool(self.failed or self.counts.get("passed"))
 
     @property
     def result(self) -> str:
@@ -98,6 +112,25 @@ def rows(suite: str, report: str) -> list[Row]:
     return [Row(suite, file, seconds[file], counts[file]) for file in seconds]
 
 
+def longer(suite: Suite) -> dict[str, int]:
+    """Return how many tests of each file the suite leaves to `make e2e-long`."""
+    if not suite.longer:
+        return {}
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    try:
+        said = run([*command, *suite.longer], cwd=ROOT)
+    except ClusterError:  # there are none, or what is wrong has failed the suite
+        return {}
+    return dict(Counter(line.partition("::")[0] for line in said.splitlines() if "::" in line))
+
+
+def with_longer(suite: str, found: Sequence[Row], counts: Mapping[str, int]) -> list[Row]:
+    """Return the rows, which also say how many tests of a file are long; files with such tests alone, too."""
+    made = [replace(row, counts={**row.counts, "long": counts.get(row.scenario, 0)}) for row in found]
+    alone = sorted(set(counts) - {row.scenario for row in found})
+    return [*made, *(Row(suite, file, 0.0, {"long": counts[file]}) for file in alone)]
+
+
 def play(suite: Suite, folder: Path) -> list[Row]:
     """Run a suite with its output on ours. A suite that ends badly without a failed test counts as failed."""
     report = folder / f"{suite.name}.xml"
@@ -111,7 +144,7 @@ def play(suite: Suite, folder: Path) -> list[Row]:
         return [Row(suite.name, command, seconds, {"passed": 1})]
     if status != 0 and not any(row.failed for row in found):
         found.append(Row(suite.name, f"{command} (exit status {status})", seconds, {"failed": 1}))
-    return found
+    return with_longer(suite.name, found, longer(suite))
 
 
 def versions() -> dict[str, str]:
@@ -182,8 +215,8 @@ class Told:
 
     @property
     def end(self) -> str:
-        failed = sum(row.failed for row in self.rows)
-        return f"{failed} of {len(self.rows)} failed" if failed else f"all {len(self.rows)} passed"
+        ran, failed = sum(row.ran for row in self.rows), sum(row.failed for row in self.rows)
+        return f"{failed} of {ran} failed" if failed else f"all {ran} passed"
 
 
 def page(told: Sequence[Told], of: dict[str, str]) -> str:
@@ -206,7 +239,8 @@ with names of suites (`make verify ARGS=engines`) it runs those alone, and what 
 
 {_markdown(("part", "version"), of.items())}
 
-Skipped tests need what the machine lacked, or belong to `make e2e-long` and `make e2e-real-long`.
+Skipped tests need what the machine lacked, or belong to `make e2e-long` and `make e2e-real-long`. Long ones
+belong to `make e2e-long`: the same at greater length, of which `make verify` runs a shorter form.
 
 {_markdown(("suite", "scenario", "seconds", "tests"), rows)}
 """

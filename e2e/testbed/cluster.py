@@ -138,6 +138,12 @@ class Cluster:
         """Import an image into every node."""
         _each(self.nodes, lambda node: images.load(node.machine, archive))
 
+    def ensure(self, image: str, archive: Callable[[], Path]) -> None:
+        """Import an image by name, unless every node has it, as those with which the cluster came up."""
+        held = (node.machine.run(["ctr", "-n", "k8s.io", "images", "list", "-q"]) for node in self.nodes)
+        if not all(image in names.split() for names in held):
+            self.load(archive())
+
     def resident_bytes(self) -> dict[str, int]:
         """Resident memory of the cluster's processes by program name; shared pages are counted in each."""
         by_name: dict[str, int] = {}

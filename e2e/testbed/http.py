@@ -143,8 +143,9 @@ class Load:
 
 
 @contextmanager
-def under_load(client: Client, sessions: int = 8, **fields: Any) -> Iterator[Load]:
-    """While inside, `sessions` clients send one request after the other, sessions growing by turns."""
+def under_load(client: Client, sessions: int = 8, pause_s: float = 0.1, **fields: Any) -> Iterator[Load]:
+    """While inside, `sessions` clients send one request after the other, sessions growing by turns.
+    `pause_s`: between an answer and the next request, so that the load leaves time to what is tried."""
     load, stop, lock = Load(), threading.Event(), threading.Lock()
 
     def session(number: int) -> None:
@@ -165,6 +166,7 @@ def under_load(client: Client, sessions: int = 8, **fields: Any) -> Iterator[Loa
                     load.failures.append(f"after {time.monotonic() - began:.2f} s: {outcome} {said}")
                 elif sample is not None:
                     load.samples.append(sample)
+            stop.wait(pause_s)
 
     threads = [threading.Thread(target=session, args=(number,)) for number in range(sessions)]
     for thread in threads:

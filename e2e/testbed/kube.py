@@ -9,6 +9,7 @@ from typing import Any
 from testbed import programs
 from testbed.shell import ClusterError, run
 
+ADMIN_PORT = 9003
 INSTALL_S = 180
 """How long a chart may take until all of it is ready."""
 
@@ -46,12 +47,12 @@ class Kube:
         """Return an admin page of a gateway, read as JSON."""
         return json.loads(self.page(gateway, namespace, path))
 
-    def page(self, gateway: str, namespace: str, path: str) -> str:
-        """Return an admin page of a gateway (`deployment/NAME` or `pod/NAME`), which answers only clients in
-        its own pod."""
+    def page(self, what: str, namespace: str, path: str, port: int = ADMIN_PORT) -> str:
+        """Return what `deployment/NAME` or `pod/NAME` answers to a client in its own pod: an admin page of a
+        gateway, which answers no others; with another port, a page of an engine."""
         code = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1]).read().decode())"
-        url = f"http://127.0.0.1:9003{path}"
-        where = ("exec", gateway, "-n", namespace)
+        url = f"http://127.0.0.1:{port}{path}"
+        where = ("exec", what, "-n", namespace)
         return self.ctl(*where, "--", "python3", "-c", code, url)
 
     def get(self, *args: str) -> Any:

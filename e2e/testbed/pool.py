@@ -61,8 +61,7 @@ class LivePool:
         return self.kube.get(_ALL, self.name, "-n", self.namespace)
 
     def exists(self) -> bool:
-        words = ("get", _ALL, self.name, "-n", self.namespace, "--ignore-not-found", "-o", "name")
-        return self.kube.ctl(*words) != ""
+        return self.name in [pool["metadata"]["name"] for pool in self.kube.get(_ALL, "-n", self.namespace)]
 
     def conditions(self) -> dict[str, tuple[str, str]]:
         """Type → status, reason."""

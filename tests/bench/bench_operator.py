@@ -5,7 +5,8 @@ machine, which all of these share, so they are only printed, with the time of on
 Asserted is what does not: CPU time per round, memory, the size of documents and statuses, and that nothing is
 written while nothing changes. Nodes are as large as real ones: their labels, their images, eight GPUs.
 Where the CRDs of Envoy Gateway are in the cache, every pool has its route and policies too.
-`make test-heavy ARGS='-k fifty_pools -s'`, or `python tests/bench/bench_operator.py`.
+`make test-heavy ARGS='-k fifty_pools -s'`, or `python tests/bench/bench_operator.py`. NODES: another
+number of nodes, as in `make verify`.
 """
 
 import asyncio

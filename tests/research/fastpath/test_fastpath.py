@@ -156,11 +156,11 @@ def test_headers_decide_as_bodies_do_in_a_short_run(policy):
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("turns", [1000, pytest.param(5000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("policy", cli.USUAL)
-def test_headers_decide_as_bodies_do_over_many_turns(policy, turns):
-    tally, rig = measure(Options(turns=turns), policy)
+def test_headers_decide_as_bodies_do_over_many_turns(policy):
+    tally, rig = measure(Options(turns=5000), policy)
     print(render([(tally, rig)]))
     assert tally.same_share >= cli.BAR
     assert tally.by_headers >= 0.8 * tally.turns
