@@ -332,8 +332,10 @@ class KubernetesPool:
                 tasks.create_task(self._follow(of, partial(documents, i), there=(i, of) in self._followed))
             tasks.create_task(self._follow_pods(pods))
             tasks.create_task(self._look(on_pool, leaving))
-            if self._told is not None:
-                tasks.create_task(self._ask(on_pool, leaving))
+            if self._told is not None and self._accepted is not None:
+                tls = self._accepted.spec.engine.tls
+                offer = partial(self._offer, on_pool, leaving)
+                tasks.create_task(engine_words.run(self.words, self._endpoints, tls, self._headers, offer))
 
     async def _follow(
         self,
@@ -362,16 +364,8 @@ class KubernetesPool:
                 await self._reselected.wait()
                 following.cancel()
 
-    async def _ask(self, on_pool: Callable[[Pool], None], leaving: Leaving) -> None:
-        """Asks selected engines what they are; one that serves another model leaves."""
-        assert self._accepted is not None
-        async with engine_calls.session(self._accepted.spec.engine.tls, self._headers) as http:
-            while True:
-                before = dict(self.words.known)
-                await self.words.look(self.current.spec.endpoints if self.current else (), http)
-                if self.words.known != before:
-                    self._offer(on_pool, leaving)
-                await asyncio.sleep(engine_words.LOOK_S)
+    def _endpoints(self) -> Sequence[EndpointSpec]:
+        return self.current.spec.endpoints if self.current else ()
 
     async def _look(self, on_pool: Callable[[Pool], None], leaving: Leaving) -> None:
         """Leave terminating engines when their time has come, which no watch reports."""

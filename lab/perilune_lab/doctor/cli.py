@@ -144,7 +144,7 @@ def of_document(http: aiohttp.ClientSession, pool: Pool) -> list[Patient]:
     """Return the endpoints of a pool document."""
     return [
         direct(http, f"http://{e.address}", e.address).known(
-            e.events, e.replay, transfers=bool(e.bootstrap or e.peer)
+            e.events, e.replay, transfers=bool(e.bootstrap or e.peer), listed=True
         )
         for e in pool.spec.endpoints
     ]

@@ -223,6 +223,23 @@ async def test_the_endpoints_of_a_pool_document_are_examined(
     ]
 
 
+async def test_events_that_a_pool_document_does_not_name_are_not_followed(
+    doctor: Doctor, engines: list[Engine], tmp_path: Path
+) -> None:
+    """Although the engine publishes them."""
+    file = tmp_path / "pool.yaml"
+    file.write_text(
+        "apiVersion: perilune.dev/v1alpha1\nkind: InferencePool\nmetadata: {name: p}\n"
+        f"spec: {{model: {{name: m}}, endpoints: [{{address: '{engines[0].url.removeprefix('http://')}'}}]}}\n"
+    )
+    status, text = await doctor.ask("--pool", str(file), "--json")
+    report = json.loads(text)
+    assert (status, report["engines"][0]["events"]) == (1, [])
+    worst = report["findings"][0]
+    assert worst["finding"] == "no_events"
+    assert "give its endpoint in the pool document these addresses" in worst["cure"]
+
+
 @pytest.mark.parametrize(
     "args",
     [
