@@ -259,13 +259,13 @@ class KubernetesPool:
                         return self.current
                     words = f"an engine that tells what it is error={why}"
                 else:
-                    words = f"the pool {self.namespace}/{self.name}, which is not there"
-                if words != waits_for:
-                    log.warning("waiting for %s", words)
-                waits_for = words
+                    words = f"the {self._origin.kind} {self.namespace}/{self.name}, which is not there"
                 self.missing.set()
             except (OSError, kube.ApiError) as error:
-                log.warning("waiting for the API server error=%s", error)
+                words = f"the API server error={error}"
+            if words != waits_for:
+                log.warning("waiting for %s", words)
+            waits_for = words
             await asyncio.sleep(FIRST_S)
 
     async def _list(self) -> None:
@@ -275,11 +275,13 @@ class KubernetesPool:
             try:
                 listed = await self.client.request("GET", collection.path, params=collection.params)
             except kube.ApiError as error:
-                if error.status not in (403, 404) or not collection.optional:
-                    raise
-            else:
-                self._found[i] = listed.get("items") or ()
-                followed.append((i, collection))
+                if error.status in (403, 404) and collection.optional:
+                    continue
+                if error.status == 404:
+                    raise kube.ApiError(404, error.reason, f"the cluster has no {collection.path}") from None
+                raise
+            self._found[i] = listed.get("items") or ()
+            followed.append((i, collection))
         self._followed = tuple(followed)
 
     async def _ask_first(self, document: Pool) -> str:
@@ -288,7 +290,7 @@ class KubernetesPool:
         if document.spec.engine.selector is None:
             return ""
         endpoints = with_pods(document, self.pods).spec.endpoints
-        why = f"no started pod has the labels {selected(document)['labelSelector']}"
+        why = sought(document)
         async with engine_calls.session(document.spec.engine.tls, self._headers) as http:
             for endpoint in sorted(endpoints, key=lambda e: (not e.ready, e.address)):
                 told = await engine_words.ask(engine_words.directly(http, endpoint.address))
@@ -434,3 +436,12 @@ def selected(document: Pool) -> dict[str, str]:
         return {"labelSelector": ",".join(f"{key}={value}" for key, value in selector.labels.items())}
     pool = document.metadata.name
     return {"labelSelector": f"{names.POOL_LABEL}={pool},{names.COMPONENT_LABEL} in ({_COMPONENTS})"}
+
+
+def sought(document: Pool) -> str:
+    """Say that the pool has no engine, and which pods would be some."""
+    selector = document.spec.engine.selector
+    words = f"no started pod has the labels {selected(document)['labelSelector']}"
+    if selector is not None and isinstance(selector.port, str):
+        words += f" and a container's port with the name {selector.port}"
+    return words

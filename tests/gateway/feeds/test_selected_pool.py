@@ -16,7 +16,7 @@ from waiting import HANG
 from perilune_api import kube
 from perilune_api.pool import Engine, EngineTls, Metadata, Model, Pool, Selector, Spec, Topology, dump
 from perilune_gateway.feeds import kubernetes
-from perilune_gateway.feeds.kubernetes import KubernetesPool, with_pods
+from perilune_gateway.feeds.kubernetes import KubernetesPool, sought, with_pods
 from perilune_gateway.feeds.leaving import Use
 from perilune_gateway.feeds.pool_origin import inference_pool
 
@@ -172,6 +172,25 @@ async def test_a_pool_that_is_not_there_is_waited_for_and_named(
         cluster.run("127.0.0.1", "m")
         await waiting
     assert caplog.text.count("waiting for the pool") == 1
+
+
+async def test_a_cluster_without_inference_pools_is_told_so(
+    client: kube.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting = asyncio.create_task(
+        KubernetesPool(client, "elsewhere", "q", origin=inference_pool("elsewhere", "q")).first()
+    )
+    path = "/apis/inference.networking.k8s.io/v1/namespaces/elsewhere/inferencepools"
+    async with asyncio.timeout(HANG):
+        while f"the cluster has no {path}" not in caplog.text:  # noqa: ASYNC110 - a log wakes nobody
+            await asyncio.sleep(0.01)
+    waiting.cancel()
+
+
+def test_a_port_that_pods_are_sought_by_is_named() -> None:
+    engine = Engine(selector=Selector(labels=LABELS, port="http"))
+    words = "no started pod has the labels app=vllm,tier=gpu and a container's port with the name http"
+    assert sought(Pool(Metadata("p"), Spec(engine=engine))) == words
 
 
 async def test_an_engine_of_another_model_gets_no_requests(cluster: Cluster, source: KubernetesPool) -> None:

@@ -248,6 +248,7 @@ async def test_events_that_a_pool_document_does_not_name_are_not_followed(
         pytest.param(["-n", "ns", "p", "q"], id="two pools"),
         pytest.param(["http://a", "--pool", "f"], id="both"),
         pytest.param(["http://127.0.0.1:99999"], id="no port"),
+        pytest.param(["qwen"], id="a pool without its namespace"),
         pytest.param(["--pool", "/missing/pool.yaml"], id="no such document"),
         pytest.param(
             ["--ca", "/missing/ca.crt", "--hostname", "e", "https://127.0.0.1:1"], id="no such certificates"
@@ -265,4 +266,14 @@ def test_what_is_wrong_with_a_pool_document_names_its_file(tmp_path: Path) -> No
     document = tmp_path / "pool.yaml"
     document.write_text("spec: {")
     with pytest.raises(SpecError, match=r"pool\.yaml: Not YAML"):
+        main(["--pool", str(document)])
+
+
+def test_a_document_that_selects_pods_is_for_a_pool_in_kubernetes(tmp_path: Path) -> None:
+    document = tmp_path / "pool.yaml"
+    document.write_text(
+        "apiVersion: perilune.dev/v1alpha1\nkind: InferencePool\nmetadata: {name: p}\n"
+        "spec: {engine: {selector: {labels: {app: vllm}}}}\n"
+    )
+    with pytest.raises(SpecError, match=r"pool\.yaml: It lists no engines.* say -n NAMESPACE POOL"):
         main(["--pool", str(document)])
