@@ -1,8 +1,12 @@
 """Engines that somebody else runs, in a Deployment made by hand: adopted by one `kubectl apply`, with and
-without KV events; scaled, rolled and deleted by their owner under load; left again as they were.
+without KV events; scaled, rolled and deleted by their owner under load; left again as they were, under the
+load of those who ask the owner's Service.
 """
 
+import json
 import time
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -13,13 +17,13 @@ from testbed.pool import LivePool, is_ready
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
-NAMESPACE = "theirs"
+NAMESPACE, MODEL = "theirs", "their-30b"
 FIRST_S = 60.0
 """Seconds from `kubectl apply` of the pool to the first request that was routed."""
 
 
 class Theirs:
-    """The Deployment, as its owner sees it."""
+    """The Deployment and the Service in front of it, as their owner sees them."""
 
     def __init__(self, kube: Kube) -> None:
         self.kube = kube
@@ -27,7 +31,7 @@ class Theirs:
     def start(self, events: bool) -> None:
         """Start the engines, or roll them. `events`: whether they publish KV events (unsaid in the pool)."""
         command = [
-            *("perilune", "engine", "--listen", "$(POD_IP):8200", "--model", "their-30b", "--name", "$(POD)"),
+            *("perilune", "engine", "--listen", "$(POD_IP):8200", "--model", MODEL, "--name", "$(POD)"),
             *(("--events", "tcp://*:5557", "--replay", "tcp://*:5558") if events else ()),
         ]
         env = [
@@ -48,13 +52,15 @@ class Theirs:
         spec = {
             "replicas": 4,
             "selector": {"matchLabels": {"app": "vllm"}},
-            "strategy": {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
+            "strategy": {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 2}},
             "template": {"metadata": {"labels": {"app": "vllm"}}, "spec": {"containers": [engine]}},
         }
         meta = {"name": "vllm", "namespace": NAMESPACE}
+        service = {"selector": {"app": "vllm"}, "ports": [{"port": 80, "targetPort": "api"}]}
         self.kube.apply(
             {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}},
             {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": meta, "spec": spec},
+            {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": service},
         )
         self.rolled()
 
@@ -69,17 +75,25 @@ class Theirs:
     def addresses(self) -> set[str]:
         return {f"{pod['status']['podIP']}:8200" for pod in self.pods() if is_ready(pod)}
 
-    def marks(self) -> dict[str, list[str]]:
-        """Whatever somebody else may have written on his pods, by their uids."""
+    def client(self) -> Client:
+        """Return one that asks his own Service."""
+        service = self.kube.get("service", "vllm", "-n", NAMESPACE)
+        return Client(f"{service['spec']['clusterIP']}:80", "vllm", MODEL)
+
+    def answers(self) -> None:
+        assert self.client().complete().status == 200
+
+    def are(self, count: int) -> None:
+        assert len(self.addresses()) == len(self.pods()) == count
+
+    def marks(self) -> dict[str, Any]:
+        """Whatever somebody else may have done to his pods, by their uids."""
+        written = ("name", "labels", "annotations", "finalizers", "ownerReferences")
         return {
-            pod["metadata"]["uid"]: sorted(
-                (
-                    *(pod["metadata"].get("labels") or {}),
-                    *(pod["metadata"].get("annotations") or {}),
-                    *(pod["metadata"].get("finalizers") or ()),
-                    *(owner["kind"] for owner in pod["metadata"]["ownerReferences"]),
-                )
-            )
+            pod["metadata"]["uid"]: {
+                **{field: pod["metadata"].get(field) for field in written},
+                "restarts": [status["restartCount"] for status in pod["status"]["containerStatuses"]],
+            }
             for pod in self.pods()
         }
 
@@ -118,8 +132,9 @@ def adopt(pool: LivePool) -> None:
 def adopted(request, kube, edge, theirs):
     """Return the pool, once a request was routed, and whether its engines publish KV events."""
     theirs.start(events=request.param)
+    eventually(theirs.answers)
     pool = LivePool(kube, edge, "adopted", NAMESPACE)
-    pool.client = Client(edge, "adopted.test", "their-30b")
+    pool.client = Client(edge, "adopted.test", MODEL)
     began = time.monotonic()
     adopt(pool)
     eventually(pool.answers, timeout_s=FIRST_S)
@@ -130,7 +145,7 @@ def adopted(request, kube, edge, theirs):
 
 def test_a_deployment_is_adopted_and_left_again(adopted, theirs):
     pool, events = adopted
-    before = theirs.marks()
+    before, their_client = theirs.marks(), theirs.client()
     first = pool.client.complete("once upon a time " * 40, session="s")
     second = pool.client.complete("once upon a time " * 40 + "there was", session="s")
     assert (first.status, second.status) == (200, 200)
@@ -162,16 +177,20 @@ def test_a_deployment_is_adopted_and_left_again(adopted, theirs):
         )
         theirs.rolled()
         load.goes_on()
+        eventually(partial(theirs.are, 4))
         kept = theirs.marks()
     assert load.failures == []
     assert not before.keys() & kept.keys()
-    assert [key for keys in kept.values() for key in keys if "perilune" in key] == []
-
-    pool.delete()
+    assert "perilune" not in json.dumps(kept)
 
     def left() -> None:
         assert pool.objects() == []
 
-    eventually(left, timeout_s=60)
+    with under_load(their_client) as load:
+        load.goes_on()
+        pool.delete()
+        eventually(left, timeout_s=60)
+        load.goes_on()
+    assert load.failures == []
+    assert {sample.served for sample in load.samples} == theirs.addresses()
     assert theirs.marks() == kept
-    assert len(theirs.addresses()) == 4

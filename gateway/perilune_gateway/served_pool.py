@@ -27,6 +27,7 @@ from perilune_gateway.feeds import (
     bootstrap_pages,
     drained,
     engine_metrics,
+    engine_words,
     handoff_legs,
     peer_ports,
     prefill_legs,
@@ -131,6 +132,7 @@ class ServedPool:
         self.outdated = asyncio.Event()
         """Set when a new document has changed what only a new ServedPool can take."""
         self.source = source
+        self._words = source.words if isinstance(source, KubernetesPool) else engine_words.EngineWords(clock)
         registry = CollectorRegistry()
         self.metrics = Metrics(registry, clock)
         self.decision_log = DecisionLog(log_file, pool, version("perilune"), time.time) if log_file else None
@@ -300,6 +302,13 @@ class ServedPool:
             engine_rank=self.state.fleet.engine_rank,
             tls=self.router.pool.spec.engine.tls,
         )
+        if not isinstance(self.source, KubernetesPool):  # which asks selected engines itself
+            yield engine_words.run(
+                self._words,
+                lambda: self.router.pool.spec.endpoints,
+                self.router.pool.spec.engine.tls,
+                self._key,
+            )
         if master := self.router.pool.spec.engine.store_master:
             yield store_leader.run(master, self._store_feeds, lambda: self.blocks.segments({}))
         if self.shared:
@@ -368,9 +377,9 @@ class ServedPool:
         return self.shared is None or self.replicas.plans
 
     def _told(self) -> Mapping[str, EngineFacts] | None:
-        """Return what engines that others run told; None for engines of the pool's own."""
-        selects = self.router.pool.spec.engine.selector is not None
-        return self.source.words.known if selects and isinstance(self.source, KubernetesPool) else None
+        """Return what engines that the operator does not run told; None for the operator's own."""
+        runs = isinstance(self.source, KubernetesPool) and self.router.pool.spec.engine.selector is None
+        return None if runs else self._words.known
 
     def _drained(self) -> Mapping[str, str]:
         """Return the draining pods that this gateway no longer uses, with their marks."""

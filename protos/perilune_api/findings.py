@@ -1,4 +1,5 @@
-"""What engines that others run lack for exact routing: what each lack costs, and the flag that cures it.
+"""What engines that the operator does not run lack for exact routing: what that costs, and the flag that
+cures it.
 
 The gateway finds them (`perilune_gateway.observe.findings`), `perilune doctor` prints them, and the operator
 puts them into the condition RoutingExact. One word is JSON, metric label and test.
@@ -10,9 +11,10 @@ from typing import NamedTuple
 
 EVENTS_PORT, REPLAY_PORT = 5557, 5558
 """The ports that vLLM's and other routers' documents use for KV events and their replay."""
+REPLAY_FIELD = f'"replay_endpoint":"tcp://*:{REPLAY_PORT}"'
 EVENTS_FLAG = (
     '--kv-events-config \'{"enable_kv_cache_events":true,"publisher":"zmq",'
-    f'"endpoint":"tcp://*:{EVENTS_PORT}","replay_endpoint":"tcp://*:{REPLAY_PORT}"}}\''
+    f'"endpoint":"tcp://*:{EVENTS_PORT}",{REPLAY_FIELD}}}\''
 )
 
 
@@ -57,17 +59,19 @@ class Advice(NamedTuple):
     """What to change, with the exact flag where there is one."""
     exact: bool = False
     """Whether routing is exact nevertheless."""
+    listed: str = ""
+    """What to change where a pool document lists the engine, if that is something else."""
 
 
 ADVICE: Mapping[Finding, Advice] = {
     Finding.UNREACHABLE: Advice(
         "requests that are sent there fail, and its share of the pool is missing",
-        "see its log; if it demands a key, name the key's Secret in engine.apiKey (for perilune doctor, set"
-        " PERILUNE_ENGINE_API_KEY)",
+        "see its log; if it demands a key, name the key's Secret in engine.apiKey (for a pool from a file,"
+        " and for perilune doctor, set PERILUNE_ENGINE_API_KEY)",
     ),
     Finding.OTHER_MODEL: Advice(
-        "it gets no requests",
-        "select it by another pool: choose labels that only the engines of this model have",
+        "it answers none of the pool's requests, and where pods are selected it gets none",
+        "leave it to another pool: select labels, or list endpoints, that only engines of this model have",
     ),
     Finding.ASLEEP: Advice("it gets no requests, and has no KV", "POST /wake_up to it"),
     Finding.NO_PREFIX_CACHING: Advice(
@@ -81,6 +85,8 @@ ADVICE: Mapping[Finding, Advice] = {
         "what it caches is estimated from the requests that the gateway has sent there: evictions, and the"
         " prompts of other clients, are not seen",
         f"start it with {EVENTS_FLAG}",
+        listed=f"start it with {EVENTS_FLAG}, and give its endpoint in the pool document these addresses as"
+        " `events` and `replay`",
     ),
     Finding.EVENTS_SILENT: Advice(
         "what it caches is estimated from the requests that the gateway has sent there",
@@ -106,8 +112,10 @@ ADVICE: Mapping[Finding, Advice] = {
     ),
     Finding.NO_REPLAY: Advice(
         "after events were missed, what it caches is forgotten and learned again",
-        f'add "replay_endpoint":"tcp://*:{REPLAY_PORT}" to its --kv-events-config',
+        f"add {REPLAY_FIELD} to its --kv-events-config",
         exact=True,
+        listed=f"add {REPLAY_FIELD} to its --kv-events-config, and give its endpoint in the pool document"
+        " this address as `replay`",
     ),
     Finding.RANDOM_SEED: Advice(
         "hashes differ between engines and after each start: nothing of a shared store is found",
@@ -119,5 +127,7 @@ ADVICE: Mapping[Finding, Advice] = {
         "a session that moves computes its context again",
         "hand-off and store need engines that the operator runs: mooncake.transfer in a pool of its own",
         exact=True,
+        listed="start it with vLLM's MooncakeConnector (kv_role kv_both), and give its endpoint in the pool"
+        " document the address of the connector's page as `bootstrap`",
     ),
 }

@@ -509,6 +509,9 @@ async def test_what_selected_engines_lack_is_told_with_its_cure(page: Page) -> N
         await expect(told.locator("tr")).to_have_text(
             ["Costsit is estimated", "Curestart it with --kv-events-config"]
         )
+        await expect(page.locator("#problems-title")).to_have_text("What is wrong (1)")
+        many.lacks = (Lack(Finding.NO_REPLAY, engines, "it learns again", "a replay", exact=True),)
+        await expect(page.locator("#problems-title")).to_have_text("What could be better (1)")
 
 
 async def test_what_tokens_engines_make_of_each_kind_of_request_is_a_table(page: Page) -> None:

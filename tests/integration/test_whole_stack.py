@@ -1,6 +1,7 @@
 """Nothing scripted: a real Envoy, our gateway, simulated engines, as a user runs them."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from waiting import until_true
 
 from perilune_api import pool as spec
 from perilune_gateway.extproc import Transport
+from perilune_lab.doctor.cli import main as doctor
 from perilune_lab.processes.stack import EngineOptions, Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -315,3 +317,25 @@ async def test_twelve_turns_that_name_the_response_before_stay_on_one_engine() -
         seen = await asyncio.gather(*(converse(f"user{i}", stream=i % 2 == 0) for i in range(6)))
     assert [len(engines) for engines in seen] == [1] * 6
     assert len(set().union(*seen)) == 3
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_health_metric_and_doctor_say_the_same_of_engines_in_a_file(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    silent = replace(OPTIONS, arguments=("--events", "none"))
+    async with Stack(engines=2, options=silent, with_envoy=False) as stack, aiohttp.ClientSession() as http:
+        user = User(stack, http)
+        assert await asyncio.to_thread(doctor, ["--pool", str(stack.pool_file), "--json"]) == 1
+        found = json.loads(capsys.readouterr().out)["findings"]
+        assert [finding["finding"] for finding in found] == ["no_events", "no_transfer"]
+
+        async def told() -> bool:
+            return (await user.page("/api/health"))["lacks"] == [
+                {"endpoints" if key == "engines" else key: value for key, value in finding.items()}
+                for finding in found
+            ]
+
+        await until_true(told)
+        assert await user.metric('perilune_engine_findings{finding="no_events"}') == 2.0
+        assert await user.metric('perilune_engine_findings{finding="unreachable"}') == 0.0

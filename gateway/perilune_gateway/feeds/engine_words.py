@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import re
 import ssl
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from math import inf
 from typing import TypeVar
@@ -21,8 +21,9 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
+from perilune_api import engine_calls
 from perilune_api.foreign_bytes import UNREADABLE
-from perilune_api.pool import EndpointSpec
+from perilune_api.pool import EndpointSpec, EngineTls
 from perilune_gateway.feeds import engine_metrics, pages
 from perilune_gateway.model.engine_facts import EngineFacts, ServedModel
 
@@ -232,3 +233,21 @@ class EngineWords:
         before, at = self._asked.get(server, ("", -inf))
         facts = self.known.get(server)
         return before != instance or facts is None or bool(facts.trouble) or self._clock() - at >= ASK_S
+
+
+async def run(
+    words: EngineWords,
+    endpoints: Callable[[], Iterable[EndpointSpec]],
+    tls: EngineTls | None,
+    headers: Mapping[str, str],
+    on_change: Callable[[], object] = lambda: None,
+) -> None:
+    """Ask the engines of one pool what they are until cancelled. `on_change`: called when they tell something
+    else than before."""
+    async with engine_calls.session(tls, headers) as http:
+        while True:
+            before = dict(words.known)
+            await words.look(endpoints(), http)
+            if words.known != before:
+                on_change()
+            await asyncio.sleep(LOOK_S)

@@ -259,13 +259,13 @@ class KubernetesPool:
                         return self.current
                     words = f"an engine that tells what it is error={why}"
                 else:
-                    words = f"the pool {self.namespace}/{self.name}, which is not there"
-                if words != waits_for:
-                    log.warning("waiting for %s", words)
-                waits_for = words
+                    words = f"the {self._origin.kind} {self.namespace}/{self.name}, which is not there"
                 self.missing.set()
             except (OSError, kube.ApiError) as error:
-                log.warning("waiting for the API server error=%s", error)
+                words = f"the API server error={error}"
+            if words != waits_for:
+                log.warning("waiting for %s", words)
+            waits_for = words
             await asyncio.sleep(FIRST_S)
 
     async def _list(self) -> None:
@@ -275,11 +275,13 @@ class KubernetesPool:
             try:
                 listed = await self.client.request("GET", collection.path, params=collection.params)
             except kube.ApiError as error:
-                if error.status not in (403, 404) or not collection.optional:
-                    raise
-            else:
-                self._found[i] = listed.get("items") or ()
-                followed.append((i, collection))
+                if error.status in (403, 404) and collection.optional:
+                    continue
+                if error.status == 404:
+                    raise kube.ApiError(404, error.reason, f"the cluster has no {collection.path}") from None
+                raise
+            self._found[i] = listed.get("items") or ()
+            followed.append((i, collection))
         self._followed = tuple(followed)
 
     async def _ask_first(self, document: Pool) -> str:
@@ -288,7 +290,7 @@ class KubernetesPool:
         if document.spec.engine.selector is None:
             return ""
         endpoints = with_pods(document, self.pods).spec.endpoints
-        why = f"no started pod has the labels {selected(document)['labelSelector']}"
+        why = sought(document)
         async with engine_calls.session(document.spec.engine.tls, self._headers) as http:
             for endpoint in sorted(endpoints, key=lambda e: (not e.ready, e.address)):
                 told = await engine_words.ask(engine_words.directly(http, endpoint.address))
@@ -332,8 +334,10 @@ class KubernetesPool:
                 tasks.create_task(self._follow(of, partial(documents, i), there=(i, of) in self._followed))
             tasks.create_task(self._follow_pods(pods))
             tasks.create_task(self._look(on_pool, leaving))
-            if self._told is not None:
-                tasks.create_task(self._ask(on_pool, leaving))
+            if self._told is not None and self._accepted is not None:
+                tls = self._accepted.spec.engine.tls
+                offer = partial(self._offer, on_pool, leaving)
+                tasks.create_task(engine_words.run(self.words, self._endpoints, tls, self._headers, offer))
 
     async def _follow(
         self,
@@ -362,16 +366,8 @@ class KubernetesPool:
                 await self._reselected.wait()
                 following.cancel()
 
-    async def _ask(self, on_pool: Callable[[Pool], None], leaving: Leaving) -> None:
-        """Asks selected engines what they are; one that serves another model leaves."""
-        assert self._accepted is not None
-        async with engine_calls.session(self._accepted.spec.engine.tls, self._headers) as http:
-            while True:
-                before = dict(self.words.known)
-                await self.words.look(self.current.spec.endpoints if self.current else (), http)
-                if self.words.known != before:
-                    self._offer(on_pool, leaving)
-                await asyncio.sleep(engine_words.LOOK_S)
+    def _endpoints(self) -> Sequence[EndpointSpec]:
+        return self.current.spec.endpoints if self.current else ()
 
     async def _look(self, on_pool: Callable[[Pool], None], leaving: Leaving) -> None:
         """Leave terminating engines when their time has come, which no watch reports."""
@@ -440,3 +436,12 @@ def selected(document: Pool) -> dict[str, str]:
         return {"labelSelector": ",".join(f"{key}={value}" for key, value in selector.labels.items())}
     pool = document.metadata.name
     return {"labelSelector": f"{names.POOL_LABEL}={pool},{names.COMPONENT_LABEL} in ({_COMPONENTS})"}
+
+
+def sought(document: Pool) -> str:
+    """Say that the pool has no engine, and which pods would be some."""
+    selector = document.spec.engine.selector
+    words = f"no started pod has the labels {selected(document)['labelSelector']}"
+    if selector is not None and isinstance(selector.port, str):
+        words += f" and a container's port with the name {selector.port}"
+    return words

@@ -63,6 +63,8 @@ class Origin:
     SpecError."""
     serves: Callable[[Sequence[Sequence[Object]]], Sequence[str]] = lambda found: ()
     """Called with the same; returns the names of the other pools that the pool's gateway serves."""
+    kind: str = "pool"
+    """What logs call it."""
 
 
 def config_map(namespace: str, name: str) -> Origin:
@@ -109,7 +111,7 @@ def inference_pool(
             return ""
         return dump(document(named[0], [o for each in objectives for o in each], routing, tls)).decode()
 
-    return Origin((pools, *objectives), text)
+    return Origin((pools, *objectives), text, kind=f"InferencePool of {EXTENSION.split('/')[2]}")
 
 
 _SPEAKS_HTTP2 = (

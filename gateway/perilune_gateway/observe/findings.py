@@ -1,4 +1,4 @@
-"""What engines that others run lack for exact routing, from what they told. Pure.
+"""What engines that the operator does not run lack for exact routing, from what they told. Pure.
 
     Seen (an engine) + Expected (the pool) ─▶ lacks ─▶ Finding…, worst first ─▶ health, metric, doctor
 
@@ -33,6 +33,8 @@ class Expected:
     """Whether the pool names the seed of the hashes."""
     tokenizes: bool = False
     """Whether the gateway needs no /tokenize."""
+    listed: bool = False
+    """Whether a pool document lists the engines and where they publish, instead of selecting them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,8 @@ class Lack:
     endpoints: Sequence[str]
     costs: str
     cure: str
+    exact: bool = False
+    """Whether routing is exact nevertheless."""
 
 
 def expected(pool: Pool) -> Expected:
@@ -72,6 +76,7 @@ def expected(pool: Pool) -> Expected:
         hash_algorithm=spec.engine.hashing.algorithm.value,
         seeded=bool(spec.engine.hashing.seed),
         tokenizes=bool(spec.model.tokenizer) or spec.model.tokenize in ("local", "estimate"),
+        listed=spec.engine.selector is None and bool(spec.endpoints),
     )
 
 
@@ -129,7 +134,9 @@ def is_older(version: str, than: tuple[int, int]) -> bool:
 def together(found: Mapping[str, Sequence[Finding]], expected: Expected) -> tuple[Lack, ...]:
     """Return the findings of all engines, by address, worst first."""
     having = {f: [address for address, own in found.items() if f in own] for f in Finding}
-    return tuple(Lack(f, of, ADVICE[f].costs, cure(f, expected)) for f, of in having.items() if of)
+    return tuple(
+        Lack(f, of, ADVICE[f].costs, cure(f, expected), ADVICE[f].exact) for f, of in having.items() if of
+    )
 
 
 def cure(finding: Finding, expected: Expected) -> str:
@@ -141,4 +148,5 @@ def cure(finding: Finding, expected: Expected) -> str:
     if finding is Finding.HASHING and expected.hash_algorithm:
         algorithm = expected.hash_algorithm
         return f"start it with --prefix-caching-hash-algo {algorithm}, like the rest of the pool"
-    return ADVICE[finding].cure
+    advice = ADVICE[finding]
+    return (expected.listed and advice.listed) or advice.cure

@@ -114,7 +114,7 @@ class Health:
     token_memory_max_bytes: int = 0
     """Its limit; 0 if no endpoint hands KV over."""
     lacks: tuple[Lack, ...] = ()
-    """What engines that others run (`engine.selector`) lack for exact routing, worst first."""
+    """What engines lack for exact routing that the operator does not run, worst first."""
     renderings: tuple[KindParity, ...] = ()
     """Whether engines and gateway make the same tokens, for each kind of request that was seen."""
     media: tuple[MediaRow, ...] = ()

@@ -62,7 +62,7 @@ class Snapshots:
         proofs: Proofs | None = None,
     ) -> None:
         """`drained`: the draining pods that this gateway no longer uses, with their marks. `told`: what
-        engines that others run told, by address; None for engines of the pool's own."""
+        engines told that the operator does not run, by address; None for the operator's own."""
         self._told = told
         self._proofs = proofs
         self._router = router
@@ -102,7 +102,7 @@ class Snapshots:
         )
 
     def lacks(self) -> tuple[Lack, ...] | None:
-        """Return what engines that others run lack, worst first; None for engines of the pool's own."""
+        """Return what engines lack that the operator does not run, worst first; None for its own."""
         told = self._told()
         if told is None:
             return None
@@ -115,7 +115,7 @@ class Snapshots:
             if (facts := told.get(server)) is None:
                 continue
             metrics, events = self._state.fleet.engine_metrics(endpoint.address), None
-            if endpoint.events:
+            if endpoint.events and endpoint.ready:  # one that is down has more than its events to tell of
                 events = self._events.stats(endpoint.address)
             served = metrics.prefix_queries_tokens if metrics else 0.0
             seen = Seen(

@@ -197,7 +197,7 @@ def _proofs(counts: Mapping[Outcome, int]) -> CounterMetricFamily:
 
 def _findings(lacks: Sequence[Lack]) -> GaugeMetricFamily:
     counts = {lack.finding: len(lack.endpoints) for lack in lacks}
-    text = "Engines that others run and that have this finding."
+    text = "Engines that the operator does not run and that have this finding."
     family = GaugeMetricFamily(names.FINDINGS, text, labels=("finding",))
     for finding in Finding:
         family.add_metric((finding.value,), counts.get(finding, 0))

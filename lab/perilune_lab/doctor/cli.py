@@ -28,6 +28,7 @@ import aiohttp
 
 from perilune_api import engine_calls, kube, names, pages
 from perilune_api.pool import EngineTls, Pool, SpecError, load
+from perilune_gateway.feeds.kubernetes import sought
 from perilune_gateway.feeds.selected_pods import completed
 from perilune_gateway.main import ENGINE_API_KEY, authorization
 from perilune_gateway.request.tokens.proof import Kind
@@ -52,6 +53,9 @@ Findings come worst first, each with what it costs and the flag that cures it. W
 through the API server, so it works from wherever kubectl works. PERILUNE_ENGINE_API_KEY has the key of
 engines that demand one. Engines whose certificate no CA of the system has signed:
   perilune doctor --ca ca.crt --hostname vllm.example https://10.0.0.1:8000
+
+Exit status: 0 when routing is exact; 1 when it is not, when no engine was found, or when Kubernetes does not
+answer; 2 for a wrong call or a wrong pool document.
 """
 
 
@@ -92,6 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         p.error("give URLs of engines, or --pool FILE, or -n NAMESPACE POOL")
     if bool(args.ca) != bool(args.hostname) or (args.ca and (args.namespace or args.pool)):
         p.error("give --ca and --hostname together, and only with URLs; a pool says it in engine.tls")
+    for given in () if args.namespace else args.engines:
+        if ":" not in given:
+            p.error(f"{given} is neither HOST:PORT nor a URL; is it -n NAMESPACE {given}, or --pool {given}?")
     for file in (args.pool, args.ca):
         if file and not file.is_file():
             p.error(f"there is no file {file}")
@@ -118,6 +125,11 @@ async def _examined(p: argparse.ArgumentParser, args: argparse.Namespace) -> Map
     if args.pool:
         try:
             pool = load(args.pool)
+            if not pool.spec.endpoints:
+                raise SpecError(
+                    "It lists no engines; for a pool in Kubernetes say -n NAMESPACE POOL, without"
+                    " --pool - at `$.spec.endpoints`"
+                )
         except SpecError as error:
             raise SpecError(f"{args.pool}: {error}") from None
     tls = pool.spec.engine.tls if pool else None
@@ -128,6 +140,8 @@ async def _examined(p: argparse.ArgumentParser, args: argparse.Namespace) -> Map
             client = await kube.connect()
             try:
                 found, patients = await pods.pool(client, args.namespace, args.engines[0], http)
+                if not patients:
+                    print(f"perilune doctor: {sought(found)}, in namespace {args.namespace}", file=sys.stderr)
                 return await reported(found, patients, generate=args.generate)
             finally:
                 await client.close()
@@ -144,7 +158,7 @@ def of_document(http: aiohttp.ClientSession, pool: Pool) -> list[Patient]:
     """Return the endpoints of a pool document."""
     return [
         direct(http, f"http://{e.address}", e.address).known(
-            e.events, e.replay, transfers=bool(e.bootstrap or e.peer)
+            e.events, e.replay, transfers=bool(e.bootstrap or e.peer), listed=True
         )
         for e in pool.spec.endpoints
     ]

@@ -43,10 +43,14 @@ class Patient:
     replay: Sequence[str] = ()
     transfers: bool = False
     """Whether the pool says that it hands KV over."""
+    listed: bool = False
+    """Whether a pool document lists it, whose gateway follows and uses only what is named there."""
 
-    def known(self, events: Sequence[str], replay: Sequence[str], *, transfers: bool) -> Patient:
+    def known(
+        self, events: Sequence[str], replay: Sequence[str], *, transfers: bool, listed: bool = False
+    ) -> Patient:
         """Return the same engine with what a pool says of it."""
-        return replace(self, events=events, replay=replay, transfers=transfers)
+        return replace(self, events=events, replay=replay, transfers=transfers, listed=listed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +71,14 @@ class Examined:
 async def examine(patient: Patient, *, generate: bool = False) -> Examined:
     """Ask one engine everything. `generate`: whether it may generate a token where nothing else tells."""
     facts = await engine_words.ask(patient.get)
-    told = [_at(patient.host, address) for address in facts.events or ()]
-    events = [*patient.events] or [address for address in told if address]
-    replay = [*patient.replay]
-    if not patient.events:
-        replay = [address for address in (_at(patient.host, a) for a in facts.replay) if address]
-    if not events and facts.events is None and patient.host and not facts.trouble:
-        events, replay = await _usual(patient.host)
+    events, replay = [*patient.events], [*patient.replay]
+    if not events and not patient.listed:
+        events, replay = (
+            [address for address in (_at(patient.host, a) for a in told) if address]
+            for told in (facts.events or (), facts.replay)
+        )
+        if not events and facts.events is None and patient.host and not facts.trouble:
+            events, replay = await _usual(patient.host)
     if facts.trouble:
         return Examined(name=patient.name, facts=facts, events=events, replay=replay)
     model = facts.model
@@ -88,7 +93,7 @@ async def examine(patient: Patient, *, generate: bool = False) -> Examined:
         replay=replay,
         silent=bool(patient.host and events) and not all(answered),
         tokens=made,
-        transfers=patient.transfers,
+        transfers=patient.transfers or (bool(facts.connector) and not patient.listed),
     )
 
 

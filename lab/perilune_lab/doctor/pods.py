@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import msgspec
 
 from perilune_api import kube, names
 from perilune_api.conditions import Condition
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_api.pool import Pool, SpecError, parse_known
 from perilune_gateway.feeds import engine_words, pool_origin
 from perilune_gateway.feeds.kubernetes import reader, selected
@@ -98,7 +99,7 @@ def _proxied(client: kube.Client, proxy: str, name: str) -> Patient:
             status, page = await client.fetch("GET", proxy + path, most_bytes=most, timeout_s=TIMEOUT_S)
         except (OSError, ValueError) as error:
             return f"{path}: {type(error).__name__} {error}"[:200]
-        return page if status == 200 else engine_words.unread(path, status)
+        return page if status == 200 else _unread(path, status, page)
 
     async def post(path: str, body: bytes, most: int) -> bytes | None:
         try:
@@ -110,3 +111,20 @@ def _proxied(client: kube.Client, proxy: str, name: str) -> Patient:
         return page if status == 200 else None
 
     return Patient(name=name, get=get, post=post, host="")
+
+
+class _Status(msgspec.Struct):
+    """The API server's own answer, in place of that of a pod."""
+
+    kind: Literal["Status"]
+    message: str = ""
+
+
+def _unread(path: str, status: int, page: bytes) -> str:
+    """Return why a page with this status is not read."""
+    try:
+        told = msgspec.json.decode(page, type=_Status)
+    except UNREADABLE:
+        words = engine_words.unread(path, status)
+        return f"{words}, which the API server's proxy passes to no pod" if status == 401 else words
+    return f"the API server answers {status}: {told.message}"[:500]

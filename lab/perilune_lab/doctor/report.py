@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from perilune_api.findings import ADVICE, Finding
+from perilune_api.findings import Finding
 from perilune_api.pool import Pool
 from perilune_gateway.observe import findings
 from perilune_gateway.observe.findings import Expected, Lack, Seen
@@ -54,7 +54,7 @@ def lacks(engines: Sequence[Examined], expected: Expected, verdicts: Verdicts) -
                 silent=engine.silent,
                 tokenizes=bool(engine.tokens),
                 other_tokens=engine.name in others,
-                transfers=engine.transfers or bool(engine.facts.connector),
+                transfers=engine.transfers,
             ),
             expected,
         )
@@ -64,7 +64,7 @@ def lacks(engines: Sequence[Examined], expected: Expected, verdicts: Verdicts) -
 
 
 def is_exact(found: Sequence[Lack]) -> bool:
-    return all(ADVICE[lack.finding].exact for lack in found)
+    return all(lack.exact for lack in found)
 
 
 def rows(engines: Sequence[Examined], verdicts: Verdicts) -> list[dict[str, Any]]:
@@ -114,7 +114,7 @@ def document(engines: Sequence[Examined], found: Sequence[Lack], verdicts: Verdi
             "engines": [*lack.endpoints],
             "costs": lack.costs,
             "cure": lack.cure,
-            "exact": ADVICE[lack.finding].exact,
+            "exact": lack.exact,
         }
         for lack in found
     ]

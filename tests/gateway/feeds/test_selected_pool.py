@@ -4,6 +4,7 @@ import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import certificates
@@ -15,11 +16,13 @@ from waiting import HANG
 from perilune_api import kube
 from perilune_api.pool import Engine, EngineTls, Metadata, Model, Pool, Selector, Spec, Topology, dump
 from perilune_gateway.feeds import kubernetes
-from perilune_gateway.feeds.kubernetes import KubernetesPool, with_pods
+from perilune_gateway.feeds.kubernetes import KubernetesPool, sought, with_pods
 from perilune_gateway.feeds.leaving import Use
 from perilune_gateway.feeds.pool_origin import inference_pool
 
 LABELS = {"app": "vllm", "tier": "gpu"}
+INFERENCE_POOL = {"name": "q", "namespace": "ns", "resourceVersion": "1"}
+"""Metadata of a standard InferencePool."""
 
 
 class Cluster:
@@ -98,10 +101,34 @@ async def cluster() -> AsyncIterator[Cluster]:
 
 
 @pytest.fixture
-async def source(cluster: Cluster) -> AsyncIterator[KubernetesPool]:
-    client = kube.Client(Configuration(host=f"http://127.0.0.1:{cluster.port}"))
-    yield KubernetesPool(client, "ns", "p")
-    await client.close()
+async def client(cluster: Cluster) -> AsyncIterator[kube.Client]:
+    made = kube.Client(Configuration(host=f"http://127.0.0.1:{cluster.port}"))
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def source(client: kube.Client) -> KubernetesPool:
+    return KubernetesPool(client, "ns", "p")
+
+
+@pytest.fixture
+def standard(cluster: Cluster, client: kube.Client) -> KubernetesPool:
+    """Return the source of a standard InferencePool, which has one engine."""
+    spec = {"selector": {"matchLabels": LABELS}, "targetPorts": [{"number": cluster.port}]}
+    cluster.inference_pool = {"metadata": INFERENCE_POOL, "spec": spec}
+    cluster.run("127.0.0.1", "m")
+    return KubernetesPool(client, "ns", "q", origin=inference_pool("ns", "q"))
+
+
+@asynccontextmanager
+async def followed(source: KubernetesPool) -> AsyncIterator[asyncio.Queue[Pool]]:
+    """Follow a pool; every version of it comes through the queue."""
+    pools: asyncio.Queue[Pool] = asyncio.Queue()
+    async with asyncio.timeout(HANG), asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(source.run(pools.put_nowait, lambda address: Use(0, 0)))
+        yield pools
+        following.cancel()
 
 
 async def test_the_first_engine_that_answers_tells_model_and_context(
@@ -147,79 +174,69 @@ async def test_a_pool_that_is_not_there_is_waited_for_and_named(
     assert caplog.text.count("waiting for the pool") == 1
 
 
+async def test_a_cluster_without_inference_pools_is_told_so(
+    client: kube.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting = asyncio.create_task(
+        KubernetesPool(client, "elsewhere", "q", origin=inference_pool("elsewhere", "q")).first()
+    )
+    path = "/apis/inference.networking.k8s.io/v1/namespaces/elsewhere/inferencepools"
+    async with asyncio.timeout(HANG):
+        while f"the cluster has no {path}" not in caplog.text:  # noqa: ASYNC110 - a log wakes nobody
+            await asyncio.sleep(0.01)
+    waiting.cancel()
+
+
+def test_a_port_that_pods_are_sought_by_is_named() -> None:
+    engine = Engine(selector=Selector(labels=LABELS, port="http"))
+    words = "no started pod has the labels app=vllm,tier=gpu and a container's port with the name http"
+    assert sought(Pool(Metadata("p"), Spec(engine=engine))) == words
+
+
 async def test_an_engine_of_another_model_gets_no_requests(cluster: Cluster, source: KubernetesPool) -> None:
     cluster.select("m")
     cluster.run("127.0.0.1", "m")
     cluster.run("127.0.0.2", "other")
     cluster.run("127.0.0.3", None)
     await source.first()
-    pools: asyncio.Queue[Pool] = asyncio.Queue()
-    following = asyncio.create_task(source.run(pools.put_nowait, lambda address: Use(0, 0)))
-    async with asyncio.timeout(HANG):
+    async with followed(source) as pools:
         while [e.ready for e in (await pools.get()).spec.endpoints] != [True, False, True]:
             pass
-    following.cancel()
     assert source.words.known[f"127.0.0.3:{cluster.port}"].trouble == "/v1/models answers 503"
 
 
-async def test_a_standard_inference_pool_is_a_source_too(cluster: Cluster) -> None:
+async def test_a_standard_inference_pool_is_a_source_too(cluster: Cluster, standard: KubernetesPool) -> None:
     """On a cluster that has no InferenceObjectives."""
-    spec = {"selector": {"matchLabels": LABELS}, "targetPorts": [{"number": cluster.port}]}
-    meta = {"name": "q", "namespace": "ns", "resourceVersion": "1"}
-    cluster.inference_pool = {"metadata": meta, "spec": spec}
-    cluster.run("127.0.0.1", "m")
-    client = kube.Client(Configuration(host=f"http://127.0.0.1:{cluster.port}"))
-    source = KubernetesPool(client, "ns", "q", origin=inference_pool("ns", "q"))
-    try:
-        found = await source.first()
-        assert (found.metadata.name, found.spec.model.name) == ("q", "m")
-        assert [e.address for e in found.spec.endpoints] == [f"127.0.0.1:{cluster.port}"]
-        pools: asyncio.Queue[Pool] = asyncio.Queue()
-        following = asyncio.create_task(source.run(pools.put_nowait, lambda address: Use(0, 0)))
+    found = await standard.first()
+    assert (found.metadata.name, found.spec.model.name) == ("q", "m")
+    assert [e.address for e in found.spec.endpoints] == [f"127.0.0.1:{cluster.port}"]
+    async with followed(standard) as pools:
         cluster.run("127.0.0.2", "m")
-        async with asyncio.timeout(HANG):
-            while len((await pools.get()).spec.endpoints) < 2:
-                pass
-            cluster.pods.clear()
-            cluster.run("127.0.0.3", "m")
-            further = {"number": cluster.port + 1}
-            spec = {
-                "selector": {"matchLabels": {"app": "new"}},
-                "targetPorts": [*spec["targetPorts"], further],
-            }
-            cluster.inference_pool = {"metadata": {**meta, "resourceVersion": "2"}, "spec": spec}
-            cluster.changed.set()
-            addresses = [f"127.0.0.3:{cluster.port}", f"127.0.0.3:{cluster.port + 1}"]
-            while [e.address for e in (await pools.get()).spec.endpoints] != addresses:
-                pass
-        assert (cluster.selected, source.last_error) == ("app=new", "")
-        following.cancel()
-    finally:
-        await client.close()
+        while len((await pools.get()).spec.endpoints) < 2:
+            pass
+        cluster.pods.clear()
+        cluster.run("127.0.0.3", "m")
+        ports = [{"number": cluster.port}, {"number": cluster.port + 1}]
+        spec = {"selector": {"matchLabels": {"app": "new"}}, "targetPorts": ports}
+        meta = {**INFERENCE_POOL, "resourceVersion": "2"}
+        cluster.inference_pool = {"metadata": meta, "spec": spec}
+        cluster.changed.set()
+        addresses = [f"127.0.0.3:{cluster.port}", f"127.0.0.3:{cluster.port + 1}"]
+        while [e.address for e in (await pools.get()).spec.endpoints] != addresses:
+            pass
+        assert (cluster.selected, standard.last_error) == ("app=new", "")
 
 
 async def test_priorities_count_from_when_their_kind_is_there(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, standard: KubernetesPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kubernetes, "ABSENT_S", 0.01)
-    spec = {"selector": {"matchLabels": LABELS}, "targetPorts": [{"number": cluster.port}]}
-    meta = {"name": "q", "namespace": "ns", "resourceVersion": "1"}
-    cluster.inference_pool = {"metadata": meta, "spec": spec}
-    cluster.run("127.0.0.1", "m")
-    client = kube.Client(Configuration(host=f"http://127.0.0.1:{cluster.port}"))
-    source = KubernetesPool(client, "ns", "q", origin=inference_pool("ns", "q"))
-    try:
-        assert (await source.first()).spec.routing.limits.objectives == {}
-        pools: asyncio.Queue[Pool] = asyncio.Queue()
-        following = asyncio.create_task(source.run(pools.put_nowait, lambda address: Use(0, 0)))
+    assert (await standard.first()).spec.routing.limits.objectives == {}
+    async with followed(standard) as pools:
         chat = {"poolRef": {"name": "q"}, "priority": 3}
-        cluster.objectives.append({"metadata": {**meta, "name": "chat"}, "spec": chat})
-        async with asyncio.timeout(HANG):
-            while (await pools.get()).spec.routing.limits.objectives != {"chat": 3}:
-                pass
-        following.cancel()
-    finally:
-        await client.close()
+        cluster.objectives.append({"metadata": {**INFERENCE_POOL, "name": "chat"}, "spec": chat})
+        while (await pools.get()).spec.routing.limits.objectives != {"chat": 3}:
+            pass
 
 
 async def test_engines_that_speak_tls_are_asked_so(
@@ -241,11 +258,9 @@ async def test_engines_that_speak_tls_are_asked_so(
     try:
         async with asyncio.timeout(HANG):
             assert (await source.first()).spec.model.name == "m"
-            pools: asyncio.Queue[Pool] = asyncio.Queue()
-            following = asyncio.create_task(source.run(pools.put_nowait, lambda address: Use(0, 0)))
+        async with followed(source) as pools:
             while [e.ready for e in (await pools.get()).spec.endpoints] != [True, False]:
                 pass
-            following.cancel()
     finally:
         await runner.cleanup()
     assert source.words.known[f"127.0.0.1:{port}"].trouble == ""

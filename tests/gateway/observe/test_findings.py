@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from perilune_api.findings import ADVICE, Finding
-from perilune_api.pool import Engine, Hashing, Metadata, Model, Pool, Selector, Spec
+from perilune_api.pool import EndpointSpec, Engine, Hashing, Metadata, Model, Pool, Selector, Spec
 from perilune_gateway.model.engine_facts import EngineFacts, ServedModel
 from perilune_gateway.model.kv_events import EventStats
 from perilune_gateway.observe.findings import (
@@ -115,6 +115,16 @@ def test_a_cure_names_the_value_that_the_other_engines_have() -> None:
     block, hashing = together({"a": [Finding.BLOCK_SIZE, Finding.HASHING]}, expected)
     assert "--block-size 64 (--page-size 64 of SGLang)" in block.cure
     assert "--prefix-caching-hash-algo sha256," in hashing.cure
+
+
+def test_a_cure_names_the_pool_document_where_that_lists_the_engines() -> None:
+    spec = Spec(Model(name="m"), endpoints=(EndpointSpec(address="10.0.0.1:8000"),))
+    found = [Finding.NO_EVENTS, Finding.NO_REPLAY, Finding.NO_TRANSFER, Finding.NO_METRICS]
+    cures = {lack.finding: lack.cure for lack in together({"a": found}, expected(Pool(Metadata("p"), spec)))}
+    assert cures.pop(Finding.NO_METRICS) == ADVICE[Finding.NO_METRICS].cure
+    assert all("its endpoint in the pool document" in cure for cure in cures.values())
+    assert '"enable_kv_cache_events":true' in cures[Finding.NO_EVENTS]
+    assert not any("document" in lack.cure for lack in together({"a": found}, POOL))
 
 
 def test_every_finding_has_costs_and_a_cure() -> None:

@@ -223,6 +223,23 @@ async def test_the_endpoints_of_a_pool_document_are_examined(
     ]
 
 
+async def test_events_that_a_pool_document_does_not_name_are_not_followed(
+    doctor: Doctor, engines: list[Engine], tmp_path: Path
+) -> None:
+    """Although the engine publishes them."""
+    file = tmp_path / "pool.yaml"
+    file.write_text(
+        "apiVersion: perilune.dev/v1alpha1\nkind: InferencePool\nmetadata: {name: p}\n"
+        f"spec: {{model: {{name: m}}, endpoints: [{{address: '{engines[0].url.removeprefix('http://')}'}}]}}\n"
+    )
+    status, text = await doctor.ask("--pool", str(file), "--json")
+    report = json.loads(text)
+    assert (status, report["engines"][0]["events"]) == (1, [])
+    worst = report["findings"][0]
+    assert worst["finding"] == "no_events"
+    assert "give its endpoint in the pool document these addresses" in worst["cure"]
+
+
 @pytest.mark.parametrize(
     "args",
     [
@@ -231,6 +248,7 @@ async def test_the_endpoints_of_a_pool_document_are_examined(
         pytest.param(["-n", "ns", "p", "q"], id="two pools"),
         pytest.param(["http://a", "--pool", "f"], id="both"),
         pytest.param(["http://127.0.0.1:99999"], id="no port"),
+        pytest.param(["qwen"], id="a pool without its namespace"),
         pytest.param(["--pool", "/missing/pool.yaml"], id="no such document"),
         pytest.param(
             ["--ca", "/missing/ca.crt", "--hostname", "e", "https://127.0.0.1:1"], id="no such certificates"
@@ -248,4 +266,14 @@ def test_what_is_wrong_with_a_pool_document_names_its_file(tmp_path: Path) -> No
     document = tmp_path / "pool.yaml"
     document.write_text("spec: {")
     with pytest.raises(SpecError, match=r"pool\.yaml: Not YAML"):
+        main(["--pool", str(document)])
+
+
+def test_a_document_that_selects_pods_is_for_a_pool_in_kubernetes(tmp_path: Path) -> None:
+    document = tmp_path / "pool.yaml"
+    document.write_text(
+        "apiVersion: perilune.dev/v1alpha1\nkind: InferencePool\nmetadata: {name: p}\n"
+        "spec: {engine: {selector: {labels: {app: vllm}}}}\n"
+    )
+    with pytest.raises(SpecError, match=r"pool\.yaml: It lists no engines.* say -n NAMESPACE POOL"):
         main(["--pool", str(document)])

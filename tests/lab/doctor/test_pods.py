@@ -31,6 +31,8 @@ class ApiServer:
         self.pool = DOCUMENT
         self.rendered = True
         self.conditions: list[dict[str, str]] = []
+        self.refuses: tuple[int, dict[str, object]] | None = None
+        """What the proxy answers in place of the pods; None if they answer."""
 
     async def collection(self, request: web.Request) -> web.Response:
         assert request.query["labelSelector"] == "app=vllm"
@@ -56,6 +58,9 @@ class ApiServer:
 
     async def proxy(self, request: web.Request) -> web.Response:
         self.asked.add(f"{request.match_info['pod']} {request.method} /{request.match_info['page']}")
+        if self.refuses:
+            status, body = self.refuses
+            return web.json_response(body, status=status)
         match request.match_info["page"]:
             case "v1/models":
                 return web.json_response({"data": [{"id": "m", "max_model_len": 4096}]})
@@ -133,6 +138,32 @@ async def test_a_pool_that_was_made_a_moment_ago_is_waited_for(
     async with aiohttp.ClientSession() as http:
         _, patients = await pods.pool(client, "ns", "p", http)
     assert [patient.name for patient in patients] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "trouble"),
+    [
+        pytest.param(
+            403,
+            {"kind": "Status", "message": "cannot get resource pods/proxy"},
+            "the API server answers 403: cannot get resource pods/proxy",
+            id="no right to the proxy",
+        ),
+        pytest.param(
+            401,
+            {"error": "Unauthorized"},
+            "/v1/models answers 401: it demands a key, which the API server's proxy passes to no pod",
+            id="a key of the engine",
+        ),
+    ],
+)
+async def test_a_refusal_of_the_api_server_is_not_taken_for_one_of_the_engine(
+    server: ApiServer, client: kube.Client, status: int, body: dict[str, object], trouble: str
+) -> None:
+    server.refuses = status, body
+    async with aiohttp.ClientSession() as http:
+        made = await reported(*await pods.pool(client, "ns", "p", http))
+    assert [row["trouble"] for row in made["engines"]] == [trouble, trouble]
 
 
 async def test_why_the_operator_refuses_a_pool_is_told(server: ApiServer, client: kube.Client) -> None:

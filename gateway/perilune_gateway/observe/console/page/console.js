@@ -314,7 +314,8 @@ function tellProblems() { // engines with the same trouble together
   const { problems, lacks } = pool;
   $("problems-box").hidden = !problems.length && !lacks.length;
   const groups = Map.groupBy(problems, (p) => `${p.kind} ${p.cause}`);
-  $("problems-title").textContent = `What is wrong (${count(groups.size + lacks.length)})`;
+  const wrong = groups.size || lacks.some((l) => !l.exact);
+  $("problems-title").textContent = `${wrong ? "What is wrong" : "What could be better"} (${count(groups.size + lacks.length)})`;
   refill($("problems"),
     ...[...groups.values()].map((group) => {
       const [{ kind, message, effect, cause, cure }] = group, engines = group.map((p) => p.endpoint).filter(Boolean);
