@@ -12,6 +12,7 @@ from perilune_api.pool import SpecError
 from perilune_operator import status
 from perilune_operator.observe import readers
 from perilune_operator.observe.facts import (
+    Behind,
     GatewayStats,
     Key,
     NodeFacts,
@@ -118,7 +119,7 @@ def test_a_pool_that_serves() -> None:
     ("observed", "condition", "truth", "reason", "ready"),
     [
         pytest.param(
-            seen(gateway=GatewayStats(sessions=12, hit_ratio=None, behind=frozenset({"p-gateway-1"}))),
+            seen(gateway=GatewayStats(sessions=12, hit_ratio=None, behind={"p-gateway-1": Behind(6, 9)})),
             Condition.EVENTS_BEHIND,
             "True",
             Reason.TOO_MANY_EVENTS,
@@ -495,6 +496,14 @@ def test_engines_that_are_made_room_for_do_not_pass_for_those_that_come() -> Non
     spec = SPEC | {"engine": {"tensorParallel": 16}, "rollout": {"maxSurge": 0, "maxUnavailable": 1}}
     made = of(seen(kinds=ENVOY | {LWS}), spec)
     assert conditions(made)["Reconciling"] == ("True", "RollingOut")
+
+
+def test_a_pool_that_is_too_large_says_how_many_endpoints_its_gateways_follow() -> None:
+    behind = {"g0": Behind(9, 9), "g1": Behind(6, 9)}
+    made = of(seen(gateway=GatewayStats(sessions=1, hit_ratio=None, behind=behind)))
+    (said,) = [c.message for c in made.conditions if c.type is Condition.EVENTS_BEHIND]
+    assert "g0, g1" in said
+    assert "Half of a core follows about 6 of the pool's 9 endpoints." in said
 
 
 def test_a_store_is_waited_for() -> None:

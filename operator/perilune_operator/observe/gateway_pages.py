@@ -21,7 +21,7 @@ from perilune_api import names, pages
 from perilune_api.foreign_bytes import UNREADABLE
 from perilune_api.trial import Sums
 from perilune_operator.observe import readers
-from perilune_operator.observe.facts import Drained, FirstTokens, GatewayStats, Missing, Object
+from perilune_operator.observe.facts import Behind, Drained, FirstTokens, GatewayStats, Missing, Object
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class _Page:
     """How many other gateways it shares its state with."""
     drained: Collection[tuple[str, str]]
     """Draining marks and the pods that carry them."""
-    behind: bool
+    behind: Behind | None
     sessions_at: Mapping[str, float]
     queue_s_at: Mapping[str, float]
     kv_in_use_at: Mapping[str, float]
@@ -106,7 +106,7 @@ def _parsed(text: str) -> _Page:
         hit_ratio=_number(_HIT_RATIO, text),
         peers=int(_number(_PEERS, text) or 0.0),
         drained=_DRAINED.findall(text),
-        behind=_is_behind(text),
+        behind=_behind(text),
         sessions_at=_summed(text, "sessions"),  # an engine with ranks has several samples
         queue_s_at=_summed(text, "pending_prefill_seconds"),
         kv_in_use_at=_largest([dict([sample]) for sample in _each(text, "kv_usage_ratio")]),
@@ -157,7 +157,7 @@ def _together(read: Mapping[str, _Page | Missing]) -> GatewayStats | None:
         drained=frozenset(
             Drained(gateway, pod, mark) for gateway, page in pages.items() for mark, pod in page.drained
         ),
-        behind=frozenset(gateway for gateway, page in pages.items() if page.behind),
+        behind={gateway: page.behind for gateway, page in pages.items() if page.behind},
         missing=missing,
         whole=bool(knowing) or not missing,
         sessions_at=sessions_at,
@@ -229,11 +229,14 @@ def counted_between(before: Mapping[str, int], after: Mapping[str, int]) -> int:
     return sum(now - then if now >= then else now for now, then in grown)
 
 
-def _is_behind(page: str) -> bool:
-    """Return whether the gateway's health says `ingest_behind`, and not because it still catches up after its
-    start."""
+def _behind(page: str) -> Behind | None:
+    """Return what the gateway's health says as `ingest_behind`; None if it does not, or if it still catches
+    up after its start."""
     busy, behind_s, catching_up = (_number(sample, page) or 0.0 for sample in _INGEST)
-    return not catching_up and (busy > names.BUSY_INGEST or behind_s > names.BEHIND_S)
+    if catching_up or not (busy > names.BUSY_INGEST or behind_s > names.BEHIND_S):
+        return None
+    endpoints = len(list(_each(page, "ready")))
+    return Behind(int(endpoints * min(1.0, names.BUSY_INGEST / max(busy, 1e-9))), endpoints)
 
 
 def _queue_s(pages: Iterable[_Page]) -> Mapping[str, float]:

@@ -171,13 +171,15 @@ def draining(
 
 def events(observed: Observed) -> Fact | None:
     """Return whether the gateways follow the engines' KV events; None if they do."""
-    behind = observed.gateway.behind if observed.gateway else frozenset()
+    behind = observed.gateway.behind if observed.gateway else {}
     if not behind:
         return None
+    fit, of = min(behind.values())
+    number = f" Half of a core follows about {fit} of the pool's {of} endpoints." if fit < of else ""
     words = (
         f"{listed(list(behind))}: the engines' KV events take more than half of a core, or are late. Once"
-        " they are late, requests are decided by caches as they were. /api/health says how many endpoints"
-        " fit: give each gateway a core of its own, or split the pool."
+        f" they are late, requests are decided by caches as they were.{number} Give each gateway a core of"
+        " its own, or split the pool."
     )
     return Fact(Condition.EVENTS_BEHIND, "True", Reason.TOO_MANY_EVENTS, words)
 
