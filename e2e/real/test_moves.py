@@ -20,6 +20,7 @@ from msgspec import structs
 from enginebed.completions import SAME, ask, cached, furthest, until
 from enginebed.marks import TAKES_MINUTES
 from perilune_api.pool import Disaggregation, Migration, MoveTrigger, Role, dump
+from perilune_lab import profile
 
 pytestmark = [
     pytest.mark.real,
@@ -217,6 +218,12 @@ async def served(rig, tiny):
     engines = [await rig.engine(rendered, number, **ABORT) for number in range(3)]
     await rig.ready(*engines, timeout_s=600)
     document = rendered.with_endpoints([engine.pod.address for engine in engines])
+    # A CPU is no multiple of an H20, so what waits in a queue is only known by the engine's own cost model.
+    cost = (await profile.measure(engines[0].url, model="tiny", max_tokens=3600, repeat=1)).cost
+    print(f"\n{cost}")
+    assert cost is not None
+    spec = structs.replace(document.spec, engine=structs.replace(document.spec.engine, cost_model=cost))
+    document = structs.replace(document, spec=spec)
     await rig.start_gateway(document)
     await rig.start_envoy(document)
     made = Served(rig, rendered, engines, document)

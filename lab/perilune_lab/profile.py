@@ -142,12 +142,17 @@ async def measure(
                 raise TargetError("its answers do not report tokens (--enable-prompt-tokens-details of vLLM)")
         return results
 
+    tokens_per_word = 1.0
+
+    def words_of(tokens: int) -> int:
+        return max(2, round(tokens / tokens_per_word))
+
     async def turns_of(length: int) -> list[Result]:
         """Return the turns of a new prompt: half the length first, then the whole length, which begins with
         it, then the same again."""
-        name = uuid4().hex  # no cache has seen it
-        half = Segment(f"{name}-1", length // 2)
-        rest = Segment(f"{name}-2", length - half.tokens)
+        name, words_in_all = uuid4().hex, words_of(length)  # no cache has seen it
+        half = Segment(f"{name}-1", words_in_all // 2)
+        rest = Segment(f"{name}-2", words_in_all - half.tokens)
         return await played(
             Turn(session=name, number=0, prompt=(half,), output_tokens=1),
             Turn(session=name, number=1, prompt=(half, rest), output_tokens=1),
@@ -156,7 +161,7 @@ async def measure(
 
     async def side_by_side() -> list[float]:
         """Return the seconds per token of STREAMS answers to one cached prompt, which begin together."""
-        prompt = (Segment(uuid4().hex, max_tokens),)
+        prompt = (Segment(uuid4().hex, words_of(max_tokens)),)
         await played(Turn(session="w", number=0, prompt=prompt, output_tokens=1))
         sessions = [
             Session(str(i), 0.0, (Turn(session=str(i), number=0, prompt=prompt, output_tokens=DECODED),))
@@ -165,7 +170,8 @@ async def measure(
         results = await run_load(sessions, replace(load, concurrency=STREAMS), words)
         return [r.tpot_s for r in results if r.succeeded and r.tpot_s is not None]
 
-    await turns_of(SHORTEST)  # the first request of an engine is slower
+    (_, _, last) = await turns_of(SHORTEST)  # the first request of an engine is slower
+    tokens_per_word = (last.prompt_tokens or SHORTEST) / SHORTEST
     prompts: list[Measured] = []
     for length in lengths(max_tokens):
         repeated = [await turns_of(length) for _ in range(repeat)]
