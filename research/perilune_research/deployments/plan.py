@@ -122,8 +122,7 @@ POOLS: Mapping[str, Pool] = {
         for name, (means, faults) in FAULTS.items()
     },
     **{
-        f"{arm}-{name}": Pool(means=f"`{arm}`, but {means}", arm=arm, faults=faults, links=True)
-        for arm in (Arm.HANDOFF, Arm.STORE)
+        f"handoff-{name}": Pool(means=f"`handoff`, but {means}", arm=Arm.HANDOFF, faults=faults, links=True)
         for name, (means, faults) in LINKS.items()
     },
 }
