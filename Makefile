@@ -141,9 +141,9 @@ bench-long: $(STAMP) ## the other benchmarks: a fleet's KV events, memory over 2
 evaluation: $(STAMP) ## the tables of docs/evaluation, simulated (ARGS=--quick: minutes)
 	$(BIN)/python -m perilune_research deployments $(ARGS)
 
-# ARGS="--routers envoy-round-robin,perilune --seeds 1": less of it; ARGS=--help explains all.
-arena: $(STAMP) ## the same sessions through other routers and ours, in front of the same simulated engines; hours
-	$(BIN)/python -m perilune_research arena $(ARGS)
+# ARGS="--minutes 30": what fits into this time of the cells that docs/arena.json lacks; ARGS=--help explains all.
+arena: $(STAMP) ## the same sessions through other routers and ours, in front of the same simulated engines, into docs/benchmarks.md; hours
+	$(BIN)/python -m perilune_research arena --json docs/arena.json --page docs/benchmarks.md --quiet $(ARGS)
 
 # HELM=PROGRAM, or the one that `make api-server` builds.
 HELM ?= $(or $(shell command -v helm),$(HOME)/.cache/perilune/bin/helm)

@@ -1,7 +1,9 @@
 """The same load through one gateway of a pool, and through four that Envoy asks in turn.
 
 COMPARE=1 runs it (`make e2e-long`). It prints where turns went, what they found cached, their times, and the
-processor time of the gateways for each decision.
+processor time of the gateways for each decision. Times are compared in virtual time
+(`tests/lab/simulate/test_simulation.py`, and deployment `four-gateways` of the evaluation), since four
+gateways and all engines share this machine's cores.
 """
 
 import os
@@ -88,3 +90,4 @@ def test_four_gateways_decide_as_one(kube, edge, operator, state_image):
     print(f"four / one: p90 {four.p90_s / one.p90_s:.2f}, CPU {four.cpu_ms / one.cpu_ms:.2f}")
     assert four.stayed >= 0.995
     assert abs(four.cached - one.cached) <= 0.01
+    assert four.cpu_ms <= 1.5 * one.cpu_ms

@@ -209,6 +209,8 @@ def check_pool(document: object) -> None:
     ours."""
     if not isinstance(document, dict) or document.get("kind") != "InferencePool":
         return
+    if document.get("apiVersion") == "inference.networking.k8s.io/v1":
+        return
     if "endpoints" in document["spec"]:
         pool.parse(msgspec.yaml.encode(document))
     else:

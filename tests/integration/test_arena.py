@@ -26,7 +26,7 @@ def test_envoy_alone_and_our_gateway_play_the_same_sessions(tmp_path, capsys, mo
     assert alone.requests == routed.requests == alone.succeeded == routed.succeeded > 0
     out = capsys.readouterr().out
     assert re.search(rf"\| perilune \|.*\| 0 of {routed.requests} \| 1 \|", out)
-    assert "perilune is" in out
+    assert "| ease, with session header | E2E p90 s |" in out
 
 
 def test_a_router_by_url_that_does_not_answer_is_left_out(capsys, monkeypatch):
@@ -39,3 +39,29 @@ def test_a_router_by_url_that_does_not_answer_is_left_out(capsys, monkeypatch):
     assert cli.main(argv) == 0
     left_out = "- Left out: dead: from cell 2 on: dead does not serve at http://127.0.0.1:9"
     assert left_out in capsys.readouterr().out
+
+
+def test_a_router_by_url_is_started_afresh_before_its_cell_and_halfway(tmp_path, capsys):
+    """Its command starts nothing here, as the router that is asked is the only engine itself."""
+    port, log = free_port(), tmp_path / "restarts"
+    argv = [
+        *("--routers", "envoy-round-robin", "--url", f"mine=http://127.0.0.1:{port}"),
+        *("--restart", f"mine=echo again >> {log}", "--engine-port", str(port)),
+        *("--loads", "restart", "--headers", "with", "--seeds", "1", "--seconds", "4", "--engines", "1"),
+    ]
+    assert cli.main(argv) == 0
+    assert log.read_text() == "again\nagain\n"
+    assert "| restart, with session header | mine |" in capsys.readouterr().out
+
+
+def test_a_router_whose_command_fails_is_left_out_with_its_words(capsys):
+    argv = [
+        *("--routers", "envoy-round-robin", "--url", "mine=http://127.0.0.1:9"),
+        *("--restart", "mine=echo no such unit >&2; false", "--engine-port", str(free_port())),
+        *("--loads", "ease", "--headers", "with", "--seeds", "1", "--seconds", "2", "--engines", "1"),
+    ]
+    assert cli.main(argv) == 0
+    assert (
+        "- Left out: mine: from cell 2 on: mine: `echo no such unit >&2; false` ended with 1: no such unit"
+        in (capsys.readouterr().out)
+    )

@@ -79,7 +79,7 @@ LONG = {
     "arena": Long(
         (*RESEARCH, "arena", "--routers", "envoy-round-robin", "--loads", "ease", "--engines", "1"),
         "cells; at least",
-        "interrupted: 0 of 6 cells were played; with --json FILE",
+        "interrupted: 0 of 10 cells were played; with --json FILE",
     ),
     "crosscheck": Long(
         (*RESEARCH, "crosscheck", "--policies", "ear"),

@@ -1,10 +1,10 @@
 """`python -m perilune_research arena`: plays the same agentic sessions through Perilune and other routers.
 
 1. Install the routers that are packages.
-2. Play a cell for each seed, load and router. Every cell has fresh engines and a fresh router, so nothing is
-   cached from the cell before.
-3. Print verdicts, a table, and the settings of the routers; what Perilune loses comes first. A router that
-   cannot be installed or does not start is left out and named under the table.
+2. Play a cell for each seed, load and router, unless the file of played cells has it. Every cell has fresh
+   engines and a fresh router, so nothing is cached from the cell before.
+3. Print tables and the settings of the routers, or write them into a page; what Perilune loses comes first. A
+   router that cannot be installed or does not start is left out and named under the tables.
 
 Exit status: 0; 1 if no cell could be played; 2 for a wrong call; 130 after Ctrl-C.
 """
@@ -12,25 +12,27 @@ Exit status: 0; 1 if no cell could be played; 2 for a wrong call; 130 after Ctrl
 from __future__ import annotations
 
 import argparse
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from pathlib import Path
 from time import monotonic
 from typing import TypeVar
 
-import msgspec
 import uvloop
 
 from perilune_api.pool import SpecError
 from perilune_lab.load.bodies import Words
 from perilune_lab.processes.stack import StackError
-from perilune_lab.report import Run
+from perilune_lab.quantiles import mean
 from perilune_lab.terminal.arguments import assignments, count, output, positive, url
 from perilune_lab.terminal.console import Console
 from perilune_lab.terminal.exits import wrong_call
 from perilune_lab.traces.source import open_trace
 from perilune_lab.vocabulary import Vocabulary
+from perilune_research.arena import page
 from perilune_research.arena.contestants import (
     AIPERF,
     CONTESTANTS,
@@ -41,35 +43,43 @@ from perilune_research.arena.contestants import (
     Remote,
 )
 from perilune_research.arena.install import NotInstalledError, cache, executable
+from perilune_research.arena.kept import key, played_by, read, row, write
 from perilune_research.arena.loads import LEVELS, SLOWDOWNS, Client, Halfway, Level, Setting
+from perilune_research.arena.noise import NOISY, Noise, sample
 from perilune_research.arena.play import FAILED_S, Cell, play
-from perilune_research.arena.table import legend, table, verdicts
+from perilune_research.arena.table import legend
 
 PROGRAM = "python -m perilune_research arena"
 NOTHING_PLAYED = 1
 _HEADERS = {"with": True, "without": False}
 _MOST_ENGINES, _MOST_PORT = 64, 65_535
+_LOOK_EVERY_S = 5.0
+"""How often to look whether the machine has become quiet."""
 T = TypeVar("T")
 
 _EPILOG = f"""\
 routers (the first call installs those that are packages into {cache()}):
-{chr(10).join(legend(CONTESTANTS, {}))}
+{chr(10).join(legend(CONTESTANTS))}
 
 loads, in sessions that begin per second and engine:
   {(chr(10) + "  ").join(str(level) for level in LEVELS)}
 Engines are simulated in real time. In turn, their times are those of an H20 multiplied by
 {", ".join(f"{s:g}" for s in SLOWDOWNS)}, and they vary from step to step. No router knows of this.
 A request that fails counts with a latency of {FAILED_S:g} s.
-Close other programs, since they make every router's times longer.
+Close other programs, since they make every router's times longer; with --quiet the arena waits while they use
+more than {NOISY:.0%} of the CPUs, and keeps no cell during which they did.
+
+A cell is played again if its router has another version since; Perilune's is a fingerprint of the
+gateway's code.
 
 a router of your own: name it with --url and start it in front of the engines that the arena runs from
---engine-port on. Restart it between cells, or play one cell: it may believe in caches that new engines do
-not have.
+--engine-port on. Say with --restart how it is started afresh, or play one cell: it may believe in caches that
+new engines do not have. docs/benchmarks.md says how to play one that needs an Envoy.
 
 examples:
   {PROGRAM} --routers envoy-round-robin,perilune --loads knee --headers with --seeds 1
   {PROGRAM} --url mine=http://127.0.0.1:8080 --engine-port 18000 --routers perilune --loads ease
-  {PROGRAM} --seeds 5 --json arena.json --minutes 15
+  {PROGRAM} --json arena.json --minutes 15
       plays for a quarter of an hour; the same command goes on where it stopped
   {PROGRAM} --loads recorded --trace mooncake_conversation.jsonl.gz
 """
@@ -87,33 +97,24 @@ class Options:
     """Number of seeds, from 0."""
     setting: Setting
     json: Path | None
+    page: Path | None = None
+    """Write the tables into this page."""
+    quiet: bool = False
+    """Play only while other programs leave the machine alone."""
     minutes: float = inf
     """Begin no cell that would end later than this."""
 
     def cells(self) -> Iterator[Cell]:
-        """Yield the cells in the order of play. Routers take turns within a seed, so that a busy minute of
-        the machine does not hit only one of them. A router that the user runs plays no load that restarts
-        it."""
-        for seed in range(self.seeds):
-            for level in self.levels:
-                for named in self.headers:
+        """Yield the cells in the order of their worth: one seed of every load with session headers comes
+        first, then further seeds, then all without headers. Routers take turns within a load, so that a busy
+        minute of the machine does not hit only one of them. A router that only its owner can restart plays no
+        load that restarts it."""
+        for named in self.headers:
+            for seed in range(self.seeds):
+                for level in self.levels:
                     for contestant in self.contestants:
-                        if level.halfway is Halfway.RESTART and isinstance(contestant.front, Remote):
-                            continue
-                        yield Cell(contestant, level, named, seed)
-
-
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One cell in the JSON file."""
-
-    router: str
-    load: str
-    session_header: bool
-    seed: int
-    engines: int
-    seconds: float
-    client: Client = Client.LAB
-    run: Run
+                        if level.halfway is not Halfway.RESTART or contestant.restarts:
+                            yield Cell(contestant, level, named, seed)
 
 
 class Arena:
@@ -124,7 +125,8 @@ class Arena:
         self.words = words
         self.err = err
         self.programs: dict[Package, Path] = {}
-        self.played = kept(options)
+        rows = read(options.json, options.setting) if options.json else []
+        self.rows = {one.key: one for one in rows}
         self.left_out: dict[str, str] = {}
         """Router → why it does not take part, or no longer does."""
 
@@ -144,34 +146,62 @@ class Arena:
                     self._leave_out(contestant, f"{front.package} cannot be installed: {error}")
 
     async def run(self) -> None:
-        """Play the cells that the JSON file lacks. Raises SpecError if a recording cannot be read."""
-        done = {_key(cell) for cell, _ in self.played}
-        cells = [
-            cell
-            for cell in self.options.cells()
-            if cell.contestant.name not in self.left_out and _key(cell) not in done
-        ]
-        cell_s = self.options.setting.seconds * 1.5 + 5
-        self._say(f"{len(cells)} cells; at least {len(cells) * cell_s / 60:.0f} minutes")
-        began_s = monotonic()
+        """Play the cells that the JSON file lacks, or that another version has played. Raises SpecError if a
+        recording cannot be read."""
+        cells = [cell for cell in self.options.cells() if not self._done(cell)]
+        self._say(f"{len(cells)} cells; at least {sum(map(self._lasts_s, cells)) / 60:.0f} minutes")
+        ends_s = monotonic() + self.options.minutes * 60
+        refused = 0
         for at, cell in enumerate(cells, 1):
             if cell.contestant.name in self.left_out:
                 continue
-            if monotonic() - began_s + cell_s > self.options.minutes * 60:
-                self._say(f"{len(cells) - at + 1} cells remain: the same command plays them")
+            begins_until_s = ends_s - self._lasts_s(cell)
+            if monotonic() > begins_until_s or not await self._is_quiet(begins_until_s):
+                self._say(f"{len(cells) - at + 1 + refused} cells remain: the same command plays them")
                 return
+            noise = Noise()
             try:
                 run = await play(cell, self.options.setting, self.programs, self.words)
             except StackError as error:
                 self._leave_out(cell.contestant, f"from cell {at} on: {str(error).splitlines()[0]}")
                 continue
-            self.played.append((cell, run))
+            noise.end(tells=not isinstance(cell.contestant.front, Remote))
+            said = f"{at}/{len(cells)} {cell}: {run.succeeded} of {run.requests} requests"
+            if noise.is_noisy:
+                said += f"; {noise}"
+            if noise.is_noisy and self.options.quiet:
+                refused += 1
+                self._say(f"{said}: not kept")
+                continue
+            self.rows[key(cell)] = row(cell, self.options.setting, run, noise)
             self._write()
-            header = "with" if cell.named else "without"
-            self._say(
-                f"{at}/{len(cells)} {cell.contestant.name}, {cell.level.name}, {header} session header,"
-                f" seed {cell.seed}: {run.succeeded} of {run.requests} requests"
-            )
+            self._say(said)
+        if refused:
+            self._say(f"{refused} cells were not kept: the same command plays them again")
+
+    def _done(self, cell: Cell) -> bool:
+        """Whether the cell need not be played."""
+        played = self.rows.get(key(cell))
+        version = played_by(cell.contestant)
+        return cell.contestant.name in self.left_out or (played is not None and played.version == version)
+
+    def _lasts_s(self, cell: Cell) -> float:
+        """Return how long the cell will take, by those of its load that were played."""
+        took = [row.took_s for row in self.rows.values() if row.load == cell.level.name]
+        return mean(took) if took else self.options.setting.seconds * 1.5 + 5
+
+    async def _is_quiet(self, until_s: float) -> bool:
+        """Wait until other programs leave the machine alone, if the options want that. Return whether they
+        do."""
+        said = False
+        while self.options.quiet and (noise := await sample()).is_noisy:
+            if not said:
+                self._say(f"waiting for a quiet machine: {noise}")
+                said = True
+            if monotonic() > until_s:
+                return False
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return True
 
     def _leave_out(self, contestant: Contestant, cause: str) -> None:
         self.left_out[contestant.name] = cause
@@ -183,32 +213,33 @@ class Arena:
     def _write(self) -> None:
         """Write the JSON file, if there is one, so that an interrupted run loses at most one cell."""
         if self.options.json:
-            setting = self.options.setting
-            rows = [_row(cell, setting, run) for cell, run in self.played]
-            self.options.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
+            write(self.options.json, list(self.rows.values()))
 
     def so_far(self) -> str:
         """Return a sentence that tells a user who interrupts whether the played cells are kept."""
-        played, path = len(self.played), self.options.json
-        total = len({_key(cell) for cell in self.options.cells()} | {_key(cell) for cell, _ in self.played})
+        played, path = len(self.rows), self.options.json
+        total = len({key(cell) for cell in self.options.cells()} | self.rows.keys())
         if path is None:
             return f"{played} of {total} cells were played; with --json FILE they would be kept"
         return f"{played} of {total} cells are in {path}, so the same command goes on from there"
 
     def conclude(self) -> int:
-        """Print table, verdicts and settings; return the exit status."""
-        parts = (
-            verdicts(self.played),
-            table(self.played),
-            legend(self.options.contestants, self.left_out),
-        )
-        print("\n\n".join("\n".join(part) for part in parts if part))
-        return 0 if self.played else NOTHING_PLAYED
+        """Print the tables, or write them into the page; return the exit status."""
+        text = page.section(list(self.rows.values()), page.notes())
+        if self.options.page:
+            page.write(self.options.page, text)
+        else:
+            print(text)
+        for name, cause in self.left_out.items():
+            print(f"- Left out: {name}: {cause}")
+        return 0 if self.rows else NOTHING_PLAYED
 
 
 def main(argv: Sequence[str]) -> int:
     try:
         options = parse(argv)
+        if options.page:
+            page.place(options.page)
         arena = Arena(options, Vocabulary().words_for, Console(stderr=True))
     except SpecError as error:
         return wrong_call(PROGRAM, error)
@@ -224,60 +255,6 @@ def main(argv: Sequence[str]) -> int:
     return arena.conclude()
 
 
-def _key(cell: Cell) -> tuple[str, str, bool, int]:
-    """Return the first fields of a cell's row in the file, which identify the cell."""
-    return cell.contestant.name, cell.level.name, cell.named, cell.seed
-
-
-def _row(cell: Cell, setting: Setting, run: Run) -> Row:
-    router, load, session_header, seed = _key(cell)
-    return Row(
-        router=router,
-        load=load,
-        session_header=session_header,
-        seed=seed,
-        engines=setting.engines,
-        seconds=setting.seconds,
-        client=setting.client,
-        run=run,
-    )
-
-
-def kept(options: Options) -> list[tuple[Cell, Run]]:
-    """Return the cells that the JSON file already has. Raises SpecError if it is another kind of file, or its
-    cells were played with other numbers of engines or seconds."""
-    path = options.json
-    if path is None or not path.exists() or not path.stat().st_size:
-        return []
-    try:
-        rows = msgspec.json.decode(path.read_bytes(), type=list[Row])
-    except msgspec.DecodeError as error:
-        raise SpecError(f"{path} is no file of the arena ({error}) - at `--json`") from None
-    setting = options.setting
-    for row in rows:
-        if (row.engines, row.seconds, row.client) != (setting.engines, setting.seconds, setting.client):
-            raise SpecError(
-                f"{path} has cells of {row.engines} engines, {row.seconds:g} seconds and the client"
-                f" {row.client}: name another file"
-                " - at `--json`"
-            )
-    contestants = {c.name: c for c in CONTESTANTS} | {c.name: c for c in options.contestants}
-    levels = {level.name: level for level in LEVELS}
-    return [
-        (
-            Cell(
-                contestants.get(row.router) or Contestant(row.router, Remote(""), "of an earlier run"),
-                levels[row.load],
-                row.session_header,
-                row.seed,
-            ),
-            row.run,
-        )
-        for row in rows
-        if row.load in levels
-    ]
-
-
 def _chosen(text: str, known: Mapping[str, T], option: str) -> tuple[T, ...]:
     """Parse `A,B` into known values. Raises SpecError for an unknown name."""
     names = dict.fromkeys(name.strip() for name in text.split(","))
@@ -287,12 +264,19 @@ def _chosen(text: str, known: Mapping[str, T], option: str) -> tuple[T, ...]:
     return tuple(known[name] for name in names)
 
 
-def _remotes(texts: Sequence[str]) -> tuple[Contestant, ...]:
-    """Parse texts such as `NAME=URL` into the user's own routers. Raises SpecError for a wrong one."""
+def _remotes(texts: Sequence[str], restarts: Sequence[str]) -> tuple[Contestant, ...]:
+    """Parse texts such as `NAME=URL` and `NAME=COMMAND` into the user's own routers. Raises SpecError for a
+    wrong one."""
     found = []
-    for name, address in assignments(texts, "--url").items():
+    commands = {name: command for name, _, command in (text.partition("=") for text in restarts)}
+    addresses = assignments(texts, "--url")
+    for name, command in commands.items():
+        if not command or name not in addresses:
+            raise SpecError(f"{name!r} is not NAME=COMMAND with the name of a --url - at `--restart`")
+    for name, address in addresses.items():
+        front = partial(Remote, restart=commands.get(name, ""))
         try:
-            found.append(Contestant(name, Remote(url(address)), f"run by the user at {address}"))
+            found.append(Contestant(name, front(url(address)), f"run by the user at {address}"))
         except argparse.ArgumentTypeError as error:
             raise SpecError(f"{error} - at `--url`") from None
     return tuple(found)
@@ -312,6 +296,13 @@ def parse(argv: Sequence[str]) -> Options:
     add = parser.add_argument
     add("--routers", default=",".join(known), metavar="A,B", help="routers that take part [all]")
     add("--url", action="append", default=[], metavar="NAME=URL", help="a router that you run; repeatable")
+    add(
+        "--restart",
+        action="append",
+        default=[],
+        metavar="NAME=COMMAND",
+        help="a shell command that starts the router of that --url afresh, and returns; repeatable",
+    )
     add("--loads", metavar="A,B", help="loads to play; recorded ones need --trace [all]")
     add(
         "--trace",
@@ -324,7 +315,7 @@ def parse(argv: Sequence[str]) -> Options:
         metavar="A,B",
         help="play with or without a header that names the session [%(default)s]",
     )
-    add("--seeds", type=count, default=3, metavar="N", help="number of seeds of the traffic [%(default)s]")
+    add("--seeds", type=count, default=5, metavar="N", help="number of seeds of the traffic [%(default)s]")
     add(
         "--seconds",
         type=positive,
@@ -345,8 +336,15 @@ def parse(argv: Sequence[str]) -> Options:
         "--json",
         type=output,
         metavar="FILE",
-        help="write every cell's report (docs/report.md), and do not play cells again that FILE already has",
+        help="keep a row for every cell in FILE, and do not play cells again that it already has",
     )
+    add(
+        "--page",
+        type=output,
+        metavar="FILE",
+        help="write the tables into this Markdown page, between its marks for the arena",
+    )
+    add("--quiet", action="store_true", help="play only while other programs leave the machine alone")
     add(
         "--minutes",
         type=positive,
@@ -361,7 +359,7 @@ def parse(argv: Sequence[str]) -> Options:
         raise SpecError(
             f"{args.engines} engines from port {args.engine_port} on: above {_MOST_PORT} - at `--engine-port`"
         )
-    remotes = _remotes(args.url)
+    remotes = _remotes(args.url, args.restart)
     if remotes and not args.engine_port:
         raise SpecError(
             "a router of your own needs to know the engines' ports: add --engine-port - at `--url`"
@@ -393,5 +391,7 @@ def parse(argv: Sequence[str]) -> Options:
             args.client,
         ),
         json=args.json,
+        page=args.page,
+        quiet=args.quiet,
         minutes=args.minutes,
     )

@@ -69,6 +69,8 @@ class Remote:
 
     url: str
     """`http://host:port`, without `/v1`."""
+    restart: str = ""
+    """The shell command that starts it afresh; empty if only its owner can."""
 
 
 Front = Ours | Balancer | Program | DynamoFrontend | Remote
@@ -82,6 +84,11 @@ class Contestant:
     front: Front
     settings: str
     """The settings and their reason, in words."""
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the arena can restart it."""
+        return not isinstance(self.front, Remote) or bool(self.front.restart)
 
 
 def _workers(engines: Sequence[EndpointSpec]) -> tuple[str, ...]:

@@ -86,7 +86,7 @@ class Setting:
     """What all cells have in common."""
 
     engines: int = 8
-    seconds: float = 30.0
+    seconds: float = 20.0
     """Length of the traffic; the last turns end a little later."""
     first_port: int = 0
     """Port of the first engine; the others have the next ports. With 0 the system chooses all ports."""

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
+from asyncio.subprocess import DEVNULL
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -74,6 +77,10 @@ class Cell:
     """Whether requests name their session in a header."""
     seed: int
 
+    def __str__(self) -> str:
+        header = "with" if self.named else "without"
+        return f"{self.contestant.name}, {self.level.name}, {header} session header, seed {self.seed}"
+
 
 @dataclass(frozen=True, slots=True)
 class _Front:
@@ -81,7 +88,7 @@ class _Front:
 
     url: str
     restart: Callable[[], Awaitable[None]] | None
-    """Ends the router and starts it again at the same address; None if the user runs it."""
+    """Ends the router and starts it again at the same address; None if only its owner can."""
 
 
 async def play(cell: Cell, setting: Setting, programs: Mapping[Package, Path], words: Words) -> report.Run:
@@ -188,9 +195,11 @@ async def _fronted(
     match contestant.front:
         case Ours():
             yield _Front(stack.url, stack.restart_gateway)
-        case Remote(url):
+        case Remote(url, restart):
+            if restart:
+                await _run(contestant.name, restart, stack.folder)
             await _answers(contestant.name, url, RUNS_S)
-            yield _Front(url, None)
+            yield _Front(url, partial(_run, contestant.name, restart, stack.folder) if restart else None)
         case Balancer(lb_policy):
             (port,) = _free_ports(1)
             line = envoy_process.command(balanced(stack.endpoints, lb_policy, port), stack.folder)
@@ -239,6 +248,27 @@ class _Process:
     async def restart(self) -> None:
         await self.child.stop(_GRACE_S)
         self.child = await start(*self._how)
+
+
+async def _run(name: str, command: str, folder: Path) -> None:
+    """Run the shell command that starts a user's router afresh. Raises StackError if it fails or takes too
+    long."""
+    log = folder / f"{name}.log"  # no pipe, which the router would keep open
+    with log.open("wb") as sink:
+        process = await asyncio.create_subprocess_shell(
+            command, stdin=DEVNULL, stdout=sink, stderr=sink, start_new_session=True
+        )
+    try:
+        async with asyncio.timeout(READY_S):
+            status = await process.wait()
+    except TimeoutError:
+        raise StackError(f"{name}: `{command}` has not ended after {READY_S:g} s") from None
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    if status:
+        words = log.read_text(errors="replace").strip().splitlines() or ["it says nothing"]
+        raise StackError(f"{name}: `{command}` ended with {status}: {words[-1]}")
 
 
 async def _answers(name: str, url: str, within_s: float, child: Child | None = None) -> None:

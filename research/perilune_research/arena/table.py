@@ -1,152 +1,182 @@
-"""The arena's result as Markdown: a row for each load and router, and by how much Perilune is ahead or
-behind."""
+"""The arena's result as Markdown: where Perilune is behind the best other router and where ahead, all
+figures, and the routers' settings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from msgspec import UnsetType
-
 from perilune_lab.quantiles import mean
-from perilune_lab.report import Quantiles, Run
-from perilune_lab.simulate.measure import interval
+from perilune_lab.simulate.measure import interval, ratio
 from perilune_research.arena.contestants import OURS, Contestant, DynamoFrontend, Program
-from perilune_research.arena.play import Cell
-
-Played = Sequence[tuple[Cell, Run]]
+from perilune_research.arena.kept import Row
 
 
 class Group(NamedTuple):
     """One comparison: the load, and whether requests name their session in a header."""
 
-    level: str
-    named: bool
+    load: str
+    session_header: bool
 
     def __str__(self) -> str:
-        return f"{self.level}, {'with' if self.named else 'without'} session header"
+        return f"{self.load}, {'with' if self.session_header else 'without'} session header"
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds and its 95 % interval. For one seed, the interval is the mean itself."""
+    """A figure over seeds and its 95 % interval. For one seed, the interval is the figure itself."""
 
     mean: float
     low: float
     high: float
 
-
-Metric = Callable[[Run], float | None]
-
-
-def _of(quantiles: Quantiles | UnsetType, name: str) -> float | None:
-    return None if isinstance(quantiles, UnsetType) else float(getattr(quantiles, name))
+    def __str__(self) -> str:
+        if self.low == self.high:
+            return f"{self.mean:.2f}"
+        return f"{self.mean:.2f} [{self.low:.2f}–{self.high:.2f}]"
 
 
-METRICS: Mapping[str, Metric] = {
-    "TTFT p50 s": lambda run: _of(run.ttft_s, "p50"),
-    "TTFT p90 s": lambda run: _of(run.ttft_s, "p90"),
-    "E2E p90 s": lambda run: _of(run.e2e_s, "p90"),
-    "hit ratio": lambda run: None if isinstance(run.apc, UnsetType) else run.apc,
+Figure = Callable[[Row], float | None]
+
+FIGURES: Mapping[str, Figure] = {
+    "TTFT p50 s": lambda row: row.ttft_p50_s,
+    "TTFT p90 s": lambda row: row.ttft_p90_s,
+    "E2E p90 s": lambda row: row.e2e_p90_s,
+    "hit ratio": lambda row: row.hit_ratio,
 }
 COMPARED = ("TTFT p90 s", "E2E p90 s")
-SEEDS_CANNOT_TELL = ", within what the seeds can tell"
+OLDER = "†"
+"""Marks the figures of Perilune in which cells of older code have a part."""
 
 
-def estimate(runs: Iterable[Run], metric: Metric) -> Estimate | None:
-    """Return the metric's mean over the runs; None if no run has the metric."""
-    sample = [value for value in map(metric, runs) if value is not None]
+def grouped(rows: Iterable[Row]) -> dict[Group, dict[str, list[Row]]]:
+    """Return comparison → router → its rows, in the order of play."""
+    found: dict[Group, dict[str, list[Row]]] = {}
+    for row in rows:
+        group = found.setdefault(Group(row.load, row.session_header), {})
+        group.setdefault(row.router, []).append(row)
+    return found
+
+
+class Comparison(NamedTuple):
+    """Perilune and the best other router in one figure, over the seeds that both have played."""
+
+    group: Group
+    figure: str
+    ratio: Estimate
+    """Ours / theirs: above 1, Perilune is behind."""
+    ours: float
+    theirs: float
+    best: str
+    """Name of the best other router."""
+    seeds: int
+
+    @property
+    def verdict(self) -> str:
+        if self.seeds == 1:
+            return "one seed cannot tell"
+        if self.ratio.low > 1:
+            return "**behind**"
+        return "ahead" if self.ratio.high < 1 else "the seeds cannot tell"
+
+
+def comparisons(rows: Iterable[Row]) -> list[Comparison]:
+    """Compare Perilune with the best other router under every load; where it is farthest behind comes
+    first."""
+    found = (
+        _compared(group, figure, routers) for group, routers in grouped(rows).items() for figure in COMPARED
+    )
+    return sorted(filter(None, found), key=lambda one: -one.ratio.mean)
+
+
+def _compared(group: Group, figure: str, routers: Mapping[str, Sequence[Row]]) -> Comparison | None:
+    """Return None if Perilune or all others lack the figure. The best other router is the one against which
+    Perilune does worst."""
+    by_seed = {
+        name: {row.seed: value for row in rows if (value := FIGURES[figure](row)) is not None}
+        for name, rows in routers.items()
+    }
+    ours = by_seed.pop(OURS, {})
+    found = []
+    for name, theirs in by_seed.items():
+        if seeds := sorted(ours.keys() & theirs.keys()):
+            mine, its = [ours[seed] for seed in seeds], [theirs[seed] for seed in seeds]
+            found.append(
+                Comparison(
+                    group=group,
+                    figure=figure,
+                    ratio=Estimate(*ratio(mine, its)),
+                    ours=mean(mine),
+                    theirs=mean(its),
+                    best=name,
+                    seeds=len(seeds),
+                )
+            )
+    return max(found, key=lambda one: one.ratio.mean, default=None)
+
+
+def lost(rows: Iterable[Row]) -> list[Group]:
+    """Return the loads under which Perilune is behind in a compared figure; the worst comes first."""
+    return list(dict.fromkeys(one.group for one in comparisons(rows) if one.ratio.mean > 1))
+
+
+def compared(rows: Iterable[Row]) -> list[str]:
+    """Return the lines of the table of comparisons; none if there is nothing to compare."""
+    lines = [
+        f"| {one.group} | {one.figure} | {one.ours:.2f} | {one.theirs:.2f} | {one.best} | {one.ratio}"
+        f" | {one.seeds} | {one.verdict} |"
+        for one in comparisons(rows)
+    ]
+    head = [
+        "| load | figure | Perilune | best other | which | ratio | seeds | |",
+        "|---|---|---:|---:|---|---:|---:|---|",
+    ]
+    return [*head, *lines] if lines else []
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Return the lines of the table of all figures: means over seeds, with 95 % intervals if there are
+    several seeds. The loads are in the order of the table of comparisons."""
+    groups = grouped(rows)
+    order = dict.fromkeys([*(one.group for one in comparisons(rows)), *groups])
+    today = newest(rows)
+    lines = [
+        f"| load | router | {' | '.join(FIGURES)} | failed | seeds |",
+        f"|---|---|{'---:|' * (len(FIGURES) + 2)}",
+    ]
+    for group in order:
+        for name, played in groups[group].items():
+            cells = (_cell(estimate(played, figure)) for figure in FIGURES.values())
+            requests = sum(row.requests for row in played)
+            failed = requests - sum(row.succeeded for row in played)
+            older = name == OURS and any(row.version != today for row in played)
+            router = f"{name} {OLDER}" if older else name
+            lines.append(
+                f"| {group} | {router} | {' | '.join(cells)} | {failed} of {requests} | {len(played)} |"
+            )
+    return lines
+
+
+def newest(rows: Iterable[Row]) -> str:
+    """Return the version of Perilune that has played last; empty if it has not played."""
+    return max(((row.at, row.version) for row in rows if row.router == OURS), default=("", ""))[1]
+
+
+def estimate(rows: Iterable[Row], figure: Figure) -> Estimate | None:
+    """Return the figure's mean over the rows; None if no row has the figure."""
+    sample = [value for value in map(figure, rows) if value is not None]
     if not sample:
         return None
     return Estimate(mean(sample), *(interval(sample) if len(sample) > 1 else (sample[0], sample[0])))
 
 
-def grouped(played: Played) -> dict[Group, dict[str, list[Run]]]:
-    """Return comparison → router → its runs, in the order of play."""
-    found: dict[Group, dict[str, list[Run]]] = {}
-    for cell, run in played:
-        group = found.setdefault(Group(cell.level.name, cell.named), {})
-        group.setdefault(cell.contestant.name, []).append(run)
-    return found
-
-
-class Comparison(NamedTuple):
-    """Perilune and the best other router in one metric."""
-
-    ours: Estimate
-    best: Estimate
-    name: str
-    """Of the best other router."""
-
-    @property
-    def ratio(self) -> float:
-        """Ours / best: above 1, Perilune is behind."""
-        return self.ours.mean / self.best.mean
-
-
-def compared(routers: Mapping[str, Sequence[Run]], metric: Metric) -> Comparison | None:
-    """Compare Perilune with the best other router. None if one of them did not play or has no such metric."""
-    found = {name: estimate(runs, metric) for name, runs in routers.items()}
-    ours = found.pop(OURS, None)
-    others = {name: value for name, value in found.items() if value is not None}
-    if ours is None or not others:
-        return None
-    name = min(others, key=lambda each: others[each].mean)
-    return Comparison(ours, others[name], name)
-
-
-def table(played: Played) -> list[str]:
-    """Return the lines of a table: means over seeds, with 95 % intervals if there are several seeds. The
-    load at which Perilune does worst, against the best other router in any compared metric, comes first."""
-    lines = [
-        f"| load | router | {' | '.join(METRICS)} | failed | seeds |",
-        f"|---|---|{'---:|' * (len(METRICS) + 2)}",
-    ]
-    for group, routers in sorted(grouped(played).items(), key=lambda item: -_worst(item[1])):
-        for name, runs in routers.items():
-            cells = (_cell(estimate(runs, metric)) for metric in METRICS.values())
-            requests = sum(run.requests for run in runs)
-            failed = requests - sum(run.succeeded for run in runs)
-            lines.append(f"| {group} | {name} | {' | '.join(cells)} | {failed} of {requests} | {len(runs)} |")
-    return lines
-
-
-def _worst(routers: Mapping[str, Sequence[Run]]) -> float:
-    found = (compared(routers, METRICS[title]) for title in COMPARED)
-    return max((comparison.ratio for comparison in found if comparison), default=0.0)
-
-
 def _cell(value: Estimate | None) -> str:
-    if value is None:
-        return "–"
-    if value.low == value.high:
-        return f"{value.mean:.2f}"
-    return f"{value.mean:.2f} [{value.low:.2f}–{value.high:.2f}]"
+    return "–" if value is None else str(value)
 
 
-def verdicts(played: Played) -> list[str]:
-    """Return a line for each comparison and metric: by how much Perilune is ahead of the best other router,
-    or behind it. Where it is farthest behind comes first."""
-    lines: list[tuple[float, str]] = []
-    for group, routers in grouped(played).items():
-        for title in COMPARED:
-            found = compared(routers, METRICS[title])
-            if found is None:
-                continue
-            apart = found.ours.high < found.best.low or found.best.high < found.ours.low
-            clear = apart and len(routers[OURS]) > 1 and len(routers[found.name]) > 1
-            side = "ahead of" if found.ratio < 1 else "behind"
-            line = (
-                f"- {group}: {OURS} is {abs(found.ratio - 1):.0%} {side} the best other router"
-                f" ({found.name}) in {title.removesuffix(' s')}{'' if clear else SEEDS_CANNOT_TELL}."
-            )
-            lines.append((found.ratio, line))
-    return [line for _, line in sorted(lines, key=lambda each: -each[0])]
-
-
-def legend(contestants: Iterable[Contestant], left_out: Mapping[str, str]) -> list[str]:
-    """Return a line for each router with its version and settings, and one for each that was left out."""
+def legend(contestants: Iterable[Contestant]) -> list[str]:
+    """Return a line for each router with its version and settings."""
     lines = []
     for c in contestants:
         version = f" ({c.front.package})" if isinstance(c.front, Program | DynamoFrontend) else ""
         lines.append(f"- {c.name}{version}: {c.settings}.")
-    return [*lines, *(f"- Left out: {name}: {cause}" for name, cause in left_out.items())]
+    return lines

@@ -48,6 +48,7 @@ class Cell:
     admission: bool = False
     """Whether new sessions wait while active contexts fill the KV pools."""
     faults: Faults = Faults()
+    gateways: int = 1
     endpoints: int = 8
     window_s: float = 1800.0
     warmup_s: float = 600.0
@@ -62,7 +63,12 @@ class Cell:
 
     @property
     def deployment(self) -> Deployment:
-        deployment = Deployment(arm=self.arm, endpoints=self.endpoints, prefill_endpoints=self.prefill)
+        deployment = Deployment(
+            arm=self.arm,
+            endpoints=self.endpoints,
+            prefill_endpoints=self.prefill,
+            gateways=self.gateways,
+        )
         if not deployment.stores:
             return deployment
         return replace(deployment, hardware=with_store(H20, STORE_BYTES_PER_S))

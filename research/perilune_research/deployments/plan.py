@@ -58,6 +58,19 @@ FAULTS: Mapping[str, tuple[str, Faults]] = {
     ),
 }
 """How engines can differ from what the gateway believes, and the words that say it."""
+LINKS: Mapping[str, tuple[str, Faults]] = {
+    "fast-links": ("transfers take 0.4 times as long as believed", Faults(link_factor=0.4, link_belief=1.0)),
+    "slow-links": ("transfers take 3 times as long as believed", Faults(link_factor=3.0, link_belief=1.0)),
+    "crawling-links": (
+        "transfers take 10 times as long as believed",
+        Faults(link_factor=10.0, link_belief=1.0),
+    ),
+    "unsteady-links": (
+        "one transfer in 20 takes 20 times as long",
+        Faults(outlier_share=0.05, link_belief=1.0),
+    ),
+}
+"""How links can differ from what the gateway believes at first, and the words that say it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +83,10 @@ class Pool:
     """Whether half of the endpoints only prefill for the others."""
     planner: bool = False
     admission: bool = False
+    gateways: int = 1
     faults: Faults = Faults()
+    links: bool = False
+    """Whether it is links that differ from the belief."""
 
 
 POOLS: Mapping[str, Pool] = {
@@ -95,9 +111,19 @@ POOLS: Mapping[str, Pool] = {
         means="defaults, and new sessions wait (`sessionAdmission`)", arm=Arm.NONE, admission=True
     ),
     **{
+        f"{arm}-four-gateways": Pool(
+            means=f"`{arm}`, but each request goes to one of four gateways by chance", arm=arm, gateways=4
+        )
+        for arm in (Arm.NONE, Arm.STORE)
+    },
+    **{
         f"{arm}-{name}": Pool(means=f"`{arm}`, but {means}", arm=arm, faults=faults)
         for arm in (Arm.NONE, Arm.STORE)
         for name, (means, faults) in FAULTS.items()
+    },
+    **{
+        f"handoff-{name}": Pool(means=f"`handoff`, but {means}", arm=Arm.HANDOFF, faults=faults, links=True)
+        for name, (means, faults) in LINKS.items()
     },
 }
 
@@ -144,6 +170,7 @@ def cell(base: Cell, r: float, pool: str, load: str, policy: str, seed: int) -> 
         prefill=base.endpoints // 2 if kind.split else 0,
         planner=kind.planner,
         admission=kind.admission,
+        gateways=kind.gateways,
         faults=kind.faults,
     )
 
@@ -153,7 +180,7 @@ def policies(size: Size, pool: str) -> tuple[str, ...]:
     kind = POOLS[pool]
     if kind.split:
         return tuple(dict.fromkeys((*(p for p in size.policies if p in SPLIT_POLICIES), SPLIT_POLICIES[-1])))
-    if kind.planner or kind.admission:
+    if kind.planner or kind.admission or kind.gateways > 1 or kind.links:
         return tuple(p for p in size.policies if p == DEFAULT)
     return tuple(p for p in size.policies if kind.faults == Faults() or p in FAULTY_POLICIES)
 

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 from perilune_api.pool import EndpointSpec, Engine, Metadata, Model, Pool, Spec, SpecError
 from perilune_lab.load.result import Result
 from perilune_lab.report import Quantiles, Run
-from perilune_research.arena import aiperf_client, cli, dynamo_workers, install, table
+from perilune_research.arena import aiperf_client, cli, dynamo_workers, install, kept, page, table
 from perilune_research.arena.contestants import (
     CONTESTANTS,
     OURS,
@@ -24,8 +23,10 @@ from perilune_research.arena.contestants import (
     workers,
 )
 from perilune_research.arena.install import NotInstalledError, executable
-from perilune_research.arena.loads import LEVELS, Setting, engine_options, sessions, traffic
-from perilune_research.arena.play import FAILED_S, Cell, with_failures
+from perilune_research.arena.kept import Row
+from perilune_research.arena.loads import LEVELS, Client, Setting, engine_options, sessions, traffic
+from perilune_research.arena.noise import Noise
+from perilune_research.arena.play import FAILED_S, with_failures
 
 BY_NAME = {contestant.name: contestant for contestant in CONTESTANTS}
 BY_LEVEL = {level.name: level for level in LEVELS}
@@ -197,13 +198,43 @@ def run(ttft_s: float, *, requests: int = 10, succeeded: int = 10) -> Run:
     )
 
 
-def played(**ttfts_s: list[float]) -> list[tuple[Cell, Run]]:
+def row(router: str, ttft_s: float | None, **more: object) -> Row:
+    fields = {
+        "router": router,
+        "version": "1",
+        "load": "ease",
+        "session_header": True,
+        "seed": 0,
+        "requests": 10,
+        "succeeded": 10,
+        "ttft_p50_s": ttft_s,
+        "ttft_p90_s": ttft_s,
+        "e2e_p90_s": ttft_s,
+        "hit_ratio": None if ttft_s is None else 0.5,
+        "engines": 8,
+        "seconds": 20.0,
+        "client": Client.LAB,
+        "at": "2026-11-28 01:00:00",
+        "took_s": 30.0,
+        "python": "3.11.7",
+        "cpus": 2,
+        "load_average": 0.5,
+        "others": 0.02,
+    }
+    return Row(**(fields | more))
+
+
+def played(**ttfts_s: list[float]) -> list[Row]:
     names = {"ours": OURS, "robin": "envoy-round-robin", "smg": "smg"}
     return [
-        (Cell(BY_NAME[names[router]], EASE, True, seed), run(ttft_s))
+        row(names[router], ttft_s, seed=seed)
         for router, times in ttfts_s.items()
         for seed, ttft_s in enumerate(times)
     ]
+
+
+def under(load: str, rows: list[Row]) -> list[Row]:
+    return [msgspec.structs.replace(row, load=load) for row in rows]
 
 
 def test_the_table_has_a_row_for_each_router_with_an_interval_over_seeds():
@@ -214,17 +245,17 @@ def test_the_table_has_a_row_for_each_router_with_an_interval_over_seeds():
 
 
 def test_requests_that_failed_are_counted_over_seeds():
-    cell = Cell(BY_NAME["smg"], EASE, False, 0)
-    rows = table.table([(cell, run(1.0, succeeded=7)), (cell, run(1.0))])
+    seeds = [row("smg", 1.0, succeeded=7, session_header=False), row("smg", 1.0, session_header=False)]
+    rows = table.table(seeds)
     assert "| ease, without session header | smg |" in rows[2]
     assert rows[2].endswith("| 3 of 20 | 2 |")
 
 
 def test_the_load_at_which_perilune_is_farthest_behind_comes_first():
-    knee = [(replace(cell, level=BY_LEVEL["knee"]), ran) for cell, ran in played(ours=[2.0], robin=[1.0])]
-    both = [*played(ours=[1.0], robin=[2.0]), *knee]
+    both = [*played(ours=[1.0], robin=[2.0]), *under("knee", played(ours=[2.0], robin=[1.0]))]
     assert [line.split(",")[0] for line in table.table(both)[2:]] == ["| knee", "| knee", "| ease", "| ease"]
-    assert ["behind" in line for line in table.verdicts(both)] == [True, True, False, False]
+    assert [line.split(",")[0] for line in table.compared(both)[2:]] == ["| knee"] * 2 + ["| ease"] * 2
+    assert table.lost(both) == [table.Group("knee", True)]
 
 
 def test_a_request_that_failed_counts_with_the_worst_latency():
@@ -237,34 +268,107 @@ def test_a_request_that_failed_counts_with_the_worst_latency():
 
 
 def test_a_router_without_answers_has_no_times():
-    nothing = Run(policy="smg", requests=5, succeeded=0, rejected=0, success_rate=0.0)
-    assert (
-        "| – | – | – | – | 5 of 5 | 1 |" in table.table([(Cell(BY_NAME["smg"], EASE, True, 0), nothing)])[2]
-    )
+    assert "| – | – | – | – | 10 of 10 | 1 |" in table.table([row("smg", None, succeeded=0)])[2]
 
 
 @pytest.mark.parametrize(
     ("ours", "smg", "said"),
     [
         pytest.param(
-            [1.0, 1.1], [2.0, 2.1], "49% ahead of the best other router (smg) in TTFT p90.", id="ahead"
+            [1.0, 1.1], [2.0, 2.1], "| 1.05 | 2.05 | smg | 0.51 [0.50–0.52] | 2 | ahead |", id="ahead"
         ),
         pytest.param(
-            [2.0, 2.1], [1.0, 1.1], "95% behind the best other router (smg) in TTFT p90.", id="behind"
+            [2.0, 2.1], [1.0, 1.1], "| 2.05 | 1.05 | smg | 1.95 [1.91–2.00] | 2 | **behind** |", id="behind"
         ),
-        pytest.param([1.0, 3.0], [2.0, 2.2], "within what the seeds can tell.", id="overlap"),
-        pytest.param([1.0], [2.0], "within what the seeds can tell.", id="one seed"),
+        pytest.param([1.0, 3.0], [2.0, 2.2], "| 2 | the seeds cannot tell |", id="overlap"),
+        pytest.param([1.0], [2.0], "| 1.00 | 2.00 | smg | 0.50 | 1 | one seed cannot tell |", id="one seed"),
+        pytest.param([1.0, 9.0], [2.0], "| 1.00 | 2.00 | smg | 0.50 | 1 |", id="a seed that the other lacks"),
     ],
 )
-def test_verdicts_say_who_is_ahead_of_the_best_other_router(ours, smg, said):
-    ttft, _ = table.verdicts(played(ours=ours, robin=[9.0, 9.1], smg=smg))
-    assert ttft.endswith(said)
+def test_perilune_is_compared_with_the_best_other_router_over_the_seeds_of_both(ours, smg, said):
+    _, _, ttft, _ = table.compared(played(ours=ours, robin=[9.5, 90.0], smg=smg))
+    assert ttft.startswith("| ease, with session header | TTFT p90 s |")
+    assert said in ttft
 
 
-def test_the_legend_names_versions_and_who_was_left_out():
-    lines = table.legend(CONTESTANTS, {"smg": "no such package"})
+def test_the_legend_names_versions():
+    lines = table.legend(CONTESTANTS)
     assert "- sglang-router (sglang-router 0.3.2): cache_aware, its default and recommended policy." in lines
-    assert lines[-1] == "- Left out: smg: no such package"
+
+
+NOTES = page.Notes(
+    lost=(page.Reason("ease", True, "It gathers sessions; since then it does not."),),
+    by_url={"llm-d": "with three scorers"},
+)
+
+
+def test_the_section_says_why_a_load_is_lost_and_which_are_missing():
+    said = page.section([*played(ours=[2.0], robin=[1.0]), row("llm-d", 3.0)], NOTES)
+    assert "- Behind: **ease, with session header**: It gathers sessions; since then it does not." in said
+    assert "Not played yet: knee, with session header; " in said
+    assert "- llm-d, by URL: with three scorers." in said
+    assert "3 cells of 20 s, 8 engines, client lab, played 2026-11-28 · 2 CPUs, Python 3.11.7" in said
+    assert page.NO_REASON in page.section(played(ours=[2.0], robin=[1.0]), page.Notes())
+    assert page.section([], NOTES) == "No cell has been played yet."
+
+
+def test_cells_of_older_code_are_marked():
+    older = [row(OURS, 1.0), row(OURS, 1.0, seed=1, version="2", at="2026-11-29 01:00:00")]
+    said = page.section([*older, row("smg", 2.0)], NOTES)
+    assert f"| ease, with session header | perilune {table.OLDER} |" in said
+    assert "older code of the gateway: `1` (1 cells); the other cells are by `2`" in said
+    assert table.OLDER not in page.section([older[1], row("smg", 2.0)], NOTES)
+
+
+def test_the_section_replaces_what_stands_between_its_marks(tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text("# Page\n\n<!-- arena -->\nold\n<!-- /arena -->\n\nmore\n")
+    page.write(path, "new")
+    assert path.read_text() == "# Page\n\n<!-- arena -->\nnew\n<!-- /arena -->\n\nmore\n"
+    path.write_text("# Page\n")
+    with pytest.raises(SpecError, match=r"has no place for the arena, .* - at `--page`"):
+        page.write(path, "new")
+
+
+def test_a_file_has_a_row_a_line_and_is_read_again(tmp_path):
+    path, rows = tmp_path / "arena.json", played(ours=[1.0, 2.0], smg=[3.0])
+    kept.write(path, rows)
+    assert len(path.read_text().splitlines()) == len(rows) + 2
+    assert all(len(line) < 500 for line in path.read_text().splitlines())
+    assert kept.read(path) == rows
+    assert [file.name for file in tmp_path.iterdir()] == ["arena.json"]
+
+
+def test_the_fingerprint_of_our_code_does_not_hear_of_words(tmp_path, monkeypatch):
+    def fingerprint(text: str) -> str:
+        (tmp_path / "module.py").write_text(text)
+        kept.ours.cache_clear()
+        return kept.ours()
+
+    monkeypatch.setattr(kept.perilune_gateway, "__path__", [str(tmp_path)])
+    first = fingerprint('"""Adds."""\n\ndef add(a):\n    return a + 1\n')
+    assert (
+        fingerprint('"""Adds one."""\n\n\ndef add(a):  # to a\n    """Text."""\n    return (a + 1)\n')
+        == first
+    )
+    assert fingerprint('"""Adds."""\n\ndef add(a):\n    return a + 2\n') != first
+    kept.ours.cache_clear()
+
+
+def test_what_this_process_and_its_ended_children_use_is_no_noise(monkeypatch):
+    """Time is told by hand: the machine worked 3 s in 10 s on its CPUs, 2 s of them for us."""
+    seconds, machine, own = iter([0.0, 10.0]), iter([100.0, 103.0]), iter([5.0, 7.0])
+    monkeypatch.setattr("perilune_research.arena.noise.monotonic", lambda: next(seconds))
+    monkeypatch.setattr("perilune_research.arena.noise._all_s", lambda: next(machine))
+    monkeypatch.setattr("perilune_research.arena.noise._own_s", lambda: next(own))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    noise = Noise().end()
+    assert (noise.others, noise.is_noisy) == (pytest.approx(0.05), False)
+
+
+def test_a_router_that_the_user_runs_makes_noise_that_cannot_be_told_from_others():
+    noise = Noise().end(tells=False)
+    assert (noise.others, noise.is_noisy) == (None, False)
 
 
 def test_a_package_that_pip_cannot_find_is_refused_with_its_words(tmp_path, monkeypatch):
@@ -301,14 +405,31 @@ def test_without_arguments_every_router_plays_every_load_with_and_without_sessio
     assert len(list(options.cells())) == len(CONTESTANTS) * len(generated) * 2 * options.seeds
 
 
+def test_one_seed_of_every_load_with_headers_comes_first_and_loads_without_headers_last():
+    cells = list(cli.parse(["--seeds", "2", "--loads", "ease,knee", "--routers", "smg,perilune"]).cells())
+    assert [(cell.named, cell.seed, cell.level.name, cell.contestant.name) for cell in cells[:5]] == [
+        (True, 0, "ease", "smg"),
+        (True, 0, "ease", OURS),
+        (True, 0, "knee", "smg"),
+        (True, 0, "knee", OURS),
+        (True, 1, "ease", "smg"),
+    ]
+    assert [cell.named for cell in cells] == [True] * 8 + [False] * 8
+
+
 def test_a_router_of_the_users_own_plays_every_load_except_its_restart():
     argv = ["--routers", OURS, "--url", "mine=http://127.0.0.1:8080", "--engine-port", "18000"]
     cells = list(cli.parse(argv).cells())
     loads = {name: {c.level.name for c in cells if c.contestant.name == name} for name in (OURS, "mine")}
     assert loads[OURS] - loads["mine"] == {"restart"}
+    again = cli.parse([*argv, "--restart", "mine=./again --at 1,2"])
+    assert again.contestants[-1].front.restart == "./again --at 1,2"
+    assert {c.level.name for c in again.cells() if c.contestant.name == "mine"} == loads[OURS]
 
 
-def test_cells_that_the_file_has_are_kept_and_the_others_are_played(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def seeds_played(monkeypatch) -> list[int]:
+    """Seeds of the cells that were played, each with the same result."""
     seen = []
 
     async def plays(cell, *_):
@@ -316,23 +437,70 @@ def test_cells_that_the_file_has_are_kept_and_the_others_are_played(tmp_path, mo
         return run(1.0)
 
     monkeypatch.setattr(cli, "play", plays)
+    return seen
+
+
+ONE_LOAD = ("--routers", "perilune", "--loads", "ease", "--headers", "with")
+
+
+def test_cells_that_the_file_has_are_kept_and_the_others_are_played(tmp_path, seeds_played, capsys):
     path = tmp_path / "arena.json"
-    argv = [
-        *("--routers", "perilune", "--loads", "ease", "--headers", "with"),
-        "--json",
-        str(path),
-        "--seeds",
-    ]
+    argv = [*ONE_LOAD, "--json", str(path), "--seeds"]
     assert [cli.main([*argv, "2"]), cli.main([*argv, "3"])] == [0, 0]
-    assert seen == [0, 1, 2]
+    assert seeds_played == [0, 1, 2]
     assert "| 0 of 30 | 3 |" in capsys.readouterr().out
     with pytest.raises(
-        SpecError, match="8 engines, 30 seconds and the client lab: name another file - at `--json`"
+        SpecError, match="8 engines, 20 seconds and the client lab: name another file - at `--json`"
     ):
-        cli.kept(cli.parse([*argv, "3", "--seconds", "20"]))
+        kept.read(path, cli.parse([*argv, "3", "--seconds", "30"]).setting)
     path.write_text("{}")
     with pytest.raises(SpecError, match="no file of the arena"):
-        cli.kept(cli.parse([*argv, "3"]))
+        kept.read(path)
+
+
+def test_cells_that_another_version_has_played_are_played_again_in_their_place(tmp_path, seeds_played):
+    path = tmp_path / "arena.json"
+    argv = [*ONE_LOAD, "--json", str(path), "--seeds", "3"]
+    cli.main(argv)
+    first, *others = kept.read(path)
+    assert first.version == kept.ours()
+    kept.write(path, [msgspec.structs.replace(first, version="older"), *others])
+    cli.main(argv)
+    assert seeds_played == [0, 1, 2, 0]
+    assert [(row.seed, row.version) for row in kept.read(path)] == [(seed, kept.ours()) for seed in range(3)]
+
+
+def test_tables_go_into_the_page(tmp_path, seeds_played, capsys):
+    path = tmp_path / "page.md"
+    path.write_text("<!-- arena -->\n<!-- /arena -->\n")
+    assert cli.main([*ONE_LOAD, "--page", str(path), "--seeds", "1"]) == 0
+    assert "| ease, with session header | perilune |" in path.read_text()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_quiet_machine_is_waited_for_and_what_another_program_spoilt_is_not_kept(
+    tmp_path, seeds_played, monkeypatch, capsys
+):
+    class Told(Noise):
+        def end(self, *, tells: bool = True) -> Noise:
+            super().end(tells=tells)
+            self.others = next(shares)
+            return self
+
+    async def sampled() -> Noise:
+        return Told().end()
+
+    shares = iter([0.9, 0.01, 0.5, 0.01, 0.02])  # before the first cell twice, during it, before and during
+    monkeypatch.setattr(cli, "Noise", Told)
+    monkeypatch.setattr(cli, "sample", sampled)
+    monkeypatch.setattr(cli, "_LOOK_EVERY_S", 0.0)
+    path = tmp_path / "arena.json"
+    assert cli.main([*ONE_LOAD, "--json", str(path), "--quiet", "--seeds", "2"]) == 0
+    assert [(row.seed, row.others) for row in kept.read(path)] == [(1, 0.02)]
+    said = capsys.readouterr().err
+    assert "waiting for a quiet machine: other programs used 90% of the CPUs" in said
+    assert "other programs used 50% of the CPUs: not kept" in said
+    assert "1 cells were not kept: the same command plays them again" in said
 
 
 def test_time_ends_before_a_cell_that_would_end_later_and_the_same_command_goes_on(capsys):
@@ -361,6 +529,10 @@ def test_a_router_by_url_takes_part_under_its_name():
         (["--url", "mine=http://127.0.0.1:80"], "add --engine-port - at `--url`"),
         (["--url", "smg=http://127.0.0.1:80", "--engine-port", "1"], "another router - at `--url`"),
         (["--engines", "65"], "at most 64 - at `--engines`"),
+        (
+            ["--restart", "mine=./again"],
+            "'mine' is not NAME=COMMAND with the name of a --url - at `--restart`",
+        ),
     ],
 )
 def test_a_wrong_call_names_option_and_cure(argv, said):

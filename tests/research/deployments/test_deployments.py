@@ -59,10 +59,10 @@ def test_every_deployment_is_on_the_page_with_its_policies(folder: Path):
     played = {(row["deployment"], row["policy"]) for row in document["rows"]}
     assert {pool for pool, policy in played if policy == "perilune"} == set(PLAYED)
     assert {policy for pool, policy in played if pool == "split"} == {"perilune", "least_loaded"}
-    assert {policy for pool, policy in played if pool in ("planned", "admission")} == {"perilune"}
+    assert {policy for pool, policy in played if pool in ("planned", "admission", "store-four-gateways")} == {"perilune"}
     assert {policy for pool, policy in played if POOLS[pool].faults != Faults()} == {"perilune"}
     assert all(len(row["apc"]) == len(row["seeds"]) == 2 for row in document["rows"])
-    assert "26 new simulations" in said
+    assert "30 new simulations" in said
 
 
 def test_what_was_played_is_kept(folder: Path):
@@ -88,7 +88,7 @@ def test_engines_that_differ_from_the_belief_are_played_at_r_alone():
         (cell.faults, cell.rate) for cell in plan.cells(TINY, 0.4, plan.FULL) if cell.faults != Faults()
     }
     assert {rate for _, rate in played} == {0.4}
-    assert len(played) == len(plan.FAULTS)
+    assert len(played) == len(plan.FAULTS) + len(plan.LINKS)
 
 
 def test_a_recorded_trace_has_one_seed():
