@@ -21,10 +21,15 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="perilune-gateway",
         description="Picks an endpoint for each LLM request: an external processor (ext_proc) for Envoy.",
-        epilog="Environment: PERILUNE_ENGINE_API_KEY is the key that engines demand (vLLM's --api-key);"
-        " PERILUNE_ENGINE_SECRET is what this gateway and its engines share for hand-offs (docs/security.md)."
-        " Outside of a pod, --kubernetes and --inference-pool use KUBECONFIG."
-        " Example: perilune-gateway --pool pool.yaml --log-level info,perilune_gateway.observe=debug",
+        epilog="""\
+example: perilune-gateway --pool pool.yaml --log-level info,perilune_gateway.observe=debug
+
+environment:
+  PERILUNE_ENGINE_API_KEY  the key that engines demand (vLLM's --api-key)
+  PERILUNE_ENGINE_SECRET   what this gateway and its engines share for hand-offs (docs/security.md)
+  KUBECONFIG               the cluster of --kubernetes and --inference-pool, outside of a pod
+""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
