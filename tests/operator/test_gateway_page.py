@@ -89,13 +89,13 @@ def sharing(*, routed: int, others: int) -> str:
             id="gateways that share their sessions count each once",
         ),
         pytest.param(
-            [page(sessions=3), page(sessions=1, ingest=IngestStats(0.6, 0.0))],
-            GatewayStats(sessions=4, hit_ratio=None, behind=frozenset({"g1"})),
+            [page(sessions=3), page(sessions=1, ingest=IngestStats(0.64, 0.0))],
+            GatewayStats(sessions=4, hit_ratio=None, behind={"g1": 0.7}),
             id="KV events take more than half of a gateway",
         ),
         pytest.param(
-            [page(sessions=3, ingest=IngestStats(0.4, 2.5))],
-            GatewayStats(sessions=3, hit_ratio=None, behind=frozenset({"g0"})),
+            [page(sessions=3, ingest=IngestStats(0.42, 2.5))],
+            GatewayStats(sessions=3, hit_ratio=None, behind={"g0": 0.5}),
             id="KV events are late",
         ),
         pytest.param(

@@ -118,7 +118,7 @@ def test_a_pool_that_serves() -> None:
     ("observed", "condition", "truth", "reason", "ready"),
     [
         pytest.param(
-            seen(gateway=GatewayStats(sessions=12, hit_ratio=None, behind=frozenset({"p-gateway-1"}))),
+            seen(gateway=GatewayStats(sessions=12, hit_ratio=None, behind={"p-gateway-1": 0.7})),
             Condition.EVENTS_BEHIND,
             "True",
             Reason.TOO_MANY_EVENTS,
@@ -495,6 +495,25 @@ def test_engines_that_are_made_room_for_do_not_pass_for_those_that_come() -> Non
     spec = SPEC | {"engine": {"tensorParallel": 16}, "rollout": {"maxSurge": 0, "maxUnavailable": 1}}
     made = of(seen(kinds=ENVOY | {LWS}), spec)
     assert conditions(made)["Reconciling"] == ("True", "RollingOut")
+
+
+@pytest.mark.parametrize(
+    ("behind", "said"),
+    [
+        pytest.param(
+            {"g1": 0.7, "g2": 0.6}, "Half a core follows about 71% of the endpoints.", id="too many"
+        ),
+        pytest.param({"g1": 0.3}, "or are late.", id="late, for want of a core"),
+    ],
+)
+def test_a_pool_too_large_for_its_gateways_says_how_much_of_it_fits(
+    behind: dict[str, float], said: str
+) -> None:
+    status = of(seen(gateway=GatewayStats(sessions=0, hit_ratio=None, behind=behind)))
+    (told,) = [c.message for c in status.conditions if c.type is Condition.EVENTS_BEHIND]
+    assert told.startswith(", ".join(behind))
+    assert said in told
+    assert ("Half a core" in told) is ("Half a core" in said)
 
 
 def test_a_store_is_waited_for() -> None:

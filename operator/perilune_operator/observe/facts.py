@@ -134,8 +134,9 @@ class GatewayStats:
     sessions: int
     hit_ratio: float | None
     drained: frozenset[Drained] = frozenset()
-    behind: frozenset[str] = frozenset()
-    """Gateways, by pod, that cannot follow the engines' KV events."""
+    behind: Mapping[str, float] = field(default_factory=dict)
+    """Gateways, by pod, that cannot follow the engines' KV events, or could follow hardly more → the share of
+    a core that events take, to a tenth, so that it seldom changes."""
     missing: Mapping[str, Missing] = field(default_factory=dict, compare=False)
     """Gateways, by pod, whose page is missing."""
     whole: bool = field(default=True, compare=False)

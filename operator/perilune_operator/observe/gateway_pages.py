@@ -11,7 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import inf, isfinite
+from math import ceil, inf, isfinite
 from typing import TypeVar
 
 import aiohttp
@@ -75,7 +75,8 @@ class _Page:
     """How many other gateways it shares its state with."""
     drained: Collection[tuple[str, str]]
     """Draining marks and the pods that carry them."""
-    behind: bool
+    behind: float | None
+    """Share of a core that KV events take, if the gateway cannot follow them or hardly can."""
     sessions_at: Mapping[str, float]
     queue_s_at: Mapping[str, float]
     kv_in_use_at: Mapping[str, float]
@@ -106,7 +107,7 @@ def _parsed(text: str) -> _Page:
         hit_ratio=_number(_HIT_RATIO, text),
         peers=int(_number(_PEERS, text) or 0.0),
         drained=_DRAINED.findall(text),
-        behind=_is_behind(text),
+        behind=_behind(text),
         sessions_at=_summed(text, "sessions"),  # an engine with ranks has several samples
         queue_s_at=_summed(text, "pending_prefill_seconds"),
         kv_in_use_at=_largest([dict([sample]) for sample in _each(text, "kv_usage_ratio")]),
@@ -157,7 +158,7 @@ def _together(read: Mapping[str, _Page | Missing]) -> GatewayStats | None:
         drained=frozenset(
             Drained(gateway, pod, mark) for gateway, page in pages.items() for mark, pod in page.drained
         ),
-        behind=frozenset(gateway for gateway, page in pages.items() if page.behind),
+        behind={gateway: page.behind for gateway, page in pages.items() if page.behind is not None},
         missing=missing,
         whole=bool(knowing) or not missing,
         sessions_at=sessions_at,
@@ -229,11 +230,13 @@ def counted_between(before: Mapping[str, int], after: Mapping[str, int]) -> int:
     return sum(now - then if now >= then else now for now, then in grown)
 
 
-def _is_behind(page: str) -> bool:
-    """Return whether the gateway's health says `ingest_behind`, and not because it still catches up after its
-    start."""
+def _behind(page: str) -> float | None:
+    """Return the share of a core that KV events take, if the gateway's health says `ingest_behind`, and not
+    because it still catches up after its start."""
     busy, behind_s, catching_up = (_number(sample, page) or 0.0 for sample in _INGEST)
-    return not catching_up and (busy > names.BUSY_INGEST or behind_s > names.BEHIND_S)
+    if catching_up or (busy <= names.BUSY_INGEST and behind_s <= names.BEHIND_S):
+        return None
+    return ceil(10 * min(busy, 1.0)) / 10
 
 
 def _queue_s(pages: Iterable[_Page]) -> Mapping[str, float]:

@@ -171,13 +171,15 @@ def draining(
 
 def events(observed: Observed) -> Fact | None:
     """Return whether the gateways follow the engines' KV events; None if they do."""
-    behind = observed.gateway.behind if observed.gateway else frozenset()
+    behind = observed.gateway.behind if observed.gateway else {}
     if not behind:
         return None
+    follows = names.BUSY_INGEST / max(names.BUSY_INGEST, *behind.values())
+    fit = f"Half a core follows about {follows:.0%} of the endpoints. " if follows < 1 else ""
     words = (
         f"{listed(list(behind))}: the engines' KV events take more than half of a core, or are late. Once"
-        " they are late, requests are decided by caches as they were. /api/health says how many endpoints"
-        " fit: give each gateway a core of its own, or split the pool."
+        f" they are late, requests are decided by caches as they were. {fit}Give each gateway a core of its"
+        " own, or split the pool."
     )
     return Fact(Condition.EVENTS_BEHIND, "True", Reason.TOO_MANY_EVENTS, words)
 
