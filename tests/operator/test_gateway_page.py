@@ -38,13 +38,17 @@ def page(
     prompts: bool = False,
     drained: Mapping[str, str] = {},
     ingest: IngestStats | None = None,
+    endpoints: int = 1,
 ) -> str:
     """Return a gateway's page."""
     metrics = Metrics(CollectorRegistry(), lambda: 0.0)
-    stats = EndpointStats(endpoint=Endpoint(address="a"), events=EventStats(connected=True))
+    each = tuple(
+        EndpointStats(endpoint=Endpoint(address=address), events=EventStats(connected=True))
+        for address in "abc"[:endpoints]
+    )
     metrics.mirror(
         lambda: Snapshot(
-            endpoints=(stats,), sessions_bound=sessions, drained=drained, ingest=ingest or IngestStats()
+            endpoints=each, sessions_bound=sessions, drained=drained, ingest=ingest or IngestStats()
         )
     )
     if prompts:
@@ -102,6 +106,11 @@ def sharing(*, routed: int, others: int) -> str:
             [page(sessions=3, ingest=IngestStats(0.9, 9.0, catching_up=1))],
             GatewayStats(sessions=3, hit_ratio=None),
             id="a gateway that has just started catches up",
+        ),
+        pytest.param(
+            [page(sessions=3, endpoints=3, ingest=IngestStats(0.9, 9.0, catching_up=1))],
+            GatewayStats(sessions=3, hit_ratio=None, behind={"g0": 0.9}),
+            id="of a pool that is too large one feed or the other catches up",
         ),
     ],
 )

@@ -42,6 +42,8 @@ _INGEST = [
     re.compile(rf"^perilune_ingest_{name} (\S+)", re.MULTILINE)
     for name in ("busy_ratio", "behind_seconds", "catching_up")
 ]
+_FEEDS = re.compile(r"^perilune_endpoint_ready{", re.MULTILINE)
+"""An endpoint, or a rank of one, has a feed."""
 _FIRST_TOKENS = re.compile(rf'^{names.FIRST_TOKENS}_bucket{{le="([^"]+)"}} (\S+)', re.MULTILINE)
 _ROUTED = re.compile(r'^perilune_decisions_total{(?![^}]*reason="pass_through")[^}]*} (\S+)', re.MULTILINE)
 _UNSERVED = re.compile(r'^perilune_refusals_total{reason="starting"} (\S+)', re.MULTILINE)
@@ -232,9 +234,11 @@ def counted_between(before: Mapping[str, int], after: Mapping[str, int]) -> int:
 
 def _behind(page: str) -> float | None:
     """Return the share of a core that KV events take, if the gateway's health says `ingest_behind`, and not
-    because it still catches up after its start."""
+    because it still catches up after its start. Then most feeds do; a pool that is too large loses events,
+    and always has some feeds that catch up."""
     busy, behind_s, catching_up = (_number(sample, page) or 0.0 for sample in _INGEST)
-    if catching_up or (busy <= names.BUSY_INGEST and behind_s <= names.BEHIND_S):
+    starts = catching_up and 2 * catching_up >= len(_FEEDS.findall(page))
+    if starts or (busy <= names.BUSY_INGEST and behind_s <= names.BEHIND_S):
         return None
     return ceil(10 * min(busy, 1.0)) / 10
 
