@@ -85,6 +85,12 @@ DIFFERENCES = (
     ),
     Difference(
         Where.ADDED,
+        "TORCHINDUCTOR_CACHE_DIR",
+        "{cache}/inductor",
+        "as above: the kernels that each start compiles are kept",
+    ),
+    Difference(
+        Where.ADDED,
         "PYTHONPATH",
         "{folder}:{plugins}",
         "no container; a plugin where there is no accelerator",

@@ -61,6 +61,7 @@ from perilune_gateway.routing.new_router import new_router
 from perilune_gateway.routing.trial import Trial
 from perilune_gateway.state.context_digests import ContextDigests
 from perilune_gateway.state.engine_blocks import EngineBlocks
+from perilune_gateway.state.facts import Unreached
 from perilune_gateway.state.pool_state import PoolState, index_blocks
 from perilune_gateway.state.prompt_names import PromptNames
 from perilune_gateway.state.replicas import Replicas
@@ -298,6 +299,7 @@ class ServedPool:
             self.on_metrics,
             self._clock,
             self._rng,
+            unreached=lambda address, now: self.state.facts.tell(Unreached(address, now)),
             block_size=lambda: self.router.pool.spec.engine.block_size,
             engine_rank=self.state.fleet.engine_rank,
             tls=self.router.pool.spec.engine.tls,

@@ -86,7 +86,7 @@ class Rig:
     async def envoy(self, processor: str, **options: Any) -> Envoy:
         """`processor`: addresses, comma-separated. `options` of envoy.config. A test about a time that is up
         says which; in all others the gateway may take its time, since the machine may be busy."""
-        options = {"message_timeout_s": PATIENT_S, **options}
+        options = {"message_timeout_s": PATIENT_S, "keepalive_s": 0.0, "health_check_s": 0.0, **options}
         key = repr((processor, sorted(options.items(), key=lambda item: item[0])))
         if key not in self._envoys:
             log = self._folder / f"access-{self.transport}-{len(self._envoys)}.json"

@@ -467,7 +467,7 @@ async def test_pings_without_data_keep_the_connection(rig, server):
     """The default policy drops a peer after a few of them."""
     rig.processor.acts = {"": leave}
     address = rig.gateway if server == "ours" else rig.processor.address
-    envoy = await rig.envoy(address, keepalive_s=0.02)
+    envoy = await rig.envoy(address, keepalive_s=0.02, keepalive_timeout_s=HANG)
 
     async def counted(name: str) -> int:
         url = f"{envoy.admin_url}/stats?filter=cluster.processors.{name}$"

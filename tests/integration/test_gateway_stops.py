@@ -178,7 +178,8 @@ async def test_gateway_that_is_stopped_under_load_fails_no_request(rig, mode, si
     ):
         ports = [await first.serve(0), await other.serve(0)]
         addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
-        envoy = await rig.envoy(addresses, mode=mode, fail_open=False, health_check_s=check_s)
+        checks = {"health_check_s": check_s, "health_check_timeout_s": HANG}
+        envoy = await rig.envoy(addresses, mode=mode, fail_open=False, **checks)
         clients = [asyncio.create_task(client(envoy)) for _ in range(CLIENTS)]
         for stopped in (first, other):
             seen = len(statuses)

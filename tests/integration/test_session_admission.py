@@ -107,9 +107,9 @@ async def test_a_gateway_that_stops_or_dies_lets_all_that_wait_begin(how: signal
         assert (await waits)[0] == (await first)[0] == 200
 
 
-async def test_a_frozen_gateway_costs_its_requests_envoys_timeout_then_they_pass_without_it() -> None:
+async def test_a_frozen_gateway_holds_up_its_requests_until_envoy_knows_then_they_pass_without_it() -> None:
     """Whether they would have waited or not. When the gateway goes on, none of them waits there any more."""
-    async with stack_of(4.0) as stack, aiohttp.ClientSession() as http:
+    async with stack_of(HANG) as stack, aiohttp.ClientSession() as http:
         client = Client(stack, http)
         gateway = stack.children["gateway"].pid
         await client.engine_waits(True)
@@ -120,11 +120,9 @@ async def test_a_frozen_gateway_costs_its_requests_envoys_timeout_then_they_pass
         os.kill(gateway, signal.SIGSTOP)
         try:
             await client.engine_waits(False)
-            frozen_at = asyncio.get_running_loop().time()
-            begins = await client.ask("begins", 20, 1)
-            took_s = asyncio.get_running_loop().time() - frozen_at
-            assert (begins[0], (await waits)[0]) == (200, 200)
-            assert took_s >= stack.routing.message_timeout_s
+            async with asyncio.timeout(stack.routing.message_timeout_s):
+                begins = await client.ask("begins", 20, 1)
+                assert (begins[0], (await waits)[0]) == (200, 200)
             assert names.DECISION_HEADER not in begins[1], "the gateway has answered"
         finally:
             os.kill(gateway, signal.SIGCONT)
@@ -132,8 +130,13 @@ async def test_a_frozen_gateway_costs_its_requests_envoys_timeout_then_they_pass
         async with asyncio.timeout(HANG):
             while await client.metric("perilune_new_sessions_waiting"):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        status, headers, _ = await client.ask("later", 20, 1)
-        assert (status, names.DECISION_HEADER in headers) == (200, True)
+
+        async def is_asked_again() -> bool:
+            status, headers, _ = await client.ask("later", 20, 1)
+            assert status == 200
+            return names.DECISION_HEADER in headers
+
+        await until_true(is_asked_again)
 
 
 async def test_a_frozen_gateway_costs_504_where_the_pool_does_not_fail_open() -> None:

@@ -9,6 +9,7 @@ import list_of_one
 import pytest
 from envoy_doubles import ScriptedRouter
 from running_envoy import Envoy
+from waiting import HANG
 
 from perilune_gateway.extproc import Transport, new_server
 from perilune_gateway.extproc.tls import Tls
@@ -54,6 +55,7 @@ async def test_envoy_is_served_where_both_sides_trust_each_other_and_nowhere_els
                 processor_ca=ca,
                 fail_open=False,
                 health_check_s=0.1,
+                health_check_timeout_s=HANG,
                 grpc_retries=1,
                 allowed=(),
             )

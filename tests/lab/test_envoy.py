@@ -19,6 +19,7 @@ from perilune_api.names import DESTINATION_HEADER, INTERNAL_HEADERS
 from perilune_lab.processes import envoy
 from perilune_lab.processes.child import StackError
 from perilune_lab.processes.envoy import Cluster, Mode, config
+from perilune_operator.render import routing
 
 ENDPOINTS, GATEWAY = ["127.0.0.1:1", "[::1]:2"], ["127.0.0.1:3"]
 
@@ -65,6 +66,52 @@ def test_call_to_the_gateway_is_retried_and_not_broken_by_many_streams():
     policy = ext_proc["grpc_service"]["retry_policy"]
     assert (policy["num_retries"], policy["retry_back_off"]["base_interval"]) == (3, "0.010s")
     assert gateways["circuit_breakers"]["thresholds"][0]["max_requests"] == 65_536
+
+
+def test_gateways_and_engines_are_watched_as_the_operator_lets_envoy_gateway_watch_them():
+    *_, endpoints, gateways = parts(config(ENDPOINTS, GATEWAY))
+    (check,) = gateways["health_checks"]
+    assert check["grpc_health_check"]["service_name"] == routing.GATEWAY_CHECK["grpc"]["service"]
+    for name in ("interval", "timeout"):
+        assert seconds(check[name]) == seconds(routing.GATEWAY_CHECK[name])
+    assert check["unhealthy_threshold"] == routing.GATEWAY_CHECK["unhealthyThreshold"]
+    (options,) = gateways["typed_extension_protocol_options"].values()
+    pings = options["explicit_http_config"]["http2_protocol_options"]["connection_keepalive"]
+    assert {k: seconds(v) for k, v in pings.items()} == {
+        k: seconds(v) for k, v in routing.GATEWAY_PING.items()
+    }
+    (options,) = endpoints["typed_extension_protocol_options"].values()
+    assert options["common_http_protocol_options"] == {"max_requests_per_connection": 1}
+
+
+def seconds(text: str) -> float:
+    return float(text.removesuffix("ms")) / 1e3 if text.endswith("ms") else float(text.removesuffix("s"))
+
+
+@pytest.mark.parametrize(
+    ("fail_open", "percent"),
+    [
+        pytest.param(True, 0, id="requests pass without a gateway"),
+        pytest.param(False, 1, id="gateways that do not answer are tried"),
+    ],
+)
+def test_what_envoy_does_when_no_gateway_is_ready(fail_open, percent):
+    *_, gateways = parts(config(ENDPOINTS, GATEWAY, fail_open=fail_open))
+    assert gateways["common_lb_config"]["healthy_panic_threshold"] == {"value": percent}
+
+
+@pytest.mark.parametrize(
+    ("mode", "fail_open", "pings"),
+    [
+        pytest.param(Mode.BUFFERED, True, True, id="answers go on without the gateway"),
+        pytest.param(Mode.BUFFERED, False, False, id="answers that have begun would break off"),
+        pytest.param(Mode.FULL_DUPLEX, False, True, id="answers need the gateway anyway"),
+    ],
+)
+def test_connections_that_are_silent_are_closed_where_no_answer_suffers(mode, fail_open, pings):
+    *_, gateways = parts(config(ENDPOINTS, GATEWAY, mode=mode, fail_open=fail_open))
+    (options,) = gateways["typed_extension_protocol_options"].values()
+    assert ("connection_keepalive" in options["explicit_http_config"]["http2_protocol_options"]) is pings
 
 
 @pytest.mark.parametrize(

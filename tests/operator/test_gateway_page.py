@@ -20,7 +20,7 @@ from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.metrics import refusals as counter_of_refusals
 from perilune_gateway.observe.stats import EndpointStats, Snapshot
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
-from perilune_operator.observe.facts import Drained, GatewayStats, Missing, Object
+from perilune_operator.observe.facts import Behind, Drained, GatewayStats, Missing, Object
 from perilune_operator.observe.gateway_pages import (
     Counts,
     GatewayPages,
@@ -36,19 +36,19 @@ def page(
     *,
     sessions: int = 0,
     prompts: bool = False,
+    endpoints: int = 1,
     drained: Mapping[str, str] = {},
     ingest: IngestStats | None = None,
-    endpoints: int = 1,
 ) -> str:
     """Return a gateway's page."""
     metrics = Metrics(CollectorRegistry(), lambda: 0.0)
-    each = tuple(
-        EndpointStats(endpoint=Endpoint(address=address), events=EventStats(connected=True))
-        for address in "abc"[:endpoints]
-    )
+    stats = [
+        EndpointStats(endpoint=Endpoint(address=name), events=EventStats(connected=True))
+        for name in "abcdefghi"[:endpoints]
+    ]
     metrics.mirror(
         lambda: Snapshot(
-            endpoints=each, sessions_bound=sessions, drained=drained, ingest=ingest or IngestStats()
+            endpoints=tuple(stats), sessions_bound=sessions, drained=drained, ingest=ingest or IngestStats()
         )
     )
     if prompts:
@@ -93,13 +93,13 @@ def sharing(*, routed: int, others: int) -> str:
             id="gateways that share their sessions count each once",
         ),
         pytest.param(
-            [page(sessions=3), page(sessions=1, ingest=IngestStats(0.64, 0.0))],
-            GatewayStats(sessions=4, hit_ratio=None, behind={"g1": 0.7}),
+            [page(sessions=3), page(sessions=1, endpoints=9, ingest=IngestStats(0.75, 0.0))],
+            GatewayStats(sessions=4, hit_ratio=None, behind={"g1": Behind(6, 9)}),
             id="KV events take more than half of a gateway",
         ),
         pytest.param(
-            [page(sessions=3, ingest=IngestStats(0.42, 2.5))],
-            GatewayStats(sessions=3, hit_ratio=None, behind={"g0": 0.5}),
+            [page(sessions=3, ingest=IngestStats(0.4, 2.5))],
+            GatewayStats(sessions=3, hit_ratio=None, behind={"g0": Behind(1, 1)}),
             id="KV events are late",
         ),
         pytest.param(
@@ -108,8 +108,8 @@ def sharing(*, routed: int, others: int) -> str:
             id="a gateway that has just started catches up",
         ),
         pytest.param(
-            [page(sessions=3, endpoints=3, ingest=IngestStats(0.9, 9.0, catching_up=1))],
-            GatewayStats(sessions=3, hit_ratio=None, behind={"g0": 0.9}),
+            [page(sessions=3, endpoints=9, ingest=IngestStats(0.9, 9.0, catching_up=2))],
+            GatewayStats(sessions=3, hit_ratio=None, behind={"g0": Behind(5, 9)}),
             id="of a pool that is too large one feed or the other catches up",
         ),
     ],

@@ -12,6 +12,9 @@ The feed scrapes all endpoints at an interval that grows with their number, each
 interval and MOST_SCRAPES at once, so neither the gateway nor the network sees a burst, and endpoints that do
 not answer take a bounded number of files. For each failed scrape the sink gets None; the
 log has one line when an endpoint's scrapes begin to fail and one when they succeed again.
+
+A page that is late may be that of a busy engine, or of one whose node is gone. The kernel of a busy one still
+takes connections, so the feed opens one, and gives the engine up at once if it cannot.
 Series names and labels come from vLLM, `vllm/v1/metrics/loggers.py`, and from SGLang 0.5.23,
 `srt/observability/metrics_collector.py`.
 """
@@ -40,6 +43,11 @@ it for parsing: 4 % of a core, and 9 % for 1,000 endpoints."""
 MIN_INTERVAL_S = 1.0
 MAX_INTERVAL_S = 10.0
 TIMEOUT_S = 2.0
+LATE_S = 0.5
+"""Seconds after which the feed looks whether the engine takes connections."""
+CONNECT_S = 1.3
+"""Seconds that a connection may take to open: one lost packet is sent again after 1 s. With a scrape each
+second, an engine whose node vanishes is given up after 1.1 + LATE_S + CONNECT_S s, at the latest."""
 MOST_SCRAPES = 256
 """Number of scrapes at once. If none of 1,000 endpoints answers, they take 8 s, which is less than their
 interval."""
@@ -51,6 +59,10 @@ MOST_SERIES = 4096
 
 Sink = Callable[[str, EngineMetrics | None, float], None]
 """Called with (address, metrics or None when the scrape failed, now in monotonic seconds)."""
+
+
+class UnreachableError(Exception):
+    """An engine takes no connections."""
 
 
 def parse(text: bytes, rank: int | None = None) -> EngineMetrics:
@@ -166,6 +178,7 @@ async def run(
     clock: Callable[[], float],
     rng: Random,
     *,
+    unreached: Callable[[str, float], None] = lambda address, now: None,
     block_size: Callable[[], int] = lambda: 0,
     engine_rank: Callable[[str], int | None] = rank_of,
     interval: Callable[[int], float] = interval_s,
@@ -174,8 +187,9 @@ async def run(
 ) -> None:
     """Scrape `http://<server>/metrics` of every endpoint until cancelled; the ranks of one server together.
 
-    `addresses` and `block_size` (the pool's, or 0 for no comparison) are called again each time, so both may
-    change. `engine_rank` returns the number by which the metrics call the rank with this address. `tls`: of
+    `unreached` is called with (address, now) for an engine that takes no connections. `addresses` and
+    `block_size` (the pool's, or 0 for no comparison) are called again each time, so both may change.
+    `engine_rank` returns the number by which the metrics call the rank with this address. `tls`: of
     the engines. Every endpoint has a task of its own, so a slow one delays only itself. An exception of the
     sink is a bug and ends the feed.
     """
@@ -195,7 +209,7 @@ async def run(
             for served in watches.keys() - present.items():
                 watches.pop(served).cancel()
             for served in present.items() - watches.keys():
-                watch = _Watch(*served, sink, clock, block_size, engine_rank, slots)
+                watch = _Watch(*served, sink, unreached, clock, block_size, engine_rank, slots)
                 watches[served] = group.create_task(watch.run(session, rng, period, timeout_s))
             await asyncio.sleep(min(period(), MIN_INTERVAL_S))
 
@@ -213,6 +227,7 @@ class _Watch:
         server: str,
         endpoints: Iterable[str],
         sink: Sink,
+        unreached: Callable[[str, float], None],
         clock: Callable[[], float],
         block_size: Callable[[], int],
         engine_rank: Callable[[str], int | None],
@@ -221,6 +236,7 @@ class _Watch:
         self._server = server
         self._endpoints = endpoints
         self._sink = sink
+        self._unreached = unreached
         self._clock = clock
         self._block_size = block_size
         self._engine_rank = engine_rank
@@ -237,7 +253,11 @@ class _Watch:
         while True:
             try:
                 async with self._slots:
-                    text = await _fetch(session, self._server, timeout_s)
+                    text = await _fetched(session, self._server, timeout_s)
+            except UnreachableError as error:
+                self._unreadable(error)
+                for address in self._endpoints:
+                    self._unreached(address, self._clock())
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 self._unreadable(error)
             else:
@@ -270,6 +290,31 @@ class _Watch:
         self._mismatch = mismatch
         for address, of in metrics.items():
             self._sink(address, of, self._clock())
+
+
+async def _fetched(session: aiohttp.ClientSession, server: str, timeout_s: float) -> bytes:
+    """Fetch one page as `_fetch` does. Raises UnreachableError as soon as the server is late and takes no
+    connections either."""
+    fetching = asyncio.create_task(_fetch(session, server, timeout_s))
+    try:
+        await asyncio.wait({fetching}, timeout=LATE_S)
+        if not (fetching.done() or await _takes_connections(server) or fetching.done()):
+            raise UnreachableError("it takes no connections")
+        return await fetching
+    finally:
+        fetching.cancel()
+        await asyncio.wait({fetching})
+
+
+async def _takes_connections(server: str) -> bool:
+    host, _, port = server.rpartition(":")
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
 
 
 async def _fetch(session: aiohttp.ClientSession, address: str, timeout_s: float) -> bytes:

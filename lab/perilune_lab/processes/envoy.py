@@ -93,8 +93,10 @@ def config(
     connect_timeout_s: float = 1.0,
     retry_on: str = "connect-failure,refused-stream,reset,retriable-status-codes",
     grpc_retries: int | None = None,
-    keepalive_s: float = 0.0,
-    health_check_s: float = 0.0,
+    keepalive_s: float = 2.0,
+    keepalive_timeout_s: float = 1.0,
+    health_check_s: float = 0.5,
+    health_check_timeout_s: float = 0.5,
     processor_ca: Path | None = None,
     engine_tls: pool.EngineTls | None = None,
     filters_before: Sequence[Json] = (),
@@ -109,13 +111,18 @@ def config(
     connection that was open. (`reset-before-request` would not send the next endpoint a prompt that crashes.)
     Status 500 is retried for an engine whose core has died while its HTTP server still answers.
     `grpc_retries`: how often a gateway is asked again; None for as often as fits, see `_asked_again`.
-    `status_on_error` 0 keeps Envoy's own 500; `keepalive_s` 0 sends no pings; `health_check_s` is how often
-    gateways are asked whether they are ready; 0 for never. `processor_ca`: PEM file of the CA that signed the
-    gateways' certificates; None without TLS. `engine_tls`: of the pool document. `filters_before` run before
-    ours. `allowed`: the paths that may be asked for, and with them paths.PREFIXES; empty for all.
-    `processing_mode` and `ext_proc` replace fields of that message and of the filter, for tests of Envoy
-    itself.
+    `status_on_error` 0 keeps Envoy's own 500. `keepalive_s`: how often Envoy sends a ping to a gateway, whose
+    connections it closes without an answer within `keepalive_timeout_s`; 0 for never, and never where Envoy
+    would break off answers that have begun. `health_check_s`: how
+    often gateways are asked whether they are ready, which they have to say within `health_check_timeout_s`; 0
+    for never. `processor_ca`: PEM file of the CA that signed the gateways' certificates; None without TLS.
+    `engine_tls`: of the pool document. `filters_before` run before ours. `allowed`: the paths that may be
+    asked for, and with them paths.PREFIXES; empty for all. `processing_mode` and `ext_proc` replace fields of
+    that message and of the filter, for tests of Envoy itself.
     """
+    duplex = mode is Mode.FULL_DUPLEX
+    opens = fail_open and not duplex  # Envoy Gateway refuses to fail open in full duplex
+    pings_s = keepalive_s if opens or duplex else 0.0  # answers in full duplex need the gateway anyway
     return {
         "admin": {"address": _address(admin)},
         "static_resources": {
@@ -136,7 +143,7 @@ def config(
                                         *filters_before,
                                         _ext_proc(
                                             mode,
-                                            fail_open=fail_open,
+                                            opens=opens,
                                             status_on_error=status_on_error,
                                             allow_mode_override=allow_mode_override,
                                             message_timeout_s=message_timeout_s,
@@ -162,9 +169,11 @@ def config(
             ],
             "clusters": [
                 _endpoint_cluster(cluster, endpoints, buffer_bytes, connect_timeout_s, engine_tls),
-                _processor_cluster(
-                    processors, buffer_bytes, connect_timeout_s, keepalive_s, health_check_s, processor_ca
-                ),
+                {
+                    **_processor_cluster(processors, buffer_bytes, connect_timeout_s, processor_ca),
+                    **_health_checks(health_check_s, health_check_timeout_s, opens),
+                    **_http("http2_protocol_options", _http2(pings_s, keepalive_timeout_s)),
+                },
             ],
         },
     }
@@ -239,7 +248,7 @@ _PROCESSING: dict[Mode, Json] = {
 def _ext_proc(
     mode: Mode,
     *,
-    fail_open: bool,
+    opens: bool,
     status_on_error: int,
     allow_mode_override: bool,
     message_timeout_s: float,
@@ -247,8 +256,6 @@ def _ext_proc(
     processing_mode: Json,
     replaced: Json,
 ) -> Json:
-    duplex = mode is Mode.FULL_DUPLEX
-    opens = fail_open and not duplex  # Envoy Gateway refuses to fail open in full duplex
     fields: Json = {
         "grpc_service": {
             "envoy_grpc": {"cluster_name": "processors", "authority": "processors"},
@@ -319,13 +326,19 @@ def _load_assignment(name: str, addresses: Sequence[str]) -> Json:
     return {"cluster_name": name, "endpoints": [{"lb_endpoints": hosts}]}
 
 
-def _http(version: str, options: Json) -> Json:
-    return {
-        "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
-            "@type": f"{EXTENSIONS}.upstreams.http.v3.HttpProtocolOptions",
-            "explicit_http_config": {version: options},
-        }
-    }
+def _http(version: str, options: Json, **common: Any) -> Json:
+    """Return the field of a cluster that says how it speaks HTTP."""
+    name = "upstreams.http.v3.HttpProtocolOptions"
+    of_both = {"common_http_protocol_options": common} if common else {}
+    made = {"@type": f"{EXTENSIONS}.{name}", "explicit_http_config": {version: options}, **of_both}
+    return {"typed_extension_protocol_options": {f"envoy.extensions.{name}": made}}
+
+
+def _http2(keepalive_s: float, timeout_s: float) -> Json:
+    windows = dict.fromkeys(("initial_stream_window_size", "initial_connection_window_size"), 16 * MIB)
+    if not keepalive_s:
+        return windows
+    return {**windows, "connection_keepalive": {"interval": f"{keepalive_s}s", "timeout": f"{timeout_s}s"}}
 
 
 def _breaker() -> Json:
@@ -346,6 +359,13 @@ def _endpoint_cluster(
         "per_connection_buffer_limit_bytes": buffer_bytes,
         "circuit_breakers": _breaker(),
         **({"transport_socket": _engine_tls(tls)} if tls else {}),
+        # A request on an open connection to a node that is gone would wait for as long as the kernel sends it
+        # again, a quarter of an hour; one on a new connection waits for `connect_timeout`.
+        **_http("http_protocol_options", {}, max_requests_per_connection=1),
+        # One that the engine has is sent elsewhere when the node is gone, before any of its answer.
+        "upstream_connection_options": {
+            "tcp_keepalive": {"keepalive_probes": 3, "keepalive_time": 1, "keepalive_interval": 1}
+        },
     }
     metadata_key = {"key": DESTINATION_NAMESPACE, "path": [{"key": DESTINATION_HEADER}]}
     if kind is not Cluster.OVERRIDE_HOST:
@@ -380,35 +400,32 @@ def _endpoint_cluster(
 
 
 def _processor_cluster(
-    processors: Sequence[str],
-    buffer_bytes: int,
-    connect_timeout_s: float,
-    keepalive_s: float,
-    health_check_s: float,
-    ca: Path | None,
+    processors: Sequence[str], buffer_bytes: int, connect_timeout_s: float, ca: Path | None
 ) -> Json:
-    http2: Json = {"initial_stream_window_size": 16 * MIB, "initial_connection_window_size": 16 * MIB}
-    if keepalive_s:
-        http2["connection_keepalive"] = {"interval": f"{keepalive_s}s", "timeout": "5s"}
-    checks: Json = {}
-    if health_check_s:
-        every = dict.fromkeys(("interval", "no_traffic_interval"), f"{health_check_s}s")
-        once = {"timeout": "5s", "healthy_threshold": 1, "unhealthy_threshold": 1}
-        checks = {
-            "health_checks": [{**every, **once, "grpc_health_check": {"service_name": "readiness"}}],
-            "common_lb_config": {"update_merge_window": "0s"},  # else workers hear of it up to 1 s later
-        }
-    tls = {"transport_socket": _tls(ca)} if ca else {}
     return {
-        **checks,
-        **tls,
+        **({"transport_socket": _tls(ca)} if ca else {}),
         "name": "processors",
         "type": "STATIC",
         "connect_timeout": f"{connect_timeout_s}s",
         "per_connection_buffer_limit_bytes": buffer_bytes,
         "circuit_breakers": _breaker(),
         "load_assignment": _load_assignment("processors", processors),
-        "typed_extension_protocol_options": _http("http2_protocol_options", http2),
+    }
+
+
+def _health_checks(every_s: float, timeout_s: float, opens: bool) -> Json:
+    """Return how Envoy finds out that a gateway is not ready, or that its node is gone. With none left,
+    requests that may pass without a decision do so at once, and the others go on trying all gateways."""
+    if not every_s:
+        return {}
+    every = dict.fromkeys(("interval", "no_traffic_interval"), f"{every_s}s")
+    enough = {"timeout": f"{timeout_s}s", "unhealthy_threshold": 2, "healthy_threshold": 1}
+    return {
+        "health_checks": [{**every, **enough, "grpc_health_check": {"service_name": "readiness"}}],
+        "common_lb_config": {
+            "healthy_panic_threshold": {"value": 0 if opens else 1},
+            "update_merge_window": "0s",  # else workers hear of it up to 1 s later
+        },
     }
 
 

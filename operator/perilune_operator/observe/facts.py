@@ -114,6 +114,14 @@ class Drained(NamedTuple):
     """The draining mark that the pod carries."""
 
 
+class Behind(NamedTuple):
+    """A gateway cannot follow the engines' KV events."""
+
+    fit: int
+    """Number of endpoints that half of its core follows; all, if it is late for another cause."""
+    endpoints: int
+
+
 FirstTokens = Mapping[float, int]
 """Seconds → how many requests have had their first token within them, since the gateway started."""
 
@@ -134,9 +142,8 @@ class GatewayStats:
     sessions: int
     hit_ratio: float | None
     drained: frozenset[Drained] = frozenset()
-    behind: Mapping[str, float] = field(default_factory=dict)
-    """Gateways, by pod, that cannot follow the engines' KV events, or could follow hardly more → the share of
-    a core that events take, to a tenth, so that it seldom changes."""
+    behind: Mapping[str, Behind] = field(default_factory=dict)
+    """Gateways, by pod, that cannot follow the engines' KV events."""
     missing: Mapping[str, Missing] = field(default_factory=dict, compare=False)
     """Gateways, by pod, whose page is missing."""
     whole: bool = field(default=True, compare=False)

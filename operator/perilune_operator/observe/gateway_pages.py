@@ -11,7 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import ceil, inf, isfinite
+from math import inf, isfinite
 from typing import TypeVar
 
 import aiohttp
@@ -21,7 +21,7 @@ from perilune_api import names, pages
 from perilune_api.foreign_bytes import UNREADABLE
 from perilune_api.trial import Sums
 from perilune_operator.observe import readers
-from perilune_operator.observe.facts import Drained, FirstTokens, GatewayStats, Missing, Object
+from perilune_operator.observe.facts import Behind, Drained, FirstTokens, GatewayStats, Missing, Object
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +42,6 @@ _INGEST = [
     re.compile(rf"^perilune_ingest_{name} (\S+)", re.MULTILINE)
     for name in ("busy_ratio", "behind_seconds", "catching_up")
 ]
-_FEEDS = re.compile(r"^perilune_endpoint_ready{", re.MULTILINE)
-"""An endpoint, or a rank of one, has a feed."""
 _FIRST_TOKENS = re.compile(rf'^{names.FIRST_TOKENS}_bucket{{le="([^"]+)"}} (\S+)', re.MULTILINE)
 _ROUTED = re.compile(r'^perilune_decisions_total{(?![^}]*reason="pass_through")[^}]*} (\S+)', re.MULTILINE)
 _UNSERVED = re.compile(r'^perilune_refusals_total{reason="starting"} (\S+)', re.MULTILINE)
@@ -77,8 +75,7 @@ class _Page:
     """How many other gateways it shares its state with."""
     drained: Collection[tuple[str, str]]
     """Draining marks and the pods that carry them."""
-    behind: float | None
-    """Share of a core that KV events take, if the gateway cannot follow them or hardly can."""
+    behind: Behind | None
     sessions_at: Mapping[str, float]
     queue_s_at: Mapping[str, float]
     kv_in_use_at: Mapping[str, float]
@@ -160,7 +157,7 @@ def _together(read: Mapping[str, _Page | Missing]) -> GatewayStats | None:
         drained=frozenset(
             Drained(gateway, pod, mark) for gateway, page in pages.items() for mark, pod in page.drained
         ),
-        behind={gateway: page.behind for gateway, page in pages.items() if page.behind is not None},
+        behind={gateway: page.behind for gateway, page in pages.items() if page.behind},
         missing=missing,
         whole=bool(knowing) or not missing,
         sessions_at=sessions_at,
@@ -232,15 +229,16 @@ def counted_between(before: Mapping[str, int], after: Mapping[str, int]) -> int:
     return sum(now - then if now >= then else now for now, then in grown)
 
 
-def _behind(page: str) -> float | None:
-    """Return the share of a core that KV events take, if the gateway's health says `ingest_behind`, and not
-    because it still catches up after its start. Then most feeds do; a pool that is too large loses events,
-    and always has some feeds that catch up."""
+def _behind(page: str) -> Behind | None:
+    """Return what the gateway's health says as `ingest_behind`; None if it does not, or if it still catches
+    up after its start. Then most feeds do; a pool that is too large loses events, and always has some feeds
+    that catch up."""
     busy, behind_s, catching_up = (_number(sample, page) or 0.0 for sample in _INGEST)
-    starts = catching_up and 2 * catching_up >= len(_FEEDS.findall(page))
-    if starts or (busy <= names.BUSY_INGEST and behind_s <= names.BEHIND_S):
+    endpoints = len(list(_each(page, "ready")))
+    starts = catching_up and 2 * catching_up >= endpoints
+    if starts or not (busy > names.BUSY_INGEST or behind_s > names.BEHIND_S):
         return None
-    return ceil(10 * min(busy, 1.0)) / 10
+    return Behind(int(endpoints * min(1.0, names.BUSY_INGEST / max(busy, 1e-9))), endpoints)
 
 
 def _queue_s(pages: Iterable[_Page]) -> Mapping[str, float]:

@@ -69,6 +69,20 @@ HEALTH_CHECK: Object = {
     },
 }
 """When Envoy itself leaves an engine out. The next destination that the gateway named takes its place."""
+GATEWAY_CHECK: Object = {
+    "type": "GRPC",
+    "grpc": {"service": "readiness"},
+    "interval": "500ms",
+    "timeout": "500ms",
+    "unhealthyThreshold": 2,
+    "healthyThreshold": 1,
+}
+"""When Envoy no longer asks a gateway: two seconds after its node has vanished, at the latest. Until then a
+request to it waits for `messageTimeout`, which is longer than any decision."""
+GATEWAY_PING: Object = {"interval": "2s", "timeout": "1s"}
+"""When Envoy closes its connection to a gateway. Its requests then go to another one, or on without it, and
+the answers of engines no longer wait to be told to it. Not for pools that do not fail open: Envoy would break
+off their answers that have begun."""
 
 
 def mode(pool: Context) -> GatewayMode:
@@ -171,7 +185,9 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
                 "endpointOverride": {"extractFrom": [{"header": header}]},
             },
             "connection": {"bufferLimit": size(buffer)},
-            "circuitBreaker": dict(BREAKER),
+            # A request on an open connection to a node that has vanished would wait for as long as the kernel
+            # sends it again, a quarter of an hour; one on a new connection waits for connectTimeout.
+            "circuitBreaker": {**BREAKER, "maxRequestsPerConnection": 1},
             "healthCheck": HEALTH_CHECK,
             "timeout": {"tcp": {"connectTimeout": "1s"}, "http": {"requestTimeout": "0s"}},
             "retry": {
@@ -220,9 +236,20 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
                                 ]
                             },
                         },
-                        "http2": {"initialStreamWindowSize": "16Mi", "initialConnectionWindowSize": "16Mi"},
+                        "http2": {
+                            "initialStreamWindowSize": "16Mi",
+                            "initialConnectionWindowSize": "16Mi",
+                            **({"connectionKeepalive": GATEWAY_PING} if pool.spec.gateway.fail_open else {}),
+                        },
                         "connection": {"bufferLimit": size(buffer)},
                         "circuitBreaker": dict(BREAKER),
+                        "healthCheck": {
+                            "active": GATEWAY_CHECK,
+                            # With no gateway left, requests that may pass without one do so at once, and the
+                            # others go on trying all.
+                            "panicThreshold": 0 if pool.spec.gateway.fail_open else 1,
+                        },
+                        "timeout": {"tcp": {"connectTimeout": "1s"}},
                     },
                 }
             ],

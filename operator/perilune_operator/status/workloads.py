@@ -174,12 +174,12 @@ def events(observed: Observed) -> Fact | None:
     behind = observed.gateway.behind if observed.gateway else {}
     if not behind:
         return None
-    follows = names.BUSY_INGEST / max(names.BUSY_INGEST, *behind.values())
-    fit = f"Half a core follows about {follows:.0%} of the endpoints. " if follows < 1 else ""
+    fit, of = min(behind.values())
+    number = f" Half of a core follows about {fit} of the pool's {of} endpoints." if fit < of else ""
     words = (
         f"{listed(list(behind))}: the engines' KV events take more than half of a core, or are late. Once"
-        f" they are late, requests are decided by caches as they were. {fit}Give each gateway a core of its"
-        " own, or split the pool."
+        f" they are late, requests are decided by caches as they were.{number} Give each gateway a core of"
+        " its own, or split the pool."
     )
     return Fact(Condition.EVENTS_BEHIND, "True", Reason.TOO_MANY_EVENTS, words)
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import socket
 from dataclasses import astuple
 from random import Random
 from time import thread_time
@@ -15,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import HANG, until
 
+from perilune_gateway.feeds import engine_metrics
 from perilune_gateway.feeds.engine_metrics import MOST_SERIES, interval_s, parse, run
 from perilune_gateway.model import EngineMetrics
 
@@ -324,6 +326,17 @@ class Sink:
         self.told.append((address, metrics))
 
 
+class Unreached:
+    """Remembers which engines were given up."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def __call__(self, address: str, now: float) -> None:
+        assert now == 42.0
+        self.told.append(address)
+
+
 @contextlib.asynccontextmanager
 async def scraping(addresses, sink: Sink, **options):
     task = asyncio.create_task(
@@ -399,6 +412,28 @@ class TestFeed:
         ):
             await until(lambda: sink.told.count((at_quick, EngineMetrics(running=1))) >= 3 and slow.waiting)
             assert {address for address, _ in sink.told} == {at_quick}
+
+    async def test_an_engine_that_takes_no_connections_is_given_up_at_once(self, monkeypatch):
+        monkeypatch.setattr(engine_metrics, "CONNECT_S", 0.01)
+        sink, unreached = Sink(), Unreached()
+        with socket.create_server(("127.0.0.1", 0), backlog=0) as full:  # its queue has room for one
+            at = f"127.0.0.1:{full.getsockname()[1]}"
+            with socket.create_connection(full.getsockname()):
+                async with scraping(lambda: [at], sink, timeout_s=HANG, unreached=unreached):
+                    await until(lambda: unreached.told)
+        assert set(unreached.told) == {at}
+        assert set(sink.told) == {(at, None)}
+
+    async def test_an_engine_that_is_only_slow_can_be_reached(self, monkeypatch):
+        monkeypatch.setattr(engine_metrics, "LATE_S", 0.01)
+        engine, sink, unreached = Engine(), Sink(), Unreached()
+        engine.hang = True
+        async with (
+            engine.serving() as at,
+            scraping(lambda: [at], sink, timeout_s=0.1, unreached=unreached),
+        ):
+            await until(lambda: sink.told.count((at, None)) >= 2)
+        assert unreached.told == []
 
     async def test_a_fleet_that_hangs_takes_few_connections_and_starves_nobody(self, monkeypatch):
         monkeypatch.setattr("perilune_gateway.feeds.engine_metrics.MOST_SCRAPES", 4)
