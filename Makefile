@@ -104,7 +104,7 @@ e2e-real: $(STAMP) ## genuine vLLM engines and Mooncake behind Envoy and our gat
 e2e-real-long: $(STAMP) ## the same with 600 requests in its longest phases, into docs/real-engines.md; 50 sessions that move
 	PYTHONPATH=e2e $(BIN)/python -m enginebed.install
 	REQUESTS=600 RESULTS=docs/real-engines.md $(BIN)/python -m pytest e2e/real/test_traffic.py e2e/real/test_ranks.py \
-	  e2e/real/test_ranks_on_nodes.py e2e/real/test_masters.py e2e/real/test_rig.py e2e/real/test_moves.py \
+	  e2e/real/test_ranks_on_nodes.py e2e/real/test_rig.py e2e/real/test_moves.py \
 	  e2e/real/test_tensor_parallel.py e2e/real/test_window.py -m real -s $(ARGS)
 
 e2e-long: $(STAMP) ## a real cluster: eight engines rolled, drained and deleted under load; a minute without Valkey; one gateway or four; all orders of an upgrade; the inference extension's conformance suite; 5,000 nodes (root)
@@ -134,8 +134,9 @@ BENCHES := growing new_prompts decision decision_log shadow index tokens parse s
 bench: $(STAMP) ## what the gateway costs, first for growing conversations and new prompts, into docs/benchmarks.md; minutes
 	$(BIN)/python -m pytest $(BENCHES:%=tests/bench/bench_%.py) -m bench -s --write $(ARGS)
 
-bench-long: $(STAMP) ## the other benchmarks: a fleet's KV events, memory over 200,000 requests (needs wrk), simulator, a storm of abuse
-	$(BIN)/python -m pytest tests/bench tests/integration/test_abuse.py $(BENCHES:%=--ignore=tests/bench/bench_%.py) \
+bench-long: $(STAMP) ## the other benchmarks: a fleet's KV events, memory over 200,000 requests (needs wrk), simulator, shared state, a storm of abuse
+	$(BIN)/python -m pytest tests/bench tests/integration/test_abuse.py tests/integration/test_shared_state.py \
+	  $(BENCHES:%=--ignore=tests/bench/bench_%.py) \
 	  -m bench -s --write $(ARGS)
 
 evaluation: $(STAMP) ## the tables of docs/evaluation, simulated (ARGS=--quick: minutes)

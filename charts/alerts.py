@@ -8,6 +8,8 @@ from enum import StrEnum
 
 import yaml
 
+from perilune_api import names
+
 POOL = "namespace, perilune_dev_pool"
 
 
@@ -84,10 +86,11 @@ ALERTS = (
     ),
     Alert(
         "PeriluneIngestBehind",
-        f"max by ({POOL}, pod) (perilune_ingest_behind_seconds) > 2",
+        f"max by ({POOL}, pod) (perilune_ingest_behind_seconds) > {names.BEHIND_S:g}"
+        f" or max by ({POOL}, pod) (perilune_ingest_busy_ratio) > {names.BUSY_INGEST:g}",
         5,
         Severity.WARNING,
-        f"Gateway {{{{ $labels.pod }}}} of {_OF} does not keep up with KV events",
+        f"Gateway {{{{ $labels.pod }}}} of {_OF} hardly keeps up with KV events, or does not",
         "ingest_behind",
     ),
     Alert(

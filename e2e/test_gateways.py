@@ -114,6 +114,19 @@ def homes(many):
     return made
 
 
+def test_gateways_and_the_operators_server_speak_tls_and_use_a_password(many):
+    """Without a word of the pool's spec. The server listens to nobody who does not."""
+
+    def arguments(part):
+        return {tuple(pod["spec"]["containers"][0]["args"]) for pod in many.pods(part)}
+
+    assert all(any(a.startswith("--state-server=rediss://") for a in args) for args in arguments("gateway"))
+    (server,) = arguments("state")
+    assert server[server.index("--port") + 1] == "0"
+    assert server[server.index("--tls-port") + 1] == "6379"
+    assert "--requirepass" in server
+
+
 def test_a_session_stays_on_one_engine_whichever_gateway_decides(many, homes):
     decided = {pod: page["kept"] for pod, page in many.admins("/api/decisions?n=1").items()}
     assert len(decided) == GATEWAYS

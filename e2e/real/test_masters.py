@@ -8,14 +8,12 @@ import re
 
 import pytest
 
-from enginebed.marks import TAKES_MINUTES
 from enginebed.rig import ETCD
 
 pytestmark = [
     pytest.mark.real,
     pytest.mark.timeout(900),
     pytest.mark.asyncio(loop_scope="session"),
-    TAKES_MINUTES,
 ]
 PROMPTS = [[5 + (n * step) % 300 for n in range(200)] for step in (1, 7)]
 SPEC = {

@@ -30,6 +30,8 @@ from perilune_operator.metrics import Metrics
 from perilune_operator.reconcile import POOLS_AT_ONCE, Reconciler
 from perilune_operator.render.objects import Defaults
 
+log = logging.getLogger(__name__)
+
 _EXAMPLES = """\
 examples:
   KUBECONFIG=~/.kube/config perilune-operator --namespace llm --log-level debug
@@ -166,6 +168,14 @@ def _duration(text: str) -> int:
     return int(text)
 
 
+def can_make_certificates() -> bool:
+    """Return whether the servers of shared state get certificates; the log says so if they do not."""
+    possible = certificate.is_possible()
+    if not possible:
+        log.warning("no openssl: gateways and the operator's servers of shared state speak without TLS")
+    return possible
+
+
 async def serve(args: argparse.Namespace) -> None:
     client = await kube.connect()
     lease = Lease(client, args.own_namespace, args.identity, time.monotonic, duration_s=args.lease_seconds)
@@ -187,7 +197,7 @@ async def serve(args: argparse.Namespace) -> None:
             envoy_namespaces=tuple(args.envoy_namespace) or Defaults().envoy_namespaces,
             platform_user=args.platform_user,
             gateways=args.gateway_replicas,
-            state_tls=certificate.is_possible(),
+            state_tls=can_make_certificates(),
         ),
         Metrics(prometheus, lease.remaining_s),
         namespace=args.namespace,

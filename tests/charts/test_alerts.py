@@ -60,8 +60,8 @@ CASES = {
         [series("perilune_endpoint_ejected", "0x60", AT_A)],
     ),
     "PeriluneIngestBehind": (
-        [series("perilune_ingest_behind_seconds", "3x60")],
-        [series("perilune_ingest_behind_seconds", "1x60")],
+        [series("perilune_ingest_behind_seconds", "0x60"), series("perilune_ingest_busy_ratio", "0.6x60")],
+        [series("perilune_ingest_behind_seconds", "1x60"), series("perilune_ingest_busy_ratio", "0.4x60")],
     ),
     "PeriluneEventsLost": (
         [series("perilune_events_rebuilds_total", "0+1x60", AT_A)],

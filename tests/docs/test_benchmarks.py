@@ -32,7 +32,8 @@ def test_figures_in_prose_are_those_of_the_tables():
     operations, sizing = page("operations.md"), page("sizing.md")
     block = figure("bytes per block, index and names, 500,000 blocks")
     assert f"The index takes {block} bytes per known KV block" in operations
-    assert f"| {block} bytes:" in sizing
+    assert f"| {block} bytes: {block} MB per million |" in sizing
+    assert f", and {block} MB per million blocks" in sizing
     assert f"[a decision](#decision) takes {figure('decision, p50')} ms" in DOCUMENT
     rows = re.findall(r"^\| (\d+ KB)[^|]*\| (headers|body) \| (\d+) ", DOCUMENT, re.MULTILINE)
     by_headers = [int(micros) for _, on, micros in rows if on == "headers"]
@@ -45,7 +46,8 @@ def test_figures_in_prose_are_those_of_the_tables():
 
 def test_what_is_said_of_kv_events_is_what_the_fleet_showed():
     micros, core, engines = re.findall(
-        r"A change costs ([\d.]+) µs, so a core takes in ([\d,]+) changes per second\..*? of (\d+) engines",
+        r"A block that is stored or removed costs ([\d.]+) µs, so a core takes in ([\d,]+) per second: "
+        r".*?Half a core, which health\nallows, follows ([\d,]+) of them",
         DOCUMENT,
         re.DOTALL,
     )[0]
@@ -54,6 +56,7 @@ def test_what_is_said_of_kv_events_is_what_the_fleet_showed():
     costs = f"costs about {float(micros):.0f} µs, so half a core takes in {half} changes per second"
     assert f"{costs}: about {engines} engines" in limits
     assert f"(KV event) | {float(micros):.0f} µs of CPU" in sizing
+    assert f"about {engines} that store and remove" in sizing
 
 
 def test_what_is_said_of_memory_and_of_http2_is_what_was_measured():

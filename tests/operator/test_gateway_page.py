@@ -107,6 +107,11 @@ def sharing(*, routed: int, others: int) -> str:
             GatewayStats(sessions=3, hit_ratio=None),
             id="a gateway that has just started catches up",
         ),
+        pytest.param(
+            [page(sessions=3, endpoints=9, ingest=IngestStats(0.9, 9.0, catching_up=2))],
+            GatewayStats(sessions=3, hit_ratio=None, behind={"g0": Behind(5, 9)}),
+            id="of a pool that is too large one feed or the other catches up",
+        ),
     ],
 )
 def test_sessions_and_hits_are_read_from_the_gateways_pages(

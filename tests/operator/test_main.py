@@ -1,6 +1,6 @@
 import pytest
 
-from perilune_operator.main import arguments
+from perilune_operator.main import arguments, can_make_certificates
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,13 @@ def test_pods_listen_at_addresses_of_the_operators_own_family(
     monkeypatch.setenv("POD_IP", own)
     assert arguments([]).ip_family == family
     assert arguments(["--ip-family=ipv6"]).ip_family == "ipv6"
+
+
+def test_an_operator_that_can_make_no_certificates_says_what_goes_without_tls(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert can_make_certificates()
+    assert caplog.messages == []
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert not can_make_certificates()
+    assert "without TLS" in caplog.text

@@ -231,11 +231,13 @@ def counted_between(before: Mapping[str, int], after: Mapping[str, int]) -> int:
 
 def _behind(page: str) -> Behind | None:
     """Return what the gateway's health says as `ingest_behind`; None if it does not, or if it still catches
-    up after its start."""
+    up after its start. Then most feeds do; a pool that is too large loses events, and always has some feeds
+    that catch up."""
     busy, behind_s, catching_up = (_number(sample, page) or 0.0 for sample in _INGEST)
-    if catching_up or not (busy > names.BUSY_INGEST or behind_s > names.BEHIND_S):
-        return None
     endpoints = len(list(_each(page, "ready")))
+    starts = catching_up and 2 * catching_up >= endpoints
+    if starts or not (busy > names.BUSY_INGEST or behind_s > names.BEHIND_S):
+        return None
     return Behind(int(endpoints * min(1.0, names.BUSY_INGEST / max(busy, 1e-9))), endpoints)
 
 
