@@ -113,8 +113,7 @@ class Demo:
 
     def _stack(self, arm: Arm) -> Stack:
         o = self.options
-        max_wait_s = pool.SessionAdmission().max_wait_seconds / o.time_scale
-        admission = pool.SessionAdmission(enabled=arm.admission, max_wait_seconds=max_wait_s)
+        admission = pool.SessionAdmission(enabled=arm.admission, max_wait_seconds=60.0 / o.time_scale)
         return Stack(
             engines=o.endpoints,
             options=EngineOptions(

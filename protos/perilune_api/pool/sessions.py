@@ -45,11 +45,11 @@ class SessionAdmission(Struct, frozen=True):
     enabled: bool = False
     """Whether new sessions wait. Envoy then waits for the gateway's answers as much longer as
     `maxWaitSeconds`, also where a gateway does not answer at all."""
-    max_wait_seconds: Annotated[float, Meta(ge=0, le=600)] = 60.0
-    """Seconds for which a new session waits at most. After that it is refused with 429 and told when to try
+    max_wait_seconds: Annotated[float, Meta(ge=0, le=600)] = 0.0
+    """Seconds for which a new session is held at most. After that it is refused with 429 and told when to try
     again. On Kubernetes, Envoy's timeout for an answer of the gateway follows from it. 0: nothing is held, so
     that timeout stays; a session without room is refused at once, keeps its place in the queue, and begins
-    when it comes back in time. For clients that come back as often as it takes."""
+    when it comes back in time. For clients that do not come back as often as it takes: 60."""
     max_waiting: Positive = 1000
     """Number of requests of new sessions that may wait at one gateway; more are refused at once. The gateway
     keeps the body of each, at most 256 MiB in all."""
