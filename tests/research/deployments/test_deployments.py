@@ -59,7 +59,9 @@ def test_every_deployment_is_on_the_page_with_its_policies(folder: Path):
     played = {(row["deployment"], row["policy"]) for row in document["rows"]}
     assert {pool for pool, policy in played if policy == "perilune"} == set(PLAYED)
     assert {policy for pool, policy in played if pool == "split"} == {"perilune", "least_loaded"}
-    assert {policy for pool, policy in played if pool in ("planned", "admission", "store-four-gateways")} == {"perilune"}
+    assert {policy for pool, policy in played if pool in ("planned", "admission", "store-four-gateways")} == {
+        "perilune"
+    }
     assert {policy for pool, policy in played if POOLS[pool].faults != Faults()} == {"perilune"}
     assert all(len(row["apc"]) == len(row["seeds"]) == 2 for row in document["rows"])
     assert "30 new simulations" in said
