@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 SEED = int(os.environ.get("PERILUNE_SEED", "1"))
 CALM, KILLED = "calm", "killed"
-SECRET = re.compile(r"(-secrets-)[0-9a-f]{8}")
+SECRET = re.compile(r"(-secrets-|-state-tls-)[0-9a-f]{8}")
 FIRST_WRITES = 8
 """At most so many writes into a step until the first kill; an operator's first round has about fifteen."""
 MODEL = {"name": "walked-30b"}

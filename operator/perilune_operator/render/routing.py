@@ -69,20 +69,12 @@ HEALTH_CHECK: Object = {
     },
 }
 """When Envoy itself leaves an engine out. The next destination that the gateway named takes its place."""
-GATEWAY_CHECK: Object = {
-    "type": "GRPC",
-    "grpc": {"service": "readiness"},
-    "interval": "500ms",
-    "timeout": "500ms",
-    "unhealthyThreshold": 2,
-    "healthyThreshold": 1,
-}
-"""When Envoy no longer asks a gateway: two seconds after its node has vanished, at the latest. Until then a
-request to it waits for `messageTimeout`, which is longer than any decision."""
 GATEWAY_PING: Object = {"interval": "2s", "timeout": "1s"}
 """When Envoy closes its connection to a gateway. Its requests then go to another one, or on without it, and
 the answers of engines no longer wait to be told to it. Not for pools that do not fail open: Envoy would break
-off their answers that have begun."""
+off their answers that have begun. Envoy does not check gateways' health: of a cluster without a healthy
+gateway it asks only each minute (Envoy Gateway cannot set `no_traffic_interval`), and it keeps a gateway that
+has left while its last check was good."""
 
 
 def mode(pool: Context) -> GatewayMode:
@@ -243,12 +235,6 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
                         },
                         "connection": {"bufferLimit": size(buffer)},
                         "circuitBreaker": dict(BREAKER),
-                        "healthCheck": {
-                            "active": GATEWAY_CHECK,
-                            # With no gateway left, requests that may pass without one do so at once, and the
-                            # others go on trying all.
-                            "panicThreshold": 0 if pool.spec.gateway.fail_open else 1,
-                        },
                         "timeout": {"tcp": {"connectTimeout": "1s"}},
                     },
                 }
