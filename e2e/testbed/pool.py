@@ -143,8 +143,8 @@ class LivePool:
         eventually(lambda: self.has_engines(engines), timeout_s)
 
     def has_gateways(self, count: int) -> None:
-        """Assert that so many are ready, and that each of them hears the others."""
-        assert len([pod for pod in self.pods("gateway") if is_ready(pod)]) == count
+        """Assert that there are so many, all of them ready, and that each of them hears the others."""
+        assert [is_ready(pod) for pod in self.pods("gateway")] == [True] * count
         assert all(is_ready(pod) for pod in self.pods("state"))
         for health in self.admins("/api/health").values():
             assert "shared_state" not in {problem["kind"] for problem in health["problems"]}
