@@ -181,3 +181,22 @@ def test_a_deleted_engine_takes_sessions_and_their_kv_along(settled, undisturbed
         settled.settles(ENGINES)
         turns.goes_on(AGENTS)
     left_with_their_kv("deleted engine", turns, since, undisturbed)
+
+
+def test_two_gateways_are_updated_while_an_engine_leaves(settled, undisturbed, kube, state_image):
+    """The gateway that hands sessions over is replaced meanwhile, and another one goes on."""
+    settled.patch(gateway={"replicas": 2})
+    eventually(lambda: settled.has_gateways(2), timeout_s=180)
+    eventually(lambda: can_hand_over(settled, ENGINES))
+    with agents(settled.client, AGENTS, "two gateways") as turns:
+        turns.goes_on(4 * AGENTS)
+        busiest = with_most_sessions(turns, settled.engines())
+        pod = next(pod for pod in settled.pods() if pod["status"]["podIP"] == busiest.rpartition(":")[0])
+        since = time.monotonic()
+        kube.ctl("rollout", "restart", "deployment/moving-gateway", "-n", "default")
+        kube.ctl("delete", "pod", pod["metadata"]["name"], "-n", "default", "--wait=false")
+        kube.ctl("rollout", "status", "deployment/moving-gateway", "-n", "default", timeout_s=180)
+        eventually(lambda: all_are_new(settled, {pod["metadata"]["uid"]}), timeout_s=120)
+        settled.settles(ENGINES)
+        turns.goes_on(AGENTS)
+    left_with_their_kv("two gateways updated while an engine leaves", turns, since, undisturbed)

@@ -9,6 +9,7 @@ import random
 import signal
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from urllib.parse import quote
 
@@ -106,8 +107,9 @@ class Served:
         session.ids, session.host = [*prompt, *answer["choices"][0]["token_ids"]], host
         took = time.monotonic() - began
         turn = Turn(session.name, began, took, before, "", host, held, cached(answer))
-        if turn.moved:
-            turn = replace(turn, why=await self.why(session.name, before))
+        if turn.moved and host:  # else Envoy passed it on without a gateway
+            with suppress(aiohttp.ClientError):  # that one is gone now
+                turn = replace(turn, why=await self.why(session.name, before))
         self.turns.append(turn)
 
     async def why(self, session, before):
@@ -126,9 +128,10 @@ class Served:
                 await asyncio.sleep(self.pause_s)
 
         await asyncio.gather(*(client() for _ in range(AT_ONCE)))
-        for one in (await self.moves())["ended"]:
-            if one["handoff"]:
-                self.handoffs[one["session_id"], one["seconds"]] = one
+        with suppress(aiohttp.ClientError):
+            for one in (await self.moves())["ended"]:
+                if one["handoff"]:
+                    self.handoffs[one["session_id"], one["seconds"]] = one
 
     async def while_(self, happens):
         """Play turns of all sessions until `happens` (a coroutine) has ended, and one round more. Return the
@@ -279,6 +282,33 @@ async def test_a_taker_killed_while_it_fetches(served):
         taker.kill()
 
     await kill_in_the_middle(served, "taker killed", taker, killed())
+
+
+async def test_the_gateway_killed_while_it_hands_sessions_over(served):
+    """Meanwhile Envoy passes requests on without it. The giver has been killed and started again in place."""
+    rig, engine = served.rig, served.busiest()
+    draining = served.with_draining(engine.address)
+
+    async def killed():
+        served.write(draining)
+
+        async def is_copying():
+            return any(handoff["stage"] != "offered" for handoff in (await served.moves())["handoffs"])
+
+        await until(is_copying)
+        rig.kill_gateway()
+        await asyncio.shield(rig.gateway.ended)
+        for _ in range(2):
+            await served.round()
+        await rig.start_gateway(draining)
+        await served.drained(engine)
+
+    turns, handoffs = await served.while_(killed())
+    failed, _ = said("gateway killed", turns, handoffs)
+    served.write(served.document)
+    await served.all_can()
+    assert not failed
+    assert any(not turn.host for turn in turns), "Envoy passed some on"
 
 
 async def kill_in_the_middle(served, name, engine, killed):
