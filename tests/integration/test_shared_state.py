@@ -269,7 +269,10 @@ async def test_replicas_act_as_one_and_outlive_each_other_and_the_server(rig: Ri
 
 
 async def test_new_sessions_wait_at_every_gateway_for_contexts_that_any_of_them_counts(rig: Rig) -> None:
-    small, rules = EngineOptions(kv_tokens=4_000, time_scale=4.0), spec.SessionAdmission(enabled=True)
+    small, rules = (
+        EngineOptions(kv_tokens=4_000, time_scale=4.0),
+        spec.SessionAdmission(enabled=True, max_wait_seconds=60.0),
+    )
     async with AsyncExitStack() as exits:
         stack = await exits.enter_async_context(
             Stack(

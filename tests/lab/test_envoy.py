@@ -68,13 +68,11 @@ def test_call_to_the_gateway_is_retried_and_not_broken_by_many_streams():
     assert gateways["circuit_breakers"]["thresholds"][0]["max_requests"] == 65_536
 
 
-def test_gateways_and_engines_are_watched_as_the_operator_lets_envoy_gateway_watch_them():
+def test_gateways_are_asked_whether_they_are_ready_and_watched_as_behind_envoy_gateway():
     *_, endpoints, gateways = parts(config(ENDPOINTS, GATEWAY))
     (check,) = gateways["health_checks"]
-    assert check["grpc_health_check"]["service_name"] == routing.GATEWAY_CHECK["grpc"]["service"]
-    for name in ("interval", "timeout"):
-        assert seconds(check[name]) == seconds(routing.GATEWAY_CHECK[name])
-    assert check["unhealthy_threshold"] == routing.GATEWAY_CHECK["unhealthyThreshold"]
+    assert check["grpc_health_check"]["service_name"] == "readiness"
+    assert check["no_traffic_interval"] == check["interval"] == "0.5s"
     (options,) = gateways["typed_extension_protocol_options"].values()
     pings = options["explicit_http_config"]["http2_protocol_options"]["connection_keepalive"]
     assert {k: seconds(v) for k, v in pings.items()} == {

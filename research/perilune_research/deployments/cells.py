@@ -77,7 +77,8 @@ class Cell:
     def routing(self) -> Routing:
         routing = changed(Routing(), dict(self.params), "--param")
         if self.admission:
-            routing = msgspec.structs.replace(routing, session_admission=SessionAdmission(enabled=True))
+            waits = SessionAdmission(enabled=True, max_wait_seconds=60.0)
+            routing = msgspec.structs.replace(routing, session_admission=waits)
         if not self.planner:
             return routing
         every = msgspec.structs.replace(routing.migration, triggers=tuple(MoveTrigger))

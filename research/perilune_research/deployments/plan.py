@@ -108,7 +108,9 @@ POOLS: Mapping[str, Pool] = {
         means="half of the endpoints only prefill, and hand KV over to the others", arm=Arm.NONE, split=True
     ),
     "admission": Pool(
-        means="defaults, and new sessions wait (`sessionAdmission`)", arm=Arm.NONE, admission=True
+        means="defaults, and new sessions wait up to a minute (`sessionAdmission`)",
+        arm=Arm.NONE,
+        admission=True,
     ),
     **{
         f"{arm}-four-gateways": Pool(

@@ -35,7 +35,8 @@ MOST_TTFT, LEAST_THROUGHPUT = 1.3, 0.98
 serves in turn."""
 IN_TURN = Routing(session_admission=SessionAdmission(enabled=False))
 FAIR = Routing(
-    session_admission=SessionAdmission(enabled=True), engine_priority=EnginePriority(fair_share=True)
+    session_admission=SessionAdmission(enabled=True, max_wait_seconds=60.0),
+    engine_priority=EnginePriority(fair_share=True),
 )
 
 

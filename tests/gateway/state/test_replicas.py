@@ -42,7 +42,7 @@ ROUTING = Routing(ejection=Ejection(pause_seconds=10.0))
 WITH_ADMISSION = pool(
     endpoints=[A],
     engine=Engine(block_size=4, kv_pool_tokens=1_000),
-    routing=Routing(session_admission=SessionAdmission(enabled=True)),
+    routing=Routing(session_admission=SessionAdmission(enabled=True, max_wait_seconds=60.0)),
 )
 """Active contexts may fill 750 tokens."""
 
