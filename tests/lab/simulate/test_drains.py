@@ -23,6 +23,7 @@ from perilune_lab.simulate.loop import BEGIN_S
 from perilune_lab.simulate.outcome import PlayedRequest, SimulatedOutcome
 from perilune_lab.simulate.simulation import simulate
 from perilune_lab.simulate.workload import Workload
+from perilune_lab.traces.agentic import Agentic
 
 LOAD = OfferedLoad(window_s=600.0, warmup_s=0.0)
 EIGHT = Deployment(arm=Arm.HANDOFF)
@@ -134,3 +135,14 @@ def test_a_rolling_update_takes_no_turn_much_longer(undisturbed: list[Played]) -
     switched = [h for h in handed if h.outcome is HandoffOutcome.SWITCHED]
     assert len(switched) >= 0.95 * len(handed)
     assert all(h.pulled_tokens >= 0.95 * h.tokens for h in switched)
+
+
+def test_an_updated_endpoint_does_not_get_all_that_the_others_held() -> None:
+    """Sessions of eight turns and more, which come back after the update."""
+    load = OfferedLoad(window_s=600.0, warmup_s=0.0, parameters=Agentic(turns_min=8))
+    undisturbed = [play(load.workload(0.1, seed, H20.engine)) for seed in SEEDS]
+    updated = [play(one.workload, rolling_at_s=AT_S) for one in undisturbed]
+    turns = [finds_all(*first) for one in updated for first in one.first_turns()]
+    assert len(turns) >= 20
+    assert sum(turns) >= 0.95 * len(turns)
+    assert share_in_time(updated, undisturbed) >= share_in_time(undisturbed, undisturbed) - 0.01
