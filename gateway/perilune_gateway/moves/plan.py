@@ -9,7 +9,9 @@
    queue must be shorter, for a hot rack it must be in another rack, and for both its whole KV cache must have
    room beside the contexts of its own live sessions, because a copy that evicts those costs more than a
    queue. Sessions that are over cost no room. Of the `TARGETS` shortest queues the best
-   benefit − worth × cost wins. Without a target the session stays.
+   benefit − worth × cost wins; for a draining host, of those at most `EVEN_S` longer than the shortest, the
+   endpoint with the fewest sessions, so that no cache gets all that others held. Without a target the session
+   stays.
 3. *Cost*: the seconds to get the context's KV, by the fastest way: pulled over the link, read from the store,
    or recomputed. *Benefit*: the difference of the queues, over the turns for which it is expected to last
    (`relief_s` where the KV is copied before).
@@ -43,6 +45,8 @@ from perilune_gateway.policy.cost import lasting_turns
 SHORTLIST, TARGETS = 64, 8
 """Number of endpoints with the shortest queues that a plan considers as targets, and that it compares for one
 session."""
+EVEN_S = 0.5
+"""Seconds by which queues may differ that count as equally long for a session whose host drains."""
 ALL_TRIGGERS = frozenset(MoveTrigger)
 
 
@@ -184,6 +188,7 @@ class _Draft:
         self._budget = replace(budget, in_flight=self._in_flight)
         self._queue_s = {c.address: c.load.pending_prefill_s for c in endpoints}
         self._room = {c.address: c.load.kv_free_tokens for c in endpoints}
+        self._sessions = {c.address: c.load.sessions for c in endpoints}
         self._racks: dict[str, list[float]] = {}
         """Rack → [number of endpoints, sum of their queued seconds]."""
         for c in endpoints:
@@ -219,6 +224,7 @@ class _Draft:
             self._queue_s[address] += change_s
             self._racks[self._endpoints[address].endpoint.place.rack][1] += change_s
         self._room[move.target] -= session.context_tokens
+        self._sessions[move.target] += 1
         if self._unclaimed:
             self._unclaimed[move.source] += session.context_tokens
             self._unclaimed[move.target] -= session.context_tokens
@@ -287,6 +293,11 @@ class _Draft:
         found = [c for c in found if not c.endpoint.superseded] or found
         if len(found) > TARGETS:
             found = nsmallest(TARGETS, found, key=lambda c: queue_s[c.address])
+        if found and trigger is MoveReason.DRAIN:
+            even_s = min(queue_s[c.address] for c in found) + EVEN_S
+            found = [c for c in found if queue_s[c.address] <= even_s]
+            fewest = min(self._sessions[c.address] for c in found)
+            found = [c for c in found if self._sessions[c.address] == fewest]
         return found
 
     def _is_better(self, target: Candidate, session: SessionFacts) -> bool:

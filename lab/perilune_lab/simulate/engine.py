@@ -107,6 +107,15 @@ class SimulatedEngine:
         for request, asker in lost.items():
             asker.lost(request)
 
+    def empty(self) -> bool:
+        """Begin anew with an empty cache, of which it tells nobody. Return False, and do nothing, while a
+        request uses blocks."""
+        cache = self.scheduler.cache
+        if not cache.reset():
+            return False
+        cache.take_changes()
+        return True
+
     def wake(self) -> None:
         """Plan the next step after something has changed."""
         due_s = self.scheduler.next_s()

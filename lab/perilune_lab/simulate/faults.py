@@ -21,6 +21,12 @@ class Faults:
     """Number of the endpoint that fails; -1: none."""
     dead_at_s: float = 0.0
     """When `dead_endpoint` fails, in seconds. Its requests fail, from which the gateway learns of it."""
+    drain_endpoint: int = -1
+    """Number of the endpoint that drains, and goes on doing so; -1: none."""
+    drain_at_s: float = 0.0
+    """When `drain_endpoint` begins to drain, in seconds."""
+    rolling_at_s: float = -1.0
+    """When a rolling update of all endpoints begins, in seconds; -1: never. See `drains.py`."""
     event_lag_s: float = 0.0
     """Seconds after which the gateway learns of KV events and of the ends of prefills."""
     token_error: float = 0.0
@@ -45,6 +51,8 @@ NAMES = {
     "outliers": "outlier_share",
     "outlier-factor": "outlier_factor",
     "dead": "dead_endpoint",
+    "drain": "drain_endpoint",
+    "rolling": "rolling_at_s",
     "lag": "event_lag_s",
     "estimates": "token_error",
     "engine-belief": "engine_belief",
@@ -57,6 +65,8 @@ DEFAULTS = {
     "slow-links": "10",
     "outliers": "0.05",
     "dead": "0@60",
+    "drain": "0@60",
+    "rolling": "60",
     "lag": "2",
     "estimates": "0.2",
     "unequal": "1.5",
@@ -64,12 +74,14 @@ DEFAULTS = {
 }
 """Value of a fault that is named without one."""
 _FROM_0_TO_1 = {"outlier_share", "token_error"}
-_MAY_BE_0 = _FROM_0_TO_1 | {"event_lag_s", "dead_endpoint", "dead_at_s", "step_noise"}
+_AT = {"dead_endpoint": "dead_at_s", "drain_endpoint": "drain_at_s"}
+"""Field for an endpoint's number → field for the time."""
+_MAY_BE_0 = _FROM_0_TO_1 | {*_AT, *_AT.values(), "rolling_at_s", "event_lag_s", "step_noise"}
 
 
 def parse(text: str) -> Faults:
-    """Parse faults such as `slow-links=10,outliers=0.05,dead=3@120,lag=2,estimates=0.2`. A name without a
-    value takes its default. Raises SpecError for an unknown name and a wrong value."""
+    """Parse faults such as `slow-links=10,outliers=0.05,dead=3@120,drain=0@60,lag=2`. A name without a value
+    takes its default. Raises SpecError for an unknown name and a wrong value."""
     faults = Faults()
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, value = part.partition("=")
@@ -78,14 +90,17 @@ def parse(text: str) -> Faults:
         if field is None or not value:
             raise SpecError(f"{part}: a fault is one of {', '.join(NAMES)}, as name=value - at `--faults`")
         value, _, at_s = value.partition("@")
-        if at_s and field != "dead_endpoint":
-            raise SpecError(f"{part}: only `dead` has a time - at `--faults`")
-        if field == "dead_endpoint":
-            at = _number(part, "dead_at_s", at_s or DEFAULTS["dead"].partition("@")[2])
-            faults = replace(faults, dead_endpoint=int(_number(part, field, value)), dead_at_s=at)
-        else:
-            faults = replace(faults, **{field: _number(part, field, value)})  # type: ignore[arg-type]
+        changes = {field: _number(part, field, value)}
+        if at := _AT.get(field):
+            changes |= {field: int(changes[field]), at: _number(part, at, at_s or _default_time(name))}
+        elif at_s:
+            raise SpecError(f"{part}: only `dead` and `drain` have a time - at `--faults`")
+        faults = replace(faults, **changes)  # type: ignore[arg-type]
     return faults
+
+
+def _default_time(name: str) -> str:
+    return DEFAULTS[name].partition("@")[2]
 
 
 def _number(part: str, field: str, text: str) -> float:
@@ -97,7 +112,7 @@ def _number(part: str, field: str, text: str) -> float:
     if not (0.0 <= value <= most and value < inf and (value or field in _MAY_BE_0)):
         limits = "from 0 to 1" if most == 1.0 else "0 or above" if field in _MAY_BE_0 else "above 0"
         raise SpecError(f"{part}: must be {limits} - at `--faults`")
-    if field == "dead_endpoint" and not value.is_integer():
+    if field in _AT and not value.is_integer():
         raise SpecError(f"{part}: must be an endpoint's number, from 0 - at `--faults`")
     if field == "speed_spread" and value < 1.0:
         raise SpecError(f"{part}: must be 1 or above - at `--faults`")

@@ -6,14 +6,14 @@ reach the others after `SHARED_S`.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from random import Random
 
 from perilune_api.pool import Pool
+from perilune_gateway.feeds.drained import is_idle
 from perilune_gateway.model import Tokens
-from perilune_gateway.model.handoff import Leg
+from perilune_gateway.model.handoff import HandoffRecord, Leg
 from perilune_gateway.model.kv_events import BlockStored, Event
 from perilune_gateway.model.shared import Batch, Names
 from perilune_gateway.request.parsed import ParsedRequest
@@ -55,8 +55,8 @@ class SimulatedGateway:
         self.engines = engines
         self.decided: Decided | None = None
         """The last decision."""
-        self.transfers: Counter[str] = Counter()
-        """Number of transfers of KV that have ended, by reason and outcome."""
+        self.handed_over: list[HandoffRecord] = []
+        """The transfers of KV that have ended."""
         self.rounds: dict[BothLegs, Legs] = {}
         """The hand-offs whose legs run."""
         clock, sharing = loop.clock, None
@@ -79,9 +79,7 @@ class SimulatedGateway:
             wall_clock=clock,
             rng=rng,
         )
-        for endpoint in pool.spec.endpoints:
-            if endpoint.bootstrap:
-                self.state.connectors.answered(endpoint.address, Connector((endpoint.address,), 1))
+        self._ask()
         self._others: Sequence[SimulatedGateway] = ()
         self._legs_due = self._telling = False
         self._told = 0
@@ -101,6 +99,22 @@ class SimulatedGateway:
                 self.state.block_tokens.stored(event, applied)
             self.router.on_applied(applied)
 
+    def configure(self, pool: Pool) -> None:
+        """Take over a changed pool document."""
+        self.router.configure(pool)
+        self._ask()
+
+    def _ask(self) -> None:
+        """Ask the engines whether they hand KV over."""
+        for endpoint in self.router.pool.spec.endpoints:
+            if endpoint.bootstrap:
+                self.state.connectors.answered(endpoint.address, Connector((endpoint.address,), 1))
+
+    def has_left(self, address: str) -> bool:
+        """Return whether the endpoint, which drains, is no longer used."""
+        state, transfers = self.state, self.router.moves.handing_over.transfers
+        return is_idle(state.fleet, state.sessions, address, self.loop.now, transfers=transfers)
+
     def scrape(self) -> None:
         """Read the engines' metrics."""
         for engine in self.engines.values():
@@ -115,7 +129,7 @@ class SimulatedGateway:
         self.decided = fact
 
     def on_handed_over(self, fact: HandedOver) -> None:
-        self.transfers[f"{fact.record.move.reason} {fact.record.outcome}"] += 1
+        self.handed_over.append(fact.record)
 
     def on_legs_due(self, fact: LegsDue) -> None:
         if not self._legs_due:

@@ -53,7 +53,7 @@ rates: new sessions per second for generated traffic; for a file, a factor on th
   rate at which TTFT p90 of --reference is 5 × the floor: that of turns that run alone with the prefix of
   their session cached. R/2 and 1.25R are multiples of it; to find it takes some eight simulations of each
   seed.
-faults: NAME=VALUE,… (dead=ENDPOINT@SECONDS), of
+faults: NAME=VALUE,… (dead and drain: ENDPOINT@SECONDS), of
   {", ".join(faults_of.NAMES)}
 modes: {Mode.THINKTIME}: a turn follows the previous one after the recorded gap (closed loop);
   {Mode.TIMESTAMPS}: at its timestamp (open loop); {Mode.MAX}: when the previous one has ended, but not before
@@ -332,8 +332,9 @@ def check_recorded(load: OfferedLoad, given: Mapping[str, object]) -> None:
 def checked_faults(text: str, endpoints: int) -> Faults:
     """Return the faults. Raises SpecError."""
     faults = faults_of.parse(text)
-    if faults.dead_endpoint >= endpoints:
-        raise SpecError(f"dead={faults.dead_endpoint}: the last endpoint is {endpoints - 1} - at `--faults`")
+    for name, number in (("dead", faults.dead_endpoint), ("drain", faults.drain_endpoint)):
+        if number >= endpoints:
+            raise SpecError(f"{name}={number}: the last endpoint is {endpoints - 1} - at `--faults`")
     return faults
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from perilune_gateway.model import Reason
+from perilune_gateway.model.handoff import HandoffRecord
 from perilune_lab.simulate.workload import Task
 
 
@@ -95,8 +96,8 @@ class SimulatedOutcome:
     """Variance of the queue length over endpoints, sampled evenly in time."""
     gaps: list[tuple[float, int]] = field(default_factory=list)
     """Seconds between two tokens of one request, and the number of such gaps, after the warm-up."""
-    transfers: Counter[str] = field(default_factory=Counter)
-    """Number of the gateway's transfers of KV that have ended, by reason and outcome."""
+    handed_over: list[HandoffRecord] = field(default_factory=list)
+    """The gateway's transfers of KV that have ended."""
     policy_faults: Counter[str] = field(default_factory=Counter)
     """Decisions that a policy of a package got wrong, by what was wrong."""
     read: int = 0
@@ -105,3 +106,8 @@ class SimulatedOutcome:
     simulated_s: float = 0.0
     cpu_s: float = 0.0
     """CPU seconds that the simulation took."""
+
+    @property
+    def transfers(self) -> Counter[str]:
+        """Number of the gateway's transfers of KV that have ended, by reason and outcome."""
+        return Counter(f"{record.move.reason} {record.outcome}" for record in self.handed_over)

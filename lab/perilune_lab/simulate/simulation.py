@@ -45,6 +45,7 @@ from perilune_gateway.routing.router import Encode
 from perilune_lab.engine.kv_cache import KvCache
 from perilune_lab.engine.scheduler import Limits, Scheduler
 from perilune_lab.simulate.deployment import MODEL, Deployment
+from perilune_lab.simulate.drains import Drains
 from perilune_lab.simulate.engine import SimulatedEngine
 from perilune_lab.simulate.faults import Faults
 from perilune_lab.simulate.gateway import SimulatedGateway
@@ -199,6 +200,7 @@ class Simulation:
         if 0 <= faults.dead_endpoint < len(self.engines):
             victim = self.engines[self.deployment.addresses[faults.dead_endpoint]]
             loop.at(BEGIN_S + faults.dead_at_s, victim.die)
+        Drains(loop, self.pool, self.gateways, self.engines).plan(faults)
         loop.every(SAMPLE_S, self._sample)
         for gateway in self.gateways:
             self._run(gateway)
@@ -223,7 +225,7 @@ class Simulation:
         told.moved_bytes, told.transfer_s = self.fabric.bytes, self.fabric.seconds
         told.gaps = [gap for e in self.engines.values() for gap in zip(e.gap_s, e.gaps, strict=True)]
         for gateway in self.gateways:
-            told.transfers.update(gateway.transfers)
+            told.handed_over += gateway.handed_over
             for state in gateway.router.policies.states():
                 told.policy_faults[f"{state.last or state.off} ({state.in_place} decided)"] += sum(
                     state.faults.values()

@@ -193,6 +193,12 @@ def test_drains_come_first() -> None:
     assert [m.subject for m in p.moves] == ["drain"]
 
 
+def test_sessions_of_a_draining_host_spread_over_the_others() -> None:
+    others = [one("b", sessions=3), one("c", 0.4, sessions=1), one("d", 9.0)]
+    p = plan([session(str(n)) for n in range(4)], [one("a", draining=True, sessions=4), *others])
+    assert Counter(m.target for m in p.moves) == {"b": 1, "c": 3}, "3 each, but none where the queue is long"
+
+
 PREFIX = PrefixFacts("system prompt", 1000, 0.3, (Location("a", 1000),))
 
 
