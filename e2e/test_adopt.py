@@ -87,7 +87,7 @@ class Theirs:
         assert len(self.addresses()) == len(self.pods()) == count
 
     def marks(self) -> dict[str, Any]:
-        """Whatever somebody else may have done to his pods, by their uids."""
+        """Return, by the uid of each pod, what another program could have changed in it."""
         written = ("name", "labels", "annotations", "finalizers", "ownerReferences")
         return {
             pod["metadata"]["uid"]: {

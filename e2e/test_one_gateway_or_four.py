@@ -1,7 +1,7 @@
 """The same load through one gateway of a pool, and through four that Envoy asks in turn.
 
 COMPARE=1 runs it (`make e2e-long`). It prints where turns went, what they found cached, their times, and the
-processor time of the gateways for each decision, without what they spend while nobody asks them.
+processor time of the gateways for each decision, above what idle gateways spend.
 """
 
 import os
@@ -22,7 +22,7 @@ pytestmark = [
 ]
 ENGINES, AGENTS, TURNS = 4, 16, 400
 IDLE_S = 20.0
-"""For so long nobody asks the gateways, to see what they spend meanwhile."""
+"""Seconds without requests, in which the spending of idle gateways is measured."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Measured:
     """Cached share of what the engines of the turns before had."""
     p90_s: float
     cpu_ms: float
-    """Processor time of all gateways for each decision, above that of gateways whom nobody asks."""
+    """Processor time of all gateways for each decision, above that of idle gateways."""
 
     def __str__(self) -> str:
         return (
