@@ -120,6 +120,8 @@ class Rig:
     """For whatever a test asks; it is on the pods' network. As a kubelet's, it verifies no certificate."""
     _network: Network = field(init=False)
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+    _envoy_url: str = ""
+    """Envoy's admin pages. Empty while it does not run."""
     _starts: int = 0
 
     async def __aenter__(self) -> Self:
@@ -248,8 +250,8 @@ class Rig:
                 raise process.child.late(timeout_s)
 
     async def start_gateway(self, document: Pool, *arguments: str) -> Child:
-        """Start a gateway of that pool and wait until it is ready. It asks the store's master at its address,
-        as there is no DNS."""
+        """Start a gateway of that pool and wait until it is ready, and until Envoy knows that if it runs. The
+        gateway asks the store's master at its address, as there is no DNS."""
         document = self._with_ca(document)
         if self.master is not None:
             engine = structs.replace(document.spec.engine, store_master=f"{self.master.pod.address}:9003")
@@ -262,7 +264,18 @@ class Rig:
         self.gateway = await start("gateway", command, env, self.folder)
         self._stack.push_async_callback(self.gateway.stop, 5.0)
         await self.gateway.until_ready(60)
+        if self._envoy_url:
+            await self._checked()
         return self.gateway
+
+    async def _checked(self) -> None:
+        """Wait until Envoy finds the gateway ready from now on: what it held of an earlier one is no news."""
+        name = "cluster.processors.health_check.success"
+        before = await envoy_process.counter(self.http, self._envoy_url, name)
+        while True:
+            if await envoy_process.counter(self.http, self._envoy_url, name) > before:
+                return
+            await asyncio.sleep(0.05)
 
     def kill_gateway(self) -> None:
         assert self.gateway is not None
@@ -275,7 +288,7 @@ class Rig:
         bootstrap = envoy.config(addresses, [GATEWAY[0]], engine_tls=tls)
         child = await start("envoy", envoy_process.command(bootstrap, self.folder), os.environ, self.folder)
         self._stack.push_async_callback(child.stop, 5.0)
-        _, self.url = await envoy_process.serving(child, self.folder, 60)
+        self._envoy_url, self.url = await envoy_process.serving(child, self.folder, 60)
 
     async def serve(self, of: Rendered) -> Engine:
         """One engine, ready, behind a gateway and Envoy."""

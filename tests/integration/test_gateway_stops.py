@@ -15,6 +15,7 @@ from perilune_gateway.extproc import Transport, new_server
 from perilune_gateway.extproc.h2 import limits
 from perilune_gateway.extproc.h2 import server as h2_server
 from perilune_gateway.extproc.service import Closed
+from perilune_lab.processes import envoy_process
 from perilune_lab.processes.envoy import Mode
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -131,12 +132,11 @@ async def test_gateway_killed_under_load_and_back_after_300_ms(rig, mode, grpc_r
 
 async def until_ready(rig, envoy, gateways: int) -> None:
     """Wait until Envoy holds so many for ready."""
-    url = f"{envoy.admin_url}/stats?filter=cluster.processors.membership_healthy"
+    name = "cluster.processors.membership_healthy"
     async with asyncio.timeout(HANG):
         while True:
-            async with rig.http.get(url) as reply:
-                if int((await reply.text()).split(":")[1]) == gateways:
-                    return
+            if await envoy_process.counter(rig.http, envoy.admin_url, name) == gateways:
+                return
             await asyncio.sleep(0.05)
 
 

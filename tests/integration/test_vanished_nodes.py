@@ -24,6 +24,7 @@ from waiting import HANG, until, until_true
 from enginebed.network import Network, Pod
 from perilune_api import names
 from perilune_api import pool as spec
+from perilune_lab.processes import envoy_process
 from perilune_lab.processes.child import start
 from perilune_lab.processes.envoy import config
 from perilune_lab.processes.stack import EngineOptions, pool_of
@@ -124,9 +125,8 @@ class Nodes:
     async def ready_gateways(self) -> int:
         """Return how many gateways Envoy would ask."""
         assert self.envoy
-        url = f"{self.envoy.admin_url}/stats?filter=cluster.processors.membership_healthy"
-        async with self.http.get(url) as answer:
-            return int((await answer.text()).split(":")[1])
+        name = "cluster.processors.membership_healthy"
+        return await envoy_process.counter(self.http, self.envoy.admin_url, name)
 
     async def lose(self, name: str, until_ready: int) -> tuple[float, float]:
         """Let a gateway's node vanish. Return when, and when Envoy asks only so many gateways."""

@@ -53,6 +53,12 @@ async def serving(child: Child, folder: Path, timeout_s: float) -> tuple[str, st
         asking.cancel()
 
 
+async def counter(session: aiohttp.ClientSession, admin_url: str, name: str) -> int:
+    """Return one of Envoy's counters or gauges, by its whole name."""
+    async with session.get(f"{admin_url}/stats?filter=^{name}$") as answer:
+        return int((await answer.text()).split(":")[1])
+
+
 async def _ask_until_serving(admin_file: Path) -> tuple[str, str]:
     async with aiohttp.ClientSession() as session:
         while True:
