@@ -64,13 +64,15 @@ def cached(answer: Answer) -> int:
 
 
 def furthest(one: Answer, other: Answer) -> float:
-    """Return the greatest difference between two answers' log probabilities, as far as their tokens are the
-    same; infinite if even the first differs."""
+    """Return the greatest difference between the log probabilities of two answers at temperature 0, up to and
+    including the first token that differs. There each has its own most likely token's, so answers that part
+    where two tokens are equally likely are no further apart than equal ones."""
     a, b = (answer["choices"][0] for answer in (one, other))
-    pairs = zip(a["token_ids"], b["token_ids"], strict=True)
+    pairs = zip(a["token_ids"], b["token_ids"], strict=False)
     same = next((i for i, (x, y) in enumerate(pairs) if x != y), len(a["token_ids"]))
-    left, right = (choice["logprobs"]["token_logprobs"][:same] for choice in (a, b))
-    return max((abs(x - y) for x, y in zip(left, right, strict=True)), default=float("inf"))
+    left, right = (choice["logprobs"]["token_logprobs"][: same + 1] for choice in (a, b))
+    apart: float = max(abs(x - y) for x, y in zip(left, right, strict=True))
+    return apart
 
 
 async def fetched(rig: Rig, address: str) -> float:

@@ -1,6 +1,11 @@
 """Three genuine engines that hand KV over, with sessions that go on meanwhile: one engine is drained, one
 is hot, all are restarted in turn, giver and taker are killed in the middle; and one prefills for two others.
 
+After each case prompts of moved sessions are asked again: one engine computes them whole, under a cache salt
+that keeps away all KV that moved. The answers must be the same, and the case's slowest turn may take LATER_S
+longer than that. So an undisturbed run of the same length is not needed: a turn's prompt has the answers
+before it, so where each answer is that of its prompt, the session went as it would have without moves.
+
 It takes minutes, so it runs with REQUESTS of 200 or more alone (`make e2e-real-long`).
 """
 
@@ -12,13 +17,14 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from urllib.parse import quote
+from uuid import uuid4
 
 import aiohttp
 import pytest
 import pytest_asyncio
 from msgspec import structs
 
-from enginebed.completions import SAME, ask, cached, furthest, until
+from enginebed.completions import SAME, Answer, ask, cached, furthest, until
 from enginebed.marks import TAKES_MINUTES
 from perilune_api.pool import Disaggregation, Migration, MoveTrigger, Role, dump
 from perilune_lab import profile
@@ -36,6 +42,10 @@ AT_ONCE = 4
 BLOCK = 32
 ABORT = {"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "10"}
 """Seconds; a minute and more in a cluster, so that a test need not wait for so long."""
+LATER_S = 5.0
+"""How much longer than computing its whole prompt a turn may take."""
+OTHERWISE = "otherwise"
+"""An answer that two engines that computed the whole prompt do not give."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +64,8 @@ class Turn:
     cached: int = 0
     why: str = ""
     """The decision's reason for a turn on another engine, and why the engine before was no candidate."""
+    prompt: list[int] = field(default_factory=list, repr=False, compare=False)
+    answer: Answer = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def moved(self) -> bool:
@@ -106,7 +118,9 @@ class Served:
             return
         session.ids, session.host = [*prompt, *answer["choices"][0]["token_ids"]], host
         took = time.monotonic() - began
-        turn = Turn(session.name, began, took, before, "", host, held, cached(answer))
+        turn = Turn(
+            session.name, began, took, before, "", host, held, cached(answer), prompt=prompt, answer=answer
+        )
         if turn.moved and host:  # else Envoy passed it on without a gateway
             with suppress(aiohttp.ClientError):  # that one is gone now
                 turn = replace(turn, why=await self.why(session.name, before))
@@ -143,6 +157,23 @@ class Served:
         await event
         await self.round()
         return self.turns[turns:], [one for key, one in self.handoffs.items() if key not in before]
+
+    async def computed(self, engine, turn):
+        """Return the answer of an engine that computes the turn's whole prompt, and the seconds."""
+        began, length = time.monotonic(), len(turn.answer["choices"][0]["token_ids"])
+        _, answer = await ask(self.rig, engine.url, turn.prompt, max_tokens=length, cache_salt=uuid4().hex)
+        return answer, time.monotonic() - began
+
+    async def compared(self, turn, engines):
+        """Say how the turn's answer is beside that of an engine that computes its whole prompt. Their log
+        probabilities are compared, as random weights often choose the same tokens where the KV is wrong."""
+        engine, other = self.rng.sample(engines, 2)
+        alone, _ = await self.computed(engine, turn)
+        if furthest(turn.answer, alone) < SAME:
+            ours, theirs = (answer["choices"][0]["token_ids"] for answer in (turn.answer, alone))
+            return "equal" if ours == theirs else "parted at a tie"
+        again, _ = await self.computed(other, turn)
+        return OTHERWISE if furthest(alone, again) < SAME else "computed twice, two answers"
 
     def write(self, document):
         (self.rig.folder / "pool.yaml").write_bytes(dump(document))
@@ -188,6 +219,39 @@ class Served:
             return ready == 3 and len((await self.moves())["connectors"]) == 3
 
         await until(can, 180)
+
+
+async def as_undisturbed(served, turns, checked, engines):
+    """Assert that the turns in `checked` have the answers of an engine that computes their prompts whole,
+    except where two such engines do not agree, and that the slowest of `turns` was not late."""
+    waiting, how = list(checked), Counter()
+    assert waiting
+
+    async def client():
+        while waiting:
+            turn = waiting.pop()
+            result = await served.compared(turn, engines)
+            how[result] += 1
+            if result == OTHERWISE:
+                print(f"  answered {result}: {turn}")
+
+    await asyncio.gather(*(client() for _ in range(AT_ONCE)))
+    slowest = max(turns, key=lambda turn: turn.seconds)
+    _, seconds = await served.computed(engines[0], slowest)
+    print(
+        f"  answers {dict(how)}; the slowest took {slowest.seconds:.1f} s, its prompt takes {seconds:.1f} s"
+    )
+    assert not how[OTHERWISE]
+    assert slowest.seconds <= seconds + LATER_S, slowest
+
+
+async def moved_as_undisturbed(served, turns):
+    """Compare the turns on another engine than before, and the last one of each session with such a turn."""
+    answered = [turn for turn in turns if not turn.failed]
+    moved = [turn for turn in answered if turn.moved]
+    last = {turn.session: turn for turn in answered}
+    checked = dict.fromkeys([*moved, *(last[turn.session] for turn in moved)])
+    await as_undisturbed(served, answered, checked, served.engines)
 
 
 def said(name, turns, handoffs):
@@ -249,6 +313,7 @@ async def test_a_drained_engine_under_load(served):
     switched = await handed_over(served.rig, "drain", "switched") - before
     assert switched >= 0.95 * len(theirs), f"{len(theirs)} were there"
     assert sum(turn.found for turn in moved) >= 0.95 * len(moved) > 0
+    await moved_as_undisturbed(served, turns)
 
 
 async def test_a_giver_killed_while_it_hands_over(served):
@@ -309,6 +374,7 @@ async def test_the_gateway_killed_while_it_hands_sessions_over(served):
     await served.all_can()
     assert not failed
     assert any(not turn.host for turn in turns), "Envoy passed some on"
+    await moved_as_undisturbed(served, turns)
 
 
 async def kill_in_the_middle(served, name, engine, killed):
@@ -323,6 +389,7 @@ async def kill_in_the_middle(served, name, engine, killed):
     await served.back(engine.number)
     assert all(turn.before == engine.address for turn in failed), "another engine's turn failed"
     assert len(failed) <= AT_ONCE
+    await moved_as_undisturbed(served, turns)
 
 
 async def test_a_rolling_restart_of_all_engines(served):
@@ -337,6 +404,7 @@ async def test_a_rolling_restart_of_all_engines(served):
     failed, moved = said("rolling restart", turns, handoffs)
     assert not failed
     assert sum(turn.found for turn in moved) >= 0.95 * len(moved) > 0
+    await moved_as_undisturbed(served, turns)
 
 
 async def test_a_hot_engine(served):
@@ -368,6 +436,7 @@ async def test_a_hot_engine(served):
     served.write(served.document)
     assert not failed
     assert sum(turn.found for turn in moved) >= 0.95 * len(moved) > 0
+    await moved_as_undisturbed(served, turns)
 
 
 @pytest.mark.parametrize("kill", [False, True], ids=["undisturbed", "prefill engine killed"])
@@ -393,22 +462,16 @@ async def test_one_prefills_for_two(served, kill):
         return bool((await served.moves())["prefills"]["ended"])
 
     await until(is_split)
-    before, waiting, wrong, slowest = await prefills(rig), list(range(200)), [], 0.0
+    before, waiting, turns = await prefills(rig), list(range(200)), []
 
     async def client():
-        nonlocal slowest
         while waiting:
             number = waiting.pop()
             ids = tokens(rng, 600 if number % 2 else 120)
-            began = time.monotonic()
-            host, answer = await ask(rig, rig.url, ids, f"pd-{kill}-{number}", max_tokens=4)
-            slowest = max(slowest, time.monotonic() - began)
-            if host == giver.address:
-                wrong.append(f"{number} decoded on the prefill engine")
-            if not kill and number % 4 == 1:
-                _, alone = await ask(rig, giver.url, ids, max_tokens=4)
-                if not furthest(answer, alone) < SAME:
-                    wrong.append(f"{number} answered otherwise")
+            name, began = f"pd-{kill}-{number}", time.monotonic()
+            host, answer = await ask(rig, rig.url, ids, name, max_tokens=4)
+            took = time.monotonic() - began
+            turns.append(Turn(name, began, took, "", host=host, prompt=ids, answer=answer))
             if kill and len(waiting) == 100:
                 giver.kill()
 
@@ -420,13 +483,15 @@ async def test_one_prefills_for_two(served, kill):
         for one in (await served.moves())["prefills"]["ended"]
     )
     name = "1 + 2, prefill engine killed" if kill else "1 + 2"
-    print(f"\n{name}: 200 requests, {where}, last ended {dict(ended)}, slowest {slowest:.1f} s")
-    assert not wrong
+    print(f"\n{name}: 200 requests, {where}, last ended {dict(ended)}")
+    assert all(turn.host != giver.address for turn in turns), "decoded on the prefill engine"
     assert sum(where.values()) == 200
     assert where["short"] == 100
     if not kill:
         assert where["remote"] + where["queues_full"] == 100
         assert where["remote"] > 80
+    long = [turn for turn in turns if len(turn.prompt) == 600]
+    await as_undisturbed(served, turns, long, served.engines[1:])
 
 
 async def handed_over(rig, reason, outcome):
