@@ -23,8 +23,8 @@ pytestmark = [
 ]
 ENGINES, AGENTS, TURNS = 4, 16, 400
 WARM = 320
-"""Turns before the measurement. A gateway compares the block hashes of the first 64 stores of each engine, and
-later only one in 50."""
+"""Turns before the measurement, because a gateway compares the block hashes of each engine's first 64 stores,
+and later those of one in 50."""
 CPU_TIMES = 1.5
 """What a decision of four gateways may cost, in those of one."""
 IDLE_S = 20.0
