@@ -1,10 +1,12 @@
 """Four gateways of one pool: they share what they decide through the operator's Valkey, and the death of any
 part costs no request and no session its engine."""
 
+import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from statistics import median
 from typing import NamedTuple
 
 import pytest
@@ -20,6 +22,16 @@ ABSENT_S = float(os.environ.get("ABSENT_S", "0"))
 GATEWAYS, SESSIONS, TURNS = (4, 40, 5) if ABSENT_S else (4, 24, 3)
 AT_ONCE = 4
 """So few that the policy hardly ever moves a session away from a busy engine."""
+VANISHED_S = 15.0
+"""How long a gateway is cut off."""
+WAITS_S = 2.0
+"""How long Envoy waits for a gateway that does not answer: the pool's `messageTimeout`."""
+VANISHED = """
+table ip vanished {
+  chain in { type filter hook input priority raw; policy drop; iif lo accept; ip saddr KUBELET accept; }
+  chain out { type filter hook output priority raw; policy drop; oif lo accept; ip daddr KUBELET accept; }
+}
+"""
 
 
 class Turn(NamedTuple):
@@ -95,10 +107,38 @@ def explained(pool, request_id):
 
 def kill(cluster, pod):
     """kill -9 of its only container, by its node."""
-    (status,) = pod["status"]["containerStatuses"]
-    container = status["containerID"].removeprefix("containerd://")
+    machine_of(cluster, pod).run(
+        ["ctr", "-n", "k8s.io", "tasks", "kill", "--signal", "SIGKILL", container_of(pod)]
+    )
+
+
+def machine_of(cluster, pod):
     (node,) = (node for node in cluster.nodes if node.site.node == pod["spec"]["nodeName"])
-    node.machine.run(["ctr", "-n", "k8s.io", "tasks", "kill", "--signal", "SIGKILL", container])
+    return node.machine
+
+
+def container_of(pod):
+    (status,) = pod["status"]["containerStatuses"]
+    return status["containerID"].removeprefix("containerd://")
+
+
+@contextmanager
+def vanished(cluster, pod):
+    """While inside, what is sent to the pod is dropped, and what it sends, as if its node were lost: nothing
+    is refused or reset. Only the kubelet still reaches it, so that the pod stays in its Service, as one on a
+    lost node does for its first 40 s."""
+    machine, container = machine_of(cluster, pod), container_of(pod)
+    tasks = machine.run(["ctr", "-n", "k8s.io", "tasks", "list"]).splitlines()
+    (pid,) = (words[1] for words in map(str.split, tasks) if words[0] == container)
+    network = machine.run(["ip", "netns", "identify", pid]).strip()  # stays if the container starts again
+    inside = ["nsenter", f"--net=/run/netns/{network}", "--"]
+    (route,) = json.loads(machine.run([*inside, "ip", "-json", "route", "show", "default"]))
+    kubelet = route["gateway"]
+    machine.run([*inside, "nft", "-f", "-"], stdin=VANISHED.replace("KUBELET", kubelet))
+    try:
+        yield
+    finally:
+        machine.run([*inside, "nft", "delete", "table", "ip", "vanished"])
 
 
 def restarts(pool, part):
@@ -147,6 +187,39 @@ def test_a_killed_gateway_fails_no_request_and_sessions_stay(cluster, many, home
     assert strayed(many, played, homes) == {}
     eventually(lambda: many.has_gateways(GATEWAYS), timeout_s=60)
     assert restarts(many, "gateway") == before + 1
+
+
+def test_a_gateway_that_vanishes_fails_no_request_and_holds_one_up_for_two_seconds_at_most(cluster, many):
+    """Those that Envoy sends there wait for `messageTimeout` and pass without a decision, or until a new
+    connection was tried in vain (1 s). Prints how long requests took."""
+    with under_load(many.client, sessions=8, pause_s=0.05) as load:
+        load.goes_on(200)
+        (gateway, *_) = many.pods("gateway")
+        with vanished(cluster, gateway):
+            lost = time.monotonic()
+            time.sleep(VANISHED_S)
+            back = time.monotonic()
+        eventually(lambda: many.has_gateways(GATEWAYS), timeout_s=60)
+        again = time.monotonic()
+        load.goes_on(200)
+    phases = {
+        "before": [one for one in load.samples if one.ended < lost],
+        "meanwhile": [one for one in load.samples if one.ended >= lost and one.began < back],
+        "after": [one for one in load.samples if one.began >= again],
+    }
+    slowest = {}
+    for phase, samples in phases.items():
+        took = [one.ended - one.began for one in samples]
+        slowest[phase] = max(took)
+        waited = [one.ended - lost for one in samples if one.ended - one.began >= 0.9]
+        print(
+            f"{phase}: {len(took)} requests, p50 {median(took):.3f} s, slowest {max(took):.3f} s,"
+            f" {len(waited)} took 0.9 s or more (after {', '.join(f'{s:.1f}' for s in waited)} s),"
+            f" {sum(not one.decided for one in samples)} passed without a decision"
+        )
+    assert load.failures == []
+    assert slowest["meanwhile"] <= slowest["before"] + WAITS_S + 0.5
+    assert not [one for one in phases["after"] if not one.decided]
 
 
 def test_a_killed_server_of_shared_state_fails_no_request_and_sessions_stay(cluster, many, homes):

@@ -1,7 +1,8 @@
 """The same load through one gateway of a pool, and through four that Envoy asks in turn.
 
 COMPARE=1 runs it (`make e2e-long`). It prints where turns went, what they found cached, their times, and the
-processor time of the gateways for each decision, above what idle gateways spend.
+processor time of the gateways for each decision, above what idle gateways spend. That time includes the
+engines' KV events, which each gateway follows.
 """
 
 import os
@@ -21,6 +22,11 @@ pytestmark = [
     pytest.mark.skipif("COMPARE" not in os.environ, reason="takes minutes: make e2e-long"),
 ]
 ENGINES, AGENTS, TURNS = 4, 16, 400
+WARM = 320
+"""Turns before the measurement, because a gateway compares the block hashes of each engine's first 64 stores,
+and later those of one in 50."""
+CPU_TIMES = 1.5
+"""What a decision of four gateways may cost, in those of one."""
 IDLE_S = 20.0
 """Seconds without requests, in which the spending of idle gateways is measured."""
 
@@ -61,7 +67,7 @@ def measured(pool: LivePool, name: str) -> Measured:
     time.sleep(IDLE_S)
     idle = (spent(pool)[0] - before_s) / (time.monotonic() - began)
     with agents(pool.client, AGENTS, name) as turns:
-        turns.goes_on(5 * AGENTS)
+        turns.goes_on(WARM)
         at, (cpu_before_s, decided_before) = time.monotonic(), spent(pool)
         turns.goes_on(TURNS)
         cpu_s, decided = spent(pool)
@@ -91,6 +97,8 @@ def test_four_gateways_decide_as_one(kube, edge, operator, state_image):
         four = measured(pool, "four gateways")
     finally:
         pool.delete()
-    print(f"four / one: p90 {four.p90_s / one.p90_s:.2f}, CPU {four.cpu_ms / one.cpu_ms:.2f} (goal: 1.5)")
+    times = four.cpu_ms / one.cpu_ms
+    print(f"four / one: p90 {four.p90_s / one.p90_s:.2f}, CPU {times:.2f} (goal: {CPU_TIMES})")
     assert four.stayed >= 0.995
     assert abs(four.cached - one.cached) <= 0.01
+    assert times <= CPU_TIMES, f"one: {one}; four: {four}"

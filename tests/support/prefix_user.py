@@ -1,11 +1,10 @@
 """A user whose prompts share long beginnings, in front of a whole stack."""
 
-import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
 from stack_user import StackUser
-from waiting import HANG
+from waiting import until_true
 
 from perilune_lab.vocabulary import Vocabulary
 
@@ -32,10 +31,15 @@ class User(StackUser):
             return answer.headers["x-perilune-endpoint"], usage["prompt_tokens_details"]["cached_tokens"]
 
     async def outcomes(self) -> list[tuple[str, str | None]]:
-        """Return how pulls ended, once none is open: the gateway hears of an end after the client."""
-        async with asyncio.timeout(HANG):
-            while (pulls := (await self.moves())["pulls"])["open"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        """Return how pulls ended, once the gateway has heard of the end of every request, which is after the
+        client. That a pull is over is not enough: its outcome is told when its request has ended."""
+
+        async def all_have_ended() -> bool:
+            return await self.metric("perilune_endpoint_in_flight_requests{") == 0
+
+        await until_true(all_have_ended)
+        pulls = (await self.moves())["pulls"]
+        assert pulls["open"] == 0
         return [(one["outcome"], one["cause"]) for one in pulls["ended"]]
 
     def child(self, address: str) -> Any:

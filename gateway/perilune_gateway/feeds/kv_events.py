@@ -151,7 +151,8 @@ def _usable(events: Iterable[Event]) -> tuple[tuple[Event, ...], int]:
             rows.append((len(usable), first, hashes))
         else:
             first = None
-            if type(event) is BlockStored and event.extra_keys and _is_deep(event.extra_keys):
+            keys = event.extra_keys if type(event) is BlockStored else None
+            if keys and any(keys) and _is_deep(keys):  # most engines send None for each block
                 deep += 1
                 continue
         usable.append(event)
