@@ -13,13 +13,13 @@
    can, what lies so far between the two. There is no cooldown, which would cost more than it saves at every
    load (docs/evaluation/notes.md).
 5. The headers suffice while the session stays and its host is known to cache its context; without a store
-   other endpoints then count as caching nothing. Otherwise a long prefill follows, so waiting for the body costs little.
+   other endpoints then count as caching nothing. Otherwise a long prefill follows, so waiting for the body
+   costs little.
 
 The interference term charges a prefill for the delay of the other requests on the endpoint, which also keep
 their KV for longer. It places long prefills where few requests run.
 
-Source: Perilune. Prefer it where a session's KV does not follow it, or where endpoints differ in hardware or
-cache tiers; with a shared store lmetric_plus_one is as good (docs/evaluation/README.md). It depends on
+Source: Perilune. Prefer it for agents and chats in any deployment (docs/evaluation/README.md). It depends on
 predictions, which the gateway corrects by measurement (state/calibration.py).
 """
 
