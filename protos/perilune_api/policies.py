@@ -77,9 +77,11 @@ class PeriluneParams(Struct, frozen=True):
     """Parameters of the policy perilune."""
 
     least_gain_seconds: Weight = 4.0
-    """A session moves only if the predicted saving, minus the predicted time to fetch its KV, is more than
-    this many seconds. The default suits turns of several seconds; use less where turns take less than a
-    second."""
+    """A session moves only if the predicted saving is more than this many seconds. The default suits turns of
+    several seconds; use less where turns take less than a second."""
+    least_gain_with_kv_seconds: Weight = 0.5
+    """The seconds that suffice where the other endpoint can fetch the session's KV from the store or a
+    peer."""
     interference_weight: Factor = 1.0
     """Seconds by which one second of prefill delays each request in flight on the same endpoint. The default
     1 counts that delay alone; a higher value also charges for the KV memory that the delayed requests keep

@@ -31,6 +31,7 @@ def forecast(
         calibrated_s=calibrated_s,
         prefill_s=believed.prefill_s(uncached, cached),
         fetch_s=fetch_s,
+        reads_s=0.0 if decision.prefill or decision.replicate_from in chosen.links else fetch_s,
         peer=decision.replicate_from,
         overhead_s=believed.request_overhead_s(prompt_tokens),
         ttft_s=chosen.load.pending_prefill_s + fetch_s + calibrated_s,

@@ -146,13 +146,13 @@ class PoolState:
 
     def held(self, session: Session, now: float, *, prompt: bool = False) -> Matches:
         """Return what is held of the session's context, or of its last `prompt` alone. While its host's
-        device has all of it, the others are not looked up."""
+        device has all of it, the others are not looked up, unless the host is busy and there is a store."""
         endpoint, chain = self.fleet.get(session.host), session.chain
         if prompt:
             chain = chain[: session.fork]
         if endpoint and endpoint.events:
             held = self.index.leading(session.host, chain, now)
-            if held < len(chain):
+            if held < len(chain) or (self.index.has_store and self.loads.at(session.host).in_flight):
                 return self.index.find_matches(chain, now)
         else:
             held = max(session.unblocked_tokens // self.block_size, len(chain))

@@ -152,7 +152,9 @@ def in_engine_time(routing: spec.Routing, time_scale: float) -> spec.Routing:
             policy,
             ear=structs.replace(policy.ear, cooldown_seconds=policy.ear.cooldown_seconds / time_scale),
             perilune=structs.replace(
-                policy.perilune, least_gain_seconds=policy.perilune.least_gain_seconds / time_scale
+                policy.perilune,
+                least_gain_seconds=policy.perilune.least_gain_seconds / time_scale,
+                least_gain_with_kv_seconds=policy.perilune.least_gain_with_kv_seconds / time_scale,
             ),
         ),
         migration=structs.replace(

@@ -9,7 +9,7 @@ from perilune_api.policies import PeriluneParams
 from perilune_gateway.model import NEED_BODY, Decision, Phase, Reason
 from perilune_gateway.policy.perilune import perilune
 
-PARAMS = PeriluneParams(least_gain_seconds=0.1)
+PARAMS = PeriluneParams(least_gain_seconds=0.1, least_gain_with_kv_seconds=0.05)
 
 
 def run(r, candidates, seed: int = 0) -> Decision:
@@ -32,8 +32,8 @@ def at_home(**held):
     [
         pytest.param(0.0, Reason.HOST, id="idle host"),
         pytest.param(0.179, Reason.HOST, id="pulling takes 0.18 s"),
-        pytest.param(0.459, Reason.NOT_WORTH, id="saves 0.279 s: 0.1 s and less than the pull once more"),
-        pytest.param(0.461, Reason.MOVED, id="saves 0.281 s"),
+        pytest.param(0.229, Reason.NOT_WORTH, id="saves 0.049 s"),
+        pytest.param(0.231, Reason.MOVED, id="saves 0.051 s"),
     ],
 )
 def test_a_session_leaves_only_when_that_pays(queue_s: float, reason: Reason) -> None:
@@ -49,6 +49,28 @@ def test_a_session_leaves_only_when_that_pays(queue_s: float, reason: Reason) ->
 def test_recomputing_elsewhere_has_to_pay_too(queue_s: float, reason: Reason) -> None:
     without_pull = request(tokens=1000, of=session("a"), prefix=prefix(pullable=False, a=900))
     assert run(without_pull, [node("a", cached=900, pending_s=queue_s), node("b")]).reason is reason
+
+
+@pytest.mark.parametrize(
+    ("stored", "least_s"),
+    [
+        pytest.param(800, 0.05, id="all"),
+        pytest.param(1000, 0.05, id="more"),
+        pytest.param(400, 0.075, id="half"),
+        pytest.param(0, 0.1, id="nothing"),
+    ],
+)
+@pytest.mark.parametrize("more_s", [-0.01, 0.01])
+def test_a_move_has_to_save_less_where_more_of_the_kv_comes_along(stored, least_s, more_s) -> None:
+    """The store holds so many of the 800 tokens that the host caches."""
+    r = request(tokens=2000, of=session("a"), prefix=prefix(pullable=False))
+    there = candidate("b", stored=stored, engine=PLAIN)
+
+    def decision(queue_s: float) -> Decision:
+        return run(r, [candidate("a", cached=800, stored=stored, pending_s=queue_s, engine=PLAIN), there])
+
+    stays, goes = (each.total for each in decision(0.0).costs)
+    assert (decision(goes - stays + least_s + more_s).reason is Reason.MOVED) == (more_s > 0)
 
 
 def test_slow_links_stop_moves_by_themselves() -> None:
@@ -91,10 +113,18 @@ def test_noise_does_not_move_a_session_that_has_nothing_to_lose() -> None:
     assert (verdict.target, verdict.reason) == ("a", Reason.NOT_WORTH)
 
 
-@pytest.mark.parametrize(("queue_s", "target"), [(4.35, "a"), (4.37, "b")], ids=["saves 4.17 s", "4.19 s"])
-def test_what_brings_little_is_not_worth_a_move(queue_s: float, target: str) -> None:
+@pytest.mark.parametrize(
+    ("pullable", "queue_s", "target"),
+    [
+        pytest.param(False, 4.89, "a", id="saves 3.99 s"),
+        pytest.param(False, 4.91, "b", id="saves 4.01 s"),
+        pytest.param(True, 0.67, "a", id="saves 0.49 s with its KV"),
+        pytest.param(True, 0.69, "b", id="saves 0.51 s with its KV"),
+    ],
+)
+def test_what_brings_little_is_not_worth_a_move(pullable: bool, queue_s: float, target: str) -> None:
     nodes = [node("a", cached=900, pending_s=queue_s), node("b")]
-    verdict = perilune(at_home(a=900), nodes, PeriluneParams(), Random(0))
+    verdict = perilune(at_home(a=900, pullable=pullable), nodes, PeriluneParams(), Random(0))
     assert isinstance(verdict, Decision)
     assert verdict.target == target
     assert verdict.reason is (Reason.MOVED if target == "b" else Reason.NOT_WORTH)

@@ -47,6 +47,19 @@ def test_what_is_held_is_fetched_and_the_rest_is_prefilled(
     assert (found.prefill_s, found.fetch_s) == (pytest.approx(prefill_s), pytest.approx(fetch_s))
 
 
+@pytest.mark.parametrize(
+    ("made", "reads_s"),
+    [
+        pytest.param(decision(), 0.45, id="from the store"),
+        pytest.param(decision(pulls=600), 0.0, id="a peer sends it"),
+        pytest.param(decision(prefill="p"), 0.0, id="prefilled elsewhere"),
+    ],
+)
+def test_what_others_send_is_no_read_of_the_endpoint(made: Decision, reads_s: float) -> None:
+    found = forecast(made, candidate(stored=900, links=LINKS), 1_000, PLAIN)
+    assert found.reads_s == pytest.approx(reads_s)
+
+
 def test_the_first_token_waits_for_the_queue_too_at_the_measured_speed() -> None:
     slow = candidate(pending_s=2.0, cached=100, links=LINKS, engine=PLAIN.scaled(3.0))
     found = forecast(decision(pulls=600), slow, 1_000, PLAIN)

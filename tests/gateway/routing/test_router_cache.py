@@ -68,6 +68,23 @@ def test_an_unread_turn_also_has_what_its_host_can_load(tier: Tier) -> None:
     )
 
 
+@pytest.mark.parametrize("busy", [True, False])
+def test_an_unread_turn_of_a_busy_host_also_has_what_others_can_load(busy: bool) -> None:
+    """Only then it matters."""
+    rig = Rig(pool(routing=Routing(policy=chosen("ear"))))
+    h = head("/v1/completions", x_session_id="s", content_length="1000")
+    routed = rig.route(range(40), h)
+    host = routed.destinations[0]
+    rig.stored(host, range(40))
+    rig.stored(host, range(36), tier=Tier.STORE)
+    if not busy:
+        rig.finish(routed)
+    record = rig.record(rig.route(h=h))
+    assert record.token_source is TokenSource.ESTIMATE
+    others = {c.overlap.store_tokens for c in record.candidates if c.address != host}
+    assert others == {36 if busy else 0}
+
+
 def test_the_blocks_of_an_unread_turn_may_come_back_with_new_ones() -> None:
     rig = Rig(pool(routing=Routing(policy=chosen("ear"))))
     h = head("/v1/completions", x_session_id="s", content_length="1000")
