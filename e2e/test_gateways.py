@@ -218,6 +218,7 @@ def test_a_gateway_that_vanishes_fails_no_request_and_holds_one_up_for_two_secon
             f" {sum(not one.decided for one in samples)} passed without a decision"
         )
     assert load.failures == []
+    assert any(not one.decided or one.ended - one.began >= 0.9 for one in phases["meanwhile"]), "none met it"
     assert slowest["meanwhile"] <= slowest["before"] + WAITS_S + 0.5
     assert not [one for one in phases["after"] if not one.decided]
 

@@ -1,5 +1,7 @@
 """How the scenarios with genuine engines compare two answers to one prompt."""
 
+from math import inf
+
 import pytest
 
 from enginebed.completions import SAME, furthest
@@ -25,6 +27,7 @@ USUAL = answer((7, -1.0), (8, -2.0), (9, -0.5))
             answer((5, -1.5), (8, -2.0), (9, -0.5)), 0.5, id="another first token that is likelier there"
         ),
         pytest.param(answer((7, -1.0), (2, -2.0)), 0.0, id="ends at a tie"),
+        pytest.param(answer((7, -1.0), (8, -2.0)), inf, id="ends before the other"),
     ],
 )
 def test_answers_are_compared_up_to_the_first_token_that_differs(

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from math import inf
 from typing import Any
 from uuid import uuid4
 
@@ -65,14 +66,17 @@ def cached(answer: Answer) -> int:
 
 def furthest(one: Answer, other: Answer) -> float:
     """Return the greatest difference between the log probabilities of two answers at temperature 0, up to and
-    including the first token that differs. There each has its own most likely token's, so answers that part
-    where two tokens are equally likely are no further apart than equal ones."""
+    including the first token that differs. At that place each answer has the log probability of its own most
+    likely token, so answers that part where two tokens are equally likely are as close as equal ones.
+    Infinite if one answer ends where the other goes on."""
     a, b = (answer["choices"][0] for answer in (one, other))
     pairs = zip(a["token_ids"], b["token_ids"], strict=False)
-    same = next((i for i, (x, y) in enumerate(pairs) if x != y), len(a["token_ids"]))
-    left, right = (choice["logprobs"]["token_logprobs"][: same + 1] for choice in (a, b))
-    apart: float = max(abs(x - y) for x, y in zip(left, right, strict=True))
-    return apart
+    same = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
+    if same is None and len(a["token_ids"]) != len(b["token_ids"]):
+        return inf
+    upto = None if same is None else same + 1
+    left, right = (choice["logprobs"]["token_logprobs"][:upto] for choice in (a, b))
+    return max((abs(x - y) for x, y in zip(left, right, strict=True)), default=0.0)
 
 
 async def fetched(rig: Rig, address: str) -> float:

@@ -265,11 +265,11 @@ class Rig:
         self._stack.push_async_callback(self.gateway.stop, 5.0)
         await self.gateway.until_ready(60)
         if self._envoy_url:
-            await self._checked()
+            await asyncio.wait_for(self._until_envoy_knows(), 60)
         return self.gateway
 
-    async def _checked(self) -> None:
-        """Wait until Envoy finds the gateway ready from now on: what it held of an earlier one is no news."""
+    async def _until_envoy_knows(self) -> None:
+        """Wait until Envoy finds the gateway ready again: earlier checks may have asked an earlier one."""
         name = "cluster.processors.health_check.success"
         before = await envoy_process.counter(self.http, self._envoy_url, name)
         while True:
