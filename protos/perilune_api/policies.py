@@ -77,11 +77,12 @@ class PeriluneParams(Struct, frozen=True):
     """Parameters of the policy perilune."""
 
     least_gain_seconds: Weight = 4.0
-    """A session moves only if the predicted saving is more than this many seconds. The default suits turns of
-    several seconds; use less where turns take less than a second."""
+    """Seconds that a move of a session has to save, as predicted, if the other endpoint has nothing of the
+    prompt. The default suits turns of several seconds; use less where turns take less than a second."""
     least_gain_with_kv_seconds: Weight = 0.5
-    """The seconds that suffice where the other endpoint can fetch the session's KV from the store or a
-    peer."""
+    """The same, in seconds, if the other endpoint has all of the prompt's KV, or fetches it from the
+    store or a peer. With half of it, a move has to save the mean of the two values, and so on. A value
+    above leastGainSeconds counts as that."""
     interference_weight: Factor = 1.0
     """Seconds by which one second of prefill delays each request in flight on the same endpoint. The default
     1 counts that delay alone; a higher value also charges for the KV memory that the delayed requests keep

@@ -83,7 +83,7 @@ class Load(NamedTuple):
     pending_prefill_tokens: int = 0
     """Number of uncached prompt tokens whose prefill waits or runs."""
     pending_prefill_s: float = 0.0
-    """Predicted seconds of that prefill."""
+    """Predicted seconds of that prefill, and of reading from the store before it."""
     in_flight: int = 0
     """Number of requests that this gateway sent to the endpoint and that have not ended."""
     running: int = 0

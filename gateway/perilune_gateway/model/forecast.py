@@ -20,8 +20,9 @@ class PrefillForecast(Struct, frozen=True, gc=False, kw_only=True):
     fetch_s: float = 0.0
     """Seconds of pulling or loading KV before it, or until another endpoint has prefilled. 0 if nothing is
     fetched."""
-    reads_s: float = 0.0
-    """How many of them the endpoint reads from host memory or the store; its reads wait for each other."""
+    store_s: float = 0.0
+    """Seconds of reading the shared store, by the endpoint's measured speed. It reads for one request after
+    the other."""
     peer: str = ""
     """The endpoint that KV is pulled from. Empty if it comes from the shared store, if from anywhere."""
     overhead_s: float = 0.0

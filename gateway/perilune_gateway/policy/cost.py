@@ -2,7 +2,7 @@
 
 `seconds` predicts the cost of a request on an endpoint as the sum of
 
-    queue_s         prefill that waits or runs on the endpoint
+    queue_s         prefill that waits or runs on the endpoint, and reading from the store before it
     fetch_s         loading cached KV that the device lacks, from host memory, the shared store or a peer; 0
                     if recomputing everything is faster
     prefill_s       prefill of what is still uncached then

@@ -7,14 +7,14 @@
    the predictions' precision (`nearly` in cost.py), choose the endpoint with the fewest sessions.
 3. The host drains: choose the lowest cost of the other endpoints. (A session whose KV can be handed over
    stays until that is done, as under every policy, see routing/decide.py.)
-4. Otherwise the session moves to the lowest cost only if it saves more than `least_gain_seconds`. A smaller
-   saving is within the error of the predictions, and most queues are gone before the next turn. Where its KV
-   can be fetched, from the shared store or a peer, `least_gain_with_kv_seconds` suffice; where a share of it
-   can, what lies so far between the two. There is no cooldown, which would cost more than it saves at every
-   load (docs/evaluation/notes.md).
-5. The headers suffice while the session stays and its host is known to cache its context; without a store
-   other endpoints then count as caching nothing. Otherwise a long prefill follows, so waiting for the body
-   costs little.
+4. Otherwise the session moves to the lowest cost only if that saves enough, since a small saving is within
+   the error of the predictions, and most queues are gone before the next turn. Enough are
+   `least_gain_seconds` if the other endpoint has nothing of the prompt, `least_gain_with_kv_seconds` if it
+   has or fetches all of it, and in proportion for a share. There is no cooldown, which would cost more than
+   it saves at every load (docs/evaluation/notes.md).
+5. The headers suffice while the session stays and its host is known to cache its context. (Other endpoints
+   then count as caching nothing, unless the host is busy and KV lies in host memory or a store.) Otherwise
+   a long prefill follows, so waiting for the body costs little.
 
 The interference term charges a prefill for the delay of the other requests on the endpoint, which also keep
 their KV for longer. It places long prefills where few requests run.
@@ -37,7 +37,7 @@ from perilune_gateway.model import (
     Reason,
     RequestView,
 )
-from perilune_gateway.policy.cost import KvSource, Seconds, cheapest, host_of, nearly_cheapest, seconds
+from perilune_gateway.policy.cost import Seconds, cheapest, host_of, nearly_cheapest, seconds
 
 
 def perilune(
@@ -58,10 +58,9 @@ def perilune(
         return _decision(host, Reason.HOST, here, costs)
     best = cheapest(others, costs, rng)
     stays, goes = here[host.address], here[best.address]
-    least_s = params.least_gain_seconds
-    if goes.source is not KvSource.DEVICE:
-        comes = min(1.0, goes.cached_tokens / max(1, stays.cached_tokens))
-        least_s += comes * (params.least_gain_with_kv_seconds - least_s)
+    with_kv_s = min(params.least_gain_seconds, params.least_gain_with_kv_seconds)
+    share = goes.cached_tokens / max(1, request.prompt_tokens)
+    least_s = params.least_gain_seconds + share * (with_kv_s - params.least_gain_seconds)
     saved_s = stays.total_s - goes.total_s
     if not host.draining and saved_s <= least_s:
         return _decision(host, Reason.NOT_WORTH if saved_s > 0 else Reason.HOST, here, costs)

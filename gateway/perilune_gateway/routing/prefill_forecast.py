@@ -31,7 +31,7 @@ def forecast(
         calibrated_s=calibrated_s,
         prefill_s=believed.prefill_s(uncached, cached),
         fetch_s=fetch_s,
-        reads_s=0.0 if decision.prefill or decision.replicate_from in chosen.links else fetch_s,
+        store_s=_reading(decision, chosen),
         peer=decision.replicate_from,
         overhead_s=believed.request_overhead_s(prompt_tokens),
         ttft_s=chosen.load.pending_prefill_s + fetch_s + calibrated_s,
@@ -64,3 +64,11 @@ def _fetching(
     if stored > max(device, host):
         return max(here, stored), believed.store_s(stored - device)
     return max(here, host), 0.0
+
+
+def _reading(decision: Decision, chosen: Candidate) -> float:
+    """Return the seconds of reading the shared store, if the KV comes from there."""
+    device, host, stored = chosen.overlap
+    if decision.prefill or decision.replicate_from in chosen.links or stored <= max(device, host):
+        return 0.0
+    return chosen.engine.store_s(stored - device)

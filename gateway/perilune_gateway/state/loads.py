@@ -1,6 +1,7 @@
 """The load that requests are at each endpoint, from their decision to their end.
 
-The pending prefill of a request is counted in tokens and seconds. It ends with the first of these: a KV event
+The pending prefill of a request is counted in tokens and seconds, which include those of reading the shared
+store: an engine reads for one request after the other. It ends with the first of these: a KV event
 with the prompt's last block, the head of an answer that is not streamed, the predicted time where no event is
 expected, or the end of the request. KV events that only show a session's growth release it in steps.
 
@@ -210,7 +211,7 @@ class Loads:
         request.load = self.start(
             request.target,
             uncached_tokens=forecast.uncached_tokens,
-            prefill_s=forecast.calibrated_s + forecast.reads_s,
+            prefill_s=forecast.calibrated_s + forecast.store_s,
             context_tokens=context_tokens,
             last_block=awaited,
             tenant=tenant,

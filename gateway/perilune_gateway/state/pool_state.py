@@ -145,14 +145,16 @@ class PoolState:
         return self.sharing.stamps.now_us() if self.sharing else int(now * 1e6)
 
     def held(self, session: Session, now: float, *, prompt: bool = False) -> Matches:
-        """Return what is held of the session's context, or of its last `prompt` alone. While its host's
-        device has all of it, the others are not looked up, unless the host is busy and there is a store."""
+        """Return what is held of the session's context, or of its last `prompt` alone. To save time, other
+        endpoints are looked up only if the host's device lacks some of it, or if it is busy and others may
+        read what they lack from host memory or the store."""
         endpoint, chain = self.fleet.get(session.host), session.chain
         if prompt:
             chain = chain[: session.fork]
         if endpoint and endpoint.events:
             held = self.index.leading(session.host, chain, now)
-            if held < len(chain) or (self.index.has_store and self.loads.at(session.host).in_flight):
+            elsewhere = self.index.beyond_devices and self.loads.at(session.host).in_flight
+            if held < len(chain) or elsewhere:
                 return self.index.find_matches(chain, now)
         else:
             held = max(session.unblocked_tokens // self.block_size, len(chain))

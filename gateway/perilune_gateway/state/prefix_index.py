@@ -328,9 +328,9 @@ class PrefixIndex:
                 self._no_longer_stored(block)
 
     @property
-    def has_store(self) -> bool:
-        """Whether the shared store has any block."""
-        return bool(self._store.expiry_s)
+    def beyond_devices(self) -> bool:
+        """Whether host memory or the shared store has any block."""
+        return self._hosts or bool(self._store.expiry_s)
 
     def in_store(self, blocks: Iterable[int]) -> list[bool]:
         """Return of each block whether the store has it, as far as known."""
@@ -454,7 +454,7 @@ class PrefixIndex:
         if self._hosts:
             host = reach = self._walk(steps, end, _on_host)
             offloaded = self._walk(steps, end, _offloaded)
-        stored = _STORED if self.has_store else 0
+        stored = _STORED if self._store.expiry_s else 0
         if stored:
             reach = self._walk(steps, end, lambda value: -1 if value & stored else _on_host(value))
         store = next((at for at, value in steps if not value & stored), end) if stored else 0
@@ -585,7 +585,7 @@ class PrefixIndex:
             return self._blocks.steps(blocks, past_unknown=to_end)
         # An endpoint's run begins where what it has announced ends, so where a value ends, or where another
         # run ends. Only what else holds blocks of a prompt can have a run begin in its middle.
-        anywhere = to_end or self._hosts or self.has_store
+        anywhere = to_end or self.beyond_devices
         steps: Steps = []
         spans: dict[tuple[int, int], int] = {}
         start = 0

@@ -1,5 +1,7 @@
 """What an endpoint has to do before a request's first token, as predicted when the request is sent there."""
 
+from dataclasses import replace
+
 import pytest
 from routing_objects import PLAIN, candidate, link
 
@@ -48,16 +50,18 @@ def test_what_is_held_is_fetched_and_the_rest_is_prefilled(
 
 
 @pytest.mark.parametrize(
-    ("made", "reads_s"),
+    ("made", "store_s"),
     [
-        pytest.param(decision(), 0.45, id="from the store"),
+        pytest.param(decision(), 0.9, id="from the store"),
         pytest.param(decision(pulls=600), 0.0, id="a peer sends it"),
         pytest.param(decision(prefill="p"), 0.0, id="prefilled elsewhere"),
     ],
 )
-def test_what_others_send_is_no_read_of_the_endpoint(made: Decision, reads_s: float) -> None:
-    found = forecast(made, candidate(stored=900, links=LINKS), 1_000, PLAIN)
-    assert found.reads_s == pytest.approx(reads_s)
+def test_only_what_an_endpoint_reads_itself_keeps_others_waiting(made: Decision, store_s: float) -> None:
+    """Its store is measured to be half as fast as believed."""
+    slow = replace(PLAIN, store_bytes_per_s=PLAIN.store_bytes_per_s / 2)
+    found = forecast(made, candidate(stored=900, links=LINKS, engine=slow), 1_000, PLAIN)
+    assert found.store_s == pytest.approx(store_s)
 
 
 def test_the_first_token_waits_for_the_queue_too_at_the_measured_speed() -> None:

@@ -9,7 +9,7 @@ from router_rig import USUAL, A, B, Rig, completion, pool
 from routing_objects import chosen, head
 
 from perilune_api.pool import EndpointSpec, Hashing, Lora, Model, Routing
-from perilune_gateway.model import NEED_BODY, DecisionRecord, Outcome, Routed, Tier, TokenSource
+from perilune_gateway.model import NEED_BODY, DecisionRecord, Outcome, Reason, Routed, Tier, TokenSource
 from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.request.tokens.prompts import MEDIA_TOKENS
 from perilune_gateway.state.computed_again import ComputedAgain
@@ -68,9 +68,10 @@ def test_an_unread_turn_also_has_what_its_host_can_load(tier: Tier) -> None:
     )
 
 
-@pytest.mark.parametrize("busy", [True, False])
-def test_an_unread_turn_of_a_busy_host_also_has_what_others_can_load(busy: bool) -> None:
-    """Only then it matters."""
+@pytest.mark.parametrize(
+    ("busy", "others"), [(True, 36), (False, 0)], ids=["busy", "idle: the look-up is saved"]
+)
+def test_an_unread_turn_of_a_busy_host_also_has_what_others_can_load(busy: bool, others: int) -> None:
     rig = Rig(pool(routing=Routing(policy=chosen("ear"))))
     h = head("/v1/completions", x_session_id="s", content_length="1000")
     routed = rig.route(range(40), h)
@@ -81,8 +82,35 @@ def test_an_unread_turn_of_a_busy_host_also_has_what_others_can_load(busy: bool)
         rig.finish(routed)
     record = rig.record(rig.route(h=h))
     assert record.token_source is TokenSource.ESTIMATE
-    others = {c.overlap.store_tokens for c in record.candidates if c.address != host}
-    assert others == {36 if busy else 0}
+    assert {c.overlap.store_tokens for c in record.candidates if c.address != host} == {others}
+
+
+@pytest.mark.parametrize(
+    ("stored", "queue_s", "moves"), [(True, 2.0, True), (True, 0.5, False), (False, 2.0, False)]
+)
+def test_the_default_reads_a_body_where_the_store_makes_a_move_worth_it(
+    stored: bool, queue_s: float, moves: bool
+) -> None:
+    """Others would compute the context in 2.7 s, and read it in less than one."""
+    rig, ids = Rig(pool(engine=USUAL)), range(20_000)
+    routed = rig.route(ids, head("/v1/completions", x_session_id="s"))
+    host, length = routed.destinations[0], str(len(completion(ids)))
+    rig.stored(host, ids)
+    if stored:
+        rig.stored(host, ids, tier=Tier.STORE)
+    rig.finish(routed)
+    rig.queue(host, queue_s)
+    h = head("/v1/completions", x_session_id="s", content_length=length)
+    assert (rig.router.on_headers(h) is NEED_BODY) == moves
+    assert (rig.record(rig.route(ids, h)).reason == Reason.MOVED) == moves
+
+
+@pytest.mark.parametrize(("tier", "waits"), [(Tier.STORE, True), (Tier.DEVICE, False)])
+def test_later_requests_wait_for_what_a_request_reads_from_the_store(tier: Tier, waits: bool) -> None:
+    rig, ids = Rig(pool(endpoints=[A], engine=USUAL)), range(20_000)
+    rig.stored(A, ids, tier=tier)
+    rig.route(ids)
+    assert (rig.state.loads.at(A).pending_s > 0.3) == waits
 
 
 def test_the_blocks_of_an_unread_turn_may_come_back_with_new_ones() -> None:

@@ -54,7 +54,7 @@ def stored(loads: Loads, address: str, blocks: list[int]) -> list[int]:
 
 def test_what_an_engine_reads_from_the_store_keeps_others_waiting(loads: Loads) -> None:
     """Its reads are made one after the other. What a peer sends comes before the request."""
-    forecast = PrefillForecast(uncached_tokens=100, calibrated_s=0.1, fetch_s=0.5, reads_s=0.3)
+    forecast = PrefillForecast(uncached_tokens=100, calibrated_s=0.1, fetch_s=0.5, store_s=0.3)
     loads.on_decided(decided(in_flight(prompt_tokens=400, forecast=forecast)))
     assert pending(loads) == (100, 0.4)
 
