@@ -58,7 +58,7 @@ class Phase:
     back_s: float | None = None
     """Seconds until what was killed served again; None if nothing was killed."""
     pause_s: float = 0.0
-    """Between a client's turns. Engines that start need the cores."""
+    """Between a client's turns, where others need the cores: engines that start, or the gateway."""
 
     @property
     def answered(self) -> list[Judged]:

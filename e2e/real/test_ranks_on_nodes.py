@@ -21,6 +21,7 @@ async def test_ranks_on_two_nodes_are_one_endpoint_and_each_announces_what_it_ca
     await rig.start_gateway(document)
     await rig.start_envoy(document)
     phase = report.phase("a rank on each of two nodes")
+    phase.pause_s = 0.2  # the ranks evict all the time, and share two cores with who hears of it
     await judged.play(rig, conversations.mixed(8, 2, "tiny"), phase, 40)
     judged_by_rank(phase, engine.address, 0.95)
     rows = (await rig.page("/api/nodes/stats"))["nodes"]
