@@ -46,12 +46,13 @@ async def until(what: Callable[[], Awaitable[Any]], true: Callable[[Any], bool])
     """Ask again until it holds; a refusal counts as not yet."""
     end = time.monotonic() + HANG
     while True:
+        said: Any = None
         try:
             said = await what()
             if true(said):
                 return said
         except (kube.ApiError, KeyError) as error:
-            said = error
+            said = error, said
         assert time.monotonic() < end, said
         await asyncio.sleep(0.1)
 
