@@ -39,7 +39,7 @@ from perilune_gateway.state.facts import LegsDue
 
 log = logging.getLogger(__name__)
 
-ACCEPT_S = 5.0
+ACCEPT_S = 4.0
 TAKE_S = 30.0
 FIRST = 0
 """Priority of legs that a request waits for; those that the gateway writes for requests are Unix times."""
