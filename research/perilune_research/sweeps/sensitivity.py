@@ -31,7 +31,6 @@ from perilune_research.table import Table
 FACTORS = (0.7, 1.3)
 PARAMETERS: Mapping[str, str] = {
     "turns_alpha": "shape of the number of turns, more is fewer",
-    "turns_max": "most turns",
     "first_prompt": "median first prompt",
     "tool_result": "median tool result",
     "answer": "median answer",
