@@ -150,7 +150,7 @@ SWEEP = Sweep(
     description=f"Find the largest rate of new sessions at which TTFT p90 is at most {MOST_TTFT_S:g} s, for"
     " each arm, policy and seed.",
     note=f"*Sessions/s* is the largest rate of new sessions at which TTFT p90 is at most {MOST_TTFT_S:g} s,"
-    f" to {100 * TOLERANCE:g} %,\nby seed. *Goal* is the least that the quotient of the means should be.",
+    f" to {100 * TOLERANCE:g} %, by seed.\n*Goal* is the least that the quotient of the means should be.",
     policies="lmetric_plus_one,dynamo,sticky,round_robin",
     tables=tables,
 )

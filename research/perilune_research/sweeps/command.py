@@ -98,7 +98,8 @@ Everything on this page is **simulated** by `perilune simulate`, which runs the 
 and metrics, and says what follows from the figures.
 
 `{options.command}` makes this page: {base.endpoints} modelled H20 GPUs, {base.window_s:g} s of generated
-traffic, of which the first {base.warmup_s:g} s are not measured. {self.note}
+traffic, of which the first {base.warmup_s:g} s are not measured.
+{self.note}
 """
 
     def parse(self, argv: Sequence[str]) -> Options:

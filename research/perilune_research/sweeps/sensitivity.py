@@ -151,9 +151,9 @@ SWEEP = Sweep(
     title="other traffic",
     description="Play R with each parameter of the generated traffic at 0.7 and 1.3 times its default, and"
     " compare TTFT p90.",
-    note="R is one new session per\nsecond in every row, so longer prompts are more load. Figures are in the"
-    " order of the seeds, which begin at 1;\n*first to last* orders the policies by the geometric mean of"
-    " the quotients.",
+    note="R is one new session per second in every row, so longer prompts are more load. Figures are in the"
+    " order of the seeds,\nwhich begin at 1; *first to last* orders the policies by the geometric mean of the"
+    " quotients.",
     policies="lmetric_plus_one,sticky",
     tables=tables,
     parameters=PARAMETERS,
