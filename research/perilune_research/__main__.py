@@ -20,6 +20,16 @@ PROGRAM = Program(
                 "play policies in every deployment, through the gateway's own code; print one page of tables",
                 "deployments --quick --out /tmp/evaluation",
             ),
+            "capacity": Command(
+                "perilune_research.sweeps.capacity",
+                "find how many sessions per second each policy serves with a TTFT p90 of 5 s; print a table",
+                "capacity --arms none --policies perilune,sticky --seeds 1",
+            ),
+            "sensitivity": Command(
+                "perilune_research.sweeps.sensitivity",
+                "change each parameter of the generated traffic by 30 %; print which policy is ahead",
+                "sensitivity --parameters tool_result --seeds 1",
+            ),
             "fairness": Command(
                 "perilune_research.fairness.cli",
                 "play a tenant beside one at ten times its share; check what that costs",

@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         raise KeyboardInterrupt("finished simulations are kept, so the same command goes on") from None
     out = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
     for table in shown:
-        out.print(_grid(table))
+        out.print(grid(table))
     return 0
 
 
@@ -94,7 +94,8 @@ def run(options: Options, err: Console) -> list[Table]:
     return page.tables(found)
 
 
-def _grid(table: Table) -> Grid:
+def grid(table: Table) -> Grid:
+    """Return the table for a terminal."""
     grid = Grid(title=f"SIMULATED · {table.title}", title_justify="left", box=SIMPLE_HEAD)
     for i, name in enumerate(table.header):
         grid.add_column(name, justify="right" if i else "left")
@@ -160,7 +161,7 @@ def parse(argv: Sequence[str]) -> Options:
         out=args.out,
         work=args.work,
         name=args.name,
-        command=_command(argv),
+        command=repeatable(_PROGRAM, argv),
         play=not args.kept,
     )
 
@@ -173,9 +174,9 @@ def _known(text: str, every: Collection[str], option: str) -> tuple[str, ...]:
     return names
 
 
-def _command(argv: Sequence[str]) -> str:
+def repeatable(program: str, argv: Sequence[str]) -> str:
     """Return the command as readers can repeat it: without options and paths of this machine."""
-    words, kept = iter(argv), [_PROGRAM]
+    words, kept = iter(argv), [program]
     for word in words:
         if word in ("--out", "--work", "--jobs"):
             next(words)
