@@ -104,11 +104,17 @@ traffic, of which the first {base.warmup_s:g} s are not measured.
 
     def parse(self, argv: Sequence[str]) -> Options:
         """Parse the command line. Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
+        package, _, name = self.program.rpartition(" ")
         parser = argparse.ArgumentParser(
             prog=self.program,
             description=self.description,
-            epilog="An interrupted call goes on when it is repeated: results are kept until the code that"
-            " plays them changes.",
+            epilog=f"""\
+examples (after `{package}`):
+  {name} --seeds 1 --policies lmetric_plus_one
+  {name} --kept        the page of what an interrupted call has finished
+
+An interrupted call goes on when it is repeated: results are kept until the code that plays them changes.""",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         add = parser.add_argument
         add("--arms", default=",".join(_ARMS), metavar="A,B", help="deployment arms [%(default)s]")
