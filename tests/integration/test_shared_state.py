@@ -1,8 +1,10 @@
 """Two gateways, one Envoy in front of them, and a real server of the Redis protocol between them."""
 
 import asyncio
+import gc
 import shutil
 import time
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,6 +162,13 @@ class Rig:
 
         each = await asyncio.gather(*(session(f"session-{n}") for n in range(SESSIONS)))
         return [turn for turns in each for turn in turns]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_open() -> Iterator[None]:
+    """Blame a connection that is left open on the test that left it, not on a later one."""
+    yield
+    gc.collect()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

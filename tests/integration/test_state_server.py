@@ -1,9 +1,10 @@
 """Servers of the Redis protocol: clusters, failovers, users with few rights, writes that come late."""
 
 import asyncio
+import gc
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -26,6 +27,13 @@ pytestmark = [
 ]
 NAME = "ns/pool"
 SESSION = b"perilune:1:{ns/pool}:session:" + b"n" * 16
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_open() -> Iterator[None]:
+    """Blame a connection that is left open on the test that left it, not on a later one."""
+    yield
+    gc.collect()
 
 
 @asynccontextmanager

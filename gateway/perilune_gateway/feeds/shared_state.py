@@ -245,7 +245,8 @@ class SharedState:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
         finally:
-            await asyncio.gather(reader.aclose(), writer.aclose(), return_exceptions=True)
+            closing = asyncio.gather(reader.aclose(), writer.aclose(), return_exceptions=True)
+            await asyncio.shield(closing)  # also if we are cancelled just then
 
     # -- reading -----------------------------------------------------------------------------------
 
