@@ -61,7 +61,7 @@ class Search:
     """The search of one capacity."""
 
     cell: Cell
-    """What is played, with the first guess as its rate."""
+    """The simulation whose rate is searched. Its own rate is the first guess."""
     most_ttft_s: float = MOST_TTFT_S
     tolerance: float = TOLERANCE
 
