@@ -91,6 +91,13 @@ DIFFERENCES = (
     ),
     Difference(
         Where.ADDED,
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS",
+        "0",
+        "they lie in TMPDIR: an engine's first log probabilities would wait 10 s for a compiler",
+        CPU,
+    ),
+    Difference(
+        Where.ADDED,
         "PYTHONPATH",
         "{folder}:{plugins}",
         "no container; a plugin where there is no accelerator",

@@ -1,5 +1,6 @@
 """The connector that engines load for hand-offs, before a worker that does as vLLM 0.32's does."""
 
+import asyncio
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -18,6 +19,10 @@ class Pull:
     failed: bool = False
 
 
+def result(ok: Collection[str] | None = None, failed: Collection[str] | None = None) -> SimpleNamespace:
+    return SimpleNamespace(ok_reqs=ok, err_reqs=failed, err_msg="")
+
+
 @dataclass
 class Worker:
     failed: list[str] = field(default_factory=list)
@@ -29,12 +34,16 @@ class Worker:
                 pulls[request].pull_tasks_count -= 1
                 if pulls[request].pull_tasks_count == 0:
                     self.arrived.append(request)
-
-    def handle_failed(self, pulls: dict[str, Pull], requests: Collection[str]) -> None:
-        for request in requests:
+        for request in response.err_reqs or []:
             if not pulls[request].failed:
                 pulls[request].failed = True
                 self.failed.append(request)
+
+    async def receive_kv_from_single_worker(self, address: str, pulls: dict[str, Pull]) -> None:
+        """Wait for KV of a giver that never gives, but for what "arrives"."""
+        if "arrives" not in pulls:
+            await asyncio.Event().wait()
+        self.process_pulling_result(result(ok=["arrives"]), pulls)
 
 
 class Theirs:
@@ -63,8 +72,8 @@ def test_what_has_arrived_cannot_fail_any_more(connector: Any) -> None:
     worker = Worker()
     connector(worker)
     pulls = {"whole": Pull(1), "half": Pull(2), "missing": Pull(1)}
-    worker.process_pulling_result(SimpleNamespace(ok_reqs=["whole", "half"]), pulls)
-    worker.handle_failed(pulls, list(pulls))
+    worker.process_pulling_result(result(ok=["whole", "half"]), pulls)
+    worker.process_pulling_result(result(failed=list(pulls)), pulls)
     assert worker.arrived == ["whole"]
     assert worker.failed == ["half", "missing"]
 
@@ -73,10 +82,39 @@ def test_what_never_began_fails_as_before(connector: Any) -> None:
     worker = Worker()
     connector(worker)
     pulls = {"never": Pull()}
-    worker.process_pulling_result(SimpleNamespace(ok_reqs=None), pulls)
-    worker.handle_failed(pulls, list(pulls))
+    worker.process_pulling_result(result(), pulls)
+    worker.process_pulling_result(result(failed=list(pulls)), pulls)
     assert worker.failed == ["never"]
 
 
 def test_a_scheduler_has_no_worker_and_nothing_is_reported(connector: Any) -> None:
     assert connector(None).get_kv_connector_stats() is None
+
+
+GIVER = """
+import time, zmq
+socket = zmq.Context().socket(zmq.ROUTER)
+print(socket.bind_to_random_port("tcp://127.0.0.1"), flush=True)
+time.sleep(600)
+"""
+
+
+async def test_a_giver_that_ends_fails_what_waits_for_it_and_nothing_else(connector: Any) -> None:
+    """And one that has ended is not waited for."""
+    worker = Worker()
+    connector(worker)
+    giver = await asyncio.create_subprocess_exec(sys.executable, "-c", GIVER, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert giver.stdout
+        address = f"tcp://127.0.0.1:{int(await giver.stdout.readline())}"
+        await worker.receive_kv_from_single_worker(address, {"arrives": Pull(1)})
+        waits = asyncio.create_task(worker.receive_kv_from_single_worker(address, {"waits": Pull(1)}))
+        _, unfinished = await asyncio.wait((waits,), timeout=0.3)
+        assert unfinished == {waits}
+    finally:
+        giver.kill()
+        await giver.wait()
+    await asyncio.wait_for(waits, 30)
+    await asyncio.wait_for(worker.receive_kv_from_single_worker(address, {"late": Pull(1)}), 30)
+    assert worker.arrived == ["arrives"]
+    assert worker.failed == ["waits", "late"]

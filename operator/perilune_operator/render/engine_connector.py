@@ -1,21 +1,30 @@
-"""vLLM's MooncakeConnector without two faults of vLLM 0.32, loaded by engines as `kv_connector_module_path`.
+"""vLLM's MooncakeConnector without three faults of vLLM 0.32; engines load it as `kv_connector_module_path`.
 
 - One message may ask for the KV of several requests. When the engine that gives ends after some of them have
   arrived, vLLM reports all of them as failed, also those that were answered since. Its scheduler asserts that
   it knows each of them, so the engine that takes ends too, once its patience is over (the timeout of aborted
   requests and a minute). Here what has arrived counts as done with, and cannot fail any more.
+- An engine that takes does not notice that the one that gives has ended, and its request waits until its
+  patience is over. Here a second connection to the same port says so, and the prompt is computed at once.
 - MultiConnector requires Prometheus metrics of every connector that reports how transfers went, and
   MooncakeConnector reports without having such metrics: beside a store, the first hand-off that succeeds
   would end the engine. This one does not report.
 
-Only vLLM itself is imported, because the file is mounted into engines alone.
+Only vLLM and what it requires are imported, because the file is mounted into engines alone.
 """
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
+import zmq
+import zmq.asyncio
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import (  # type: ignore[import-not-found]
     mooncake_connector,
 )
+
+SETTLE_S = 1.0
+"""What a giver had sent before it ended has been written by then, and blocks can be computed again."""
 
 
 class MooncakeConnector(mooncake_connector.MooncakeConnector):  # type: ignore[misc]
@@ -23,6 +32,7 @@ class MooncakeConnector(mooncake_connector.MooncakeConnector):  # type: ignore[m
         super().__init__(*arguments, **options)
         if hasattr(self.connector_worker, "process_pulling_result"):
             _be_done_with_what_arrived(self.connector_worker)
+            _fail_when_the_giver_ends(self.connector_worker)
 
     def get_kv_connector_stats(self) -> None:
         """Report nothing."""
@@ -40,3 +50,34 @@ def _be_done_with_what_arrived(worker: Any) -> None:
                 pulls[request].failed = True
 
     worker.process_pulling_result = processed
+
+
+def _fail_when_the_giver_ends(worker: Any) -> None:
+    """Have the worker report pulls as failed as soon as the process that gives has ended."""
+    receive = worker.receive_kv_from_single_worker
+
+    async def received(address: str, pulls: Any) -> None:
+        receiving = asyncio.ensure_future(receive(address, pulls))
+        ending = asyncio.ensure_future(_ended(address))
+        await asyncio.wait((receiving, ending), return_when=asyncio.FIRST_COMPLETED)
+        if not receiving.done():
+            await asyncio.wait((receiving,), timeout=SETTLE_S)
+        ending.cancel()
+        if receiving.cancel():
+            why = f"the engine at {address} has ended"
+            failed = SimpleNamespace(ok_reqs=None, err_reqs=list(pulls), err_msg=why)
+            worker.process_pulling_result(failed, pulls)
+        await asyncio.gather(receiving, ending, return_exceptions=True)
+
+    worker.receive_kv_from_single_worker = received
+
+
+async def _ended(address: str) -> None:
+    """Return when the process that listens at the address has ended, or if none listens."""
+    # The worker's own context would end only after this connection, so an engine would not stop.
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as connection:
+        connection.linger = 0
+        connection.ipv6 = "[" in address
+        with connection.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED) as monitor:
+            connection.connect(address)
+            await monitor.recv_multipart()
