@@ -93,15 +93,29 @@ async def until(check: Callable[[], Awaitable[bool]], timeout_s: float = 120.0) 
             await asyncio.sleep(0.1)
 
 
-async def legs(rig: Rig, giver: Engine, taker: Engine, given: Sequence[int], taken: Sequence[int]) -> Answer:
-    """Both legs of a hand-off at once, with these prompts; returns the taker's answer."""
+async def legs(
+    rig: Rig,
+    giver: Engine,
+    taker: Engine,
+    given: Sequence[int],
+    taken: Sequence[int],
+    *,
+    may_give: Awaitable[Any] | None = None,
+) -> Answer:
+    """Both legs of a hand-off with these prompts, at once, or the giver's after `may_give`; returns the taker's
+    answer."""
     async with rig.http.get(f"http://{giver.pod.address}:8998/query") as page:
         engine_id = (await page.json())["0"]["engine_id"]
     transfer_id = uuid4().hex
-    give = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+
+    async def give() -> None:
+        if may_give:
+            await may_give
+        await ask(rig, giver.url, given, max_tokens=1, kv_transfer_params=params)
+
     _, (_, answer) = await asyncio.gather(
-        ask(rig, giver.url, given, max_tokens=1, kv_transfer_params=give),
-        take(rig, taker, taken, f"http://{giver.pod.address}:8998", engine_id, transfer_id),
+        give(), take(rig, taker, taken, f"http://{giver.pod.address}:8998", engine_id, transfer_id)
     )
     return answer
 

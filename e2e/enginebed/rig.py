@@ -96,6 +96,17 @@ class Engine(Process):
     def url(self) -> str:
         return self.health.removesuffix("/health")
 
+    def stall(self) -> None:
+        """Stop all of the engine's processes, until `go_on`."""
+        self._signal_all(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal_all(signal.SIGCONT)
+
+    def _signal_all(self, number: int) -> None:
+        for pid in _descendants(self.child.pid):
+            os.kill(pid, number)
+
     def core(self) -> int:
         """Return the process that schedules and runs the model. Raises ProcessLookupError."""
         for pid in _descendants(self.child.pid):

@@ -2,8 +2,10 @@
 MooncakeStoreConnector, as the operator renders it. The engines are genuine, so this says what the composition
 really does."""
 
+import asyncio
 import random
 import time
+from uuid import uuid4
 
 import pytest
 import pytest_asyncio
@@ -74,6 +76,29 @@ async def test_a_hand_off_without_a_giver_ends_in_an_answer(rig, engines):
     _, taken = await take(rig, taker, ids, f"http://{giver.pod.address}:1", "gone", "gone")
     _, alone = await ask(rig, giver.url, ids, max_tokens=8)
     assert furthest(taken, alone) < SAME
+
+
+async def test_an_engine_that_stalls_while_it_takes_answers_rightly(rig, engines):
+    """What was sent lies in its sockets when the giver gives up, and is written to its blocks when it goes on."""
+    giver, taker = engines
+    prompts, stalled = [prompt(50 + number) for number in range(8)], asyncio.Event()
+    handing = [
+        asyncio.create_task(legs(rig, giver, taker, ids, ids, may_give=stalled.wait())) for ids in prompts
+    ]
+    await asyncio.sleep(2)  # what is taken is asked for
+    taker.stall()
+    try:
+        stalled.set()
+        await asyncio.sleep(float(LOST_NODE["MC_TCP_PROGRESS_TIMEOUT_SEC"]) + 2)
+    finally:
+        taker.go_on()
+    for ids, taken in zip(prompts, await asyncio.gather(*handing), strict=True):
+        _, alone = await ask(rig, giver.url, ids, max_tokens=8, cache_salt=uuid4().hex)
+        assert furthest(taken, alone) < SAME
+        _, following = await ask(rig, taker.url, [*ids, 7], max_tokens=8)
+        _, alone = await ask(rig, giver.url, [*ids, 7], max_tokens=8, cache_salt=uuid4().hex)
+        assert cached(following) == PROMPT
+        assert furthest(following, alone) < SAME
 
 
 async def test_an_engine_that_loses_its_network_delays_its_readers_by_seconds(rig, engines):

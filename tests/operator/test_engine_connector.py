@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import until
 
 from perilune_operator.render import door
 
@@ -34,7 +35,11 @@ class Worker:
                 pulls[request].pull_tasks_count -= 1
                 if pulls[request].pull_tasks_count == 0:
                     self.arrived.append(request)
-        for request in response.err_reqs or []:
+        if response.err_reqs:
+            self._handle_failed_recv(pulls, response.err_reqs, response.err_msg)
+
+    def _handle_failed_recv(self, pulls: dict[str, Pull], requests: Collection[str], reason: str) -> None:
+        for request in requests:
             if not pulls[request].failed:
                 pulls[request].failed = True
                 self.failed.append(request)
@@ -65,26 +70,33 @@ def connector(monkeypatch: pytest.MonkeyPatch) -> Any:
     assert spec.loader
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "SETTLE_S", 0.05)
     return module.MooncakeConnector
 
 
-def test_what_has_arrived_cannot_fail_any_more(connector: Any) -> None:
+async def failed(worker: Worker, count: int) -> list[str]:
+    """Return the pulls whose failure the worker has reported, once there are so many."""
+    await until(lambda: len(worker.failed) == count)
+    return worker.failed
+
+
+async def test_what_has_arrived_cannot_fail_any_more(connector: Any) -> None:
     worker = Worker()
     connector(worker)
     pulls = {"whole": Pull(1), "half": Pull(2), "missing": Pull(1)}
     worker.process_pulling_result(result(ok=["whole", "half"]), pulls)
     worker.process_pulling_result(result(failed=list(pulls)), pulls)
+    assert await failed(worker, 2) == ["half", "missing"]
     assert worker.arrived == ["whole"]
-    assert worker.failed == ["half", "missing"]
 
 
-def test_what_never_began_fails_as_before(connector: Any) -> None:
+async def test_what_fails_keeps_its_blocks_until_nothing_is_written_to_them_any_more(connector: Any) -> None:
     worker = Worker()
     connector(worker)
     pulls = {"never": Pull()}
-    worker.process_pulling_result(result(), pulls)
     worker.process_pulling_result(result(failed=list(pulls)), pulls)
-    assert worker.failed == ["never"]
+    assert not worker.failed
+    assert await failed(worker, 1) == ["never"]
 
 
 def test_a_scheduler_has_no_worker_and_nothing_is_reported(connector: Any) -> None:
@@ -116,5 +128,5 @@ async def test_a_giver_that_ends_fails_what_waits_for_it_and_nothing_else(connec
         await giver.wait()
     await asyncio.wait_for(waits, 30)
     await asyncio.wait_for(worker.receive_kv_from_single_worker(address, {"late": Pull(1)}), 30)
+    assert await failed(worker, 2) == ["waits", "late"]
     assert worker.arrived == ["arrives"]
-    assert worker.failed == ["waits", "late"]

@@ -100,11 +100,11 @@ def test_another_client_configuration_takes_other_engines(mooncake: Object, roll
     ("spec", "seconds"),
     [
         pytest.param({"mooncake": {"store": {"enabled": True}}}, "3", id="store"),
-        pytest.param({"mooncake": {"transfer": "handoff"}}, "3", id="hand-offs"),
+        pytest.param({"mooncake": {"transfer": "handoff"}}, None, id="no request reads in a hand-off"),
         pytest.param({}, None, id="reads nobody's memory"),
         pytest.param(
             {
-                "mooncake": {"transfer": "handoff"},
+                "mooncake": {"store": {"enabled": True}},
                 "engine": {"env": [{"name": "MC_TCP_STATUS_TIMEOUT_SEC", "value": "30"}]},
             },
             "30",

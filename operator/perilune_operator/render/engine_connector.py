@@ -1,4 +1,4 @@
-"""vLLM's MooncakeConnector without three faults of vLLM 0.32; engines load it as `kv_connector_module_path`.
+"""vLLM's MooncakeConnector without four faults of vLLM 0.32; engines load it as `kv_connector_module_path`.
 
 - One message may ask for the KV of several requests. When the engine that gives ends after some of them have
   arrived, vLLM reports all of them as failed, also those that were answered since. Its scheduler asserts that
@@ -6,6 +6,8 @@
   requests and a minute). Here what has arrived counts as done with, and cannot fail any more.
 - An engine that takes does not notice that the one that gives has ended, and its request waits until its
   patience is over. Here a second connection to the same port says so, and the prompt is computed at once.
+- Blocks whose transfer failed are used again at once, for any request, while Mooncake may still be writing
+  what has reached this node over TCP. Then KV is wrong, and so are answers. Here a failure is reported later.
 - MultiConnector requires Prometheus metrics of every connector that reports how transfers went, and
   MooncakeConnector reports without having such metrics: beside a store, the first hand-off that succeeds
   would end the engine. This one does not report.
@@ -24,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import (  # type: ign
 )
 
 SETTLE_S = 1.0
-"""What a giver had sent before it ended has been written by then, and blocks can be computed again."""
+"""What had reached this node before a transfer failed has been written by then."""
 
 
 class MooncakeConnector(mooncake_connector.MooncakeConnector):  # type: ignore[misc]
@@ -33,6 +35,7 @@ class MooncakeConnector(mooncake_connector.MooncakeConnector):  # type: ignore[m
         if hasattr(self.connector_worker, "process_pulling_result"):
             _be_done_with_what_arrived(self.connector_worker)
             _fail_when_the_giver_ends(self.connector_worker)
+            _fail_later(self.connector_worker)
 
     def get_kv_connector_stats(self) -> None:
         """Report nothing."""
@@ -81,3 +84,14 @@ async def _ended(address: str) -> None:
         with connection.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED) as monitor:
             connection.connect(address)
             await monitor.recv_multipart()
+
+
+def _fail_later(worker: Any) -> None:
+    """Have the worker report failed pulls once nothing of theirs is written any more. It calls this in the
+    loop that receives."""
+    report = worker._handle_failed_recv  # noqa: SLF001  (all its failures pass here)
+
+    def later(*failed: Any) -> None:
+        asyncio.get_running_loop().call_later(SETTLE_S, report, *failed)
+
+    worker._handle_failed_recv = later  # noqa: SLF001

@@ -83,8 +83,6 @@ def env(pool: Context, serve: bool) -> list[Object]:
         made.extend(model_cache.env(pool))
         if pool.spec.mooncake.store.enabled:
             made.extend(mooncake.env(pool))
-        if pool.spec.mooncake.store.enabled or pool.spec.mooncake.transfer is Transfer.HANDOFF:
-            made.extend(mooncake.transport_env())
         if pool.spec.mooncake.transfer is Transfer.HANDOFF:
             made.append({"name": "VLLM_MOONCAKE_BOOTSTRAP_PORT", "value": str(BOOTSTRAP_PORT)})
             abort_s = str(abort_seconds(pool))
