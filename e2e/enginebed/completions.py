@@ -102,8 +102,8 @@ async def legs(
     *,
     may_give: Awaitable[Any] | None = None,
 ) -> Answer:
-    """Both legs of a hand-off with these prompts, at once, or the giver's after `may_give`; returns the taker's
-    answer."""
+    """Both legs of a hand-off with these prompts, at once, or the giver's after `may_give`. Returns the
+    taker's answer."""
     async with rig.http.get(f"http://{giver.pod.address}:8998/query") as page:
         engine_id = (await page.json())["0"]["engine_id"]
     transfer_id = uuid4().hex

@@ -4,20 +4,16 @@ really does."""
 
 import asyncio
 import random
-import time
 from uuid import uuid4
 
 import pytest
 import pytest_asyncio
 
 from enginebed.completions import SAME, ask, cached, fetched, furthest, legs, take, until
-from perilune_api.inference_pool.mooncake import Master
-from perilune_operator.render.mooncake import LOST_NODE
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="session")]
 BLOCK = 32
 PROMPT = 20 * BLOCK
-CLIENT_S = Master().client_seconds
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -31,7 +27,6 @@ async def engines(rig, tiny):
         }
     )
     await rig.start_master(rendered)
-    rig.sysctl(1, "net.ipv4.tcp_syn_retries", "1")  # of what reads, see the last test
     started = [await rig.engine(rendered, number) for number in range(2)]
     await rig.ready(*started)
     return started
@@ -78,9 +73,10 @@ async def test_a_hand_off_without_a_giver_ends_in_an_answer(rig, engines):
     assert furthest(taken, alone) < SAME
 
 
-async def test_an_engine_that_stalls_while_it_takes_answers_rightly(rig, engines):
-    """What was sent lies in its sockets when the giver gives up, and is written to its blocks when it goes on."""
+async def test_an_engine_that_stalls_while_it_takes_loses_nothing(rig, engines):
     giver, taker = engines
+    await legs(rig, giver, taker, prompt(49), prompt(49))  # so that they are connected
+    before = await fetched(rig, taker.address)
     prompts, stalled = [prompt(50 + number) for number in range(8)], asyncio.Event()
     handing = [
         asyncio.create_task(legs(rig, giver, taker, ids, ids, may_give=stalled.wait())) for ids in prompts
@@ -89,38 +85,11 @@ async def test_an_engine_that_stalls_while_it_takes_answers_rightly(rig, engines
     taker.stall()
     try:
         stalled.set()
-        await asyncio.sleep(float(LOST_NODE["MC_TCP_PROGRESS_TIMEOUT_SEC"]) + 2)
+        await asyncio.sleep(5)
     finally:
         taker.go_on()
-    for ids, taken in zip(prompts, await asyncio.gather(*handing), strict=True):
+    taken = await asyncio.gather(*handing)
+    assert await fetched(rig, taker.address) - before >= len(prompts) * (PROMPT - BLOCK)
+    for ids, answer in zip(prompts, taken, strict=True):
         _, alone = await ask(rig, giver.url, ids, max_tokens=8, cache_salt=uuid4().hex)
-        assert furthest(taken, alone) < SAME
-        _, following = await ask(rig, taker.url, [*ids, 7], max_tokens=8)
-        _, alone = await ask(rig, giver.url, [*ids, 7], max_tokens=8, cache_salt=uuid4().hex)
-        assert cached(following) == PROMPT
-        assert furthest(following, alone) < SAME
-
-
-async def test_an_engine_that_loses_its_network_delays_its_readers_by_seconds(rig, engines):
-    """A read gives up within `LOST_NODE`, and a new connection after two tries to open it (else a minute,
-    since Mooncake leaves that to the kernel). vLLM asks the store again until the master has forgotten the
-    engine; then it computes the prompt."""
-    lost, reader = engines
-    first, second, last = (prompt(40 + number) for number in range(3))
-    for ids in (first, second, last):
-        await ask(rig, lost.url, ids, max_tokens=1)
-
-    async def are_stored():
-        _, answer = await ask(rig, reader.url, [*last[:-1], 7], max_tokens=1)
-        return cached(answer) >= PROMPT - 2 * BLOCK
-
-    await until(are_stored)
-    rig.lose(lost)
-    took = []
-    for ids in (first, second):
-        began = time.monotonic()
-        await ask(rig, reader.url, ids, max_tokens=1)
-        took.append(time.monotonic() - began)
-    print(f"\nafter the network of one engine was lost, its reader took {took[0]:.1f} s and {took[1]:.1f} s")
-    assert took[0] < CLIENT_S + 2 * sum(map(float, LOST_NODE.values())), "two reads"
-    assert took[1] < took[0], "forgotten by then"
+        assert furthest(answer, alone) < SAME

@@ -100,7 +100,9 @@ def test_another_client_configuration_takes_other_engines(mooncake: Object, roll
     ("spec", "seconds"),
     [
         pytest.param({"mooncake": {"store": {"enabled": True}}}, "3", id="store"),
-        pytest.param({"mooncake": {"transfer": "handoff"}}, None, id="no request reads in a hand-off"),
+        pytest.param(
+            {"mooncake": {"transfer": "handoff", "store": {"enabled": True}}}, None, id="beside hand-offs"
+        ),
         pytest.param({}, None, id="reads nobody's memory"),
         pytest.param(
             {

@@ -38,8 +38,8 @@ LOST_NODE = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "3",
 }
 """Seconds after which Mooncake's transfers give up a node that answers no longer: one to which it connects,
-and one that sends nothing more. Its own are 5, 30 and 30 (Mooncake 0.3.13). Set with a store, where requests
-wait for what they read; hand-offs may wait for an engine that stalls for seconds."""
+and one that sends nothing more. Its own are 5, 30 and 30 (Mooncake 0.3.13). Not set with hand-offs: where the
+engine that takes stalls, what was sent before it was given up would be written to blocks in use again."""
 MOUNT: Object = {"name": "mooncake", "mountPath": FOLDER, "readOnly": True}
 
 SERVING = """\
@@ -227,6 +227,10 @@ def volume(pool: Context) -> Object:
     return {"name": "mooncake", "configMap": {"name": f"{pool.name}-mooncake"}}
 
 
+def lost_node(pool: Context) -> dict[str, str]:
+    return {} if pool.spec.mooncake.transfer is Transfer.HANDOFF else LOST_NODE
+
+
 def env(pool: Context) -> list[Object]:
     """Return an engine's environment for the store. A segment is reached at the pod's address and belongs to
     the node, by which the master's local_first chooses. (MOONCAKE_HOST_ID is newer than 0.3.13,
@@ -242,7 +246,7 @@ def env(pool: Context) -> list[Object]:
             else []
         ),
         *([{"name": "MC_USE_IPV6", "value": "1"}] if pool.defaults.ipv6 else []),
-        *({"name": name, "value": value} for name, value in LOST_NODE.items()),
+        *({"name": name, "value": value} for name, value in lost_node(pool).items()),
     ]
 
 
