@@ -330,24 +330,25 @@ async def test_a_giver_killed_while_it_hands_over(served):
         await until(is_copying)
         engine.kill()
 
-    await kill_in_the_middle(served, "giver killed", engine, killed())
+    await kill_in_the_middle(served, "giver killed", lambda: engine, killed())
 
 
 async def test_a_taker_killed_while_it_fetches(served):
-    giver = served.busiest()
-    taker = next(engine for engine in served.engines if engine is not giver)
+    giver, takers = served.busiest(), []
 
     async def killed():
         served.write(served.with_draining(giver.address))
 
         async def is_copying():
             open_ = (await served.moves())["handoffs"]
-            return any(one["target"] == taker.address and one["stage"] != "offered" for one in open_)
+            takers.extend(one["target"] for one in open_ if one["stage"] != "offered")
+            return takers
 
         await until(is_copying)
-        taker.kill()
+        by_address[takers[0]].kill()
 
-    await kill_in_the_middle(served, "taker killed", taker, killed())
+    by_address = {engine.address: engine for engine in served.engines}
+    await kill_in_the_middle(served, "taker killed", lambda: by_address[takers[0]], killed())
 
 
 async def test_the_gateway_killed_while_it_hands_sessions_over(served):
@@ -378,7 +379,9 @@ async def test_the_gateway_killed_while_it_hands_sessions_over(served):
     await moved_as_undisturbed(served, turns)
 
 
-async def kill_in_the_middle(served, name, engine, killed):
+async def kill_in_the_middle(served, name, which, killed):
+    """Play on until a round after `killed`; then start the engine again that it killed, told by `which`."""
+
     async def killed_and_noticed():
         await killed
         for _ in range(2):
@@ -387,6 +390,7 @@ async def kill_in_the_middle(served, name, engine, killed):
     turns, handoffs = await served.while_(killed_and_noticed())
     failed, _ = said(name, turns, handoffs)
     served.write(served.document)
+    engine = which()
     await served.back(engine.number)
     assert all(turn.before == engine.address for turn in failed), "another engine's turn failed"
     assert len(failed) <= AT_ONCE
