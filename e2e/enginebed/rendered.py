@@ -100,7 +100,7 @@ DIFFERENCES = (
         Where.ADDED,
         "PYTHONPATH",
         "{folder}:{plugins}",
-        "no container; a plugin where there is no accelerator: processes wait asleep, and more",
+        "no container; a plugin where there is no accelerator; processes sleep while they wait",
     ),
     Difference(Where.CLUSTER, "DNS", "a hosts file", "the master's Service has no name server here"),
     Difference(

@@ -175,12 +175,17 @@ async def test_a_random_root(rig, engines):
 async def test_a_replay_buffer_that_has_rolled_over(rig, engines):
     """The gateway starts after the buffer has lost the conversations' first blocks. It says so for as long as
     it does not know them, and learns them again from later requests."""
-    talks = [one for one in conversations.mixed(24, 7, "tiny") if one.api is conversations.Api.CHAT]
-    await judged.play(rig, talks, judged.Phase("before"), 24)
-    rig.kill_gateway()
-    await asyncio.shield(rig.gateway.ended)
     one_endpoint = structs.replace(engines.spec, endpoints=engines.spec.endpoints[:1])
-    await rig.start_gateway(structs.replace(engines, spec=one_endpoint))
+
+    async def restarted():
+        rig.kill_gateway()
+        await asyncio.shield(rig.gateway.ended)
+        await rig.start_gateway(structs.replace(engines, spec=one_endpoint))
+
+    talks = [one for one in conversations.mixed(24, 7, "tiny") if one.api is conversations.Api.CHAT]
+    await restarted()  # so that one engine has all of them, and more messages than its buffer has room for
+    await judged.play(rig, talks, judged.Phase("before"), 40)
+    await restarted()
 
     async def says_what_it_lacks():
         return any(

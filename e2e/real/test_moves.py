@@ -5,8 +5,6 @@ After each case prompts of moved sessions are asked again: one engine computes t
 that keeps away all KV that moved. The answers must be the same, and the case's slowest turn may take LATER_S
 longer than that. So an undisturbed run of the same length is not needed: a turn's prompt has the answers
 before it, so where each answer is that of its prompt, the session went as it would have without moves.
-
-It takes minutes, so it runs with REQUESTS of 200 or more alone (`make e2e-real-long`).
 """
 
 import asyncio
@@ -25,7 +23,6 @@ import pytest_asyncio
 from msgspec import structs
 
 from enginebed.completions import SAME, Answer, ask, cached, furthest, until
-from enginebed.marks import TAKES_MINUTES
 from perilune_api.pool import Disaggregation, Migration, MoveTrigger, Role, dump
 from perilune_lab import profile
 
@@ -33,7 +30,6 @@ pytestmark = [
     pytest.mark.real,
     pytest.mark.timeout(1800),
     pytest.mark.asyncio(loop_scope="session"),
-    TAKES_MINUTES,
 ]
 SESSIONS = 50
 LONGEST = 1_500
