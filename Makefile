@@ -101,7 +101,7 @@ e2e-real: $(STAMP) ## genuine vLLM engines and Mooncake behind Envoy and our gat
 	PYTHONPATH=e2e $(BIN)/python -m enginebed.install
 	$(BIN)/python -m pytest e2e/real -m real $(ARGS)
 
-e2e-real-long: $(STAMP) ## the same with 600 requests in its longest phases, into docs/real-engines.md; 50 sessions that move
+e2e-real-long: $(STAMP) ## the same with 600 requests in its longest phases, into docs/real-engines.md
 	PYTHONPATH=e2e $(BIN)/python -m enginebed.install
 	REQUESTS=600 RESULTS=docs/real-engines.md $(BIN)/python -m pytest e2e/real/test_traffic.py e2e/real/test_ranks.py \
 	  e2e/real/test_ranks_on_nodes.py e2e/real/test_rig.py e2e/real/test_moves.py \
