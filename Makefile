@@ -104,7 +104,7 @@ e2e-real: $(STAMP) ## genuine vLLM engines and Mooncake behind Envoy and our gat
 e2e-real-long: $(STAMP) ## the same with 600 requests in its longest phases, into docs/real-engines.md
 	PYTHONPATH=e2e $(BIN)/python -m enginebed.install
 	REQUESTS=600 RESULTS=docs/real-engines.md $(BIN)/python -m pytest e2e/real/test_traffic.py e2e/real/test_ranks.py \
-	  e2e/real/test_ranks_on_nodes.py e2e/real/test_rig.py e2e/real/test_moves.py \
+	  e2e/real/test_ranks_on_nodes.py e2e/real/test_rig.py \
 	  e2e/real/test_tensor_parallel.py e2e/real/test_window.py -m real -s $(ARGS)
 
 e2e-long: $(STAMP) ## a real cluster: eight engines rolled, drained and deleted under load; a minute without Valkey; one gateway or four; all orders of an upgrade; the inference extension's conformance suite; 5,000 nodes (root)

@@ -93,14 +93,14 @@ DIFFERENCES = (
         Where.ADDED,
         "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS",
         "0",
-        "they lie in TMPDIR: an engine's first log probabilities would wait 10 s for a compiler",
+        "precompiled headers lie in TMPDIR: first log probabilities would take 10 s",
         CPU,
     ),
     Difference(
         Where.ADDED,
         "PYTHONPATH",
         "{folder}:{plugins}",
-        "no container; a plugin where there is no accelerator; processes sleep while they wait",
+        "no container; a plugin where there is no accelerator, which also lets processes sleep",
     ),
     Difference(Where.CLUSTER, "DNS", "a hosts file", "the master's Service has no name server here"),
     Difference(

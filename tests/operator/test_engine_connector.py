@@ -26,6 +26,7 @@ def result(ok: Collection[str] | None = None, failed: Collection[str] | None = N
 
 @dataclass
 class Worker:
+    gives: asyncio.Event = field(default_factory=asyncio.Event)
     failed: list[str] = field(default_factory=list)
     arrived: list[str] = field(default_factory=list)
 
@@ -45,10 +46,8 @@ class Worker:
                 self.failed.append(request)
 
     async def receive_kv_from_single_worker(self, address: str, pulls: dict[str, Pull]) -> None:
-        """Wait for KV of a giver that never gives, but for what "arrives"."""
-        if "arrives" not in pulls:
-            await asyncio.Event().wait()
-        self.process_pulling_result(result(ok=["arrives"]), pulls)
+        await self.gives.wait()
+        self.process_pulling_result(result(ok=list(pulls)), pulls)
 
 
 class Theirs:
@@ -119,7 +118,9 @@ async def test_a_giver_that_ends_fails_what_waits_for_it_and_nothing_else(connec
     try:
         assert giver.stdout
         address = f"tcp://127.0.0.1:{int(await giver.stdout.readline())}"
+        worker.gives.set()
         await worker.receive_kv_from_single_worker(address, {"arrives": Pull(1)})
+        worker.gives.clear()
         waits = asyncio.create_task(worker.receive_kv_from_single_worker(address, {"waits": Pull(1)}))
         _, unfinished = await asyncio.wait((waits,), timeout=0.3)
         assert unfinished == {waits}
@@ -130,3 +131,23 @@ async def test_a_giver_that_ends_fails_what_waits_for_it_and_nothing_else(connec
     await asyncio.wait_for(worker.receive_kv_from_single_worker(address, {"late": Pull(1)}), 30)
     assert await failed(worker, 2) == ["waits", "late"]
     assert worker.arrived == ["arrives"]
+
+
+async def test_a_giver_of_which_nothing_is_known_is_waited_for(
+    connector: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may still write."""
+
+    async def unreachable(*_: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(asyncio, "open_connection", unreachable)
+    worker = Worker()
+    connector(worker)
+    waits = asyncio.create_task(worker.receive_kv_from_single_worker("tcp://10.0.0.1:1", {"waits": Pull(1)}))
+    _, unfinished = await asyncio.wait((waits,), timeout=0.3)
+    assert unfinished == {waits}
+    worker.gives.set()
+    await waits
+    assert worker.arrived == ["waits"]
+    assert not worker.failed

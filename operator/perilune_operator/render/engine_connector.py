@@ -5,34 +5,34 @@
   it knows each of them, so the engine that takes ends too, once its patience is over (the timeout of aborted
   requests and a minute). Here what has arrived counts as done with, and cannot fail any more.
 - An engine that takes does not notice that the one that gives has ended, and its request waits until its
-  patience is over. Here a second connection to the same port says so, and the prompt is computed at once.
+  patience is over. Here a second connection to the same port says so; a second later the prompt is computed.
 - Blocks whose transfer failed are used again at once, for any request, while Mooncake may still be writing
   what has reached this node over TCP. Then KV is wrong, and so are answers. Here a failure is reported later.
 - MultiConnector requires Prometheus metrics of every connector that reports how transfers went, and
   MooncakeConnector reports without having such metrics: beside a store, the first hand-off that succeeds
   would end the engine. This one does not report.
 
-Only vLLM and what it requires are imported, because the file is mounted into engines alone.
+Only vLLM itself is imported, because the file is mounted into engines alone.
 """
 
 import asyncio
-from types import SimpleNamespace
+from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
-import zmq
-import zmq.asyncio
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import (  # type: ignore[import-not-found]
     mooncake_connector,
 )
 
 SETTLE_S = 1.0
-"""What had reached this node before a transfer failed has been written by then."""
+"""By then what had reached this worker before a transfer failed should have been written."""
+LOOK_AGAIN_S = 0.1
 
 
 class MooncakeConnector(mooncake_connector.MooncakeConnector):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        if hasattr(self.connector_worker, "process_pulling_result"):
+        if hasattr(self.connector_worker, "_handle_failed_recv"):
             _be_done_with_what_arrived(self.connector_worker)
             _fail_when_the_giver_ends(self.connector_worker)
             _fail_later(self.connector_worker)
@@ -56,34 +56,39 @@ def _be_done_with_what_arrived(worker: Any) -> None:
 
 
 def _fail_when_the_giver_ends(worker: Any) -> None:
-    """Have the worker report pulls as failed as soon as the process that gives has ended."""
+    """Have the worker report pulls as failed when the process that gives has ended."""
     receive = worker.receive_kv_from_single_worker
 
     async def received(address: str, pulls: Any) -> None:
         receiving = asyncio.ensure_future(receive(address, pulls))
         ending = asyncio.ensure_future(_ended(address))
         await asyncio.wait((receiving, ending), return_when=asyncio.FIRST_COMPLETED)
-        if not receiving.done():
-            await asyncio.wait((receiving,), timeout=SETTLE_S)
+        if not receiving.done() and not ending.exception():
+            worker._handle_failed_recv(pulls, list(pulls), f"the engine at {address} has ended")  # noqa: SLF001
+            await asyncio.wait((receiving,), timeout=SETTLE_S)  # its last answer may be on its way
+            receiving.cancel()
+        await asyncio.wait((receiving,))
         ending.cancel()
-        if receiving.cancel():
-            why = f"the engine at {address} has ended"
-            failed = SimpleNamespace(ok_reqs=None, err_reqs=list(pulls), err_msg=why)
-            worker.process_pulling_result(failed, pulls)
-        await asyncio.gather(receiving, ending, return_exceptions=True)
+        if not receiving.cancelled():
+            receiving.result()
 
     worker.receive_kv_from_single_worker = received
 
 
 async def _ended(address: str) -> None:
-    """Return when the process that listens at the address has ended, or if none listens."""
-    # The worker's own context would end only after this connection, so an engine would not stop.
-    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as connection:
-        connection.linger = 0
-        connection.ipv6 = "[" in address
-        with connection.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED) as monitor:
-            connection.connect(address)
-            await monitor.recv_multipart()
+    """Return when nothing listens at the address. Raises OSError if that cannot be told."""
+    listener = urlsplit(address)
+    while True:
+        try:
+            reader, writer = await asyncio.open_connection(listener.hostname, listener.port)
+        except ConnectionRefusedError:
+            return
+        try:
+            with suppress(ConnectionError):
+                await reader.read()  # until ZeroMQ there misses our handshake, or the process ends
+        finally:
+            writer.close()
+        await asyncio.sleep(LOOK_AGAIN_S)
 
 
 def _fail_later(worker: Any) -> None:

@@ -32,14 +32,11 @@ HTTP_PORT = names.MASTER_PORT
 FOLDER = "/etc/mooncake"
 WAITER = "wait-for-store"
 CLIENT_HASH = "perilune.dev/store-client-hash"
-LOST_NODE = {
-    "MC_HANDSHAKE_CONNECT_TIMEOUT": "2",
-    "MC_TCP_STATUS_TIMEOUT_SEC": "3",
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "3",
-}
-"""Seconds after which Mooncake's transfers give up a node that answers no longer: one to which it connects,
-and one that sends nothing more. Its own are 5, 30 and 30 (Mooncake 0.3.13). Not set with hand-offs: where the
-engine that takes stalls, what was sent before it was given up would be written to blocks in use again."""
+LOST_NODE = {"MC_HANDSHAKE_CONNECT_TIMEOUT": "2"}
+"""Seconds after which Mooncake gives up to connect to a node that does not answer; 5 of its own (0.3.13)."""
+SILENT_NODE = {"MC_TCP_STATUS_TIMEOUT_SEC": "3", "MC_TCP_PROGRESS_TIMEOUT_SEC": "3"}
+"""Seconds after which it gives up a connection that brings nothing more; 30 of its own. Not with hand-offs:
+an engine that stalls may write what it was sent after the giver gave up, to blocks that are in use again."""
 MOUNT: Object = {"name": "mooncake", "mountPath": FOLDER, "readOnly": True}
 
 SERVING = """\
@@ -227,15 +224,12 @@ def volume(pool: Context) -> Object:
     return {"name": "mooncake", "configMap": {"name": f"{pool.name}-mooncake"}}
 
 
-def lost_node(pool: Context) -> dict[str, str]:
-    return {} if pool.spec.mooncake.transfer is Transfer.HANDOFF else LOST_NODE
-
-
 def env(pool: Context) -> list[Object]:
     """Return an engine's environment for the store. A segment is reached at the pod's address and belongs to
     the node, by which the master's local_first chooses. (MOONCAKE_HOST_ID is newer than 0.3.13,
     kvcache-ai/Mooncake#3782; before, a segment's host is its pod, and only the pod's own blocks count as
     local.)"""
+    silent = {} if pool.spec.mooncake.transfer is Transfer.HANDOFF else SILENT_NODE
     return [
         {"name": "MOONCAKE_CONFIG_PATH", "value": f"{FOLDER}/mooncake.json"},
         {"name": "MOONCAKE_REQUESTER_LOCAL_HOSTNAME", "value": "$(POD_IP)"},
@@ -246,7 +240,7 @@ def env(pool: Context) -> list[Object]:
             else []
         ),
         *([{"name": "MC_USE_IPV6", "value": "1"}] if pool.defaults.ipv6 else []),
-        *({"name": name, "value": value} for name, value in lost_node(pool).items()),
+        *({"name": name, "value": value} for name, value in (LOST_NODE | silent).items()),
     ]
 
 
