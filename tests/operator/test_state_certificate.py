@@ -1,5 +1,7 @@
 """The operator's server of shared state speaks TLS, with a certificate that the operator makes."""
 
+import asyncio
+import os
 import ssl
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +9,7 @@ from typing import Any
 
 import pytest
 from appliers import applier, plan_of
+from waiting import until
 
 from perilune_api.inference_pool.checks import convert
 from perilune_api.kube import Client
@@ -171,3 +174,19 @@ async def test_the_certificate_is_created_once(client: Client, namespace: str) -
     assert set(first["data"]) == {"ca.crt", "tls.crt", "tls.key"}
     assert (await applier(client, owner).apply(made, {})).errors == ()
     assert (await client.request("GET", where))["data"] == first["data"]
+
+
+async def test_an_operator_that_stops_meanwhile_leaves_no_openssl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openssl, pid = tmp_path / "openssl", tmp_path / "pid"
+    openssl.write_text(f"#!/bin/sh\necho $$ > {pid}.new\nmv {pid}.new {pid}\nexec sleep 600\n")
+    openssl.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    making = asyncio.create_task(certificate.make("p", HOST))
+    await until(pid.exists)
+    making.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await making
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)

@@ -46,9 +46,10 @@ async def make(pool: str, host: str) -> dict[str, str]:
     try:
         async with asyncio.timeout(TIMEOUT_S):
             made, said = await process.communicate(_SETTINGS.format(pool=pool, host=host).encode())
-    except TimeoutError:
-        process.kill()
-        raise
+    finally:  # also where the operator stops meanwhile
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
     parts = {found[1]: found[0] for found in _PARTS.finditer(made.decode())}
     if process.returncode or parts.keys() != {"PRIVATE KEY", "CERTIFICATE"}:
         raise OSError(f"openssl made no certificate: {said.decode(errors='replace')[-200:]}")
