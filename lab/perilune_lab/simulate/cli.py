@@ -181,6 +181,7 @@ def describe(options: Options) -> dict[str, object]:
         "block_tokens": deployment.block_tokens,
         "link": msgspec.to_builtins(deployment.hardware.link),
         "faults": msgspec.to_builtins(c.faults),
+        "overlap": deployment.overlap,
         **{name: value for name, value in asdict(load.clients).items() if 0 < value < inf},
         "pool": msgspec.to_builtins(deployment.pool(c.policies[0], c.routing, c.faults)),
     }

@@ -217,6 +217,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens of the longest generated request with its answer [131072]",
     )
+    add(
+        "--overlap",
+        action="store_true",
+        help="engines send KV layer by layer while they prefill: a model of engines that can do so, which"
+        " vLLM 0.32 with its MooncakeConnector is not, since it sends after the prefill",
+    )
     add("--link", choices=sorted(LINKS), default="idle", help="speed of KV transfers [%(default)s]")
     add("--store", metavar="3GBps", help="speed at which one engine reads the shared store [3GBps]")
     add(
@@ -282,6 +288,7 @@ def _deployment(args: argparse.Namespace) -> Deployment:
         arm=args.arm,
         endpoints=args.endpoints,
         prefill_endpoints=args.prefill,
+        overlap=args.overlap,
         gateways=args.gateways,
         hardware=hardware,
         block_tokens=args.block_size,
@@ -291,6 +298,8 @@ def _deployment(args: argparse.Namespace) -> Deployment:
             f"a KV pool of {hardware.kv_pool_tokens:,} tokens has no two blocks of {args.block_size:,}"
             " - at `--block-size`"
         )
+    if deployment.overlap and not deployment.hands_over:
+        raise SpecError(f"arm {args.arm} hands no KV over, unless with `--prefill` - at `--overlap`")
     if not deployment.stores:
         if args.store:
             raise SpecError(f"arm {args.arm} has no store, so it has no speed - at `--store`")

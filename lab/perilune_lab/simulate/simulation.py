@@ -131,7 +131,8 @@ class Simulation:
         )
         rng = Random(seed)
         self.texts = Texts(workload.runs, deployment.block_tokens)
-        self.fabric = Fabric(self.loop, deployment.hardware, faults, Random(rng.getrandbits(64)))
+        dice = Random(rng.getrandbits(64))
+        self.fabric = Fabric(self.loop, deployment.hardware, faults, dice, overlap=deployment.overlap)
         self.engines = self._engines(Random(f"{seed} speeds and noise"), routing)
         self.pool = deployment.pool(policy, routing, faults)
         shares = deployment.gateways > 1

@@ -98,6 +98,7 @@ def test_a_file_is_played(tmp_path: Path, capsys) -> None:
         (["--faults", "rolling=20@1"], "rolling=20@1: only `dead` and `drain` have a time - at `--faults`"),
         (["--param", "ear.warp=1"], "ear has no parameter 'warp'"),
         (["--param", "limits.warp=1"], "limits has no parameter 'warp'"),
+        (["--overlap"], "arm none hands no KV over, unless with `--prefill` - at `--overlap`"),
         (["--kv-tokens", "1000"], "which a KV pool of 1,000 does not hold"),
         (["--endpoints", "5000"], "at most 1,000 - at `--endpoints`"),
     ],
