@@ -28,6 +28,15 @@ class Quantiles(msgspec.Struct, frozen=True):
     p99: float
 
 
+class Answered(msgspec.Struct, frozen=True, kw_only=True):
+    """TTFT of all requests, where those without an answer wait for ever. A quantile that is infinite is
+    absent; in a pooled run, if it is in one of the seeds."""
+
+    p50: float | UnsetType = UNSET
+    p90: float | UnsetType = UNSET
+    p99: float | UnsetType = UNSET
+
+
 class Ceiling(msgspec.Struct, frozen=True):
     """APC that an infinite cache would reach for the requests that succeeded."""
 
@@ -98,7 +107,7 @@ class PlayedSessions(msgspec.Struct, frozen=True):
     """Sessions from their arrival, with the time for which they waited to begin."""
 
     lost: int
-    """Sessions with a request that was rejected or failed."""
+    """Sessions with a request that was rejected, given up or failed."""
     completion_s: Quantiles | UnsetType = UNSET
     """Last token of the last turn − arrival, of sessions that lost no request."""
     later_ttft_s: Quantiles | UnsetType = UNSET
@@ -161,9 +170,12 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     regret: float | UnsetType = UNSET
     """TTFT p90 / its floor."""
     preemptions: int | UnsetType = UNSET
+    """Sequences that an engine interrupted for want of KV room."""
     sessions: PlayedSessions | UnsetType = UNSET
     """Sessions whose turns were all measured; absent if turns come at recorded times."""
-    """Sequences that an engine interrupted for want of KV room."""
+    abandoned: int | UnsetType = UNSET
+    """Tries of requests that clients closed before the first token; a request may be tried again."""
+    all_ttft_s: Answered | UnsetType = UNSET
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

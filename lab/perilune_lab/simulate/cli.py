@@ -15,6 +15,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from math import inf
 
 import msgspec
 
@@ -118,6 +120,10 @@ def _happened(rows: Sequence[Played]) -> Iterable[str]:
             done.update(row.transfers)
         parts = [f"{sum(row.read for row in mine) / max(turns, 1):.0%} of the bodies read"]
         parts.append(f"{lost:,} turns failed" if lost else "no turn failed")
+        if abandoned := sum(row.run.abandoned or 0 for row in mine):
+            parts.append(f"clients closed {abandoned:,} requests")
+        if ended := sum(row.run.sessions.lost for row in mine if row.run.sessions):
+            parts.append(f"{ended:,} sessions lost")
         parts += [f"{name}: {count:,}" for name, count in sorted(done.items())]
         yield f"{policy}: {', '.join(parts)}"
         faults: Counter[str] = Counter()
@@ -175,6 +181,8 @@ def describe(options: Options) -> dict[str, object]:
         "block_tokens": deployment.block_tokens,
         "link": msgspec.to_builtins(deployment.hardware.link),
         "faults": msgspec.to_builtins(c.faults),
+        "overlap": deployment.overlap,
+        **{name: value for name, value in asdict(load.clients).items() if 0 < value < inf},
         "pool": msgspec.to_builtins(deployment.pool(c.policies[0], c.routing, c.faults)),
     }
 

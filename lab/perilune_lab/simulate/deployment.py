@@ -59,6 +59,8 @@ class Deployment:
     endpoints: int = 8
     prefill_endpoints: int = 0
     """So many of the endpoints only prefill for others. 0: all prefill and decode."""
+    overlap: bool = False
+    """Whether engines send KV while they prefill, see `transfers.py`."""
     gateways: int = 1
     """So many share their state, and each request goes to one of them by chance."""
     hardware: Hardware = H20
@@ -77,8 +79,9 @@ class Deployment:
     def name(self) -> str:
         """What tables call it."""
         split = f", {self.prefill_endpoints} only prefill" if self.prefill_endpoints else ""
+        overlap = ", transfers overlap with prefills" if self.overlap else ""
         several = f", {self.gateways} gateways" if self.gateways > 1 else ""
-        return f"arm {self.arm}, {self.endpoints} H20{split}{several}"
+        return f"arm {self.arm}, {self.endpoints} H20{split}{overlap}{several}"
 
     @property
     def addresses(self) -> list[str]:

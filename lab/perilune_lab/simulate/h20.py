@@ -54,6 +54,8 @@ class Hardware:
     """One kind of engine, and what connects such engines."""
 
     engine: EngineModel = H20_30B
+    layers: int = 48
+    """Layers of the model, which matter where KV is sent layer by layer."""
     max_sequences: int = 256
     """vLLM's --max-num-seqs."""
     block_tokens: int = 16
@@ -125,6 +127,7 @@ H20_480B = Hardware(
         kv_bytes_per_token=253_952,
         kv_pool_tokens=840_000,
     ),
+    layers=62,
     endpoints_per_nic=1,
 )
 """Qwen3-Coder-480B-A35B in FP8 with BF16 KV, with 8 H20 per endpoint (tensor parallelism of 8). The figures

@@ -16,6 +16,7 @@ from msgspec import structs
 from perilune_api.pool import Routing, SessionAdmission, SpecError
 from perilune_lab.report import Run
 from perilune_lab.simulate import measure
+from perilune_lab.simulate.clients import Clients
 from perilune_lab.simulate.deployment import Deployment
 from perilune_lab.simulate.faults import Faults
 from perilune_lab.simulate.loads import OfferedLoad, find_r
@@ -118,10 +119,11 @@ def first_guess(comparison: Comparison) -> float:
 
 
 def r_of(comparison: Comparison, seeds: Sequence[int], reference: str, jobs: int = 1) -> float:
-    """Find R with the reference policy on the comparison's traffic and pool, without session admission.
-    Raises NoRateError."""
+    """Find R with the reference policy on the comparison's traffic and pool, with patient clients and
+    without session admission. Raises NoRateError."""
     every_session_begins = structs.replace(comparison.routing, session_admission=SessionAdmission())
-    alone = replace(comparison, policies=(reference,), routing=every_session_begins)
+    patient = replace(comparison.load, clients=Clients())
+    alone = replace(comparison, policies=(reference,), routing=every_session_begins, load=patient)
 
     def runs_at(rate: float) -> list[Run]:
         return [played.run for (played,) in play(alone, [rate], seeds, jobs)]

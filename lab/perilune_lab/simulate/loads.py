@@ -11,6 +11,7 @@ from perilune_gateway.model import EngineModel
 from perilune_lab.quantiles import mean
 from perilune_lab.report import Run
 from perilune_lab.simulate.bisection import last_that
+from perilune_lab.simulate.clients import Clients
 from perilune_lab.simulate.workload import Workload, prepare
 from perilune_lab.traces import agentic
 from perilune_lab.traces.agentic import Agentic
@@ -33,17 +34,26 @@ class OfferedLoad:
     """Number of a file's requests to play, from the first; None: all."""
     parameters: Agentic = field(default_factory=Agentic)
     """Parameters of generated traffic."""
+    clients: Clients = Clients()
 
     def workload(self, rate: float, seed: int, engine: EngineModel) -> Workload:
         """Make the workload. `rate` is in sessions per second for generated traffic, and for a file a factor
         on the recorded speed. The seed has no effect on a file. Raises SpecError if the file is no trace, or
         lacks the timestamps that the mode needs."""
         if self.trace != AGENTIC:
-            return prepare(open_trace(self.trace, self.limit), engine, self.mode, rate)
+            recorded = open_trace(self.trace, self.limit)
+            return prepare(recorded, engine, self.mode, rate, clients=self.clients)
         p = replace(self.parameters, sessions_per_s=rate)
         started = takewhile(lambda s: s.start_s < self.window_s, agentic.sessions(p, seed))
         trace = Trace(AGENTIC, Style.CHAT, tuple(started), {"seed": seed, **agentic.describe(p)})
-        return prepare(trace, engine, self.mode, window_s=self.window_s, warmup_s=self.warmup_s)
+        return prepare(
+            trace,
+            engine,
+            self.mode,
+            window_s=self.window_s,
+            warmup_s=self.warmup_s,
+            clients=self.clients,
+        )
 
 
 REGRET_AT_R = 5.0

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from math import inf
+from math import inf, isfinite
 from random import Random
 from typing import Any
 
@@ -22,6 +22,7 @@ from perilune_lab.quantiles import mean, quantile
 from perilune_lab.report import (
     GOODPUT_TPOT_S,
     GOODPUT_TTFT_S,
+    Answered,
     Ceiling,
     Migrations,
     PerEndpoint,
@@ -86,7 +87,17 @@ def run(outcome: SimulatedOutcome, workload: Workload, cooldown_s: float = 30.0)
         regret=measured.p90 / quantile(sorted(floor), 0.9) if measured else UNSET,
         preemptions=outcome.preemptions,
         sessions=_sessions(done, workload) if closed else UNSET,
+        abandoned=sum(r.abandoned for r in done),
+        all_ttft_s=_answered(done),
     )
+
+
+def _answered(done: Sequence[PlayedRequest]) -> Answered | UnsetType:
+    if not done:
+        return UNSET
+    ordered = sorted(r.ttft_s if r.succeeded else inf for r in done)
+    found = {f"p{q}": quantile(ordered, q / 100) for q in (50, 90, 99)}
+    return Answered(**{name: value for name, value in found.items() if isfinite(value)})
 
 
 def ideal_makespan_s(workload: Workload) -> float:
@@ -212,11 +223,13 @@ def pooled(runs: Sequence[Run], seeds: Sequence[int], rate: float) -> Run:
     document: dict[str, Any] = {}
     intervals: dict[str, tuple[float, float]] = {}
     for path, sample in values.items():
+        if path[0] == "all_ttft_s" and len(sample) < len(runs):
+            continue  # infinite in one of the seeds
         _put(document, path, mean(sample))
         if len(sample) > 1:
             intervals[".".join(path)] = interval(sample)
     document |= {"policy": runs[0].policy, "rate": rate, "seeds": list(seeds), "intervals": intervals}
-    for name in ("requests", "succeeded", "rejected", "preemptions"):
+    for name in ("requests", "succeeded", "rejected", "preemptions", "abandoned"):
         document[name] = round(sum(values[name,]))
         intervals.pop(name, None)
     if "migrations" in document:

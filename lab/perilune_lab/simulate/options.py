@@ -7,11 +7,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
 from perilune_api.pool import Routing, SessionAdmission, SpecError
 from perilune_gateway.policy import POLICIES
 from perilune_lab.simulate import faults as faults_of
+from perilune_lab.simulate.clients import Clients
 from perilune_lab.simulate.deployment import BLOCK_TOKENS, STORE_BYTES_PER_S, Arm, Deployment
 from perilune_lab.simulate.faults import Faults
 from perilune_lab.simulate.h20 import H20, LINKS, Hardware, with_store
@@ -43,6 +45,8 @@ examples:
   perilune simulate --policies perilune,ear --arm handoff --rates 0.8,1.2 --seeds 8 --json r.json --png r.png
   perilune simulate --trace mooncake_conversation.jsonl.gz --mode timestamps --policies perilune --rates 1,2
   perilune simulate --policies perilune --prefill 4 --faults slow-links=10,outliers=0.05
+  perilune simulate --policies perilune,round_robin --rates 1,1.25 --patience 60
+      clients close a request that has no token after a minute, and try twice more
 
 arms, by how KV gets from one engine to another (what `spec.mooncake` of a pool says):
   {Arm.NONE}     not at all, as in a pool with defaults
@@ -58,6 +62,12 @@ faults: NAME=VALUE,… (dead and drain: ENDPOINT@SECONDS), of
 modes: {Mode.THINKTIME}: a turn follows the previous one after the recorded gap (closed loop);
   {Mode.TIMESTAMPS}: at its timestamp (open loop); {Mode.MAX}: when the previous one has ended, but not before
   its timestamp
+clients that leave: a client closes a request without a first token after --patience seconds, as if it closed
+  its connection, and sends it again half a second later. It tries three times in all, with those that were
+  refused, and then gives up the session. In TTFT p90 of all such turns count as never answered.
+refusals: --param limits.ttftSloSeconds=S refuses any request that no endpoint is predicted to answer within S
+  seconds (tpotSloSeconds: time per token once it decodes; maxPendingSeconds: queued prefill), --begin-within
+  only the first of each session
 
 The gateway is real, engines and time are modelled: no figure is a measurement of an H20. Intervals are of
 95 % over seeds, which are the same for all policies. docs/simulator.md says what is modelled, and how far it
@@ -207,12 +217,33 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens of the longest generated request with its answer [131072]",
     )
+    add(
+        "--overlap",
+        action="store_true",
+        help="engines send KV layer by layer while they prefill: a model of engines that can do so, which"
+        " vLLM 0.32 with its MooncakeConnector is not, since it sends after the prefill",
+    )
     add("--link", choices=sorted(LINKS), default="idle", help="speed of KV transfers [%(default)s]")
     add("--store", metavar="3GBps", help="speed at which one engine reads the shared store [3GBps]")
     add(
         "--admission",
         action="store_true",
         help="let new sessions wait while active contexts fill the KV pools; refused ones come back twice",
+    )
+    add(
+        "--patience",
+        type=positive,
+        default=inf,
+        metavar="S",
+        help="clients close a request that has no token after S seconds; see below [they wait]",
+    )
+    add(
+        "--begin-within",
+        type=positive,
+        default=0.0,
+        metavar="S",
+        help="the first request of each session has `x-slo-ttft-ms`, and is refused if no endpoint is"
+        " predicted to answer within S seconds; see below",
     )
     add("--faults", default="", metavar="NAME=V,…", help="faults of fleet and gateway; see below [none]")
     add(
@@ -221,7 +252,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="BLOCK.NAME=V",
-        help="a parameter of a policy (e.g. ear.cooldownSeconds=10), or of migration, enginePriority or pull",
+        help="a parameter of a policy (e.g. ear.cooldownSeconds=10), or of migration, enginePriority, pull or"
+        " limits",
     )
     add("--png", type=figure, metavar="FILE", help="draw the report, as .png, .svg or .pdf")
     return parser
@@ -256,6 +288,7 @@ def _deployment(args: argparse.Namespace) -> Deployment:
         arm=args.arm,
         endpoints=args.endpoints,
         prefill_endpoints=args.prefill,
+        overlap=args.overlap,
         gateways=args.gateways,
         hardware=hardware,
         block_tokens=args.block_size,
@@ -265,6 +298,8 @@ def _deployment(args: argparse.Namespace) -> Deployment:
             f"a KV pool of {hardware.kv_pool_tokens:,} tokens has no two blocks of {args.block_size:,}"
             " - at `--block-size`"
         )
+    if deployment.overlap and not deployment.hands_over:
+        raise SpecError(f"arm {args.arm} hands no KV over, unless with `--prefill` - at `--overlap`")
     if not deployment.stores:
         if args.store:
             raise SpecError(f"arm {args.arm} has no store, so it has no speed - at `--store`")
@@ -284,6 +319,7 @@ def _load(args: argparse.Namespace, hardware: Hardware) -> OfferedLoad:
         warmup_s=args.warmup,
         limit=args.limit,
         parameters=generated,
+        clients=Clients(patience_s=args.patience, begin_within_s=args.begin_within),
     )
     if load.trace == AGENTIC:
         check_generated(load, hardware)

@@ -15,12 +15,14 @@ class PlayedRequest:
     """One turn of a session as it was played. Times are in seconds; inf for what has not happened."""
 
     __slots__ = (
+        "abandoned",
         "cached_tokens",
         "due_s",
         "endpoint",
         "failed",
         "finished_s",
         "first_token_s",
+        "gave_up",
         "hot",
         "leg_cached_tokens",
         "number",
@@ -44,6 +46,8 @@ class PlayedRequest:
         """When the client first sent it."""
         self.refusals = 0
         """How many times the gateway refused it."""
+        self.abandoned = 0
+        """How many times its client closed it, because no token came in time."""
         self.endpoint = -1
         """Number of the endpoint that served it; -1 for none."""
         self.reason: Reason | None = None
@@ -57,11 +61,24 @@ class PlayedRequest:
         self.first_token_s = self.finished_s = inf
         self.failed = False
         self.rejected = False
+        """Whether its last try was refused."""
+        self.gave_up = False
+        """Whether its client closed its last try."""
+
+    @property
+    def tries(self) -> int:
+        """How many times it was sent in vain."""
+        return self.refusals + self.abandoned
+
+    @property
+    def is_last(self) -> bool:
+        """Whether its session ends with it, because the client comes no more."""
+        return self.rejected or self.gave_up
 
     @property
     def succeeded(self) -> bool:
         """Whether the turn, which has ended, succeeded."""
-        return not (self.failed or self.rejected)
+        return not (self.failed or self.rejected or self.gave_up)
 
     @property
     def ttft_s(self) -> float:

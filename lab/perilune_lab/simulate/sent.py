@@ -5,7 +5,8 @@ Each hears from the engines what a client or a feed of the gateway hears, and te
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from perilune_gateway.feeds.handoff_legs import TAKE_S
@@ -33,6 +34,13 @@ class Sent:
         self.gateway = gateway
         self.turn = turn
         self.routed = routed
+        self.close: Callable[[], object] = lambda: None
+        """Ends what the gateway or the proxy has open at engines for the turn."""
+
+    def leave(self) -> None:
+        """End the request, which its client has closed, as proxy and gateway do."""
+        self.close()
+        self.router.finished(self.routed.ticket, Outcome.CANCELLED)
 
     def request(self, output: Sequence[int], leg: EngineLeg | None = None) -> Request:
         """Return the turn as an engine's request."""
@@ -48,7 +56,9 @@ class Sent:
             return self._failed()
         self.turn.endpoint = engine.number
         self.router.on_response(self.routed.ticket, 200, engine.address, True)
-        engine.add(self.request(s.texts.answer(self.turn.task), leg), self)
+        request = self.request(s.texts.answer(self.turn.task), leg)
+        self.close = partial(engine.abort, request)
+        engine.add(request, self)
         return None
 
     def first_token(self, request: Request) -> None:
@@ -80,7 +90,9 @@ class Pulled:
     def begin(self) -> None:
         s, pull = self._sent.simulation, self._pull
         ends = self._sent.gateway.ends(pull.source, pull.target)
-        BothLegs(pull.transfer_id, pull.content, ends, pull.within_s, s.loop, self).begin()
+        both = BothLegs(pull.transfer_id, pull.content, ends, pull.within_s, s.loop, self)
+        self._sent.close = both.cancel
+        both.begin()
 
     def ended(self, leg: Leg) -> None:
         pass

@@ -12,7 +12,8 @@ header, so that the body is read only where the gateway needs it, and a tenant o
 The mode says when a session's next turn is submitted: when the previous one has ended and its gap has passed
 (thinktime), at its timestamp (timestamps), or at the later of both (max). A client sends what was refused
 with 429 or 503 again after `Retry-After`, up to `RETRIES` times, as OpenAI's SDKs do. Then it gives up the
-session.
+session. One whose patience ends before the first token (`clients.py`) closes its request, wherever that is,
+and goes on in the same way; the tries of both kinds are counted together.
 
 Costs a few milliseconds of CPU for each turn, most of them in the gateway's own code and the engines' caches.
 Not modelled: Envoy, the network between client and engine, tokenization in the gateway.
@@ -25,8 +26,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import inf
 from random import Random
 
+from perilune_api import names
 from perilune_api.pool import Routing
 from perilune_gateway.model import (
     NeedBody,
@@ -64,7 +67,7 @@ LOOK_S = 0.25
 """Seconds between two looks at the new sessions that wait."""
 SAMPLE_S = 1.0
 RETRIES = 2
-"""How many times a client sends a refused request again."""
+"""How many times a client sends a request again that was refused, or that it has closed."""
 RETRY_S = 0.5
 """Seconds until then, at least."""
 BYTES_PER_TOKEN = 4.0
@@ -128,7 +131,8 @@ class Simulation:
         )
         rng = Random(seed)
         self.texts = Texts(workload.runs, deployment.block_tokens)
-        self.fabric = Fabric(self.loop, deployment.hardware, faults, Random(rng.getrandbits(64)))
+        dice = Random(rng.getrandbits(64))
+        self.fabric = Fabric(self.loop, deployment.hardware, faults, dice, overlap=deployment.overlap)
         self.engines = self._engines(Random(f"{seed} speeds and noise"), routing)
         self.pool = deployment.pool(policy, routing, faults)
         shares = deployment.gateways > 1
@@ -143,6 +147,8 @@ class Simulation:
         self._left = sum(bool(job.tasks) for job in workload.jobs)
         """Number of sessions, or in open loop of turns, that have not ended."""
         self._submitted = 0
+        self._leaving: dict[PlayedRequest, Callable[[], None]] = {}
+        """Turn that waits or was sent → what its client's leaving does."""
         self._queued: dict[tuple[SimulatedGateway, int], tuple[PlayedRequest, Queued]] = {}
         self._proxy = Random(rng.getrandbits(64))
         """Chooses the gateway of a request."""
@@ -260,6 +266,9 @@ class Simulation:
 
     def _arrive(self, turn: PlayedRequest) -> None:
         """Let the gateway decide a turn, by its headers or by its body."""
+        clients = self.workload.clients
+        if clients.patience_s < inf:
+            self.loop.at(self.loop.now + clients.patience_s, partial(self._lose_patience, turn, turn.tries))
         task, gateway = turn.task, self._proxy.choice(self.gateways)
         router = gateway.router
         size = int(task.prompt_tokens * self._bytes[task.session])
@@ -267,6 +276,8 @@ class Simulation:
         headers = {"x-session-id": job.name, "content-length": str(size)}
         if job.tenant:
             headers["authorization"] = f"Bearer {job.tenant}"
+        if clients.begin_within_s and not task.number:
+            headers[names.SLO_TTFT_HEADER] = f"{1e3 * clients.begin_within_s:g}"
         head = RequestHead(method="POST", path="/v1/chat/completions", headers=headers)
         verdict: Routed | Refusal | NeedBody | Queued = router.on_headers(head)
         if isinstance(verdict, NeedBody):
@@ -286,6 +297,7 @@ class Simulation:
                 self._refused(turn, verdict)
             case Queued():
                 self._queued[gateway, verdict.ticket] = turn, verdict
+                self._leaving[turn] = partial(self._leave_line, gateway, verdict)
             case NeedBody():
                 raise AssertionError("the gateway asked for a body that it has")
 
@@ -294,25 +306,46 @@ class Simulation:
             turn, queued = self._queued.pop((gateway, ticket))
             self._follow(turn, gateway, gateway.router.on_begun(queued, refusal))
 
+    def _leave_line(self, gateway: SimulatedGateway, queued: Queued) -> None:
+        del self._queued[gateway, queued.ticket]
+        gateway.router.left(queued)
+
     def _refused(self, turn: PlayedRequest, refusal: Refusal) -> None:
         """Let the client send the request again, or give up."""
+        self._leaving.pop(turn, None)
         turn.refusals += 1
-        if refusal.reason in _AGAIN and turn.refusals <= RETRIES:
-            after_s = max(RETRY_S, refusal.retry_after_s)
-            self.loop.at(self.loop.now + after_s, partial(self._arrive, turn))
+        if refusal.reason in _AGAIN and turn.tries <= RETRIES:
+            self._come_again(turn, refusal.retry_after_s)
             return
         turn.rejected = True
         self.ended(turn)
+
+    def _lose_patience(self, turn: PlayedRequest, tries: int) -> None:
+        """Let the client close its request, if this try of it has no token yet, and send it again or give
+        up."""
+        if turn.tries != tries or turn.first_token_s < inf or turn not in self._leaving:
+            return
+        self._leaving.pop(turn)()
+        turn.abandoned += 1
+        if turn.tries <= RETRIES:
+            self._come_again(turn)
+            return
+        turn.gave_up = True
+        self.ended(turn)
+
+    def _come_again(self, turn: PlayedRequest, after_s: float = 0.0) -> None:
+        self.loop.at(self.loop.now + max(RETRY_S, after_s), partial(self._arrive, turn))
 
     def _routed(self, turn: PlayedRequest, gateway: SimulatedGateway, routed: Routed) -> None:
         """Send a turn to its endpoint, once that has what it fetches."""
         decided = gateway.decided
         assert decided, "a routed request was decided"
-        turn.reason = decided.decision.reason
+        turn.reason, turn.leg_cached_tokens = decided.decision.reason, -1
         host = decided.view.session.host if decided.view.session else ""
         most = self.pool.spec.routing.policy.ear.hot_pending_tokens
         turn.hot = any(c.load.pending_prefill_tokens > most for c in decided.candidates if c.address == host)
         sent = Sent(self, gateway, turn, routed)
+        self._leaving[turn] = sent.leave
         if routed.pull:
             Pulled(sent, routed.pull).begin()
         elif routed.remote:
@@ -324,9 +357,10 @@ class Simulation:
         """Let the session's next turn come."""
         now, task, mode = self.loop.now, turn.task, self.workload.mode
         turn.finished_s = now
+        self._leaving.pop(turn, None)
         self.outcome.requests.append(turn)
         tasks = self.workload.jobs[task.session].tasks
-        if mode is Mode.TIMESTAMPS or task.number + 1 == len(tasks) or turn.rejected:
+        if mode is Mode.TIMESTAMPS or task.number + 1 == len(tasks) or turn.is_last:
             self._left -= 1
             return
         after = tasks[task.number + 1]

@@ -27,7 +27,9 @@ _COLUMNS = (
     "regret",
     "moves",
     "ok",
+    "TTFT p90 of all",
 )
+"""The last one is for tables with a turn that was not answered."""
 
 
 def tables(runs: Sequence[Run], unit: str, deployment: str = "") -> Iterable[Table]:
@@ -46,10 +48,12 @@ def tables(runs: Sequence[Run], unit: str, deployment: str = "") -> Iterable[Tab
             title += f" · floor of TTFT p90 {as_seconds(floor.p90)}"
         grid = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
         grid.add_column("policy", no_wrap=True)
-        for name in _COLUMNS:
+        all_answered = all(run.success_rate == 1 for run in mine)
+        columns = _COLUMNS[:-1] if all_answered else _COLUMNS
+        for name in columns:
             grid.add_column(name, justify="right", no_wrap=True)
         for run in sorted(mine, key=lambda run: run.ttft_s.p90 if run.ttft_s else float("inf")):
-            grid.add_row(run.policy, *_cells(run))
+            grid.add_row(run.policy, *_cells(run)[: len(columns)])
         yield grid
 
 
@@ -73,6 +77,7 @@ def _cells(run: Run) -> list[str]:
         cell(run.regret, "{:.2f}"),
         str(run.migrations.total) if run.migrations else "",
         as_percent(run.success_rate) if run.success_rate < 1 else "",
+        as_seconds(run.all_ttft_s.p90) if run.all_ttft_s and run.all_ttft_s.p90 else "never",
     ]
 
 

@@ -2,6 +2,12 @@
 
 The rules of a hand-off are those of `engine/connector.py`. A transfer takes the time of the link between the
 two engines (`h20.LinkModel`); a network card sends one transfer after the other.
+
+A transfer begins when the giver has computed the prompt, as with vLLM 0.32's MooncakeConnector. Where
+transfers *overlap*, a model of engines that can do so, layers follow the prefill one by one:
+
+    begin = when the prefill has begun, the taker waits, and the card is free
+    end   = the later of begin + serial seconds, and the prefill's end + serial seconds / layers
 """
 
 from __future__ import annotations
@@ -32,6 +38,8 @@ class _Transfer:
     given: Request | None = None
     taker: SimulatedEngine | None = None
     taken: Request | None = None
+    asked_s: float = 0.0
+    """When the taker began to wait."""
     missing_tokens: int = 0
     begun: bool = False
 
@@ -39,15 +47,19 @@ class _Transfer:
 class Fabric:
     """The network of a fleet, and what is on its way in it."""
 
-    def __init__(self, loop: Loop, hardware: Hardware, faults: Faults, rng: Random) -> None:
+    def __init__(
+        self, loop: Loop, hardware: Hardware, faults: Faults, rng: Random, *, overlap: bool = False
+    ) -> None:
+        """`overlap`: whether transfers overlap with prefills."""
         self.bytes = 0
         """Bytes that were sent."""
         self.seconds: list[float] = []
-        """Seconds of each transfer, with its wait for the network card."""
+        """Seconds of each transfer, with its wait for the network card, from the end of the prefill."""
         self._loop = loop
         self._hardware = hardware
         self._faults = faults
         self._rng = rng
+        self._overlap = overlap
         self._free_s: dict[int, float] = {}
         """Network card → when it will have sent what waits for it."""
         self._open: dict[str, _Transfer] = {}
@@ -61,7 +73,7 @@ class Fabric:
     def takes(self, transfer_id: str, engine: SimulatedEngine, request: Request) -> None:
         """Hear that an engine waits for the prompt."""
         one = self._known(transfer_id)
-        one.taker, one.taken = engine, request
+        one.taker, one.taken, one.asked_s = engine, request, self._loop.now
         one.missing_tokens = request.prompt_tokens - request.computed
         self._begin(transfer_id, one)
 
@@ -77,9 +89,10 @@ class Fabric:
         return one
 
     def _begin(self, transfer_id: str, one: _Transfer) -> None:
-        if one.giver and one.taker:
+        if one.giver and one.given and one.taker:
             one.begun = True
-            ends_s = self._sent_s(one.giver.number, one.taker.number, one.missing_tokens)
+            from_s = max(one.asked_s, one.given.scheduled_s) if self._overlap else self._loop.now
+            ends_s = self._sent_s(one.giver.number, one.taker.number, one.missing_tokens, from_s)
             self._loop.at(ends_s, partial(self._end, transfer_id, one))
 
     def _expire(self, transfer_id: str, one: _Transfer) -> None:
@@ -93,15 +106,17 @@ class Fabric:
         if one.taker and one.taken and one.taker.alive:
             one.taker.fetched(one.taken, arrived=one.giver is not None and one.giver.alive)
 
-    def _sent_s(self, source: int, target: int, tokens: int) -> float:
-        """Queue the KV of `tokens` at the source's network card. Return when it has arrived."""
+    def _sent_s(self, source: int, target: int, tokens: int, from_s: float) -> float:
+        """Queue the KV of `tokens`, whose prefill has ended now, at the source's network card. Return when it
+        has arrived. `from_s`: when it could be sent at the earliest, before now where transfers overlap."""
         h, faults, now = self._hardware, self._faults, self._loop.now
         seconds = h.transfer_s(tokens, self._level(source, target)) * faults.link_factor
         if faults.outlier_share and self._rng.random() < faults.outlier_share:
             seconds *= faults.outlier_factor
         card = source // h.endpoints_per_nic
-        ends_s = max(now, self._free_s.get(card, 0.0)) + seconds
-        self._free_s[card] = ends_s
+        ends_s = self._free_s[card] = max(from_s, self._free_s.get(card, 0.0)) + seconds
+        if self._overlap:
+            ends_s = max(ends_s, now + seconds / h.layers)
         self.bytes += h.engine.kv_bytes(tokens)
         self.seconds.append(ends_s - now)
         return ends_s

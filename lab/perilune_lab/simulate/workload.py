@@ -13,6 +13,7 @@ from math import inf
 
 from perilune_gateway.model import EngineModel
 from perilune_lab.quantiles import quantile
+from perilune_lab.simulate.clients import Clients
 from perilune_lab.simulate.runs import Position, Runs, build
 from perilune_lab.traces.model import Mode, Trace, submitted_s
 from perilune_lab.traces.reuse import ideal_decode_s, ideal_ttft_s
@@ -73,6 +74,7 @@ class Workload:
     parameters: Mapping[str, float | int | str] = field(default_factory=dict)
     warmup_s: float = 0.0
     """Turns that an unloaded system would see before this time fill the caches, but are not measured."""
+    clients: Clients = Clients()
 
     @property
     def measured(self) -> list[Task]:
@@ -97,6 +99,7 @@ def prepare(
     speed: float = 1.0,
     window_s: float = inf,
     warmup_s: float = 0.0,
+    clients: Clients = Clients(),  # noqa: B008
 ) -> Workload:
     """Prepare a trace.
 
@@ -139,6 +142,7 @@ def prepare(
         jobs=tuple(kept),
         parameters=trace.parameters,
         warmup_s=warmup_s,
+        clients=clients,
     )
 
 

@@ -13,7 +13,7 @@ from perilune_lab.terminal.policy_parameters import camel, parameters
 ALL = "all"
 BLOCKS = tuple(field.encode_name for field in msgspec.structs.fields(PolicyParams))
 """Policies with parameters, as the pool document spells them."""
-PARTS = ("migration", "enginePriority", "pull")
+PARTS = ("migration", "enginePriority", "pull", "limits")
 """Further parts of `routing` that have parameters."""
 
 
@@ -37,8 +37,8 @@ def live_policies(text: str, option: str) -> tuple[str, ...]:
 
 def changed(base: Routing, values: Mapping[str, str], option: str) -> Routing:
     """Return `base` with some parameters replaced. A parameter is named BLOCK.NAME: the block of a policy, or
-    `migration`, `enginePriority` or `pull`, and a field of it. Both may be spelt as in the pool document or
-    as in Python; the block of a policy of a package is its name. Raises SpecError."""
+    `migration`, `enginePriority`, `pull` or `limits`, and a field of it. Both may be spelt as in the pool
+    document or as in Python; the block of a policy of a package is its name. Raises SpecError."""
     document = msgspec.to_builtins(base)
     outside: dict[str, dict[str, Any]] = document["policy"]["outside"]
     for name, value in values.items():

@@ -127,7 +127,7 @@ def parse(argv: Sequence[str]) -> Options:
         action="append",
         default=[],
         metavar="BLOCK.NAME=V",
-        help="a parameter of a policy, or of migration, enginePriority or pull",
+        help="a parameter of a policy, or of migration, enginePriority, pull or limits",
     )
     add("--name", default="deployments", metavar="NAME", help="name of page and data [%(default)s]")
     add("--out", type=Path, default=Path("docs/evaluation"), metavar="DIR", help="their folder [%(default)s]")

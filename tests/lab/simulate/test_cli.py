@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from msgspec import UNSET
 
 from perilune_lab import report
 from perilune_lab.simulate.cli import main
@@ -48,6 +49,31 @@ def test_the_report_holds_everything_that_was_assumed(tmp_path: Path, capsys) ->
     assert run.requests == run.succeeded > 0
 
 
+def test_clients_that_leave_are_counted(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "report.json"
+    options = ["--policies", "round_robin", "--patience", "0.5", "--json", str(file)]
+    assert main([*QUICK, "--rates", "2", *options]) == 0
+    found = report.decode(file.read_bytes())
+    assert found.trace["patience_s"] == 0.5
+    (run,) = found.runs
+    said = capsys.readouterr().out
+    assert run.abandoned > 0
+    assert f"clients closed {run.abandoned:,} requests, {run.sessions.lost:,} sessions lost" in said
+    assert run.requests - run.succeeded >= run.requests / 10
+    assert run.all_ttft_s is UNSET or run.all_ttft_s.p90 is UNSET
+    assert "never" in said
+
+
+def test_sessions_that_would_begin_late_are_refused(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "report.json"
+    options = ["--policies", "perilune", "--begin-within", "2", "--json", str(file)]
+    assert main([*QUICK, "--rates", "2", *options]) == 0
+    (run,) = report.decode(file.read_bytes()).runs
+    assert run.rejected > 0
+    assert run.requests - run.succeeded == run.rejected == run.sessions.lost
+    assert "sessions lost" in capsys.readouterr().out
+
+
 def test_a_file_is_played(tmp_path: Path, capsys) -> None:
     file = tmp_path / "trace.jsonl"
     write(generate(Agentic(sessions_per_s=1.0), 3, 10), file)
@@ -71,6 +97,8 @@ def test_a_file_is_played(tmp_path: Path, capsys) -> None:
         (["--faults", "drain=0.5"], "drain=0.5: must be an endpoint's number, from 0 - at `--faults`"),
         (["--faults", "rolling=20@1"], "rolling=20@1: only `dead` and `drain` have a time - at `--faults`"),
         (["--param", "ear.warp=1"], "ear has no parameter 'warp'"),
+        (["--param", "limits.warp=1"], "limits has no parameter 'warp'"),
+        (["--overlap"], "arm none hands no KV over, unless with `--prefill` - at `--overlap`"),
         (["--kv-tokens", "1000"], "which a KV pool of 1,000 does not hold"),
         (["--endpoints", "5000"], "at most 1,000 - at `--endpoints`"),
     ],

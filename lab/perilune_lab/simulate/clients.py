@@ -1,0 +1,16 @@
+"""How clients behave. By default they wait for each answer until it comes, and ask for no limit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clients:
+    """What all clients of a simulation do."""
+
+    patience_s: float = inf
+    """Seconds without a first token after which a client closes its request, and comes again."""
+    begin_within_s: float = 0.0
+    """TTFT that the first request of each session asks for (`x-slo-ttft-ms`), in seconds. 0: none."""
