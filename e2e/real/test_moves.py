@@ -206,8 +206,14 @@ class Served:
         await self.engines[number].ended()
         self.engines[number] = await self.rig.engine(self.rendered, number, **ABORT)
         await self.rig.ready(self.engines[number])
+        await self.warm(self.engines[number])
         await self.all_can()
         self.pause_s = 0.0
+
+    async def warm(self, *engines):
+        """Have engines answer once with log probabilities, which torch traces for seconds the first time."""
+        for engine in engines:
+            await ask(self.rig, engine.url, tokens(self.rng, 40), max_tokens=2)
 
     async def all_can(self):
         async def can():
@@ -291,6 +297,7 @@ async def served(rig, tiny):
     await rig.start_gateway(document)
     await rig.start_envoy(document)
     made = Served(rig, rendered, engines, document)
+    await made.warm(*engines)
     await made.all_can()
     rng = random.Random(0)
     made.sessions = [Session(f"s{n}", tokens(rng, rng.randrange(200, 500))) for n in range(SESSIONS)]

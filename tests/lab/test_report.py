@@ -273,6 +273,7 @@ def test_a_document_reads_back_and_says_its_schema():
     assert next(iter(raw.items())) == ("schema", "perilune.report/v1")
     assert set(raw) == {"schema", "simulated", "mode", "endpoints", "time_scale", "trace", "runs"}
     only_simulations = {"rate", "seeds", "intervals", "floor_ttft_s", "regret", "preemptions", "sessions"}
+    only_simulations |= {"abandoned", "all_ttft_s"}
     fields = {field.encode_name for field in msgspec.structs.fields(report.Run)}
     assert set(raw["runs"][0]) == fields - only_simulations - {"wall_clock_factor_legacy"}
     assert "null" not in text.decode()

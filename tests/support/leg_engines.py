@@ -36,6 +36,7 @@ class Engine:
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Its client has gone before the end."""
     has_page: bool = True
+    page_after_s: float = 0.0
     address: str = ""
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
@@ -49,6 +50,7 @@ class Engine:
             raise
 
     async def query(self, _: web.Request) -> web.Response:
+        await asyncio.sleep(self.page_after_s)
         if not self.has_page:
             return web.Response(status=404)
         worker = {"0": {"0": "tcp://127.0.0.1:1"}}

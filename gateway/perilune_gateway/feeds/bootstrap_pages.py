@@ -55,12 +55,14 @@ def parse(page: bytes, rank: int | None = None) -> Connector:
     return Connector([ranks[n].engine_id for n in asked], workers)
 
 
-async def ask(http: aiohttp.ClientSession, bootstrap: str, rank: int | None = None) -> Connector | None:
+async def ask(
+    http: aiohttp.ClientSession, bootstrap: str, rank: int | None = None, page_s: float | None = None
+) -> Connector | None:
     """Return what the page at `bootstrap` (`ip:port`) says of a data-parallel rank; None if it does not
-    answer in PAGE_S, or with nothing of use. Without `rank` the endpoint is the whole server."""
+    answer in `page_s` (PAGE_S), or with nothing of use. Without `rank` the endpoint is the whole server."""
     try:
         async with (
-            asyncio.timeout(PAGE_S),
+            asyncio.timeout(page_s or PAGE_S),
             http.get(
                 f"http://{bootstrap}/query", allow_redirects=False, middlewares=engine_calls.PLAIN
             ) as answer,

@@ -12,9 +12,9 @@ position: the two prompts must be equal.
 Where engines only share a store, there is no give leg: the target loads the prompt from the store, as for any
 request.
 
-Every wait has a bound: PAGE_S for the page, ACCEPT_S for the head, TAKE_S for the take leg. A leg that is
-given up is cancelled, by which its engine frees what it can. Source of the fields: vLLM's
-`mooncake_connector_proxy.py`.
+Every wait has a bound: ACCEPT_S for the page and for the head, as an engine that computes may keep silent for
+some seconds; TAKE_S for the take leg. A leg that is given up is cancelled, by which its engine frees what it
+can. Source of the fields: vLLM's `mooncake_connector_proxy.py`.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ async def _prewarm(http: aiohttp.ClientSession, legs: Legs, handing_over: Handin
 async def engine_of(http: aiohttp.ClientSession, legs: Legs | KvPull, connectors: Connectors) -> str:
     """Return the id of the source's engine that runs now. Raises LegFailed."""
     _check_open(http, Leg.GIVE)
-    page = await bootstrap_pages.ask(http, legs.bootstrap, rank_of(legs.source))
+    page = await bootstrap_pages.ask(http, legs.bootstrap, rank_of(legs.source), ACCEPT_S)
     if page is None:
         raise LegFailed(Leg.GIVE, GivenUp.PAGE)
     connectors.answered(legs.source, page)

@@ -13,7 +13,7 @@ from handing_rig import Handing, text
 from leg_engines import Engine, never
 from waiting import HANG, pass_time
 
-from perilune_gateway.feeds import handoff_legs
+from perilune_gateway.feeds import bootstrap_pages, handoff_legs
 from perilune_gateway.model.handoff import GivenUp, HandoffOutcome
 from perilune_gateway.moves.handoff import Stage
 from perilune_gateway.state.connectors import Connector, Connectors
@@ -184,6 +184,16 @@ async def test_a_host_without_a_page_is_asked_for_nothing() -> None:
         on.begin()
         assert await on.ended() == (HandoffOutcome.FAILED, GivenUp.PAGE)
         assert on.giver.bodies == on.taker.bodies == []
+
+
+async def test_a_host_that_is_too_busy_to_show_its_page_at_once_gives_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bootstrap_pages, "PAGE_S", 0.01)
+    async with scene() as on:
+        on.giver.page_after_s = 0.1
+        on.begin()
+        await asyncio.wait_for(on.taker.asked.wait(), HANG)
 
 
 async def test_legs_of_what_was_given_up_are_cancelled() -> None:
