@@ -292,8 +292,12 @@ async def test_the_picker_takes_the_place_of_llm_ds_and_its_owner_changes_the_en
     gateway = await run_gateway(routed_server, client, namespace, "qwen-perilune", tmp_path, stack)
     assert "qwen" in await installing
     page.put["http://127.0.0.1:9003"] = gateway.admin
-    found = {lack["finding"] for lack in json.loads(await page.run(health))["lacks"]}
-    assert found == {"no_events", "no_transfer"}
+
+    async def is_known() -> bool:
+        found = {lack["finding"] for lack in json.loads(await page.run(health))["lacks"]}
+        return found == {"no_events", "no_transfer"}
+
+    await until_true(is_known)
 
     bootstrap = config(
         [],
