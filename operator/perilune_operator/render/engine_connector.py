@@ -25,8 +25,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import (  # type: ign
 )
 
 SETTLE_S = 1.0
-"""By then what had reached this worker before a transfer failed should have been written."""
+"""How long blocks of a failed transfer are kept. Mooncake has then written what this worker had received."""
 LOOK_AGAIN_S = 0.1
+"""Seconds between two connections to the giver's port."""
 
 
 class MooncakeConnector(mooncake_connector.MooncakeConnector):  # type: ignore[misc]
