@@ -127,23 +127,31 @@ class Soak:
         arguments = [*engine_arguments(self.stack.options, number, self.stack.folder), *again]
         await self._start(name, [*self.stack.programs.engine, *arguments])
 
-    async def health(self, kind: str) -> set[str]:
-        """Return the endpoints of which the gateway's health says so."""
+    async def health(self, kind: str) -> dict[str, str]:
+        """Return the endpoints of which the gateway's health says so, and what it says."""
         async with self.http.get(self.stack.admin_url + "/api/health") as answer:
-            return {p["endpoint"] for p in (await answer.json())["problems"] if p["kind"] == kind}
+            problems = (await answer.json())["problems"]
+        return {p["endpoint"]: p["message"] for p in problems if p["kind"] == kind}
 
     async def watch(self) -> None:
         """Look who is ejected, again and again."""
+        wrongly: set[str] = set()
         while True:
             await asyncio.sleep(0.5)
             try:
-                for address in await self.health("ejected"):
-                    now = time.monotonic()
-                    dead = any(now - when < STARTS_S for when in self.killed[address])
-                    if not dead and address != self.bad.address:
-                        self.ejected[address] += 1
+                ejected = await self.health("ejected")
             except ENDED:  # the gateway is restarted
-                pass
+                continue
+            now, before = time.monotonic(), wrongly
+            wrongly = {
+                address
+                for address in ejected
+                if address != self.bad.address
+                and not any(now - when < STARTS_S for when in self.killed[address])
+            }
+            self.ejected.update(wrongly)
+            for address in wrongly - before:
+                print(f"{address} is {ejected[address]}", flush=True)
 
     async def break_one(self, number: int) -> None:
         await self.fault(number, {"status": 500})

@@ -13,8 +13,10 @@
 2. Engines prefill one prompt after the other, so the time to a first token is counted from the first token
    before it. The patience is measured in the pool's own terms: this time over the predicted time of the
    prefill, as QUANTILE of each endpoint's requests stay below, at the median over all endpoints, times
-   `slow_factor`. So neither a queue nor a pool in which everything takes long ejects anybody. Where no KV
-   event is expected, the time until the answer's head takes its place.
+   `slow_factor`. Endpoints of an overloaded pool stand still for a while and then go on, so the time counts,
+   too, for which most endpoints have lately stood still before a sign. So neither a queue nor a pool in
+   which everything takes long ejects anybody. Where no KV event is expected, the time until the answer's
+   head takes its place.
 3. An endpoint is ejected if at least `failure_share` of its latest evidence is bad, or the last IN_A_ROW
    pieces are, from SOURCES different sessions, and if the other endpoints do less than half as badly. Its
    tenants have to agree: at least `failure_share` of those that gave evidence of it lately accuse it, which
@@ -78,7 +80,11 @@ COLD_RATIO = 10.0
 """Observed over predicted seconds that is tolerated before anything was measured."""
 SLACK_S = 0.05
 """Seconds that every request takes besides what is predicted."""
-LEAST_PATIENCE_S = 1.0
+LEAST_PATIENCE_S = 2.0
+STALL_S, STALLS_S = 0.5, 60.0
+"""An endpoint whose sign comes STALL_S later than is usual stood still; this counts for STALLS_S."""
+NEW_S, COLD_STALL_S = 10.0, 2.0
+"""For its first seconds a gateway takes it that endpoints stand still for so long."""
 NOT_IMPLEMENTED = 501
 """Engines answer so to what their model or version does not offer."""
 EAGER_S = 2.0
@@ -152,6 +158,8 @@ class _Record(Struct, gc=False, kw_only=True):
     blind: bool = False
     """Whether its KV events do not come."""
     evidence: deque[_Evidence] = field(default_factory=deque)
+    stalls: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    """When signs came that were much later than is usual, and by how many seconds."""
     ratios: tuple[deque[float], deque[float]] = field(
         default_factory=lambda: (deque(maxlen=SAMPLES), deque(maxlen=SAMPLES))
     )
@@ -174,8 +182,11 @@ class Ejection:
         self._accused: set[str] = set()
         """Endpoints with bad evidence that was not judged yet, or that could not be acted on."""
         self._judged_at = -inf
+        self._new_until = inf
         self._ratios = (COLD_RATIO, COLD_RATIO)
         """Tolerated ratios of heads and of KV events."""
+        self._stall_s = 0.0
+        """For how long endpoints stand still besides."""
         self._measured_at = -inf
 
     # -- evidence ----------------------------------------------------------------------------------
@@ -282,6 +293,7 @@ class Ejection:
         if now - self._judged_at < JUDGE_S:
             return
         self._judged_at = now
+        self._new_until = min(self._new_until, now + NEW_S)
         if not self.rules.enabled:
             return
         longest: dict[str, float] = {}
@@ -361,6 +373,8 @@ class Ejection:
         record.ratios[wait.by_event].append((took_s + SLACK_S) / (wait.alone_s + SLACK_S))
         if wait.by_event:
             record.sign_at = now
+            if (stall_s := took_s - self._usual_s(wait, record)) > STALL_S:
+                record.stalls.append((now, stall_s))
         if wait.cause is None:
             self._add(record, _Evidence(now, wait.tenant, wait.source, None))
             self._tried(request.ticket, wait.address, record, Event.GOOD, now)
@@ -461,11 +475,16 @@ class Ejection:
         gives signs."""
         if now - self._measured_at > RATIO_S:
             self._ratios, self._measured_at = (self._tolerated(0), self._tolerated(1)), now
+            self._stall_s = self._usual_stall_s(now)
         record = self._record(wait.address)
-        longest_s = max(wait.alone_s, record.longest_s) + SLACK_S
-        patience_s = self.rules.slow_factor * self._ratios[wait.by_event] * longest_s
+        stall_s = self._stall_s if wait.by_event else 0.0
+        patience_s = self.rules.slow_factor * (self._usual_s(wait, record) + stall_s)
         due = now - max(LEAST_PATIENCE_S, patience_s)
         return due if not wait.by_event or record.sign_at < due else -inf
+
+    def _usual_s(self, wait: Wait, record: _Record) -> float:
+        """Return the seconds until the first sign that hardly any request of the pool exceeds."""
+        return self._ratios[wait.by_event] * (max(wait.alone_s, record.longest_s) + SLACK_S)
 
     def _tolerated(self, by_event: int) -> float:
         """Return the observed over predicted seconds that hardly any request of the pool exceeds."""
@@ -475,6 +494,14 @@ class Ejection:
             if len(ratios := record.ratios[by_event]) >= ENOUGH_SAMPLES
         )
         return known[(len(known) - 1) // 2] if known else COLD_RATIO
+
+    def _usual_stall_s(self, now: float) -> float:
+        """Return for how long most endpoints have stood still lately; 0 if fewer have."""
+        longest_s = sorted(
+            max((stall_s for at, stall_s in record.stalls if now - at <= STALLS_S), default=0.0)
+            for record in self._records.values()
+        )
+        return max(longest_s[(len(longest_s) - 1) // 2], COLD_STALL_S if now < self._new_until else 0.0)
 
 
 def _fresh(record: _Record, now: float) -> list[_Evidence]:
