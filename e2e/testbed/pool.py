@@ -143,11 +143,12 @@ class LivePool:
         eventually(lambda: self.has_engines(engines), timeout_s)
 
     def has_gateways(self, count: int) -> None:
-        """Assert that there are so many, all of them ready, and that each of them hears the others."""
+        """Assert that there are so many, all of them ready, and that each of them hears the others and has an
+        engine that is ready."""
         assert [is_ready(pod) for pod in self.pods("gateway")] == [True] * count
         assert all(is_ready(pod) for pod in self.pods("state"))
         for health in self.admins("/api/health").values():
-            assert "shared_state" not in {problem["kind"] for problem in health["problems"]}
+            assert not {"shared_state", "no_endpoint"} & {problem["kind"] for problem in health["problems"]}
 
     def settles(self, engines: int, timeout_s: float = 180) -> None:
         """Wait until so many serve and nothing is leaving or on its way."""
