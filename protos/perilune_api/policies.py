@@ -78,7 +78,8 @@ class PeriluneParams(Struct, frozen=True):
 
     least_gain_seconds: Weight = 4.0
     """Seconds that a move of a session has to save, as predicted, if the other endpoint has nothing of the
-    prompt. The default suits turns of several seconds; use less where turns take less than a second."""
+    prompt. They are seconds of an H20 with a 30B model: where the two endpoints are measured to take twice as
+    long for a prefill, twice as many."""
     least_gain_with_kv_seconds: Weight = 0.5
     """The same, in seconds, if the other endpoint has all of the prompt's KV, or fetches it from the
     store or a peer. With half of it, a move has to save the mean of the two values, and so on. A value

@@ -18,6 +18,9 @@ from typing import Any
 
 from perilune_api.pool import CostModel
 
+PACE_TOKENS = 4_096
+"""New tokens of a usual turn, by whose prefill engines are compared."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineModel:
@@ -76,6 +79,10 @@ class EngineModel:
         attended = new_tokens * (cached_tokens + new_tokens / 2)  # prefill_flops, without the call
         flops = self.flops_per_token * new_tokens + self.attention_flops * attended
         return self.scale * (flops / self.flops_per_s + self.prefill_fixed_s)
+
+    def pace(self) -> float:
+        """Return how many times as long as on `H20_30B` a prefill of `PACE_TOKENS` new tokens takes."""
+        return self.prefill_s(PACE_TOKENS) / _PACE_S
 
     def request_overhead_s(self, prompt_tokens: int) -> float:
         """Return the seconds that a request takes besides prefill and decode: HTTP, tokenization,
@@ -172,3 +179,4 @@ def _times(seconds: float | None, per_s: float) -> float | None:
 
 H20_30B = EngineModel()
 """Qwen3-Coder-30B-A3B in BF16 on one H20."""
+_PACE_S = H20_30B.prefill_s(PACE_TOKENS)

@@ -10,8 +10,8 @@
 4. Otherwise the session moves to the lowest cost only if that saves enough, since a small saving is within
    the error of the predictions, and most queues are gone before the next turn. Enough are
    `least_gain_seconds` if the other endpoint has nothing of the prompt, `least_gain_with_kv_seconds` if it
-   has or fetches all of it, and in proportion for a share. There is no cooldown, which would cost more than
-   it saves at every load (docs/evaluation/notes.md).
+   has or fetches all of it, and in proportion for a share. Both are seconds of an H20 and follow the speed
+   that was measured of the two endpoints, as the errors do. There is no cooldown.
 5. The headers suffice while the session stays and its host is known to cache its context. (Other endpoints
    then count as caching nothing, unless the host is busy and KV lies in host memory or a store.) Otherwise
    a long prefill follows, so waiting for the body costs little.
@@ -61,6 +61,7 @@ def perilune(
     with_kv_s = min(params.least_gain_seconds, params.least_gain_with_kv_seconds)
     share = goes.cached_tokens / max(1, request.prompt_tokens)
     least_s = params.least_gain_seconds + share * (with_kv_s - params.least_gain_seconds)
+    least_s *= (host.engine.pace() + best.engine.pace()) / 2.0
     saved_s = stays.total_s - goes.total_s
     if not host.draining and saved_s <= least_s:
         return _decision(host, Reason.NOT_WORTH if saved_s > 0 else Reason.HOST, here, costs)

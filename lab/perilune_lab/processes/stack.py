@@ -143,7 +143,8 @@ def engine_arguments(options: EngineOptions, i: int, folder: Path) -> list[str]:
 
 def in_engine_time(routing: spec.Routing, time_scale: float) -> spec.Routing:
     """Return the same routing for engines whose time passes `time_scale` times as fast: parameters and limits
-    in seconds are shorter by that factor, and the planner may move as many more sessions per minute."""
+    in seconds are shorter by that factor, unless they follow the engines' speed themselves, and the planner
+    may move as many more sessions per minute."""
     policy, migration, limits = routing.policy, routing.migration, routing.limits
     most = migration.moves_per_minute
     return structs.replace(
@@ -151,11 +152,6 @@ def in_engine_time(routing: spec.Routing, time_scale: float) -> spec.Routing:
         policy=structs.replace(
             policy,
             ear=structs.replace(policy.ear, cooldown_seconds=policy.ear.cooldown_seconds / time_scale),
-            perilune=structs.replace(
-                policy.perilune,
-                least_gain_seconds=policy.perilune.least_gain_seconds / time_scale,
-                least_gain_with_kv_seconds=policy.perilune.least_gain_with_kv_seconds / time_scale,
-            ),
         ),
         migration=structs.replace(
             migration,

@@ -9,7 +9,8 @@ from perilune_api.policies import PeriluneParams
 from perilune_gateway.model import NEED_BODY, Decision, Phase, Reason
 from perilune_gateway.policy.perilune import perilune
 
-PARAMS = PeriluneParams(least_gain_seconds=0.1, least_gain_with_kv_seconds=0.05)
+PARAMS = PeriluneParams(least_gain_seconds=0.1 / PLAIN.pace(), least_gain_with_kv_seconds=0.05 / PLAIN.pace())
+"""On these engines 0.1 s and 0.05 s."""
 
 
 def run(r, candidates, seed: int = 0) -> Decision:
@@ -81,8 +82,22 @@ def test_a_move_has_to_save_less_where_the_other_endpoint_has_more(
     assert (decision(queue_s).reason is Reason.MOVED) == (more_s > 0)
 
 
+@pytest.mark.parametrize(("here", "there"), [(0.1, 0.1), (1.0, 1.0), (3.0, 3.0), (1.5, 0.5)])
+def test_what_a_move_has_to_save_follows_the_engines_speed(here: float, there: float) -> None:
+    """The host caches everything, so all that a move saves is the host's queue."""
+    mean = (here + there) / 2
+    for queue_s, reason in ((0.099 * mean, Reason.NOT_WORTH), (0.101 * mean, Reason.MOVED)):
+        other = candidate("b", engine=PLAIN.scaled(there))
+        prefill_s = other.engine.prefill_s(1000)
+        host = candidate("a", cached=1000, pending_s=queue_s + prefill_s, engine=PLAIN.scaled(here))
+        r = request(tokens=1000, of=session("a"), prefix=prefix(pullable=False, a=1000))
+        assert run(r, [host, other]).reason is reason
+
+
 def test_a_shorter_gain_without_kv_counts_with_it_too() -> None:
-    params = PeriluneParams(least_gain_seconds=0.1, least_gain_with_kv_seconds=0.5)
+    params = PeriluneParams(
+        least_gain_seconds=0.1 / PLAIN.pace(), least_gain_with_kv_seconds=0.5 / PLAIN.pace()
+    )
     nodes = [node("a", cached=900, pending_s=0.29), node("b")]  # pulled, it takes 0.28 s instead of 0.39 s
     assert perilune(at_home(a=900), nodes, params, Random(0)).reason is Reason.MOVED
 
@@ -138,7 +153,12 @@ def test_noise_does_not_move_a_session_that_has_nothing_to_lose() -> None:
 )
 def test_what_brings_little_is_not_worth_a_move(pullable: bool, queue_s: float, target: str) -> None:
     nodes = [node("a", cached=900, pending_s=queue_s), node("b")]
-    verdict = perilune(at_home(a=900, pullable=pullable), nodes, PeriluneParams(), Random(0))
+    usual, pace = PeriluneParams(), PLAIN.pace()
+    params = PeriluneParams(
+        least_gain_seconds=usual.least_gain_seconds / pace,
+        least_gain_with_kv_seconds=usual.least_gain_with_kv_seconds / pace,
+    )
+    verdict = perilune(at_home(a=900, pullable=pullable), nodes, params, Random(0))
     assert isinstance(verdict, Decision)
     assert verdict.target == target
     assert verdict.reason is (Reason.MOVED if target == "b" else Reason.NOT_WORTH)
