@@ -10,8 +10,8 @@
 4. Otherwise the session moves to the lowest cost only if that saves enough, since a small saving is within
    the error of the predictions, and most queues are gone before the next turn. Enough are
    `least_gain_seconds` if the other endpoint has nothing of the prompt, `least_gain_with_kv_seconds` if it
-   has or fetches all of it, and in proportion for a share. Both are seconds of an H20 and follow the speed
-   that was measured of the two endpoints, as the errors do. There is no cooldown.
+   has or fetches all of it, and in proportion for a share. Both are seconds of an H20, and follow the speed
+   that is measured of the two endpoints. There is no cooldown (docs/evaluation/notes.md).
 5. The headers suffice while the session stays and its host is known to cache its context. (Other endpoints
    then count as caching nothing, unless the host is busy and KV lies in host memory or a store.) Otherwise
    a long prefill follows, so waiting for the body costs little.
@@ -19,8 +19,9 @@
 The interference term charges a prefill for the delay of the other requests on the endpoint, which also keep
 their KV for longer. It places long prefills where few requests run.
 
-Source: Perilune. Prefer it for agents and chats in any deployment (docs/evaluation/README.md). It depends on
-predictions, which the gateway corrects by measurement (state/calibration.py).
+Source: Perilune. Prefer it for agents and chats; where others are ahead of it is told in
+docs/evaluation/README.md. It depends on predictions, which the gateway corrects by measurement
+(state/calibration.py).
 """
 
 from collections.abc import Mapping, Sequence
