@@ -142,7 +142,8 @@ bench-long: $(STAMP) ## the other benchmarks: a fleet's KV events, memory over 2
 evaluation: $(STAMP) ## the tables of docs/evaluation, simulated (ARGS=--quick: minutes)
 	$(BIN)/python -m perilune_research deployments $(ARGS)
 
-# ARGS="--minutes 30": what fits into this time of the cells that docs/arena.json lacks; ARGS=--help explains all.
+# ARGS="--minutes 30": what fits into this time of the cells that docs/arena.json lacks. ARGS="--trace FILE": with
+# recorded traffic, which is left out without a recording. ARGS=--help explains all.
 arena: $(STAMP) ## the same sessions through other routers and ours, in front of the same simulated engines, into docs/benchmarks.md; hours
 	$(BIN)/python -m perilune_research arena --json docs/arena.json --page docs/benchmarks.md --quiet $(ARGS)
 

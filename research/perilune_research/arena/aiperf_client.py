@@ -3,13 +3,14 @@
     sessions ─▶ lines (multi-turn, with times) ─▶ aiperf profile ─▶ its records ─▶ results (one for each turn)
 
 It sends what the lab's client sends, but for two things: each message is the user's, without tool calls, and
-a session's turns carry `X-Correlation-ID` in any case.
+a session's turns carry `X-Correlation-ID` in any case. Turns that it does not send, because an earlier one of
+their session failed, count as failed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,30 @@ def command(program: str, url: str, model: str, folder: Path, tokenizer: str, na
     ]
 
 
-def results(records: Iterable[bytes]) -> list[Result]:
-    """Return a result for each record of AIPerf's. Raises ValueError, KeyError or TypeError for a record of
-    another form."""
+def results(records: Iterable[bytes], sessions: Sequence[Session]) -> list[Result]:
+    """Return a result for each turn of the sessions: AIPerf's, or a failure if it has none. Raises
+    ValueError, KeyError or TypeError for a record of another form or of an unknown turn."""
     said = [json.loads(record) for record in records if record.strip()]
     began_ns = min((one["metadata"]["request_start_ns"] for one in said), default=0)
-    return [_result(one, began_ns) for one in said]
+    sent = [_result(one, began_ns) for one in said]
+    unsent = {(turn.session, turn.number) for session in sessions for turn in session.turns}
+    if unknown := {(result.session, result.turn) for result in sent} - unsent:
+        raise ValueError(f"no session has the turn {min(unknown)}")
+    unsent -= {(result.session, result.turn) for result in sent}
+    ended_s = max((result.finished_at_s for result in sent), default=0.0)
+    return [*sent, *(_unsent(session, turn, ended_s) for session, turn in sorted(unsent))]
+
+
+def _unsent(session: str, turn: int, at_s: float) -> Result:
+    return Result(
+        session=session,
+        turn=turn,
+        request_id="",
+        submitted_at_s=at_s,
+        finished_at_s=at_s,
+        due_at_s=at_s,
+        error="AIPerf has not sent it",
+    )
 
 
 def _result(one: Mapping[str, Any], began_ns: int) -> Result:

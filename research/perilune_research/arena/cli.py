@@ -43,7 +43,7 @@ from perilune_research.arena.contestants import (
     Remote,
 )
 from perilune_research.arena.install import NotInstalledError, cache, executable
-from perilune_research.arena.kept import key, played_by, read, row, write
+from perilune_research.arena.kept import file, key, played_by, read, rig, row, write
 from perilune_research.arena.loads import LEVELS, SLOWDOWNS, Client, Halfway, Level, Setting
 from perilune_research.arena.noise import NOISY, Noise, sample
 from perilune_research.arena.play import FAILED_S, Cell, play
@@ -66,11 +66,13 @@ loads, in sessions that begin per second and engine:
 Engines are simulated in real time. In turn, their times are those of an H20 multiplied by
 {", ".join(f"{s:g}" for s in SLOWDOWNS)}, and they vary from step to step. No router knows of this.
 A request that fails counts with a latency of {FAILED_S:g} s.
-Close other programs, since they make every router's times longer; with --quiet the arena waits while they use
-more than {NOISY:.0%} of the CPUs, and keeps no cell during which they did.
+Close other programs, since they make every router's times longer. With --quiet the arena begins no cell while
+they use more than {NOISY:.0%} of the CPUs, and keeps no cell during which they did, on average over the cell.
+What a router by URL uses cannot be told from what others use, so none of its cells is refused.
 
-A cell is played again if its router has another version since; Perilune's is a fingerprint of the
-gateway's code.
+A cell is played again if its router has another version since (Perilune's is a fingerprint of the gateway's
+code), or if the code of engines, loads or client has changed. The version of a router by URL is not known:
+delete its rows to play them again.
 
 a router of your own: name it with --url and start it in front of the engines that the arena runs from
 --engine-port on. Say with --restart how it is started afresh, or play one cell: it may believe in caches that
@@ -82,6 +84,8 @@ examples:
   {PROGRAM} --json arena.json --minutes 15
       plays for a quarter of an hour; the same command goes on where it stopped
   {PROGRAM} --loads recorded --trace mooncake_conversation.jsonl.gz
+  {PROGRAM} --json arena.json --client aiperf
+      keeps its cells in arena-aiperf.json
 """
 
 
@@ -91,12 +95,15 @@ class Options:
 
     contestants: tuple[Contestant, ...]
     levels: tuple[Level, ...]
+    left_out: tuple[Level, ...]
+    """Loads that need a recording, which the call does not name."""
     headers: tuple[bool, ...]
     """Whether requests name their session in a header; both values play both."""
     seeds: int
     """Number of seeds, from 0."""
     setting: Setting
     json: Path | None
+    """Keep the rows here; those of another client than the lab's are beside it, see `kept.file`."""
     page: Path | None = None
     """Write the tables into this page."""
     quiet: bool = False
@@ -125,15 +132,22 @@ class Arena:
         self.words = words
         self.err = err
         self.programs: dict[Package, Path] = {}
-        rows = read(options.json, options.setting) if options.json else []
+        self.files = {client: file(options.json, client) for client in Client} if options.json else {}
+        """Client → file of its rows; empty if they are not kept."""
+        self.client = client = options.setting.client
+        self.others = {other: read(path) for other, path in self.files.items() if other is not client}
+        """Client that does not play now → its rows."""
+        rows = read(self.files[client], options.setting) if self.files else []
         self.rows = {one.key: one for one in rows}
         self.left_out: dict[str, str] = {}
-        """Router → why it does not take part, or no longer does."""
+        """Router or load → why it does not take part, or no longer does."""
 
     def install(self) -> None:
         """Install the routers that are packages, and leave those out that cannot be installed. Raises
         NotInstalledError if the client cannot be installed."""
-        if self.options.setting.client is Client.AIPERF:
+        for level in self.options.left_out:
+            self._leave_out(level.name, "add --trace FILE, a recording with timestamps")
+        if self.client is Client.AIPERF:
             self._say(f"{AIPERF}: installing it, unless it is installed (about 1 GB) …")
             self.programs[AIPERF] = executable(AIPERF, cache())
         for contestant in self.options.contestants:
@@ -143,10 +157,10 @@ class Arena:
                     self._say(f"{front.package}: installing it, unless it is installed …")
                     self.programs[front.package] = executable(front.package, cache())
                 except NotInstalledError as error:
-                    self._leave_out(contestant, f"{front.package} cannot be installed: {error}")
+                    self._leave_out(contestant.name, f"{front.package} cannot be installed: {error}")
 
     async def run(self) -> None:
-        """Play the cells that the JSON file lacks, or that another version has played. Raises SpecError if a
+        """Play the cells that the JSON file lacks, and those whose row is stale. Raises SpecError if a
         recording cannot be read."""
         cells = [cell for cell in self.options.cells() if not self._done(cell)]
         self._say(f"{len(cells)} cells; at least {sum(map(self._lasts_s, cells)) / 60:.0f} minutes")
@@ -163,7 +177,7 @@ class Arena:
             try:
                 run = await play(cell, self.options.setting, self.programs, self.words)
             except StackError as error:
-                self._leave_out(cell.contestant, f"from cell {at} on: {str(error).splitlines()[0]}")
+                self._leave_out(cell.contestant.name, f"from cell {at} on: {str(error).splitlines()[0]}")
                 continue
             noise.end(tells=not isinstance(cell.contestant.front, Remote))
             said = f"{at}/{len(cells)} {cell}: {run.succeeded} of {run.requests} requests"
@@ -181,9 +195,11 @@ class Arena:
 
     def _done(self, cell: Cell) -> bool:
         """Whether the cell need not be played."""
+        if cell.contestant.name in self.left_out:
+            return True
         played = self.rows.get(key(cell))
-        version = played_by(cell.contestant)
-        return cell.contestant.name in self.left_out or (played is not None and played.version == version)
+        now = played_by(cell.contestant), rig(self.client)
+        return played is not None and (played.version, played.rig) == now
 
     def _lasts_s(self, cell: Cell) -> float:
         """Return how long the cell will take, by those of its load that were played."""
@@ -203,21 +219,21 @@ class Arena:
             await asyncio.sleep(_LOOK_EVERY_S)
         return True
 
-    def _leave_out(self, contestant: Contestant, cause: str) -> None:
-        self.left_out[contestant.name] = cause
-        self._say(f"{contestant.name} is left out: {cause}")
+    def _leave_out(self, name: str, cause: str) -> None:
+        self.left_out[name] = cause
+        self._say(f"{name} is left out: {cause}")
 
     def _say(self, line: str) -> None:
         self.err.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _write(self) -> None:
         """Write the JSON file, if there is one, so that an interrupted run loses at most one cell."""
-        if self.options.json:
-            write(self.options.json, list(self.rows.values()))
+        if self.files:
+            write(self.files[self.client], list(self.rows.values()))
 
     def so_far(self) -> str:
         """Return a sentence that tells a user who interrupts whether the played cells are kept."""
-        played, path = len(self.rows), self.options.json
+        played, path = len(self.rows), self.files.get(self.client)
         total = len({key(cell) for cell in self.options.cells()} | self.rows.keys())
         if path is None:
             return f"{played} of {total} cells were played; with --json FILE they would be kept"
@@ -225,7 +241,8 @@ class Arena:
 
     def conclude(self) -> int:
         """Print the tables, or write them into the page; return the exit status."""
-        text = page.section(list(self.rows.values()), page.notes())
+        rows = self.others | {self.client: list(self.rows.values())}
+        text = page.section(rows.get(Client.LAB, []), page.notes(), rows.get(Client.AIPERF, []))
         if self.options.page:
             page.write(self.options.page, text)
         else:
@@ -336,7 +353,8 @@ def parse(argv: Sequence[str]) -> Options:
         "--json",
         type=output,
         metavar="FILE",
-        help="keep a row for every cell in FILE, and do not play cells again that it already has",
+        help="keep a row for every cell in FILE, and do not play cells again that it already has; those of"
+        " --client aiperf are kept beside it, in FILE with -aiperf at the end of its name",
     )
     add(
         "--page",
@@ -344,7 +362,11 @@ def parse(argv: Sequence[str]) -> Options:
         metavar="FILE",
         help="write the tables into this Markdown page, between its marks for the arena",
     )
-    add("--quiet", action="store_true", help="play only while other programs leave the machine alone")
+    add(
+        "--quiet",
+        action="store_true",
+        help="play only while other programs leave the machine alone, as far as that can be told",
+    )
     add(
         "--minutes",
         type=positive,
@@ -370,17 +392,20 @@ def parse(argv: Sequence[str]) -> Options:
     levels = {level.name: level for level in LEVELS}
     usual = ",".join(name for name, level in levels.items() if args.trace or not level.recorded)
     chosen = _chosen(args.loads or usual, levels, "--loads")
+    left_out = tuple(level for level in LEVELS if not args.loads and level not in chosen)
     if not args.trace and any(level.recorded for level in chosen):
         raise SpecError("a recorded load needs a recording: add --trace FILE - at `--loads`")
     if args.trace and not open_trace(args.trace).timed:
         raise SpecError(f"{args.trace} has no timestamps - at `--trace`")
     if args.client is not Client.LAB:
+        left_out = ()
         chosen = tuple(level for level in chosen if not level.recorded and level.halfway is None)
         if not chosen:
             raise SpecError(f"{args.client} plays none of these loads - at `--loads`")
     return Options(
         contestants=_chosen(args.routers, known, "--routers") + remotes,
         levels=chosen,
+        left_out=left_out,
         headers=_chosen(args.headers, _HEADERS, "--headers"),
         seeds=args.seeds,
         setting=Setting(

@@ -91,7 +91,7 @@ async def serve(
 
     await register_model(
         ModelInput.Tokens,
-        ModelType.Chat,
+        ModelType.Chat | ModelType.Completions,  # recordings are plain prompts
         endpoint,
         given["folder"],
         given["model"],

@@ -1,5 +1,8 @@
 """The cells that were played, as rows of a data file: what the tables need, who played it, and where.
 
+A row is stale, and its cell is played again, if the router has another version since (`played_by`), or if the
+engines, the traffic or what measures have changed (`rig`). Who changes a router's settings deletes its rows.
+
 The file is a JSON array with one row a line, so that a difference in git shows the cells that were added. It
 is written whole after every cell, and never half.
 """
@@ -10,6 +13,7 @@ import ast
 import hashlib
 import os
 import platform
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
@@ -33,6 +37,18 @@ from perilune_research.arena.contestants import (
 from perilune_research.arena.loads import LEVELS, Client, Setting
 from perilune_research.arena.noise import Noise
 from perilune_research.arena.play import Cell
+from perilune_research.sources import dependencies
+
+_PLAY = (
+    "perilune_research.arena.play",
+    "perilune_research.arena.dynamo_workers",
+    "perilune_lab.engine.main",
+)
+"""The modules that play a cell; what they import belongs to the rig, too."""
+_ENGINE_TIMES = "perilune_gateway.model.engine_model"
+"""The one module of the gateway whose code decides how engines behave."""
+_ROUTERS = "perilune_research.arena.contestants"
+_AIPERF = "perilune_research.arena.aiperf_client"
 
 Key = tuple[str, str, bool, int]
 """(router, load, whether requests name their session in a header, seed)."""
@@ -44,6 +60,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     router: str
     version: str
     """Of the router's package or code, see `played_by`; empty for a router that the user ran."""
+    rig: str = ""
+    """Of what was played and measured, see `rig`."""
     load: str
     session_header: bool
     seed: int
@@ -87,6 +105,7 @@ def row(cell: Cell, setting: Setting, run: Run, noise: Noise) -> Row:
     return Row(
         router=router,
         version=played_by(cell.contestant),
+        rig=rig(setting.client),
         load=load,
         session_header=session_header,
         seed=seed,
@@ -118,7 +137,8 @@ def _recording(setting: Setting) -> str:
 
 
 def played_by(contestant: Contestant) -> str:
-    """Return the version of the router that would play now. A row of another version is played again."""
+    """Return the version of the router that would play now; empty for one that the user runs, whose version
+    nobody knows."""
     match contestant.front:
         case Ours():
             return ours()
@@ -134,12 +154,37 @@ def played_by(contestant: Contestant) -> str:
 def ours() -> str:
     """Return a fingerprint of the gateway's code. Comments, docstrings and layout do not change it; another
     version of Python does."""
-    digest = hashlib.sha256()
+    found = {}
     for package in (perilune_api, perilune_gateway):
         folder = Path(package.__path__[0])
         for file in sorted(folder.rglob("*.py")):
-            tree = _Undocumented().visit(ast.parse(file.read_bytes()))
-            digest.update(f"{package.__name__}/{file.relative_to(folder)}\n{ast.dump(tree)}\n".encode())
+            found[f"{package.__name__}/{file.relative_to(folder)}"] = file.read_bytes()
+    return _fingerprint(found)
+
+
+@cache
+def rig(client: Client) -> str:
+    """Return a fingerprint of the code that plays and measures, as `ours` does of the gateway's."""
+    return _fingerprint(rig_sources(client))
+
+
+def rig_sources(client: Client) -> dict[str, bytes]:
+    """Return the sources of engines, loads and client by module, without those of the routers. Of what these
+    modules import of the gateway and the contracts, only the engines' times count: the rest are names and
+    values."""
+    other = {_ROUTERS} if client is Client.AIPERF else {_ROUTERS, _AIPERF}
+    return {
+        name: source
+        for name, source in dependencies(_PLAY).items()
+        if name == _ENGINE_TIMES
+        or (name not in other and not name.startswith(("perilune_api", "perilune_gateway")))
+    }
+
+
+def _fingerprint(sources: Mapping[str, bytes]) -> str:
+    digest = hashlib.sha256()
+    for name, source in sources.items():
+        digest.update(f"{name}\n{ast.dump(_Undocumented().visit(ast.parse(source)))}\n".encode())
     return digest.hexdigest()[:12]
 
 
@@ -149,6 +194,12 @@ class _Undocumented(ast.NodeTransformer):
     def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
         is_text = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         return None if is_text else node
+
+
+def file(path: Path, client: Client) -> Path:
+    """Return the file of this client's rows, which is beside that of the lab's client, `path`. Rows of
+    several clients are not compared, so each client has a file of its own."""
+    return path if client is Client.LAB else path.with_stem(f"{path.stem}-{client}")
 
 
 def read(path: Path, setting: Setting | None = None) -> list[Row]:

@@ -27,7 +27,7 @@ RECORDED_SCALE = 4
 """Recorded prompts and answers are this many times shorter, since generated ones and KV pools are so, too."""
 RECORDED_SPEED = 1.5
 """Factor on the speed of recorded requests, for four engines."""
-_WINDOW_S = 600.0
+RECORDED_WINDOW_S = 600.0
 """Each seed plays another part of the recording. This many seconds lie between the begins of two parts."""
 
 
@@ -46,7 +46,8 @@ class Halfway(StrEnum):
     SLOW_ENGINE = "slow engine"
     """The first engine becomes slower."""
     RESTART = "restart"
-    """The router ends and starts again. Of Perilune, only the gateway restarts, and Envoy goes on."""
+    """The router ends and starts again. Of Perilune, only the gateway restarts, behind an Envoy that fails
+    open and goes on, as it is deployed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,10 @@ class Level:
 
     def __str__(self) -> str:
         if self.recorded:
+            speed = recorded_speed(engines := Setting().engines)
             return (
-                f"{self.name} (--trace, {RECORDED_SPEED:g} times as fast, texts 1/{RECORDED_SCALE} as long)"
+                f"{self.name} (--trace; at {engines} engines {speed:g} times as fast, texts"
+                f" 1/{RECORDED_SCALE} as long)"
             )
         return f"{self.name} {self.sessions_per_s:g}" + (f", halfway: {self.halfway}" if self.halfway else "")
 
@@ -127,9 +130,14 @@ def traffic(setting: Setting, level: Level, seed: int) -> Traffic:
     if not level.recorded:
         return Traffic(sessions(setting, level, seed))
     found = open_trace(str(setting.trace))
-    speed = RECORDED_SPEED * setting.engines / len(SLOWDOWNS)
-    window = _window(found, seed * _WINDOW_S, setting.seconds * speed)
+    speed = recorded_speed(setting.engines)
+    window = _window(found, seed * RECORDED_WINDOW_S, setting.seconds * speed)
     return Traffic(tuple(sorted(window, key=lambda s: s.start_s)), found.style, Mode.MAX, speed)
+
+
+def recorded_speed(engines: int) -> float:
+    """Return the factor on the speed of recorded requests."""
+    return RECORDED_SPEED * engines / len(SLOWDOWNS)
 
 
 def _window(trace: Trace, after_s: float, seconds: float) -> Iterator[Session]:

@@ -1,23 +1,27 @@
 """The arena's section of docs/benchmarks.md, made of the played cells and of what is written by hand in
-`notes.toml`: why Perilune loses a load, and how routers that a user runs were set."""
+`notes.toml`: why Perilune loses a load and what was changed, and how routers that a user runs were set."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from perilune_api.pool import SpecError
-from perilune_research.arena.contestants import CONTESTANTS, OURS
+from perilune_research.arena.contestants import AIPERF, CONTESTANTS
 from perilune_research.arena.kept import Row
-from perilune_research.arena.loads import LEVELS
-from perilune_research.arena.table import OLDER, Group, compared, grouped, legend, lost, newest, table
+from perilune_research.arena.loads import LEVELS, Halfway
+from perilune_research.arena.table import STALE, Group, compared, grouped, legend, lost, stale, table
 
 NOTES = Path(__file__).with_name("notes.toml")
 _BEGIN, _END = "<!-- arena -->", "<!-- /arena -->"
-NO_REASON = "no reason is known yet"
+NO_REASON = "no reason is known yet."
+RESTARTED = (
+    "Under `restart`, of ours only the gateway restarts, behind an Envoy that fails open and goes on serving,"
+    " as it is deployed, while the other routers lose their listener (of one by URL restarts what its command"
+    " restarts)."
+)
 
 
 class Reason(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab"):
@@ -26,7 +30,9 @@ class Reason(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="ke
     load: str
     session_header: bool
     why: str
-    """A sentence: the reason, and what was changed because of it."""
+    """A sentence: the reason."""
+    changed: str
+    """A sentence: what was changed because of it; or nothing, and why not."""
 
     @property
     def group(self) -> Group:
@@ -46,47 +52,66 @@ def notes(path: Path = NOTES) -> Notes:
     return msgspec.toml.decode(path.read_bytes(), type=Notes)
 
 
-def section(rows: Sequence[Row], said: Notes) -> str:
-    """Return the section without its marks."""
-    if not rows:
+def section(rows: Sequence[Row], said: Notes, by_aiperf: Sequence[Row] = ()) -> str:
+    """Return the section without its marks. `by_aiperf`: the cells that AIPerf has played, which have a table
+    of their own."""
+    if not rows and not by_aiperf:
         return "No cell has been played yet."
-    played = {row.router for row in rows}
+    played = {row.router for row in (*rows, *by_aiperf)}
     known = [contestant for contestant in CONTESTANTS if contestant.name in played]
     by_url = played - {contestant.name for contestant in CONTESTANTS}
     settings = [
         *legend(known),
         *(f"- {name}, by URL: {said.by_url.get(name, 'run by a user')}." for name in sorted(by_url)),
     ]
-    parts = [[_about(rows)], _reasons(rows, said), compared(rows), table(rows), settings]
+    parts = [*(_by_lab(rows, said) if rows else ()), *(_by_aiperf(by_aiperf) if by_aiperf else ()), settings]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
-def _about(rows: Sequence[Row]) -> str:
-    """Say what was played, where and by which code, and what is missing."""
+def _by_lab(rows: Sequence[Row], said: Notes) -> list[list[str]]:
+    groups = grouped(rows)
+    everything = [Group(level.name, header) for header in (True, False) for level in LEVELS]
+    missing = [str(group) for group in everything if group not in groups]
+    restarts = {level.name for level in LEVELS if level.halfway is Halfway.RESTART}
+    return [
+        [
+            *_about(rows),
+            *([f"Not played yet: {'; '.join(missing)}."] if missing else []),
+            "A ratio is Perilune's mean over that of the best other router: above 1, Perilune is behind.",
+        ],
+        _reasons(rows, said),
+        compared(rows),
+        [RESTARTED] if any(group.load in restarts for group in groups) else [],
+        table(rows),
+    ]
+
+
+def _by_aiperf(rows: Sequence[Row]) -> list[list[str]]:
+    return [
+        [f"**Sent and measured by NVIDIA's AIPerf {AIPERF.version}.**", *_about(rows)],
+        compared(rows) or table(rows),
+    ]
+
+
+def _about(rows: Sequence[Row]) -> list[str]:
+    """Say what was played, where, and by what code."""
     first = rows[0]
     shares = [row.others for row in rows if row.others is not None]
+    untold = sorted({row.router for row in rows if row.others is None})
     days = sorted({row.at[:10] for row in rows})
     lines = [
         f"{len(rows)} cells of {first.seconds:g} s, {first.engines} engines, client {first.client}, played"
         f" {' to '.join(dict.fromkeys((days[0], days[-1])))} · {_all(f'{row.cpus} CPUs' for row in rows)},"
         f" {_all(f'Python {row.python}' for row in rows)}"
-        + (f" · other programs used {max(shares):.0%} of the CPUs at most" if shares else ""),
+        + (f" · other programs used {max(shares):.0%} of the CPUs at most" if shares else "")
+        + (f", which cannot be told for {_all(untold)}" if untold else "")
     ]
-    groups = grouped(rows)
-    everything = [Group(level.name, header) for header in (True, False) for level in LEVELS]
-    if missing := [str(group) for group in everything if group not in groups]:
-        lines.append(f"Not played yet: {'; '.join(missing)}.")
-    today, codes = newest(rows), Counter(row.version for row in rows if row.router == OURS)
-    if older := {code: number for code, number in codes.items() if code != today}:
-        said = ", ".join(f"`{code}` ({number} cells)" for code, number in older.items())
+    if old := stale(rows):
         lines.append(
-            f"{OLDER} Partly by older code of the gateway: {said}; the other cells are by `{today}`. The next"
-            " run plays them again."
+            f"{STALE} {len(old)} of these cells are by older code, of the router or of engines, loads and"
+            " client. The next run that names the router plays them again."
         )
-    lines.append(
-        "A ratio is Perilune's mean over that of the best other router: above 1, Perilune is behind."
-    )
-    return "\n".join(lines)
+    return lines
 
 
 def _all(words: Iterable[str]) -> str:
@@ -95,8 +120,13 @@ def _all(words: Iterable[str]) -> str:
 
 def _reasons(rows: Sequence[Row], said: Notes) -> list[str]:
     """Return a line for each load that Perilune loses, the worst first."""
-    why = {reason.group: reason.why for reason in said.lost}
-    return [f"- Behind: **{group}**: {why.get(group, NO_REASON)}" for group in lost(rows)]
+    known = {reason.group: f"{reason.why} Changed: {reason.changed}" for reason in said.lost}
+    lines = []
+    for group, behind in lost(rows).items():
+        figures = _all(one.figure.removesuffix(" s") for one in behind)
+        seeds = " (one seed)" if all(one.seeds == 1 for one in behind) else ""
+        lines.append(f"- Behind: **{group}**, in {figures}{seeds}: {known.get(group, NO_REASON)}")
+    return lines
 
 
 def place(path: Path) -> tuple[str, str, str]:

@@ -138,7 +138,7 @@ def _model_files(stack: Stack) -> str:
 async def _by_aiperf(
     sessions: Sequence[Session], load: Load, words: Words, program: str, stack: Stack
 ) -> list[Result]:
-    """Have AIPerf play the sessions. Raises StackError if it fails."""
+    """Have AIPerf play the sessions. Raises StackError if it fails, or says something else than was asked."""
     folder = stack.folder / "aiperf"
     folder.mkdir()
     given = msgspec.json.Encoder().encode_lines(aiperf_client.lines(sessions, words))
@@ -153,7 +153,7 @@ async def _by_aiperf(
         await child.stop(_GRACE_S)
     records = (folder / aiperf_client.RECORDS).read_bytes().splitlines()
     try:
-        return aiperf_client.results(records)
+        return aiperf_client.results(records, sessions)
     except (ValueError, KeyError, TypeError) as error:
         raise StackError(f"AIPerf's records are not understood: {error!r}") from None
 

@@ -44,8 +44,8 @@ FIGURES: Mapping[str, Figure] = {
     "hit ratio": lambda row: row.hit_ratio,
 }
 COMPARED = ("TTFT p90 s", "E2E p90 s")
-OLDER = "†"
-"""Marks the figures of Perilune in which cells of older code have a part."""
+STALE = "†"
+"""Marks the figures in which rows have a part that the next run plays again."""
 
 
 def grouped(rows: Iterable[Row]) -> dict[Group, dict[str, list[Row]]]:
@@ -71,10 +71,15 @@ class Comparison(NamedTuple):
     seeds: int
 
     @property
+    def is_behind(self) -> bool:
+        """Whether Perilune is behind by more than the seeds differ; with one seed, whether it is behind."""
+        return self.ratio.low > 1
+
+    @property
     def verdict(self) -> str:
         if self.seeds == 1:
-            return "one seed cannot tell"
-        if self.ratio.low > 1:
+            return "one seed"
+        if self.is_behind:
             return "**behind**"
         return "ahead" if self.ratio.high < 1 else "the seeds cannot tell"
 
@@ -90,9 +95,9 @@ def comparisons(rows: Iterable[Row]) -> list[Comparison]:
 
 def _compared(group: Group, figure: str, routers: Mapping[str, Sequence[Row]]) -> Comparison | None:
     """Return None if Perilune or all others lack the figure. The best other router is the one against which
-    Perilune does worst."""
+    Perilune does worst. Rows of different rigs are not compared."""
     by_seed = {
-        name: {row.seed: value for row in rows if (value := FIGURES[figure](row)) is not None}
+        name: {(row.seed, row.rig): value for row in rows if (value := FIGURES[figure](row)) is not None}
         for name, rows in routers.items()
     }
     ours = by_seed.pop(OURS, {})
@@ -114,9 +119,13 @@ def _compared(group: Group, figure: str, routers: Mapping[str, Sequence[Row]]) -
     return max(found, key=lambda one: one.ratio.mean, default=None)
 
 
-def lost(rows: Iterable[Row]) -> list[Group]:
-    """Return the loads under which Perilune is behind in a compared figure; the worst comes first."""
-    return list(dict.fromkeys(one.group for one in comparisons(rows) if one.ratio.mean > 1))
+def lost(rows: Iterable[Row]) -> dict[Group, list[Comparison]]:
+    """Return the loads under which Perilune is behind, and in what; the worst comes first."""
+    found: dict[Group, list[Comparison]] = {}
+    for one in comparisons(rows):
+        if one.is_behind:
+            found.setdefault(one.group, []).append(one)
+    return found
 
 
 def compared(rows: Iterable[Row]) -> list[str]:
@@ -138,7 +147,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     several seeds. The loads are in the order of the table of comparisons."""
     groups = grouped(rows)
     order = dict.fromkeys([*(one.group for one in comparisons(rows)), *groups])
-    today = newest(rows)
+    old = set(stale(rows))
     lines = [
         f"| load | router | {' | '.join(FIGURES)} | failed | seeds |",
         f"|---|---|{'---:|' * (len(FIGURES) + 2)}",
@@ -148,17 +157,19 @@ def table(rows: Sequence[Row]) -> list[str]:
             cells = (_cell(estimate(played, figure)) for figure in FIGURES.values())
             requests = sum(row.requests for row in played)
             failed = requests - sum(row.succeeded for row in played)
-            older = name == OURS and any(row.version != today for row in played)
-            router = f"{name} {OLDER}" if older else name
+            router = name if old.isdisjoint(played) else f"{name} {STALE}"
             lines.append(
                 f"| {group} | {router} | {' | '.join(cells)} | {failed} of {requests} | {len(played)} |"
             )
     return lines
 
 
-def newest(rows: Iterable[Row]) -> str:
-    """Return the version of Perilune that has played last; empty if it has not played."""
-    return max(((row.at, row.version) for row in rows if row.router == OURS), default=("", ""))[1]
+def stale(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows of another version of their router than its newest row, or of another rig than the
+    newest row of all."""
+    ordered = sorted(rows, key=lambda row: row.at)
+    newest = {row.router: row for row in ordered}
+    return [row for row in ordered if (row.version, row.rig) != (newest[row.router].version, ordered[-1].rig)]
 
 
 def estimate(rows: Iterable[Row], figure: Figure) -> Estimate | None:

@@ -11,6 +11,7 @@ import pytest
 from perilune_api.pool import EndpointSpec, Engine, Metadata, Model, Pool, Spec, SpecError
 from perilune_lab.load.result import Result
 from perilune_lab.report import Quantiles, Run
+from perilune_lab.traces.model import Session, Turn
 from perilune_research.arena import aiperf_client, cli, dynamo_workers, install, kept, page, table
 from perilune_research.arena.contestants import (
     CONTESTANTS,
@@ -99,7 +100,7 @@ def test_aiperf_is_given_what_is_new_in_each_turn_and_when():
 
 
 def test_aiperfs_records_become_results():
-    about = {"conversation_id": "s", "turn_index": 1, "x_request_id": "r"}
+    about = {"conversation_id": "s", "x_request_id": "r"}
     metrics = {
         "time_to_first_token": {"value": 250.0, "unit": "ms"},
         "request_latency": {"value": 1500.0, "unit": "ms"},
@@ -107,17 +108,25 @@ def test_aiperfs_records_become_results():
         "usage_prompt_cache_read_tokens": {"value": 32, "unit": "tokens"},
         "usage_completion_tokens": {"value": 7, "unit": "tokens"},
     }
-    good = {"metadata": about | {"request_start_ns": 10**9, "request_end_ns": 3 * 10**9}, "metrics": metrics}
+    times = {"request_start_ns": 10**9, "request_end_ns": 3 * 10**9}
+    good = {"metadata": about | times | {"turn_index": 0}, "metrics": metrics}
+    times = {"request_start_ns": 2 * 10**9, "request_end_ns": 2 * 10**9}
     bad = {
-        "metadata": about | {"request_start_ns": 2 * 10**9, "request_end_ns": 2 * 10**9},
+        "metadata": about | times | {"turn_index": 1},
         "metrics": {},
         "error": {"code": 503, "type": "Service Unavailable", "message": "none is ready"},
     }
-    served, refused = aiperf_client.results([*map(msgspec.json.encode, (good, bad)), b""])
-    assert (served.session, served.turn, served.succeeded) == ("s", 1, True)
+    records = [*map(msgspec.json.encode, (good, bad)), b""]
+    turns = (Turn(session="s", number=number, prompt=(), output_tokens=1) for number in range(3))
+    asked = [Session("s", 0.0, tuple(turns))]
+    served, refused, unsent = aiperf_client.results(records, asked)
+    assert (served.session, served.turn, served.succeeded) == ("s", 0, True)
     assert (served.ttft_s, served.e2e_s, served.finished_at_s) == (0.25, 1.5, 2.0)
     assert (served.prompt_tokens, served.cached_tokens, served.output_tokens) == (40, 32, 7)
     assert (refused.status, refused.error, refused.submitted_at_s) == (503, "none is ready", 1.0)
+    assert (unsent.session, unsent.turn, unsent.succeeded) == ("s", 2, False)
+    with pytest.raises(ValueError, match=r"no session has the turn \('s', 0\)"):
+        aiperf_client.results(records, [])
 
 
 def test_aiperf_plays_no_load_at_which_something_happens_halfway():
@@ -255,7 +264,7 @@ def test_the_load_at_which_perilune_is_farthest_behind_comes_first():
     both = [*played(ours=[1.0], robin=[2.0]), *under("knee", played(ours=[2.0], robin=[1.0]))]
     assert [line.split(",")[0] for line in table.table(both)[2:]] == ["| knee", "| knee", "| ease", "| ease"]
     assert [line.split(",")[0] for line in table.compared(both)[2:]] == ["| knee"] * 2 + ["| ease"] * 2
-    assert table.lost(both) == [table.Group("knee", True)]
+    assert list(table.lost(both)) == [table.Group("knee", True)]
 
 
 def test_a_request_that_failed_counts_with_the_worst_latency():
@@ -281,7 +290,7 @@ def test_a_router_without_answers_has_no_times():
             [2.0, 2.1], [1.0, 1.1], "| 2.05 | 1.05 | smg | 1.95 [1.91–2.00] | 2 | **behind** |", id="behind"
         ),
         pytest.param([1.0, 3.0], [2.0, 2.2], "| 2 | the seeds cannot tell |", id="overlap"),
-        pytest.param([1.0], [2.0], "| 1.00 | 2.00 | smg | 0.50 | 1 | one seed cannot tell |", id="one seed"),
+        pytest.param([1.0], [2.0], "| 1.00 | 2.00 | smg | 0.50 | 1 | one seed |", id="one seed"),
         pytest.param([1.0, 9.0], [2.0], "| 1.00 | 2.00 | smg | 0.50 | 1 |", id="a seed that the other lacks"),
     ],
 )
@@ -297,14 +306,17 @@ def test_the_legend_names_versions():
 
 
 NOTES = page.Notes(
-    lost=(page.Reason("ease", True, "It gathers sessions; since then it does not."),),
+    lost=(page.Reason("ease", True, "It gathers sessions.", "Nothing, because they are few."),),
     by_url={"llm-d": "with three scorers"},
 )
 
 
 def test_the_section_says_why_a_load_is_lost_and_which_are_missing():
     said = page.section([*played(ours=[2.0], robin=[1.0]), row("llm-d", 3.0)], NOTES)
-    assert "- Behind: **ease, with session header**: It gathers sessions; since then it does not." in said
+    assert (
+        "- Behind: **ease, with session header**, in TTFT p90 and E2E p90 (one seed): It gathers sessions."
+        " Changed: Nothing, because they are few."
+    ) in said
     assert "Not played yet: knee, with session header; " in said
     assert "- llm-d, by URL: with three scorers." in said
     assert "3 cells of 20 s, 8 engines, client lab, played 2026-11-28 · 2 CPUs, Python 3.11.7" in said
@@ -312,12 +324,50 @@ def test_the_section_says_why_a_load_is_lost_and_which_are_missing():
     assert page.section([], NOTES) == "No cell has been played yet."
 
 
-def test_cells_of_older_code_are_marked():
-    older = [row(OURS, 1.0), row(OURS, 1.0, seed=1, version="2", at="2026-11-29 01:00:00")]
-    said = page.section([*older, row("smg", 2.0)], NOTES)
-    assert f"| ease, with session header | perilune {table.OLDER} |" in said
-    assert "older code of the gateway: `1` (1 cells); the other cells are by `2`" in said
-    assert table.OLDER not in page.section([older[1], row("smg", 2.0)], NOTES)
+def test_a_load_is_behind_only_by_more_than_the_seeds_differ():
+    tie = played(ours=[1.0, 3.0], smg=[1.9, 2.0])
+    (ttft, *_) = table.comparisons(tie)
+    assert ttft.ratio.mean > 1
+    assert "the seeds cannot tell" in page.section(tie, NOTES)
+    assert "Behind" not in page.section(tie, NOTES)
+    assert "in TTFT p90 and E2E p90: It" in page.section(played(ours=[2.0, 2.1], smg=[1.0, 1.1]), NOTES)
+
+
+@pytest.mark.parametrize("newer", [{"version": "2"}, {"rig": "2"}])
+def test_cells_of_older_code_are_marked(newer):
+    rows = [row(OURS, 1.0), row(OURS, 1.0, seed=1, at="2026-11-29 01:00:00", **newer)]
+    said = page.section(rows, NOTES)
+    assert f"| ease, with session header | perilune {table.STALE} |" in said
+    assert "1 of these cells are by older code" in said
+    assert table.STALE not in page.section(rows[1:], NOTES)
+
+
+def test_cells_of_different_rigs_are_not_compared():
+    *both, last = played(ours=[1.0, 1.0], smg=[2.0, 2.0])
+    compared = table.comparisons([*both, msgspec.structs.replace(last, rig="2")])
+    assert [one.seeds for one in compared] == [1, 1]
+
+
+def test_the_section_says_what_restarts_where_a_router_was_restarted():
+    assert page.RESTARTED in page.section(under("restart", played(ours=[1.0])), NOTES)
+    assert page.RESTARTED not in page.section(played(ours=[1.0]), NOTES)
+
+
+def test_cells_that_aiperf_has_played_have_a_table_of_their_own():
+    rows = [msgspec.structs.replace(one, client=Client.AIPERF) for one in played(ours=[1.0], smg=[2.0])]
+    said = page.section(played(ours=[3.0], robin=[4.0]), NOTES, rows)
+    first, second = said.split("**Sent and measured by NVIDIA's AIPerf 0.13.0.**")
+    assert "| 3.00 | 4.00 | envoy-round-robin | 0.75 |" in first
+    assert "client aiperf" in second
+    assert "| 1.00 | 2.00 | smg | 0.50 |" in second
+    assert "Not played yet" not in second
+    assert "- smg (smg 1.13.0): " in second
+    assert page.section([], NOTES, rows).startswith("**Sent and measured")
+
+
+def test_the_section_names_routers_whose_noise_cannot_be_told():
+    rows = [row("llm-d", 1.0, others=None), row(OURS, 1.0)]
+    assert "of the CPUs at most, which cannot be told for llm-d\n" in page.section(rows, NOTES)
 
 
 def test_the_section_replaces_what_stands_between_its_marks(tmp_path):
@@ -337,6 +387,34 @@ def test_a_file_has_a_row_a_line_and_is_read_again(tmp_path):
     assert all(len(line) < 500 for line in path.read_text().splitlines())
     assert kept.read(path) == rows
     assert [file.name for file in tmp_path.iterdir()] == ["arena.json"]
+
+
+def test_rows_of_a_file_that_tells_no_rig_are_read(tmp_path):
+    path = tmp_path / "arena.json"
+    old = msgspec.to_builtins(row("smg", 1.0))
+    del old["rig"]
+    path.write_bytes(msgspec.json.encode([old]))
+    assert kept.read(path) == [row("smg", 1.0)]
+
+
+def test_the_rig_is_the_code_of_engines_loads_and_client_and_not_that_of_routers():
+    by_lab, by_aiperf = (kept.rig_sources(client) for client in (Client.LAB, Client.AIPERF))
+    assert by_lab.keys() >= {
+        "perilune_gateway.model.engine_model",
+        "perilune_lab.demo.load",
+        "perilune_lab.engine.scheduler",
+        "perilune_lab.load.client",
+        "perilune_research.arena.dynamo_workers",
+        "perilune_research.arena.loads",
+    }
+    assert not by_lab.keys() & {
+        "perilune_api.pool",
+        "perilune_gateway.model",
+        "perilune_lab.simulate.gateway",
+    }
+    assert "perilune_research.arena.contestants" not in by_lab
+    assert by_aiperf.keys() - by_lab.keys() == {"perilune_research.arena.aiperf_client"}
+    assert kept.rig(Client.LAB) != kept.rig(Client.AIPERF)
 
 
 def test_the_fingerprint_of_our_code_does_not_hear_of_words(tmp_path, monkeypatch):
@@ -405,6 +483,15 @@ def test_without_arguments_every_router_plays_every_load_with_and_without_sessio
     assert len(list(options.cells())) == len(CONTESTANTS) * len(generated) * 2 * options.seeds
 
 
+def test_a_call_without_a_recording_says_how_to_add_the_recorded_load(seeds_played, capsys):
+    assert cli.main(["--routers", OURS, "--headers", "with", "--seeds", "1"]) == 0
+    said = capsys.readouterr()
+    assert "recorded is left out: add --trace FILE" in said.err
+    assert "- Left out: recorded: add --trace FILE" in said.out
+    cli.main([*ONE_LOAD, "--seeds", "1"])
+    assert "recorded" not in capsys.readouterr().err
+
+
 def test_one_seed_of_every_load_with_headers_comes_first_and_loads_without_headers_last():
     cells = list(cli.parse(["--seeds", "2", "--loads", "ease,knee", "--routers", "smg,perilune"]).cells())
     assert [(cell.named, cell.seed, cell.level.name, cell.contestant.name) for cell in cells[:5]] == [
@@ -462,12 +549,28 @@ def test_cells_that_another_version_has_played_are_played_again_in_their_place(t
     path = tmp_path / "arena.json"
     argv = [*ONE_LOAD, "--json", str(path), "--seeds", "3"]
     cli.main(argv)
-    first, *others = kept.read(path)
-    assert first.version == kept.ours()
-    kept.write(path, [msgspec.structs.replace(first, version="older"), *others])
+    first, second, third = kept.read(path)
+    assert (first.version, first.rig) == (kept.ours(), kept.rig(Client.LAB))
+    older = [msgspec.structs.replace(first, version="older"), msgspec.structs.replace(second, rig="older")]
+    kept.write(path, [*older, third])
     cli.main(argv)
-    assert seeds_played == [0, 1, 2, 0]
-    assert [(row.seed, row.version) for row in kept.read(path)] == [(seed, kept.ours()) for seed in range(3)]
+    assert seeds_played == [0, 1, 2, 0, 1]
+    again = [(row.seed, row.version, row.rig) for row in kept.read(path)]
+    assert again == [(seed, kept.ours(), kept.rig(Client.LAB)) for seed in range(3)]
+
+
+def test_cells_that_aiperf_plays_are_kept_beside_the_others(tmp_path, seeds_played, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "executable", lambda *_: Path("aiperf"))
+    path = tmp_path / "arena.json"
+    argv = [*ONE_LOAD, "--seeds", "1", "--json", str(path)]
+    cli.main(argv)
+    cli.main([*argv, "--client", "aiperf"])
+    assert seeds_played == [0, 0]
+    assert {one.client for one in kept.read(path)} == {Client.LAB}
+    assert {one.client for one in kept.read(tmp_path / "arena-aiperf.json")} == {Client.AIPERF}
+    out = capsys.readouterr().out
+    assert "client lab" in out
+    assert "client aiperf" in out
 
 
 def test_tables_go_into_the_page(tmp_path, seeds_played, capsys):
@@ -563,3 +666,4 @@ def test_help_names_every_router_with_its_settings(capsys):
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert all(f"- {c.name}" in out and c.settings in out for c in CONTESTANTS)
+    assert "recorded (--trace; at 8 engines 3 times as fast, texts 1/4 as long)" in out
