@@ -139,8 +139,10 @@ bench-long: $(STAMP) ## the other benchmarks: a fleet's KV events, memory over 2
 	  $(BENCHES:%=--ignore=tests/bench/bench_%.py) \
 	  -m bench -s --write $(ARGS)
 
-evaluation: $(STAMP) ## the tables of docs/evaluation, simulated (ARGS=--quick: minutes)
-	$(BIN)/python -m perilune_research deployments $(ARGS)
+# ARGS="--minutes 60": what fits into an hour of what is missing. TRACES: the folder of Mooncake's two traces, without which recorded traffic is left out.
+TRACES ?= traces
+evaluation: $(STAMP) ## the tables and data of docs/evaluation, simulated; hours (ARGS=--quick: ten minutes, into build/evaluation)
+	$(BIN)/python -m perilune_research evaluation --traces $(TRACES) $(ARGS)
 
 # ARGS="--minutes 30": what fits into this time of the cells that docs/arena.json lacks. ARGS="--trace FILE": with
 # recorded traffic, which is left out without a recording. ARGS=--help explains all.

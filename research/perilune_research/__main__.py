@@ -15,25 +15,10 @@ PROGRAM = Program(
     " repository;\nthe wheel does not contain them. Simulated figures are not measurements of hardware.",
     groups={
         "compare policies": {
-            "deployments": Command(
-                "perilune_research.deployments.cli",
-                "play policies in every deployment, through the gateway's own code; print one page of tables",
-                "deployments --quick --out /tmp/evaluation",
-            ),
-            "capacity": Command(
-                "perilune_research.sweeps.capacity",
-                "find how many sessions per second each policy serves with a TTFT p90 of 5 s; print a table",
-                "capacity --arms none --policies perilune,sticky --seeds 1",
-            ),
-            "sensitivity": Command(
-                "perilune_research.sweeps.sensitivity",
-                "change each parameter of the generated traffic by 30 %; print which policy is ahead",
-                "sensitivity --parameters tool_result --seeds 1",
-            ),
-            "fairness": Command(
-                "perilune_research.fairness.cli",
-                "play a tenant beside one at ten times its share; check what that costs",
-                "fairness --gateways 1 4 --seeds 2",
+            "evaluation": Command(
+                "perilune_research.evaluation.cli",
+                "play what docs/evaluation tells, through the gateway's own code; write its tables and data",
+                "evaluation --quick",
             ),
             "arena": Command(
                 "perilune_research.arena.cli",
@@ -51,11 +36,6 @@ PROGRAM = Program(
                 "perilune_research.kernels.cli",
                 "fit the engine model to steps that were measured on a GPU; print the errors",
                 "kernels",
-            ),
-            "fastpath": Command(
-                "perilune_research.fastpath.cli",
-                "decide each turn from its headers and from its body; check whether both agree",
-                "fastpath --policies ear,perilune --turns 1000",
             ),
         },
     },

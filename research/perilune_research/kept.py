@@ -12,6 +12,8 @@ import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -62,11 +64,19 @@ class Progress:
 class Kept:
     """The results in one file. All methods raise OSError if it cannot be read or written."""
 
-    def __init__(self, path: Path, jobs: int, show: Callable[[Progress], None] = lambda p: None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        jobs: int,
+        show: Callable[[Progress], None] = lambda p: None,
+        until: float = inf,
+    ) -> None:
+        """`until`: no batch is begun after this time, of `time.monotonic`."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._jobs = jobs
         self._show = show
+        self._until = until
         self._known: dict[str, msgspec.Raw] = {}
         self.computed = 0
         """Number of results that this object has computed, since the file did not have them."""
@@ -84,12 +94,13 @@ class Kept:
         kind: type[T],
         what: str,
     ) -> dict[I, T]:
-        """Return the result of each item. `compute` is given one of the batches of items that are missing.
-        `what` names the work in reports of progress."""
+        """Return the result of each item for which there was time. `compute` is given one of the batches of
+        items that are missing. `what` names the work in reports of progress."""
         wanted = list(dict.fromkeys(items))
         missing = [item for item in wanted if item.key not in self._known]
         self._do(compute, batches(missing), what, len(wanted) - len(missing))
-        return {item: msgspec.json.decode(self._known[item.key], type=kind) for item in wanted}
+        there = ((item, self._known.get(item.key)) for item in wanted)
+        return {item: msgspec.json.decode(raw, type=kind) for item, raw in there if raw is not None}
 
     def _do(
         self,
@@ -102,16 +113,18 @@ class Kept:
             return
         total, done = sum(len(batch) for batch in work), 0
         self._show(Progress(0, total, what, kept))
-        with self.path.open("ab") as file, mapped(compute, work, self._jobs, ordered=False) as answers:
+        timely = partial(_timely, compute, self._until)
+        with self.path.open("ab") as file, mapped(timely, work, self._jobs, ordered=False) as answers:
             for answer in answers:
                 for item, value in answer:
                     raw = msgspec.Raw(msgspec.json.encode(value))
                     file.write(msgspec.json.encode(_Line(item.key, raw)) + b"\n")
                     self._known[item.key] = raw
                 file.flush()
-                done += len(answer)
-                self.computed += len(answer)
-                self._show(Progress(done, total, what, kept))
+                if answer:
+                    done += len(answer)
+                    self.computed += len(answer)
+                    self._show(Progress(done, total, what, kept))
 
     def _read(self) -> None:
         content = self.path.read_bytes()
@@ -124,6 +137,13 @@ class Kept:
             except msgspec.DecodeError:
                 continue
             self._known[line.key] = line.value
+
+
+def _timely(
+    compute: Callable[[Sequence[I]], list[tuple[I, T]]], until: float, batch: Sequence[I]
+) -> list[tuple[I, T]]:
+    """Compute a batch, or nothing if it is too late."""
+    return compute(batch) if time.monotonic() < until else []
 
 
 def default_folder(study: str) -> Path:

@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[2] / "docs" / "evaluation"
 PAGE = (FOLDER / "README.md").read_text()
 MADE = {path.stem: json.loads(path.read_text()) for path in FOLDER.glob("*.json")}
 """Data of the pages that a command made."""
-MOST_BYTES = 70_000
+MOST_BYTES = 100_000
 
 
 def test_the_page_says_that_it_is_simulated_and_explains_every_arm():
@@ -31,11 +31,12 @@ def test_a_made_page_names_its_command_has_little_data_and_is_linked(name: str):
     assert (FOLDER / f"{name}.json").stat().st_size < MOST_BYTES
 
 
-def test_every_deployment_of_a_made_page_has_a_table():
+def test_every_deployment_of_a_made_page_has_a_table_or_a_row():
     for name, data in MADE.items():
         page = (FOLDER / f"{name}.md").read_text()
         played = {(row["deployment"], row["load"]) for row in data["rows"]}
-        assert [key for key in played if f"## Deployment {key[0]} at {key[1]}\n" not in page] == []
+        missing = [key for key in played if f"## Deployment {key[0]} at {key[1]}\n" not in page]
+        assert [key for key in missing if f"| {key[0]} | {key[1]} |" not in page] == []
 
 
 DATA = MADE["deployments"]["rows"]

@@ -71,9 +71,9 @@ LONG = {
     "simulate, while it searches R": Long(
         (*PERILUNE, "simulate", "--policies", "ear", "--rates", "R", "--seeds", "8"), "searching R", NOTHING
     ),
-    "deployments": Long(
-        (*RESEARCH, "deployments", "--quick", "--r", "1", "--out", "TMP", "--work", "TMP/work"),
-        "simulations: 0/",
+    "evaluation": Long(
+        (*RESEARCH, "evaluation", "--quick", "--sections", "gateways", "--out", "TMP", "--work", "TMP/work"),
+        "gateways: 0/",
         "interrupted: finished simulations are kept, so the same command goes on",
     ),
     "arena": Long(
@@ -85,11 +85,6 @@ LONG = {
         (*RESEARCH, "crosscheck", "--policies", "ear"),
         "1 policies; about",
         "interrupted: 0 of 1 policies were compared",
-    ),
-    "fastpath": Long(
-        (*RESEARCH, "fastpath", "--policies", "ear,sticky", "--turns", "100"),
-        "ear: ",
-        "interrupted: 1 of 2 policies were done",
     ),
     "gateway": Long(
         (*GATEWAY, "--pool", str(POOL), "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"),
@@ -136,9 +131,8 @@ def pipe(tmp_path: Path) -> Iterator[str]:
 
 HEAVY = (
     "demo",
-    "deployments",
+    "evaluation",
     "crosscheck",
-    "fastpath",
     "simulate, while it searches R",
     "bench-stream --simulated",
     "profile",

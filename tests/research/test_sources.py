@@ -11,10 +11,12 @@ from types import FrameType
 
 import pytest
 
+from perilune_api.pool import MoveTrigger
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.routing.pull import ANSWER_S
 from perilune_lab.simulate.deployment import Arm
-from perilune_research.deployments.cells import COMPUTES, Cell, compute
+from perilune_research.evaluation.cells import COMPUTES, Cell, compute
+from perilune_research.evaluation.traffic import GREEDY, QUIET
 from perilune_research.sources import ONLY_SHOWN, OURS, dependencies
 
 SMALL = Cell(policy="perilune", rate=0.4, seed=1, endpoints=2, window_s=25.0, warmup_s=5.0)
@@ -44,8 +46,10 @@ def test_every_file_that_runs_is_one_that_results_depend_on():
     sys.setprofile(see)
     try:
         compute([replace(SMALL, policy=policy) for policy in POLICIES])
-        compute([replace(SMALL, arm=arm, planner=True) for arm in Arm])
-        compute([replace(SMALL, prefill=1)])
+        compute([replace(SMALL, arm=arm, triggers=tuple(MoveTrigger)) for arm in Arm])
+        compute([replace(SMALL, split=True)])
+        compute([replace(SMALL, twice=True)])
+        compute([replace(SMALL, tenants=(QUIET, GREEDY), traffic=(("answer", 0.7),))])
     finally:
         sys.setprofile(before)
     ours = {names_of(path) for path in ran if f"/{OURS}" in path and path.endswith(".py")}
@@ -75,7 +79,7 @@ def test_what_only_shows_does_not_count():
     assert not found().keys() & {
         *ONLY_SHOWN,
         "perilune_lab.simulate.tables",
-        "perilune_research.deployments.page",
+        "perilune_research.evaluation.page",
     }
 
 

@@ -269,23 +269,28 @@ class Simulation:
         clients = self.workload.clients
         if clients.patience_s < inf:
             self.loop.at(self.loop.now + clients.patience_s, partial(self._lose_patience, turn, turn.tries))
-        task, gateway = turn.task, self._proxy.choice(self.gateways)
-        router = gateway.router
-        size = int(task.prompt_tokens * self._bytes[task.session])
-        job = self.workload.jobs[task.session]
-        headers = {"x-session-id": job.name, "content-length": str(size)}
-        if job.tenant:
-            headers["authorization"] = f"Bearer {job.tenant}"
-        if clients.begin_within_s and not task.number:
-            headers[names.SLO_TTFT_HEADER] = f"{1e3 * clients.begin_within_s:g}"
-        head = RequestHead(method="POST", path="/v1/chat/completions", headers=headers)
+        gateway = self._proxy.choice(self.gateways)
+        router, head = gateway.router, self._head(turn.task)
         verdict: Routed | Refusal | NeedBody | Queued = router.on_headers(head)
         if isinstance(verdict, NeedBody):
             self.outcome.read += 1
-            ids = self.texts.prompt(task)
+            ids = self.texts.prompt(turn.task)
             tokens = Tokens(count=len(ids), source=TokenSource.LOCAL, ids=ids)
-            verdict = router.on_tokens(Encode(head, _REQUEST, size), tokens)
+            verdict = router.on_tokens(Encode(head, _REQUEST, self._body_bytes(turn.task)), tokens)
         self._follow(turn, gateway, verdict)
+
+    def _body_bytes(self, task: Task) -> int:
+        return int(task.prompt_tokens * self._bytes[task.session])
+
+    def _head(self, task: Task) -> RequestHead:
+        """Return a turn's method, path and headers."""
+        job, within_s = self.workload.jobs[task.session], self.workload.clients.begin_within_s
+        headers = {"x-session-id": job.name, "content-length": str(self._body_bytes(task))}
+        if job.tenant:
+            headers["authorization"] = f"Bearer {job.tenant}"
+        if within_s and not task.number:
+            headers[names.SLO_TTFT_HEADER] = f"{1e3 * within_s:g}"
+        return RequestHead(method="POST", path="/v1/chat/completions", headers=headers)
 
     def _follow(
         self, turn: PlayedRequest, gateway: SimulatedGateway, verdict: Routed | Refusal | NeedBody | Queued

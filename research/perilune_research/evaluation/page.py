@@ -1,0 +1,335 @@
+"""A section's tables, and the page and data file that have them. People write what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, product
+from pathlib import Path
+from typing import NamedTuple
+
+from perilune_lab.quantiles import mean
+from perilune_lab.simulate import measure
+from perilune_lab.terminal.formats import as_number
+from perilune_research import data
+from perilune_research.evaluation import capacity
+from perilune_research.evaluation.capacity import Bounds, Search
+from perilune_research.evaluation.cells import Cell, Result, code
+from perilune_research.evaluation.metrics import (
+    E2E_P90,
+    GOALS,
+    INTERFERENCE,
+    REGRET,
+    TTFT_MEAN,
+    TTFT_P90,
+    WALL_CLOCK,
+    Metric,
+    value,
+)
+from perilune_research.evaluation.plan import DEFAULT, LOADS, POOLS, Section, rate
+from perilune_research.table import Table, percent, ranged
+
+DATA = (REGRET, TTFT_MEAN, WALL_CLOCK, INTERFERENCE)
+"""Further figures in the data of sections with tables apart."""
+
+
+class Found(NamedTuple):
+    """A section with its results."""
+
+    section: Section
+    results: Mapping[Cell, Result]
+
+    def cells(self, pool: str, load: str, policy: str) -> list[Cell]:
+        """Return the cells of one deployment, load and policy that were played, one for each seed."""
+        section = self.section
+        every = (section.cell(pool, load, policy, seed) for seed in section.seeds)
+        return [each for each in every if each in self.results]
+
+    def played(self) -> Iterator[tuple[str, str]]:
+        """Yield each deployment and load that any policy was played at."""
+        for pool, load in product(self.section.pools, self.section.loads):
+            if self.policies(pool, load):
+                yield pool, load
+
+    def policies(self, pool: str, load: str) -> list[str]:
+        """Return the policies that were played there."""
+        return [name for name in self.section.policies if self.cells(pool, load, name)]
+
+    def by_seed(self, pool: str, load: str, policy: str, metric: Metric) -> dict[int, float]:
+        """Return the figure of each seed that was played; empty if one of them does not have it."""
+        played = {each.seed: self.results[each] for each in self.cells(pool, load, policy)}
+        figures = {seed: value(result, metric.path) for seed, result in played.items()}
+        known = {seed: figure for seed, figure in figures.items() if figure is not None}
+        return known if len(known) == len(figures) else {}
+
+    def values(self, pool: str, load: str, policy: str, metric: Metric) -> list[float]:
+        """Return the figures of `by_seed` without the seeds."""
+        return list(self.by_seed(pool, load, policy, metric).values())
+
+    def figure(self, pool: str, load: str, policy: str, metric: Metric) -> str:
+        """Return mean and 95 % interval as text."""
+        return estimate(self.values(pool, load, policy, metric), metric.form)
+
+    def quotient(
+        self, load: str, one: tuple[str, str], other: tuple[str, str], metric: Metric
+    ) -> tuple[float, float, float] | None:
+        """Return the ratio of two (deployment, policy) with its interval, over the seeds that both have; None
+        if there are none. Of one seed the interval is the ratio."""
+        above, below = (self.by_seed(pool, load, policy, metric) for pool, policy in (one, other))
+        both = sorted(above.keys() & below.keys())
+        if not both or not all(below[seed] for seed in both):
+            return None
+        return measure.ratio([above[seed] for seed in both], [below[seed] for seed in both])
+
+
+def estimate(sample: Sequence[float], form: Callable[[float], str] = as_number) -> str:
+    """Return mean and 95 % interval as text."""
+    if not sample:
+        return ""
+    low, high = measure.interval(sample) if len(sample) > 1 else (sample[0], sample[0])
+    return ranged((mean(sample), low, high), form)
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text, such as `1–3, 7`."""
+    runs = [list(run) for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    ends = [(run[0][1], run[-1][1]) for run in runs]
+    return ", ".join(f"{first}–{last}" if first < last else str(first) for first, last in ends)
+
+
+# -- tables ------------------------------------------------------------------------------------------------
+
+
+def tables(found: Found) -> list[Table]:
+    section = found.section
+    if not section.apart:
+        return [setup(section), figures(found), *ahead(found), happened(found)]
+    return [
+        setup(section),
+        figures(found, only=DEFAULT),
+        goals(found),
+        *(compared(found, pool, load) for pool, load in found.played()),
+        *ahead(found),
+        happened(found),
+    ]
+
+
+def setup(section: Section) -> Table:
+    base = section.base
+    recorded = section.recorded
+    generated = f"{base.window_s:g} s of generated traffic, the first {base.warmup_s:g} s not measured"
+    named = [load for load in section.loads if load in LOADS]
+    rows = [("endpoints", f"{base.endpoints} modelled H20 GPUs, a 30B mixture of experts with 3B active")]
+    if named:
+        rows.append(("new sessions per second", ", ".join(f"{load}: {rate(load):g}" for load in named)))
+    rows.append(("duration", "the whole recording, all of it measured" if recorded else generated))
+    rows += [(f"`{pool}`", POOLS[pool].means) for pool in section.pools]
+    return Table("Setup", ("", ""), rows)
+
+
+def figures(found: Found, only: str = "") -> Table:
+    """Return the figures of every deployment, load and policy, or of one policy."""
+    section = found.section
+    keys = [
+        (pool, load, policy)
+        for load in section.loads
+        for pool in section.pools
+        for policy in found.policies(pool, load)
+        if policy == only or not only
+    ]
+    columns = [
+        ("deployment", [pool for pool, _, _ in keys]),
+        ("load", [load for _, load, _ in keys]),
+        ("policy", [policy for _, _, policy in keys]),
+        ("seeds", [spans([each.seed for each in found.cells(*key)]) for key in keys]),
+        *((metric.name, [found.figure(*key, metric) for key in keys]) for metric in section.shown),
+    ]
+    for metric in section.compared:
+        ratios = [_against_default(found, *key, metric) for key in keys]
+        others = [_against_others(found, *key, metric) for key in keys]
+        columns += [(f"{metric.name} / that of {DEFAULT}", ratios), (f"{metric.name}, compared", others)]
+    columns = [(name, cells) for name, cells in columns if any(cells)]
+    rows = [tuple(cells[n] for _, cells in columns) for n in range(len(keys))]
+    title = f"Figures of {only}" if only else "Figures"
+    return Table(title, tuple(name for name, _ in columns), rows)
+
+
+def _against_default(found: Found, pool: str, load: str, policy: str, metric: Metric) -> str:
+    """Return the policy's figure over that of the default in the same deployment."""
+    ratio = found.quotient(load, (pool, policy), (pool, DEFAULT), metric) if policy != DEFAULT else None
+    return ranged(ratio) if ratio else ""
+
+
+def _against_others(found: Found, pool: str, load: str, policy: str, metric: Metric) -> str:
+    """Return the figure over that of the same policy in the deployments that this one is compared with."""
+    parts = []
+    for other in POOLS[pool].against:
+        if ratio := found.quotient(load, (pool, policy), (other, policy), metric):
+            parts.append(f"{ranged(ratio)} of `{other}`")
+    return ", ".join(parts)
+
+
+def goals(found: Found) -> Table:
+    """Tell of the default policy the figures for which there are goals."""
+    rows = [
+        (pool, load, *(found.figure(pool, load, DEFAULT, goal) for goal in GOALS))
+        for pool, load in found.played()
+        if found.cells(pool, load, DEFAULT)
+    ]
+    return Table(
+        f"Against the goals, {DEFAULT}",
+        ("deployment", "load", *(goal.name for goal in GOALS)),
+        rows,
+        "*Floor* is the TTFT of the same turns if each ran alone with its session's prefix cached, *ceiling*"
+        " the share that an infinite cache of each session would serve. A cell is empty if a seed lacks the"
+        " figure.",
+    )
+
+
+def compared(found: Found, pool: str, load: str) -> Table:
+    """Compare the policies of one deployment at one load."""
+    section = found.section
+    names = found.policies(pool, load)
+    names.sort(key=lambda name: mean(found.values(pool, load, name, TTFT_P90) or [0]))
+    rows = [
+        (
+            name,
+            spans([each.seed for each in found.cells(pool, load, name)]),
+            *(found.figure(pool, load, name, metric) for metric in section.shown),
+            *(_against_default(found, pool, load, name, metric) for metric in _ratios(section)),
+        )
+        for name in names
+    ]
+    header = (
+        "policy",
+        "seeds",
+        *(metric.name for metric in section.shown),
+        *(f"{metric.name} / that of {DEFAULT}" for metric in _ratios(section)),
+    )
+    return Table(f"Deployment {pool} at {load}", header, rows)
+
+
+def _ratios(section: Section) -> Sequence[Metric]:
+    return (*section.compared, E2E_P90)
+
+
+def rivals(found: Found) -> Iterable[tuple[str, str, str, Metric, tuple[float, float, float]]]:
+    """Yield (deployment, load, policy, metric, its value / the default's with interval) wherever another
+    policy is ahead of the default in the mean of two seeds or more."""
+    for pool, load in found.played():
+        for metric, name in product(found.section.shown, found.policies(pool, load)):
+            if name == DEFAULT or len(found.cells(pool, load, name)) < 2:
+                continue
+            ratio = found.quotient(load, (pool, name), (pool, DEFAULT), metric)
+            if ratio and ((ratio[0] > 1.0) if metric.more_is_better else (ratio[0] < 1.0)):
+                yield pool, load, name, metric, ratio
+
+
+def ahead(found: Found) -> list[Table]:
+    """List where another policy is ahead of the default by more than the seeds tell; no table if no policy
+    was compared with it."""
+    if not found.section.apart or len(found.section.policies) < 2:
+        return []
+    rows = [
+        (pool, load, metric.name, name, ranged(ratio))
+        for pool, load, name, metric, ratio in rivals(found)
+        if (ratio[1] > 1.0 if metric.more_is_better else ratio[2] < 1.0)
+    ]
+    return [
+        Table(
+            f"Where another policy is ahead of {DEFAULT} by more than the seeds tell",
+            ("deployment", "load", "figure", "policy", f"its value / that of {DEFAULT}"),
+            rows or [("nowhere", "", "", "", "")],
+            "A row is here if the whole 95 % interval of the ratio, seed by seed, is on the other policy's"
+            " side.",
+        )
+    ]
+
+
+def happened(found: Found) -> Table:
+    """Count moves and transfers."""
+    rows = [
+        (pool, load, name, *_counted([found.results[each] for each in found.cells(pool, load, name)]))
+        for pool, load in found.played()
+        for name in found.policies(pool, load)
+    ]
+    return Table(
+        "What happened",
+        ("deployment", "load", "policy", "turns that moved", "bodies read", "transfers", "CPU ms per turn"),
+        rows,
+        "*Turns that moved* are of measured turns. *Transfers* are those that the gateway asked for during"
+        " all turns of all seeds, by reason and outcome.",
+    )
+
+
+def _counted(results: Sequence[Result]) -> tuple[str, ...]:
+    turns = sum(result.turns for result in results)
+    done: dict[str, int] = {}
+    for result in results:
+        for name, count in result.transfers.items():
+            done[name] = done.get(name, 0) + count
+    moved = mean(value(result, "migrations.per_request") or 0.0 for result in results)
+    return (
+        percent(moved),
+        percent(sum(result.read for result in results) / max(turns, 1)),
+        ", ".join(f"{name} {count:,}" for name, count in sorted(done.items())),
+        f"{1e3 * sum(result.cpu_s for result in results) / max(turns, 1):.2f}",
+    )
+
+
+# -- files -------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, found: Found) -> None:
+    """Write a section's page and data. Raises OSError."""
+    section = found.section
+    note = "Brackets are 95 % intervals of the mean, by bootstrap over seeds."
+    _write(folder, section, tables(found), _rows(found), " ".join(filter(None, (note, section.note))))
+
+
+def write_capacities(folder: Path, section: Section, found: Mapping[Search, Bounds]) -> None:
+    """Write page and data of a section that searches capacities. Raises OSError."""
+    served = capacity.capacities(section, found)
+    shown = [setup(section), *capacity.tables(served)]
+    _write(folder, section, shown, capacity.rows(served), capacity.NOTE)
+
+
+def _write(folder: Path, section: Section, shown: Sequence[Table], rows: object, note: str) -> None:
+    base, small = section.base, " --quick" if section.small else ""
+    command = f"python -m perilune_research evaluation --sections {section.name}{small}"
+    head = f"""\
+# Evaluation: {section.title}
+
+Everything on this page is **simulated** by `perilune simulate`, which runs the gateway's own code
+([Simulator](../simulator.md)); no number is a measurement of hardware. [Evaluation](README.md) explains
+deployments, loads and metrics, and says what follows from the figures.
+
+`{command}` makes this page and `{section.name}.json`. {note}
+"""
+    document = {
+        "schema": "perilune.evaluation/v1",
+        "simulated": True,
+        "command": command,
+        "code": code(DEFAULT),
+        "seeds": section.seeds,
+        **({} if section.recorded else {"window_s": base.window_s, "warmup_s": base.warmup_s}),
+        "rows": rows,
+    }
+    text = "\n".join([head, *(table.markdown("##") for table in shown)])
+    (folder / f"{section.name}.md").write_text(text)
+    (folder / f"{section.name}.json").write_bytes(data.encode(document))
+
+
+def _rows(found: Found) -> list[dict[str, object]]:
+    section = found.section
+    stored = (*section.shown, *section.compared, *(DATA if section.apart else ()))
+    return [
+        {
+            "deployment": pool,
+            "load": load,
+            "policy": name,
+            "seeds": [each.seed for each in found.cells(pool, load, name)],
+            **{m.path: found.values(pool, load, name, m) for m in stored},
+        }
+        for pool, load in found.played()
+        for name in found.policies(pool, load)
+    ]

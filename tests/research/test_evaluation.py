@@ -1,0 +1,394 @@
+"""The evaluation: its plan is whole and names what exists; a tiny pool is played, kept, and told on pages."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from io import StringIO
+from itertools import islice
+from math import exp, inf
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from perilune_api.pool import Routing, SpecError
+from perilune_gateway.policy import POLICIES
+from perilune_lab.simulate import measure
+from perilune_lab.simulate.deployment import Arm
+from perilune_lab.simulate.faults import Faults
+from perilune_lab.simulate.outcome import PlayedRequest, SimulatedOutcome
+from perilune_lab.simulate.simulation import simulate
+from perilune_lab.traces import agentic
+from perilune_lab.traces.agentic import Agentic
+from perilune_research.evaluation import capacity, cells, cli, metrics, page, plan, traffic
+from perilune_research.evaluation.cells import Cell, Heat, heat
+from perilune_research.evaluation.cost import cpu_s
+from perilune_research.evaluation.plan import ARMS, POOLS, SECTIONS, Play, Section, quick
+from perilune_research.evaluation.traffic import GREEDY, QUIET, varied
+from perilune_research.kept import Kept
+from perilune_research.sources import dependencies
+
+FOLDER = Path(__file__).parents[2] / "docs" / "evaluation"
+WRITTEN = {"README", "notes", "simulator"}
+"""Pages that people write."""
+WITHOUT_FIGURES = {"Question", "Deployment arms", "Not played", "Limits"}
+"""Headings of the evaluation's page that tell no figures."""
+BY_NAME = {section.name: section for section in SECTIONS}
+TINY = Cell(policy="ear", rate=0.4, seed=1, endpoints=2, window_s=25.0, warmup_s=5.0)
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def coarse_intervals():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "RESAMPLES", 50)
+        yield
+
+
+# The plan
+
+
+def _cells(section: Section) -> list[Cell]:
+    wanted = cli.wanted(section)
+    return [each.cell if isinstance(each, capacity.Search) else each for each in wanted]
+
+
+def test_every_page_that_a_command_makes_is_a_section():
+    made = {path.stem for path in FOLDER.iterdir()} - WRITTEN
+    assert made - BY_NAME.keys() == set()
+
+
+def test_every_heading_that_tells_figures_has_a_section():
+    headings = set(re.findall(r"^##+ (.+)$", (FOLDER / "README.md").read_text(), re.MULTILINE))
+    told = {heading for section in SECTIONS for heading in section.told}
+    assert headings - told - WITHOUT_FIGURES == set()
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=BY_NAME)
+def test_a_section_names_what_exists(section: Section):
+    assert len(BY_NAME) == len(SECTIONS)
+    assert not {*section.policies} - {*POLICIES}
+    assert not {*section.pools} - POOLS.keys()
+    assert section.told
+    assert section.plays
+    for play in section.plays:
+        assert play.pools
+        assert play.policies
+        assert play.seeds
+        assert play.loads or section.searched
+    for load in section.loads:
+        assert plan.rate(load) > 0
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=BY_NAME)
+def test_a_sections_deployments_are_pools_that_a_gateway_accepts(section: Section):
+    for cell in {replace(each, seed=1, rate=1.0): each for each in _cells(section)}.values():
+        assert cell.deployment.pool(cell.policy, cell.routing, cell.faults)
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=BY_NAME)
+def test_what_a_deployment_is_compared_with_is_played_beside_it(section: Section):
+    if section.compared:
+        against = {other for pool in section.pools if pool not in ARMS for other in POOLS[pool].against}
+        assert against - {*section.pools} == set()
+
+
+def test_no_two_deployments_are_the_same():
+    """`split` hands KV over in any arm, so there is no second one with hand-offs."""
+    assert len({str(pool.changes) for pool in POOLS.values()}) == len(POOLS)
+    one, other = (
+        replace(TINY, split=True, arm=arm).deployment.pool("perilune", Routing(), Faults())
+        for arm in (Arm.NONE, Arm.HANDOFF)
+    )
+    assert one == other
+
+
+def test_cells_that_sections_share_are_played_once():
+    main, more = (set(BY_NAME[name].cells()) for name in ("deployments", "more-seeds"))
+    assert main & more
+    assert {cell.seed for cell in main & more} == {1, 2, 3}
+
+
+def test_engines_and_links_that_differ_from_the_belief_are_played_at_r():
+    found = {cell.faults: cell.rate for cell in BY_NAME["beliefs"].cells() if cell.faults != Faults()}
+    assert set(found.values()) == {1.0}
+    assert len(found) == len(plan.FAULTS) + len(plan.LINKS)
+
+
+def test_traces_are_files_of_the_folder_and_count_by_their_names():
+    section = replace(BY_NAME["recorded"], traces=Path("/there"))
+    cell = next(iter(section.cells()))
+    assert cell.trace == "/there/mooncake_conversation.jsonl.gz"
+    elsewhere = next(iter(replace(section, traces=Path("/elsewhere")).cells()))
+    assert elsewhere.key == cell.key
+
+
+def test_the_small_evaluation_takes_about_ten_minutes_of_two_processes():
+    small = {item for section in SECTIONS for item in cli.wanted(quick(section))}
+    assert 120 < sum(map(cpu_s, small)) < 900
+    assert {section.name for section in map(quick, SECTIONS) if not [*cli.wanted(section)]} == set()
+
+
+def test_costs_grow_with_load_gateways_and_stores():
+    cell = Cell(policy="perilune", rate=1.0, seed=1)
+    assert cpu_s(cell) == pytest.approx(9.1, abs=0.1)
+    costs = [
+        cpu_s(replace(cell, **change))
+        for change in ({"gateways": 4}, {"arm": Arm.STORE}, {"split": True}, {"rate": 1.6})
+    ]
+    assert all(cost > cpu_s(cell) for cost in costs)
+    assert cpu_s(replace(cell, trace="a.jsonl", limit=1_000)) < cpu_s(replace(cell, trace="a.jsonl"))
+
+
+# What a cell plays
+
+
+def test_cells_that_play_the_same_traffic_are_batched():
+    many = [replace(TINY, policy=policy, seed=seed) for policy in ("ear", "sticky") for seed in (1, 2)]
+    assert [{cell.seed for cell in batch} for batch in cells.batches(many)] == [{1}, {2}]
+    impatient = [TINY, replace(TINY, patience_s=60.0)]
+    assert len(cells.batches(impatient)) == 2
+
+
+def test_only_the_code_of_the_played_policy_counts():
+    others = {f"perilune_gateway.policy.{name}" for name in POLICIES if name != "ear"}
+    found = dependencies((*cells.COMPUTES, "perilune_gateway.policy.ear"), others)
+    assert "perilune_gateway.policy.ear" in found
+    assert "perilune_gateway.policy.sticky" not in found
+    assert "perilune_gateway.policy.cost" in found
+    assert cells.code("ear") != cells.code("sticky")
+
+
+def test_only_the_parameters_that_vary_differ():
+    assert varied(Agentic(), [("system_prompts", 0.7)]) == Agentic(system_prompts=2)
+    assert varied(Agentic(), [("gap_scale", 1.3)]) == Agentic(gap_scale=1.3)
+    mu, sigma = varied(Agentic(), [("answer", 1.3)]).answer
+    assert exp(mu) == pytest.approx(1.3 * exp(Agentic().answer[0]))
+    assert sigma == Agentic().answer[1]
+    every = {varied(Agentic(), [(name, factor)]) for name in traffic.PARAMETERS for factor in plan.FACTORS}
+    assert len(every - {Agentic()}) == 2 * len(traffic.PARAMETERS)
+
+
+def test_the_smaller_tenant_sends_the_same_alone_and_beside_the_greedy_one():
+    alone, both = (
+        replace(TINY, tenants=who, rate=0.4, window_s=240.0).workload() for who in ((QUIET,), (QUIET, GREEDY))
+    )
+    quiet = [job for job in both.jobs if job.tenant == QUIET]
+    assert [(job.name, job.start_s) for job in quiet] == [(job.name, job.start_s) for job in alone.jobs]
+    greedy = [job for job in both.jobs if job.tenant == GREEDY]
+    assert len(greedy) > 5 * len(quiet) > 0
+
+
+def test_bodies_that_are_hard_to_guess_have_all_that_makes_them_so():
+    plain = list(islice(agentic.sessions(Agentic(sessions_per_s=1.0), 3), 400))
+    hard = traffic.hard_to_guess(plain, 3)
+    assert hard == traffic.hard_to_guess(plain, 3)
+    assert [session.start_s for session in hard] == sorted(session.start_s for session in hard)
+    texts = [session.turns[0].session for session in hard]
+    names = [session.session_id for session in hard]
+    whole = [session for session in hard if "/" not in session.turns[0].session]
+    assert len(whole) == 400
+    assert 15 < 400 - len({session.session_id for session in whole}) < 60
+    assert sum("/side" in text for text in texts) > 30
+    assert sum("/agent" in text for text in texts) > 30
+    assert all(
+        name in {s.session_id for s in whole}
+        for name, text in zip(names, texts, strict=True)
+        if "/side" in text
+    )
+    assert any(s.key.endswith("/said") for each in whole for turn in each.turns for s in turn.prompt)
+
+
+def test_deciding_twice_changes_nothing_and_leads_to_the_same_endpoint():
+    cell = replace(TINY, policy="perilune", twice=True, window_s=600.0, warmup_s=60.0)
+    workload = cell.workload()
+    once = simulate(workload, cell.deployment, cell.policy, cell.routing, cell.faults, seed=1)
+    ((_, result),) = cells.compute([cell])
+    assert result.run == msgspec.structs.replace(measure.run(once, workload), per_endpoint=msgspec.UNSET)
+    twice = result.twice
+    assert twice.turns > 100
+    assert 0 < twice.read < twice.turns
+    assert twice.same_share >= 0.98
+
+
+def waited(endpoint: int, submitted_s: float, first_token_s: float, tokens: int) -> PlayedRequest:
+    request = PlayedRequest(SimpleNamespace(prompt_tokens=tokens, output_tokens=1), 0, submitted_s)
+    request.endpoint, request.first_token_s = endpoint, first_token_s
+    return request
+
+
+def test_heat_is_what_waits_over_time():
+    """In ten seconds the second endpoint has 100 tokens for 4 s, and 300 for 2 s of these."""
+    played = [waited(1, 10, 14, 100), waited(1, 12, 14, 200), waited(0, 20, 20, 5), waited(-1, 0, inf, 9)]
+    outcome = SimulatedOutcome(policy="ear", deployment="", addresses=["a", "b"], requests=played)
+    assert heat(outcome, 10.0, 250.0) == (
+        Heat(pending_tokens=80.0, hot_share=0.2),
+        Heat(pending_tokens=0.0, hot_share=0.0),
+    )
+    assert heat(outcome, 30.0, 250.0) == (Heat(pending_tokens=0.0, hot_share=0.0),) * 2
+
+
+# Pages
+
+
+BASE = replace(plan.BASE, endpoints=2, window_s=25.0, warmup_s=5.0)
+SMALL = (
+    Section(
+        name="apart",
+        title="a small pool",
+        plays=(
+            Play(("none", "store"), ("0.4",), ("perilune", "sticky"), (1, 2)),
+            Play(("split",), ("0.4",), ("perilune",), (1,)),
+        ),
+        base=BASE,
+        apart=True,
+    ),
+    Section(
+        name="together",
+        title="several pools",
+        plays=(Play(("none", "none-never", "none-four-gateways"), ("0.4",), ("perilune", "sticky"), (1,)),),
+        base=BASE,
+        shown=(metrics.TTFT_P90, metrics.HOT, *metrics.HEAT),
+    ),
+    Section(
+        name="searched",
+        title="capacity",
+        plays=(Play(("none",), (), ("perilune", "sticky"), (1,)),),
+        base=BASE,
+        searched=True,
+    ),
+)
+
+
+def play(folder: Path, *words: str, sections: Sequence[Section] = SMALL) -> str:
+    """Return what the command says."""
+    options = cli.parse(["--jobs", "1", "--out", str(folder), "--work", str(folder), *words])
+    said = Console(file=StringIO(), width=200)
+    cli.run(replace(options, sections=tuple(sections)), said)
+    return said.file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluation")
+    assert "apart: 9 to play" in play(folder)
+    return folder
+
+
+def test_every_section_is_a_page_with_its_data(folder: Path):
+    for section in SMALL:
+        text = (folder / f"{section.name}.md").read_text()
+        data = json.loads((folder / f"{section.name}.json").read_text())
+        assert text.startswith(f"# Evaluation: {section.title}\n")
+        assert "**simulated**" in text
+        assert f"`{data['command']}` makes this page" in text
+        assert {row["deployment"] for row in data["rows"]} == {*section.pools}
+        assert all(f"`{pool}`" in text for pool in section.pools)
+
+
+def test_a_section_with_tables_apart_has_one_for_each_deployment(folder: Path):
+    text = (folder / "apart.md").read_text()
+    assert all(f"## Deployment {pool} at 0.4\n" in text for pool in ("none", "store", "split"))
+    assert "## Against the goals, perilune" in text
+    assert "of `none`" in text
+    rows = json.loads((folder / "apart.json").read_text())["rows"]
+    assert {(row["deployment"], row["policy"]): row["seeds"] for row in rows} == {
+        ("none", "perilune"): [1, 2],
+        ("none", "sticky"): [1, 2],
+        ("store", "perilune"): [1, 2],
+        ("store", "sticky"): [1, 2],
+        ("split", "perilune"): [1],
+    }
+    assert all(len(row["apc"]) == len(row["seeds"]) for row in rows)
+
+
+def test_other_sections_have_one_table_of_what_is_played(folder: Path):
+    text = (folder / "together.md").read_text()
+    assert len(re.findall(r"^\| none-never \| 0.4 \| (?:perilune|sticky) \| 1 \| ", text, re.MULTILINE)) == 2
+    assert "hottest: pending tokens" in text
+    assert "coolest" not in text, "two endpoints have no eighth"
+
+
+def test_a_capacity_is_found_for_each_policy(folder: Path):
+    text = (folder / "searched.md").read_text()
+    assert "## Deployment none at capacity" in text
+    assert "| sticky | 1 |" in text
+
+
+def test_what_was_played_is_kept(folder: Path):
+    pages = {path: path.read_bytes() for path in folder.glob("*.md")}
+    said = play(folder)
+    assert all(f"{section.name}: 0 to play" in said for section in SMALL)
+    assert {path: path.read_bytes() for path in folder.glob("*.md")} == pages
+
+
+def test_a_page_of_what_is_kept_compares_the_seeds_that_both_have(folder: Path, tmp_path: Path):
+    more = replace(SMALL[0], plays=(Play(("none",), ("0.4",), ("perilune", "sticky", "ear"), (1, 2, 3)),))
+    play(folder, "--kept", "--out", str(tmp_path), sections=[more])
+    rows = json.loads((tmp_path / "apart.json").read_text())["rows"]
+    assert {row["policy"]: row["seeds"] for row in rows} == {"perilune": [1, 2], "sticky": [1, 2]}
+
+
+def test_a_section_that_is_not_complete_writes_no_page(tmp_path: Path):
+    said = play(tmp_path, "--minutes", "1e-9", sections=SMALL[:1])
+    assert "apart: 0 of 9, so its page is not written" in said
+    assert not [*tmp_path.glob("*.md")]
+
+
+def test_an_estimate_plays_nothing(tmp_path: Path):
+    said = play(tmp_path, "--estimate")
+    assert "in all about" in said
+    assert not [*tmp_path.glob("*")]
+
+
+def test_recorded_traffic_that_is_not_there_is_left_out(tmp_path: Path):
+    said = play(tmp_path, "--estimate", "--traces", str(tmp_path), sections=[BY_NAME["recorded"]])
+    assert "recorded is left out" in said
+
+
+def test_the_small_evaluation_leaves_the_pages_of_docs_alone():
+    assert cli.parse(["--quick"]).out != cli.parse([]).out == Path("docs/evaluation")
+    assert all(section.small for section in cli.parse(["--quick"]).sections)
+
+
+def test_seeds_are_told_as_spans():
+    assert page.spans([1, 2, 3, 7, 1001, 1002]) == "1–3, 7, 1001–1002"
+
+
+def test_an_unknown_section_is_named():
+    with pytest.raises(SpecError, match="unknown 'moon', known are"):
+        cli.parse(["--sections", "moon"])
+
+
+# Results that are kept
+
+
+class Square(msgspec.Struct, frozen=True):
+    value: int
+
+
+class Number(int):
+    @property
+    def key(self) -> str:
+        return str(int(self))
+
+
+def squares(batch: Sequence[Number]) -> list[tuple[Number, Square]]:
+    return [(n, Square(n * n)) for n in batch]
+
+
+def test_no_batch_begins_after_the_time_is_up(tmp_path: Path):
+    path, numbers = tmp_path / "squares.jsonl", [Number(n) for n in range(4)]
+
+    def split(these: Sequence[Number]) -> list[list[Number]]:
+        return [[n] for n in these]
+
+    late = Kept(path, 1, until=0.0)
+    assert late.results(numbers, split, squares, Square, "squares") == {}
+    found = Kept(path, 1).results(numbers[:2], split, squares, Square, "squares")
+    assert {int(n): square.value for n, square in found.items()} == {0: 0, 1: 1}
+    late = Kept(path, 1, until=0.0)
+    assert {int(n) for n in late.results(numbers, split, squares, Square, "squares")} == {0, 1}
