@@ -76,12 +76,14 @@ SUITES = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One scenario's end. `counts`: how many of its tests passed, failed, were skipped, or are long."""
+    """One scenario's end. `counts`: how many of its tests passed, failed, were skipped, or are long. `lacks`:
+    why tests were skipped; the page does not say it."""
 
     suite: str
     scenario: str
     seconds: float
     counts: dict[str, int]
+    lacks: frozenset[str] = frozenset()
 
     @property
     def failed(self) -> bool:
@@ -90,6 +92,11 @@ class Row:
     @property
     def ran(self) -> bool:
         return bool(self.failed or self.counts.get("passed"))
+
+    @property
+    def skipped(self) -> bool:
+        """Whether it could have run and did not."""
+        return not self.ran and bool(self.counts.get("skipped"))
 
     @property
     def result(self) -> str:
@@ -101,6 +108,7 @@ def rows(suite: str, report: str) -> list[Row]:
     """Return a row for each file of tests, from pytest's report in JUnit's form."""
     seconds: dict[str, float] = {}
     counts: dict[str, dict[str, int]] = {}
+    lacks: dict[str, set[str]] = {}
     for case in ElementTree.fromstring(report).iter("testcase"):
         file = case.get("classname", "").split(".Test")[0].replace(".", "/") + ".py"
         kind = "passed"
@@ -109,7 +117,8 @@ def rows(suite: str, report: str) -> list[Row]:
         seconds[file] = seconds.get(file, 0.0) + float(case.get("time", 0))
         of_file = counts.setdefault(file, {"passed": 0, "failed": 0, "skipped": 0})
         of_file[kind] += 1
-    return [Row(suite, file, seconds[file], counts[file]) for file in seconds]
+        lacks.setdefault(file, set()).update(child.get("message", "") for child in case.iter("skipped"))
+    return [Row(suite, file, seconds[file], counts[file], frozenset(lacks[file])) for file in seconds]
 
 
 def longer(suite: Suite) -> dict[str, int]:
@@ -216,7 +225,9 @@ class Told:
     @property
     def end(self) -> str:
         ran, failed = sum(row.ran for row in self.rows), sum(row.failed for row in self.rows)
-        return f"{failed} of {ran} failed" if failed else f"all {ran} passed"
+        skipped = sum(row.skipped for row in self.rows)
+        said = f"{failed} of {ran} failed" if failed else f"all {ran} passed" if ran else "none ran"
+        return f"{said}, {skipped} skipped" if skipped else said
 
 
 def page(told: Sequence[Told], of: dict[str, str]) -> str:
@@ -294,6 +305,9 @@ def main(arguments: Sequence[str] | None = None, suites: Iterable[Suite] = SUITE
             record(told, given.page, order=list(known))
             found += played
     print(table(found), flush=True)
+    for row in found:
+        for lack in sorted(row.lacks):
+            print(f"skipped, not passed: tests of {row.scenario}: {lack}", flush=True)
     return 1 if not found or any(row.failed for row in found) else 0
 
 

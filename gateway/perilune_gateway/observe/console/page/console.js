@@ -13,7 +13,7 @@ const NAMED = 4; // engines named in one problem
 const STALE_S = 4;
 const MOVE_MS = 2500;
 
-const pool = { about: {}, engines: new Map(), decisions: [], history: [], rate: 0, newSessions: null, handoffs: [], trying: {}, problems: [], troubled: new Map(), lacks: [], heard: 0, opened: Date.now() };
+const pool = { about: {}, engines: new Map(), decisions: [], history: [], now: null, rate: 0, newSessions: null, handoffs: [], trying: {}, problems: [], troubled: new Map(), lacks: [], heard: 0, opened: Date.now() };
 const tiles = new Map(); // address → its button on the map
 const names = new Map(); // address → how the page calls the engine
 const dirty = { engines: new Set(), layout: false, decisions: false, history: false, problems: false };
@@ -40,7 +40,7 @@ const share = (x) => (x == null ? "–" : `${Math.round(100 * x)} %`);
 const seconds = (s) => (s == null ? "–" : s < 0.1 ? `${Math.round(1000 * s)} ms` : s < 10 ? `${s.toFixed(1)} s` : `${Math.round(s)} s`);
 const count = (n) => (n == null ? "–" : n.toLocaleString("en"));
 const plural = (n, word) => `${count(n)} ${word}${n === 1 ? "" : "s"}`;
-const minutes = (s) => (s < 90 ? `${Math.round(s)} seconds` : `${Math.round(s / 60)} minutes`);
+const minutes = (s) => (s < 90 ? plural(Math.round(s), "second") : `${Math.round(s / 60)} minutes`);
 const engineName = (address) => names.get(address) ?? address;
 const { compare } = new Intl.Collator("en", { numeric: true }); // one for all: a thousand engines are compared ten thousand times
 const byPlace = (a, b) => compare(a.spine, b.spine) || compare(a.rack, b.rack) || compare(a.node, b.node) || compare(a.address, b.address);
@@ -56,6 +56,7 @@ function listen() {
   on("hello", (data) => {
     pool.about = data;
     pool.history = data.history;
+    pool.now = data.history.at(-1);
     pool.engines = new Map(data.endpoints.map((row) => [row.address, row]));
     pool.decisions = data.decisions;
     pool.newSessions = data.new_sessions;
@@ -73,12 +74,13 @@ function listen() {
     }
     for (const address of data.left) { pool.engines.delete(address); dirty.layout = true; }
     if (changed) health().catch(() => {}); // what is wrong is told at once
+    pool.now = data.now;
     pool.rate = data.decided / pool.about.tick_s;
     pool.newSessions = data.new_sessions;
     pool.handoffs = data.handoffs;
     pool.trying = data.trying ?? {};
     if (data.decided) remember(data.decisions);
-    dirty.decisions = true;
+    dirty.decisions = dirty.history = true;
   });
   on("point", (point) => {
     pool.history.push(point);
@@ -107,6 +109,7 @@ function plan() {
   requestAnimationFrame(() => { planned = false; draw(); });
 }
 function draw() { // a large pool in steps, so that no reader waits
+  if (!pool.now) return;
   if (dirty.layout) {
     layOut();
     dirty.layout = false;
@@ -131,10 +134,10 @@ function head() {
   const numbers = {
     "engines ready": `${engines.filter((e) => e.condition === "ready").length} of ${engines.length}`,
     "sessions": count(engines.reduce((sum, e) => sum + e.sessions, 0)),
-    "in flight": count(engines.reduce((sum, e) => sum + e.in_flight, 0)),
-    "decisions/s": count(Math.round(pool.rate)),
-    "predicted hits": share(pool.history.findLast((p) => p.hit_ratio != null)?.hit_ratio),
-    "longest queue": seconds(Math.max(0, ...engines.map((e) => e.queue_s))),
+    "in flight": count(pool.now.in_flight),
+    "requests/s": pool.now.requests_per_s.toFixed(1),
+    "predicted hits": share(points().findLast((p) => p.hit_ratio != null)?.hit_ratio),
+    "longest queue": seconds(pool.now.queue_s),
   };
   const sessions = pool.newSessions;
   if (sessions) numbers["new sessions"] = `${count(sessions.waiting)} waiting, ${count(sessions.begun)} begun, ${count(sessions.refused)} refused`;
@@ -199,6 +202,7 @@ function describe(button) { // when it is looked at
 function list() {
   const wanted = $("filter").value.trim();
   const shown = pool.decisions.filter((d) => !wanted || d.session_id.includes(wanted));
+  $("columns").classList.toggle("fresh", !pool.decisions.length);
   refill($("decisions"), ...(shown.length ? shown.map(row) : [make("li", { className: "quiet", textContent: wanted ? `No kept decision of a session like ${wanted}.` : "No decision yet." })]));
   $("rate").textContent = pool.rate > pool.decisions.length ? `(a part of ${count(Math.round(pool.rate))} per second)` : "";
 }
@@ -212,29 +216,30 @@ function row(decision) {
   return make("li", {}, button);
 }
 const CHARTS = [["requests/s", (p) => p.requests_per_s, (v) => v.toFixed(1)], ["in flight", (p) => p.in_flight, count], ["longest queue", (p) => p.queue_s, seconds], ["KV in use", (p) => p.kv_usage, share, 1], ["predicted hits", (p) => p.hit_ratio, share, 1], ["moves", (p) => p.moves, count], ["refusals/s", (p) => p.refusals_per_s, (v) => v.toFixed(1)], ["new sessions waiting", (p) => p.waiting, count]];
+const points = () => [...pool.history.filter((p) => p.at < pool.now.at), pool.now]; // the last one is what tiles and head show
 function chart() { // as far back as the gateway tells, over the whole width
-  const points = pool.history.length === 1 ? [...pool.history, ...pool.history] : pool.history;
-  $("history-title").textContent = `Last ${minutes(pool.history.length * pool.about.point_s)}`;
+  const known = points(), past = known.length > 1 ? known : [{ ...pool.now, at: pool.now.at - 1 }, pool.now], began = past[0].at, lasts = pool.now.at - began;
+  $("history-title").textContent = `Last ${minutes(lasts)}`;
   const shown = CHARTS.filter(([name]) => pool.newSessions || name !== "new sessions waiting");
   $("charts").replaceChildren(...shown.map(([name, read, write, top]) => {
-    const values = points.map(read), most = top ?? (Math.max(...values) || 1), runs = [];
+    const values = past.map(read), most = top ?? (Math.max(...values) || 1), runs = [];
     values.forEach((v, i) => {
       if (v == null) return;
       if (values[i - 1] == null) runs.push([]);
-      runs.at(-1).push(`${i},${60 - (42 * v) / most}`);
+      runs.at(-1).push(`${past[i].at - began},${60 - (42 * v) / most}`);
     });
-    const drawn = svg("svg", { viewBox: `0 0 ${Math.max(1, points.length - 1)} 62`, preserveAspectRatio: "none", role: "img", "aria-label": `${name} over time` });
+    const drawn = svg("svg", { viewBox: `0 0 ${lasts} 62`, preserveAspectRatio: "none", role: "img", "aria-label": `${name} over time` });
     drawn.append(svg("path", { class: "area", d: runs.map((run) => `M${run[0].split(",")[0]},62L${run.join("L")}V62Z`).join("") }), svg("path", { d: runs.map((run) => `M${run.join("L")}h0`).join("") }));
-    const now = values.at(-1), most_told = runs.length ? `up to ${write(top ?? Math.max(...values))}` : "no prompt yet";
-    return make("figure", {}, make("figcaption", {}, make("span", { textContent: name }), make("b", { textContent: now == null ? "–" : write(now) })), make("small", { textContent: most_told }), drawn);
+    const now = values.findLast((v) => v != null), told = runs.length ? { textContent: `up to ${write(top ?? Math.max(...values))}` } : { className: "none", textContent: "no prompts yet" };
+    return make("figure", {}, make("figcaption", {}, make("span", { textContent: name }), make("b", { textContent: now == null ? "–" : write(now) })), make("small", told), drawn);
   }));
 }
 function way(source, target, base = $("moves-drawn").getBoundingClientRect()) { // from tile to tile on the map, as a path
   const [a, b] = [tiles.get(source), tiles.get(target)];
   if (!a || !b) return null;
-  const at = (e) => { const r = e.getBoundingClientRect(); return [r.x + r.width / 2 - base.x, r.y + r.height / 2 - base.y]; };
+  const at = (e) => { const r = e.getBoundingClientRect(); return [r.x + r.width / 2 - base.x, r.y - base.y]; };
   const [[x, y], [u, v]] = [at(a), at(b)];
-  return `M${x},${y}Q${(x + u) / 2},${Math.min(y, v) - 90} ${u},${v}`;
+  return `M${x},${y}Q${(x + u) / 2},${Math.min(y, v) - 68} ${u},${v}`;
 }
 const named = (h) => h.session_id ?? `prefix ${h.prefix}`;
 const progress = (h) => (h.stage === "copying" ? `copying, ${share(h.copied)} of ${plural(h.tokens, "token")}` : h.stage);
@@ -292,9 +297,10 @@ async function page(path) {
 }
 async function health() {
   const { status, problems, lacks, renderings = [], media = [] } = await page("api/health");
-  $("health").textContent = status;
-  $("health").className = `pill ${status === "ok" ? "good" : status === "degraded" ? "warn" : "bad"}`;
-  document.title = `${status === "ok" ? "" : `${status}: `}${pool.about.pool ?? ""} Perilune`;
+  const word = status === "ok" && lacks.some((l) => !l.exact) ? "not exact" : status;
+  $("health").textContent = word;
+  $("health").className = `pill ${word === "ok" ? "good" : word === "unready" ? "bad" : "warn"}`;
+  document.title = `${word === "ok" ? "" : `${word}: `}${pool.about.pool ?? ""} Perilune`;
   const told = JSON.stringify([problems.map((p) => [p.kind, p.endpoint, p.message]), lacks]);
   if (told !== problemsTold) {
     [problemsTold, pool.problems, pool.lacks, dirty.problems] = [told, problems, lacks, true];
@@ -369,7 +375,7 @@ async function openDecision(id) {
     const candidates = d.candidates.map((c) => [engineName(c.address), c.cost == null ? "–" : c.cost.toFixed(3), seconds(c.estimated_s), Object.entries(c.terms ?? {}).map(([k, v]) => `${k} ${Number(v.toFixed(3))}`).join(", ")]);
     const others = Object.entries(d.counterfactual).map(([name, o]) => [name, o.needs_body ? "needs the body" : o.refused ? `refuses: ${o.refused}` : o.failed ? `fails: ${o.failed}` : o.target ? engineName(o.target) : "–", o.same ? "same" : ""]);
     open(`Decision ${id}`, make("p", { textContent: d.message || d.sentence }),
-      facts({ session, policy: d.policy, reason: d.reason, "decided from": d.phase, "prompt tokens": count(d.prompt_tokens), "predicted cached": count(d.cached_tokens), ending: d.ending ? `${d.ending.outcome}, status ${d.ending.status}, ${seconds(d.ending.duration_s)}` : "still running" }),
+      facts({ session, policy: d.policy, reason: d.reason, "decided from": d.phase, "prompt tokens": count(d.prompt_tokens), "predicted cached": count(d.cached_tokens), ending: d.ending ? `${d.ending.outcome}, ${d.ending.status ? `status ${d.ending.status}, ` : ""}${seconds(d.ending.duration_s)}` : "still running" }),
       make("h3", { textContent: "Candidates" }), table(["engine", "cost", "first token", "terms"], candidates, d.candidates.findIndex((c) => c.chosen)),
       make("h3", { textContent: "What other policies would have done" }), table(["policy", "engine", ""], others));
   } catch (error) { open(`Decision ${id}`, make("p", { className: "bad", textContent: error.message })); }
