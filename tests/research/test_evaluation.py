@@ -221,7 +221,8 @@ def waited(endpoint: int, submitted_s: float, first_token_s: float, tokens: int)
 
 
 def test_heat_is_what_waits_over_time():
-    """In ten seconds the second endpoint has 100 tokens for 4 s, and 300 for 2 s of these."""
+    """The window is ten seconds. At the second endpoint 100 tokens wait for 4 s, and another 200 for the last
+    two of these."""
     played = [waited(1, 10, 14, 100), waited(1, 12, 14, 200), waited(0, 20, 20, 5), waited(-1, 0, inf, 9)]
     outcome = SimulatedOutcome(policy="ear", deployment="", addresses=["a", "b"], requests=played)
     assert heat(outcome, 10.0, 250.0) == (

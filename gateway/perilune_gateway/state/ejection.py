@@ -84,7 +84,8 @@ LEAST_PATIENCE_S = 2.0
 STALL_S, STALLS_S = 0.5, 60.0
 """An endpoint whose sign comes STALL_S later than is usual stood still; this counts for STALLS_S."""
 NEW_S, COLD_STALL_S = 10.0, 2.0
-"""For its first seconds a gateway takes it that endpoints stand still for so long."""
+"""In the first NEW_S seconds a gateway has measured nothing, and tolerates that endpoints stand still for
+COLD_STALL_S."""
 NOT_IMPLEMENTED = 501
 """Engines answer so to what their model or version does not offer."""
 EAGER_S = 2.0

@@ -61,7 +61,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     """Of the router's package or code, see `played_by`; empty for a router that the user ran."""
     rig: str = ""
-    """Of what was played and measured, see `rig`."""
+    """Fingerprint of the code that played and measured this row, see the function `rig`."""
     load: str
     session_header: bool
     seed: int
@@ -137,8 +137,8 @@ def _recording(setting: Setting) -> str:
 
 
 def played_by(contestant: Contestant) -> str:
-    """Return the version of the router that would play now; empty for one that the user runs, whose version
-    nobody knows."""
+    """Return the version of the router that would play now. It is empty for a router that the user runs,
+    which tells no version."""
     match contestant.front:
         case Ours():
             return ours()

@@ -83,7 +83,7 @@ class Cell:
     trace: str = AGENTIC
     mode: Mode = Mode.THINKTIME
     limit: int | None = None
-    """Number of a trace's requests to play, from the first; None: all."""
+    """How many requests of a trace are played, from its beginning. None plays all of them."""
     params: tuple[tuple[str, str], ...] = ()
     """Parameters of policies that differ from their defaults, as BLOCK.NAME and value."""
 
@@ -188,9 +188,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: float
     """Turns in flight, averaged over time."""
     heat: tuple[Heat, ...]
-    """Of each endpoint, the hottest first."""
+    """One entry for each endpoint, from the hottest to the coolest."""
     quiet_ttft_p90_s: float | None
-    """TTFT p90 of the tenant that sends its share; None if it is infinite, or nobody is such a tenant."""
+    """TTFT p90 in seconds of the tenant that sends no more than its share. None if there is no such tenant,
+    or if more than a tenth of its turns got no token."""
     twice: Twice | None
     """How the decisions by headers and by bodies differ; None if turns were decided once."""
     simulated_s: float
