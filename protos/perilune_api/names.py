@@ -34,7 +34,8 @@ ENGINE_KEY_VARIABLE = "VLLM_API_KEY"
 # Perilune's own headers.
 DECISION_HEADER = "x-perilune-decision"
 """A request with any value asks for the header in the response: `<endpoint>; <reason>; request=<id>`, where
-the pool's `routing.decisionHeader` says how the endpoint is named."""
+the pool's `routing.decisionHeader` says how the endpoint is named. `; served=<endpoint>` follows if
+another one than the chosen has answered."""
 ENGINE_SECRET_HEADER = "x-perilune-engine-secret"
 """Request header with the pool's secret, by which a gateway's requests to engines may have transfer
 parameters; engines drop those of others."""

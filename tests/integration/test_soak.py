@@ -75,7 +75,7 @@ class Soak:
         self.killed: dict[str, list[float]] = {address: [] for address in stack.endpoints}
         self.bad = Fault("", 0.0)
         self.turns: list[tuple[float, str]] = []
-        """When each turn began, and the endpoint that was chosen for it."""
+        """When each turn began, and the endpoint that answered it."""
         self.ejected: Counter[str] = Counter()
         """How often somebody was seen ejected without a reason."""
         self.outcomes: Counter[str] = Counter()
@@ -97,7 +97,8 @@ class Soak:
             async with self.http.post(
                 self.stack.url + "/v1/completions", json=body, headers=headers
             ) as answer:
-                at = answer.headers.get("x-perilune-decision", "").partition(";")[0]
+                told = answer.headers.get("x-perilune-decision", "")
+                at = (told.partition("; served=")[2] or told).partition(";")[0]
                 self.turns.append((began, at))
                 read = await answer.read()
                 if answer.status == 200 and b"[DONE]" in read:

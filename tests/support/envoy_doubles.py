@@ -102,6 +102,9 @@ class ScriptedRouter:
     def on_reset(self, ticket: int, served: str) -> None:
         self.resets[self.tickets[ticket]] = served
 
+    def decision_header(self, routed: Routed, served: str) -> str:
+        return routed.decision_header
+
     def on_usage(self, ticket: int, cached_tokens: int) -> None:
         """Do nothing, because nobody asks."""
 

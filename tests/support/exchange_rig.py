@@ -77,6 +77,9 @@ class FakeRouter:
     def on_reset(self, ticket, served):
         self.calls.append(("on_reset", ticket, served))
 
+    def decision_header(self, routed, served):
+        return routed.decision_header and f"{routed.decision_header}; {served}"
+
     def on_usage(self, ticket, cached_tokens):
         self.calls.append(("on_usage", ticket, cached_tokens))
 

@@ -233,7 +233,8 @@ class Routed(Struct, frozen=True, gc=False, kw_only=True):
     """`ip:port` of the chosen endpoint, followed by the fallbacks."""
     request_id: str
     decision_header: str = ""
-    """Value of the response header x-perilune-decision; empty if the client did not ask for it."""
+    """Value of the response header x-perilune-decision where the chosen endpoint answers; empty if the client
+    did not ask for it."""
     fields: EngineFields = NO_FIELDS
     """What to write into the body."""
     rank: int | None = None

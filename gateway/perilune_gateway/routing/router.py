@@ -316,6 +316,10 @@ class Router:
         """Record that an endpoint broke off before it answered, see lifecycle."""
         self._lifecycle.on_reset(ticket, served)
 
+    def decision_header(self, routed: Routed, served: str) -> str:
+        """Return the answer's header that names the decision, see verdicts; empty if it has none."""
+        return self._verdicts.answered(routed, served)
+
     def on_usage(self, ticket: int, cached_tokens: int) -> None:
         """Record that the engine has reported how much of the prompt it had, see lifecycle."""
         self._lifecycle.on_usage(ticket, cached_tokens)

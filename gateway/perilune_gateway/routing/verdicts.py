@@ -270,6 +270,19 @@ class Verdicts:
             response_id = self._aliases.response(identity.tenant, identity.session_id, target, context.seed)
         return EngineFields(priority, prompt.cache_salt, response_id, asked)
 
+    def answered(self, routed: Routed, served: str) -> str:
+        """Return the decision header of an answer. `served`: `ip:port` of the server that gave it, empty if
+        unknown. The header names that endpoint, too, if Envoy sent the request to another one than the
+        chosen."""
+        if not routed.decision_header or served in ("", routed.destinations[0]):
+            return routed.decision_header
+        address = served if routed.rank is None else f"{served}#{routed.rank}"
+        return f"{routed.decision_header}; served={self._named(address)}"
+
+    def _named(self, address: str) -> str:
+        """Return what clients are told of an endpoint."""
+        return address if self._decision_header == "address" else self._aliases.endpoint(address)
+
     def _destinations(self, decision: Decision) -> tuple[str, ...]:
         """Return the target, then the cheapest other candidates as fallbacks."""
         by_cost = sorted(decision.costs, key=attrgetter("total"))
@@ -290,9 +303,7 @@ class Verdicts:
         wants_header = head.headers.get(names.DECISION_HEADER, "") not in NO_DECISION_HEADER
         header = ""
         if wants_header and self._decision_header != "off":
-            target = record.target
-            named = target if self._decision_header == "address" else self._aliases.endpoint(target)
-            header = f"{named}; {record.reason}; request={record.request_id}"
+            header = f"{self._named(record.target)}; {record.reason}; request={record.request_id}"
         transfer = request.transfer
         return Routed(
             ticket=request.ticket,

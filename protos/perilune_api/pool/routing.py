@@ -49,8 +49,9 @@ class Routing(Struct, frozen=True, kw_only=True):
     pull: Pull = Pull()
     decision_header: Literal["name", "address", "off"] = "name"
     """What a client learns that asks with the header names.DECISION_HEADER: the endpoint, the reason and the
-    request id. name: the endpoint as a name that tells nothing of its address. address: its address, for
-    pools that only trusted clients use. off: nothing."""
+    request id, and the endpoint that answered if it is another one. name: endpoints as names that tell
+    nothing of their addresses. address: their addresses, for pools that only trusted clients use. off:
+    nothing."""
     cache_salt: Literal["client", "tenant"] = "client"
     """What keeps equal prompts apart in the engines' KV caches. client: the body's `cache_salt`, if any.
     tenant: a salt that the gateway derives from the tenant and the body's `cache_salt`, so that no tenant

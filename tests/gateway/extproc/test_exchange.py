@@ -317,7 +317,7 @@ def test_refusal_is_an_openai_error_with_retry():
 def test_response_headers_carry_what_was_asked_for():
     routed = Routed(ticket=7, destinations=(A,), request_id="request-7", decision_header=f"{A}; host")
     said, _ = converse(FakeRouter(on_headers_=routed), request(), OK, conformance=True)
-    headers = (("x-perilune-decision", f"{A}; host"), ("x-conformance-test-served-endpoint", A))
+    headers = (("x-perilune-decision", f"{A}; host; {A}"), ("x-conformance-test-served-endpoint", A))
     assert said[1] == [Continue(Kind.RESPONSE_HEADERS, headers)]
 
 

@@ -139,4 +139,21 @@ def test_the_pool_says_what_a_client_learns_of_its_decision(
     routing = Routing(policy=chosen("ear"), decision_header=told)
     rig = Rig(pool(endpoints=[A], routing=routing))
     asked = head("/v1/completions", x_perilune_decision="1", x_request_id="r", x_session_id="s")
-    assert rig.route(h=asked).decision_header == header
+    routed = rig.route(h=asked)
+    assert routed.decision_header == rig.router.decision_header(routed, A) == header
+
+
+@pytest.mark.parametrize(("told", "name"), [("address", "{}"), ("name", "endpoint-[0-9a-f]{{12}}")])
+def test_the_decision_header_names_who_served_in_place_of_the_chosen_endpoint(
+    told: Literal["address", "name"], name: str
+) -> None:
+    rig = Rig(pool(endpoints=[A, B], routing=Routing(decision_header=told)))
+    routed = rig.route(h=head("/v1/completions", x_perilune_decision="1", x_request_id="r"))
+    first, other = routed.destinations
+    header = rig.router.decision_header(routed, other)
+    found = re.fullmatch(f"({name.format(first)}); cold; request=r; served=({name.format(other)})", header)
+    assert found
+    assert found[1] != found[2]
+    for served in (first, ""):
+        assert rig.router.decision_header(routed, served) == routed.decision_header
+    assert rig.router.decision_header(rig.route(), other) == "", "its client did not ask"
