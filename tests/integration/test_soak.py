@@ -75,7 +75,7 @@ class Soak:
         self.killed: dict[str, list[float]] = {address: [] for address in stack.endpoints}
         self.bad = Fault("", 0.0)
         self.turns: list[tuple[float, str]] = []
-        """When each turn began, and the endpoint that answered it."""
+        """When each turn began, and the endpoint that was chosen for it."""
         self.ejected: Counter[str] = Counter()
         """How often somebody was seen ejected without a reason."""
         self.outcomes: Counter[str] = Counter()
@@ -91,15 +91,16 @@ class Soak:
     async def turn(self, session: str, said: str) -> str:
         """Play a turn, and return how it ended."""
         body = {"model": OPTIONS.model, "prompt": f"{session} {said}", "max_tokens": 100, "stream": True}
-        began, at, read = time.monotonic(), "", b""
+        began, told, at, read = time.monotonic(), "", "", b""
         try:
             headers = {"x-session-id": session, "x-perilune-decision": "1"}
             async with self.http.post(
                 self.stack.url + "/v1/completions", json=body, headers=headers
             ) as answer:
                 told = answer.headers.get("x-perilune-decision", "")
-                at = (told.partition("; served=")[2] or told).partition(";")[0]
-                self.turns.append((began, at))
+                chosen, _, rest = told.partition(";")
+                at = rest.partition("; served=")[2] or chosen
+                self.turns.append((began, chosen))
                 read = await answer.read()
                 if answer.status == 200 and b"[DONE]" in read:
                     return "completed"
@@ -116,7 +117,7 @@ class Soak:
             and any(began < max(k, default=0.0) for k in self.killed.values())
         ):
             return "cut by a killed engine while the gateway looked at the answer's head"
-        return f"other: {cause}"
+        return f"other: {cause} after {time.monotonic() - began:.1f} s, {told or 'no decision'}"
 
     async def kill(self, number: int) -> None:
         """Kill an engine and start it again at the same addresses."""

@@ -14,8 +14,9 @@
    before it. The patience is measured in the pool's own terms: this time over the predicted time of the
    prefill, as QUANTILE of each endpoint's requests stay below, at the median over all endpoints, times
    `slow_factor`. Endpoints of an overloaded pool stand still for a while and then go on, so the time counts,
-   too, for which most endpoints have lately stood still before a sign. So neither a queue nor a pool in
-   which everything takes long ejects anybody. Where no KV event is expected, the time until the answer's
+   too, for which most endpoints have lately stood still before a sign; and while a part of the pool cannot
+   be used, the others have its work, and get as much more time. So neither a queue nor a pool in which
+   everything takes long ejects anybody. Where no KV event is expected, the time until the answer's
    head takes its place.
 3. An endpoint is ejected if at least `failure_share` of its latest evidence is bad, or the last IN_A_ROW
    pieces are, from SOURCES different sessions, and if the other endpoints do less than half as badly. Its
@@ -81,6 +82,8 @@ COLD_RATIO = 10.0
 SLACK_S = 0.05
 """Seconds that every request takes besides what is predicted."""
 LEAST_PATIENCE_S = 2.0
+MOST_STRAIN = 2.0
+"""Factor on the patience where half of the pool cannot be used."""
 STALL_S, STALLS_S = 0.5, 60.0
 """An endpoint whose sign comes STALL_S later than is usual stood still; this counts for STALLS_S."""
 NEW_S, COLD_STALL_S = 10.0, 2.0
@@ -189,6 +192,8 @@ class Ejection:
         self._stall_s = 0.0
         """For how long endpoints stand still besides."""
         self._measured_at = -inf
+        self._strain = 1.0
+        """Number of the pool's endpoints over that of those that can be used."""
 
     # -- evidence ----------------------------------------------------------------------------------
 
@@ -307,6 +312,8 @@ class Ejection:
                     old.append((request.ticket, wait))
         for address, record in self._records.items():
             record.longest_s = longest.get(address, 0.0)
+        if old:
+            self._strain = min(MOST_STRAIN, endpoints / max(1, len(usable())))
         late_before: dict[tuple[str, bool], float] = {}  # alike for all requests that an endpoint has
         for ticket, wait in old:
             key = wait.address, wait.by_event
@@ -480,7 +487,7 @@ class Ejection:
         record = self._record(wait.address)
         stall_s = self._stall_s if wait.by_event else 0.0
         patience_s = self.rules.slow_factor * (self._usual_s(wait, record) + stall_s)
-        due = now - max(LEAST_PATIENCE_S, patience_s)
+        due = now - max(LEAST_PATIENCE_S, patience_s) * self._strain
         return due if not wait.by_event or record.sign_at < due else -inf
 
     def _usual_s(self, wait: Wait, record: _Record) -> float:
@@ -497,12 +504,14 @@ class Ejection:
         return known[(len(known) - 1) // 2] if known else COLD_RATIO
 
     def _usual_stall_s(self, now: float) -> float:
-        """Return for how long most endpoints have stood still lately; 0 if fewer have."""
+        """Return for how long most healthy endpoints have stood still lately; 0 if fewer have."""
         longest_s = sorted(
             max((stall_s for at, stall_s in record.stalls if now - at <= STALLS_S), default=0.0)
             for record in self._records.values()
+            if record.standing is Standing.HEALTHY
         )
-        return max(longest_s[(len(longest_s) - 1) // 2], COLD_STALL_S if now < self._new_until else 0.0)
+        usual_s = longest_s[(len(longest_s) - 1) // 2] if longest_s else 0.0
+        return max(usual_s, COLD_STALL_S if now < self._new_until else 0.0)
 
 
 def _fresh(record: _Record, now: float) -> list[_Evidence]:

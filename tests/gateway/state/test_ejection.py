@@ -215,6 +215,20 @@ def test_hanging_ejects_soon() -> None:
     assert pool.end(hanging[0], well=False) is Cause.LATE
 
 
+@pytest.mark.parametrize(("out", "seconds"), [(0, 2.0), (1, 2.4), (2, 3.0)])
+def test_those_that_have_the_work_of_others_get_more_time(out: int, seconds: float) -> None:
+    pool = Pool(6)
+    pool.serves(ttft_s=0.02)
+    pool.alone_s = 0.02
+    pool.out = dict.fromkeys(pool.addresses[-out:] if out else [], "failures")
+    began = pool.now
+    for _ in range(4):
+        pool.send("e0")
+    while "e0" not in pool.judge() and pool.now - began < 5.0:
+        pass
+    assert seconds <= pool.now - began < seconds + 0.4
+
+
 def test_ten_times_slower_ejects_before_its_first_answer() -> None:
     pool = Pool()
     pool.serves()
