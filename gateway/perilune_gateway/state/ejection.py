@@ -14,9 +14,9 @@
    before it. The patience is measured in the pool's own terms: this time over the predicted time of the
    prefill, as QUANTILE of each endpoint's requests stay below, at the median over all endpoints, times
    `slow_factor`. Endpoints of an overloaded pool stand still for a while and then go on, so the time counts,
-   too, for which most endpoints have lately stood still before a sign; and while a part of the pool cannot
-   be used, the others have its work, and get as much more time. So neither a queue nor a pool in which
-   everything takes long ejects anybody. Where no KV event is expected, the time until the answer's
+   too, for which a fifth of the endpoints have lately stood still before a sign; and while a part of the
+   pool cannot be used, the others have its work, and get as much more time. So neither a queue nor a pool in
+   which everything takes long ejects anybody. Where no KV event is expected, the time until the answer's
    head takes its place.
 3. An endpoint is ejected if at least `failure_share` of its latest evidence is bad, or the last IN_A_ROW
    pieces are, from SOURCES different sessions, and if the other endpoints do less than half as badly. Its
@@ -84,8 +84,9 @@ SLACK_S = 0.05
 LEAST_PATIENCE_S = 2.0
 MOST_STRAIN = 2.0
 """Factor on the patience where half of the pool cannot be used."""
-STALL_S, STALLS_S = 0.5, 60.0
-"""An endpoint whose sign comes STALL_S later than is usual stood still; this counts for STALLS_S."""
+STALL_S, STALLS_S, STALLS_QUANTILE = 0.5, 60.0, 0.8
+"""An endpoint whose sign comes STALL_S later than is usual stood still; this counts for STALLS_S. Of the
+longest times of all endpoints this quantile counts, so that few bad ones do not excuse each other."""
 NEW_S, COLD_STALL_S = 10.0, 2.0
 """In the first NEW_S seconds a gateway has measured nothing, and tolerates that endpoints stand still for
 COLD_STALL_S."""
@@ -504,13 +505,13 @@ class Ejection:
         return known[(len(known) - 1) // 2] if known else COLD_RATIO
 
     def _usual_stall_s(self, now: float) -> float:
-        """Return for how long most healthy endpoints have stood still lately; 0 if fewer have."""
+        """Return the STALLS_QUANTILE of how long each healthy endpoint has stood still lately."""
         longest_s = sorted(
             max((stall_s for at, stall_s in record.stalls if now - at <= STALLS_S), default=0.0)
             for record in self._records.values()
             if record.standing is Standing.HEALTHY
         )
-        usual_s = longest_s[(len(longest_s) - 1) // 2] if longest_s else 0.0
+        usual_s = longest_s[int(STALLS_QUANTILE * (len(longest_s) - 1))] if longest_s else 0.0
         return max(usual_s, COLD_STALL_S if now < self._new_until else 0.0)
 
 

@@ -319,8 +319,8 @@ def test_a_queue_is_not_late_while_it_moves() -> None:
         assert pool.judge() == {}
 
 
-@pytest.mark.parametrize(("others", "seconds"), [(0, 2.1), (2, 2.1), (3, 3.6)])
-def test_an_endpoint_may_stand_still_for_as_long_as_most_have(others: int, seconds: float) -> None:
+@pytest.mark.parametrize(("others", "seconds"), [(0, 2.1), (1, 2.1), (2, 3.6)])
+def test_an_endpoint_may_stand_still_for_as_long_as_others_have(others: int, seconds: float) -> None:
     """They did so for 3 s while requests waited, as engines do whose machine has too much to do."""
     pool = Pool()
     pool.alone_s = 0.02
