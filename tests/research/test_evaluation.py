@@ -255,6 +255,15 @@ SMALL = (
         shown=(metrics.TTFT_P90, metrics.HOT, *metrics.HEAT),
     ),
     Section(
+        name="paired",
+        title="a deployment beside another, seed by seed",
+        plays=(Play(("none", "none-admission"), ("0.4",), ("perilune",), (1, 2)),),
+        base=BASE,
+        shown=(metrics.SESSION_P90,),
+        compared=(),
+        paired=(metrics.OUTPUT, metrics.SESSION_P99),
+    ),
+    Section(
         name="searched",
         title="capacity",
         plays=(Play(("none",), (), ("perilune", "sticky"), (1,)),),
@@ -311,6 +320,37 @@ def test_other_sections_have_one_table_of_what_is_played(folder: Path):
     assert len(re.findall(r"^\| none-never \| 0.4 \| (?:perilune|sticky) \| 1 \| ", text, re.MULTILINE)) == 2
     assert "hottest: pending tokens" in text
     assert "coolest" not in text, "two endpoints have no eighth"
+
+
+def test_deployments_are_compared_seed_by_seed(folder: Path):
+    """No session of so small a load is refused, so admission changes nothing."""
+    text = (folder / "paired.md").read_text()
+    assert "| none-admission | 0.4 | none | perilune | 1, worst 1 | 1, worst 1 |" in text
+
+
+def turn(
+    session: int, number: int, submitted_s: float, finished_s: float, lost: bool = False
+) -> PlayedRequest:
+    task = SimpleNamespace(
+        session=session, number=number, ideal_at_s=submitted_s, prompt_tokens=1, output_tokens=1
+    )
+    played = PlayedRequest(task, 0, submitted_s)
+    played.finished_s, played.rejected = finished_s, lost
+    return played
+
+
+def test_a_session_that_was_lost_never_ends():
+    came_before = [turn(0, 0, 1, 2), turn(0, 1, 12, 13)]
+    whole, lost = [turn(1, 1, 15, 19), turn(1, 0, 11, 14)], [turn(2, 0, 12, 30, lost=True)]
+    assert cells.sessions_s([*came_before, *whole, *lost], 10.0) == [8.0, inf]
+
+
+def test_a_figure_that_is_never_reached_is_told_so():
+    assert page.estimate([1.0, inf], metrics.SESSION_P90.form) == "never"
+    never, finite = (1.0, 2.0, inf), (2.0, 2.0, 4.0)
+    assert page.seed_by_seed(never, finite, metrics.SESSION_P90) == "1 [0.5–never], worst never"
+    assert page.seed_by_seed(finite, never, metrics.SESSION_P90) == "1 [0–2], worst 2"
+    assert page.seed_by_seed((inf, 1.0), (inf, 2.0), metrics.OUTPUT) == "0.5 [0.5–1], worst 0.5"
 
 
 def test_a_capacity_is_found_for_each_policy(folder: Path):

@@ -28,6 +28,7 @@ from perilune_lab.terminal.arguments import (
     one_of,
     output,
     positive,
+    whole,
 )
 from perilune_lab.terminal.policy_arguments import changed, live_policies
 from perilune_lab.traces.agentic import Agentic
@@ -63,8 +64,9 @@ modes: {Mode.THINKTIME}: a turn follows the previous one after the recorded gap 
   {Mode.TIMESTAMPS}: at its timestamp (open loop); {Mode.MAX}: when the previous one has ended, but not before
   its timestamp
 clients that leave: a client closes a request without a first token after --patience seconds, as if it closed
-  its connection, and sends it again half a second later. It tries three times in all, with those that were
-  refused, and then gives up the session. In TTFT p90 of all such turns count as never answered.
+  its connection, and sends it again half a second later. By default it tries three times in all (--retries),
+  with those that were refused, and then gives up the session. In TTFT p90 of all such turns count as never
+  answered.
 refusals: --param limits.ttftSloSeconds=S refuses any request that no endpoint is predicted to answer within S
   seconds (tpotSloSeconds: time per token once it decodes; maxPendingSeconds: queued prefill), --begin-within
   only the first of each session
@@ -228,7 +230,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--admission",
         action="store_true",
-        help="let new sessions wait while active contexts fill the KV pools; refused ones come back twice",
+        help="let new sessions wait while active contexts fill the KV pools; see --retries",
     )
     add(
         "--patience",
@@ -236,6 +238,13 @@ def _parser() -> argparse.ArgumentParser:
         default=inf,
         metavar="S",
         help="clients close a request that has no token after S seconds; see below [they wait]",
+    )
+    add(
+        "--retries",
+        type=whole,
+        default=Clients().retries,
+        metavar="N",
+        help="how often clients send a refused or closed request again [%(default)s, as OpenAI's SDKs do]",
     )
     add(
         "--begin-within",
@@ -319,7 +328,7 @@ def _load(args: argparse.Namespace, hardware: Hardware) -> OfferedLoad:
         warmup_s=args.warmup,
         limit=args.limit,
         parameters=generated,
-        clients=Clients(patience_s=args.patience, begin_within_s=args.begin_within),
+        clients=Clients(patience_s=args.patience, retries=args.retries, begin_within_s=args.begin_within),
     )
     if load.trace == AGENTIC:
         check_generated(load, hardware)

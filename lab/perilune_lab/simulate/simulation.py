@@ -11,7 +11,7 @@ header, so that the body is read only where the gateway needs it, and a tenant o
 
 The mode says when a session's next turn is submitted: when the previous one has ended and its gap has passed
 (thinktime), at its timestamp (timestamps), or at the later of both (max). A client sends what was refused
-with 429 or 503 again after `Retry-After`, up to `RETRIES` times, as OpenAI's SDKs do. Then it gives up the
+with 429 or 503 again after `Retry-After`, for as many times as `clients.py` says. Then it gives up the
 session. One whose patience ends before the first token (`clients.py`) closes its request, wherever that is,
 and goes on in the same way; the tries of both kinds are counted together.
 
@@ -66,10 +66,8 @@ TICK_S = 0.1
 LOOK_S = 0.25
 """Seconds between two looks at the new sessions that wait."""
 SAMPLE_S = 1.0
-RETRIES = 2
-"""How many times a client sends a request again that was refused, or that it has closed."""
 RETRY_S = 0.5
-"""Seconds until then, at least."""
+"""Seconds until a client sends a request again, at least."""
 BYTES_PER_TOKEN = 4.0
 _AGAIN = {
     RefuseReason.NO_ENDPOINT,
@@ -319,7 +317,7 @@ class Simulation:
         """Let the client send the request again, or give up."""
         self._leaving.pop(turn, None)
         turn.refusals += 1
-        if refusal.reason in _AGAIN and turn.tries <= RETRIES:
+        if refusal.reason in _AGAIN and turn.tries <= self.workload.clients.retries:
             self._come_again(turn, refusal.retry_after_s)
             return
         turn.rejected = True
@@ -332,7 +330,7 @@ class Simulation:
             return
         self._leaving.pop(turn)()
         turn.abandoned += 1
-        if turn.tries <= RETRIES:
+        if turn.tries <= self.workload.clients.retries:
             self._come_again(turn)
             return
         turn.gave_up = True

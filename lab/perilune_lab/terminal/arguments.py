@@ -22,6 +22,12 @@ def count(text: str) -> int:
     return int(text)
 
 
+def whole(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ArgumentTypeError(f"must be 0 or a whole number above it, got {text}")
+    return int(text)
+
+
 def positive(text: str) -> float:
     if not is_positive(text):
         raise ArgumentTypeError(f"must be a number above 0, got {text}")

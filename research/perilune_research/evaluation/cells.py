@@ -60,8 +60,9 @@ class Cell:
     """Whether transfers overlap with prefills."""
     triggers: tuple[MoveTrigger, ...] = ()
     """Situations in which the gateway plans moves. Empty: those by default."""
-    admission: bool = False
-    """Whether new sessions wait while active contexts fill the KV pools."""
+    admission: float | None = None
+    """Seconds for which the gateway holds new sessions while active contexts fill the KV pools; with 0 it
+    refuses them. None: they begin at once."""
     faults: Faults = Faults()
     link: str = "idle"
     slower: float = 1.0
@@ -70,6 +71,8 @@ class Cell:
     endpoints: int = 8
     patience_s: float = 0.0
     """Seconds without a first token after which clients close a request. 0: they wait."""
+    retries: int = 2
+    """How many times clients send a refused or closed request again."""
     begin_within_s: float = 0.0
     """TTFT that the first request of each session asks for. 0: none."""
     window_s: float = 1800.0
@@ -98,7 +101,8 @@ class Cell:
         """What the workload depends on."""
         return (
             *(self.trace, self.mode, self.limit, self.rate, self.seed, self.window_s, self.warmup_s),
-            *(self.traffic, self.tenants, self.twice, self.patience_s, self.begin_within_s),
+            *(self.traffic, self.tenants, self.twice, self.patience_s, self.retries),
+            self.begin_within_s,
         )
 
     @property
@@ -119,8 +123,8 @@ class Cell:
     @property
     def routing(self) -> Routing:
         routing = changed(Routing(), dict(self.params), "--param")
-        if self.admission:
-            waits = SessionAdmission(enabled=True, max_wait_seconds=60.0)
+        if self.admission is not None:
+            waits = SessionAdmission(enabled=True, max_wait_seconds=self.admission)
             routing = msgspec.structs.replace(routing, session_admission=waits)
         if not self.triggers:
             return routing
@@ -129,7 +133,9 @@ class Cell:
 
     def workload(self) -> Workload:
         """Make the traffic. Raises SpecError if the file is no trace."""
-        clients = Clients(patience_s=self.patience_s or inf, begin_within_s=self.begin_within_s)
+        clients = Clients(
+            patience_s=self.patience_s or inf, retries=self.retries, begin_within_s=self.begin_within_s
+        )
         if self.tenants or self.twice:
             trace = self._special()
             return prepare(
@@ -189,6 +195,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Turns in flight, averaged over time."""
     heat: tuple[Heat, ...]
     """One entry for each endpoint, from the hottest to the coolest."""
+    refused: int
+    """Number of refusals, of which a request may have several."""
+    session_p90_s: float | None
+    """Seconds from a session's first request to its last token, of all sessions. None if a tenth of them
+    never ended."""
+    session_p99_s: float | None
+    """The same of all but a hundredth."""
     quiet_ttft_p90_s: float | None
     """TTFT p90 in seconds of the tenant that sends no more than its share. None if there is no such tenant,
     or if more than a tenth of its turns got no token."""
@@ -232,6 +245,7 @@ def _result(cell: Cell, workload: Workload) -> Result:
     ear = routing.policy.ear
     run = measure.run(outcome, workload, ear.cooldown_seconds)
     done = [r for r in outcome.requests if r.task.ideal_at_s >= workload.warmup_s]
+    ended = sessions_s(outcome.requests, workload.warmup_s)
     return Result(
         run=msgspec.structs.replace(run, per_endpoint=msgspec.UNSET),
         turns=len(outcome.requests),
@@ -241,11 +255,35 @@ def _result(cell: Cell, workload: Workload) -> Result:
         answered=run.succeeded / max(1, len(workload.measured)),
         in_flight=_in_flight(done),
         heat=heat(outcome, BEGIN_S + workload.warmup_s, ear.hot_pending_tokens),
+        refused=sum(r.refusals for r in outcome.requests),
+        session_p90_s=_finite(ended, 0.9),
+        session_p99_s=_finite(ended, 0.99),
         quiet_ttft_p90_s=_quiet_ttft_p90_s(done, workload),
         twice=twice,
         simulated_s=outcome.simulated_s,
         cpu_s=outcome.cpu_s,
     )
+
+
+def sessions_s(requests: Sequence[PlayedRequest], warmup_s: float) -> list[float]:
+    """Return for each session that came after the warm-up how many seconds it took from its first request to
+    its last token, in ascending order; infinity if it lost a request."""
+    turns: dict[int, list[PlayedRequest]] = defaultdict(list)
+    for r in requests:
+        turns[r.task.session].append(r)
+    found = []
+    for played in turns.values():
+        played.sort(key=lambda r: r.task.number)
+        if played[0].task.ideal_at_s >= warmup_s:
+            whole = all(r.succeeded for r in played)
+            found.append(played[-1].finished_s - played[0].submitted_s if whole else inf)
+    return sorted(found)
+
+
+def _finite(ordered: Sequence[float], q: float) -> float | None:
+    """Return the value at this rank, without interpolation; None if it is infinite, or there is none."""
+    found = ordered[round(q * (len(ordered) - 1))] if ordered else inf
+    return found if isfinite(found) else None
 
 
 def _in_flight(done: Sequence[PlayedRequest]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import NamedTuple
 
 from msgspec import UNSET
@@ -20,10 +21,16 @@ class Metric(NamedTuple):
     """Where it stands in the result's run, or in the result; or the quotient of two such paths."""
     form: Callable[[float], str] = as_number
     more_is_better: bool = False
+    without: float | None = None
+    """The figure of a result that does not have it. None: then it is not shown."""
 
 
 def _milliseconds(seconds: float) -> str:
     return as_number(1e3 * seconds)
+
+
+def _seconds_or_never(seconds: float) -> str:
+    return as_number(seconds) if seconds < inf else "never"
 
 
 def _precise(share: float) -> str:
@@ -52,6 +59,10 @@ IN_FLIGHT = Metric("turns in flight", "in_flight")
 HOT = Metric("host was hot", "hot_share", percent)
 CLOSED = Metric("requests closed", "abandoned")
 LOST = Metric("sessions lost", "sessions.lost")
+REFUSED = Metric("refusals", "refused")
+SESSION_P90 = Metric("session p90 s", "session_p90_s", _seconds_or_never, without=inf)
+SESSION_P99 = Metric("session p99 s", "session_p99_s", _seconds_or_never, without=inf)
+LATER_TTFT_P90 = Metric("TTFT p90 s of later turns", "sessions.later_ttft_s.p90")
 ANSWERED = Metric("answered", "answered", percent, more_is_better=True)
 TTFT_P90_OF_ALL = Metric("TTFT p90 of all s", "all_ttft_s.p90")
 WAITS_FOR_KV = Metric("waits for KV s", "migrations.transfer_s.mean")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, product
+from math import inf
 from pathlib import Path
+from random import Random
+from statistics import median_low
 from typing import NamedTuple
 
 from perilune_lab.quantiles import mean
@@ -57,7 +60,10 @@ class Found(NamedTuple):
     def by_seed(self, pool: str, load: str, policy: str, metric: Metric) -> dict[int, float]:
         """Return the figure of each seed that was played; empty if one of them does not have it."""
         played = {each.seed: self.results[each] for each in self.cells(pool, load, policy)}
-        figures = {seed: value(result, metric.path) for seed, result in played.items()}
+        figures = {
+            seed: metric.without if (figure := value(result, metric.path)) is None else figure
+            for seed, result in played.items()
+        }
         known = {seed: figure for seed, figure in figures.items() if figure is not None}
         return known if len(known) == len(figures) else {}
 
@@ -85,6 +91,8 @@ def estimate(sample: Sequence[float], form: Callable[[float], str] = as_number) 
     """Return mean and 95 % interval as text."""
     if not sample:
         return ""
+    if inf in sample:
+        return form(inf)
     low, high = measure.interval(sample) if len(sample) > 1 else (sample[0], sample[0])
     return ranged((mean(sample), low, high), form)
 
@@ -102,7 +110,7 @@ def spans(numbers: Sequence[int]) -> str:
 def tables(found: Found) -> list[Table]:
     section = found.section
     if not section.apart:
-        return [setup(section), figures(found), *ahead(found), happened(found)]
+        return [setup(section), figures(found), *paired(found), *ahead(found), happened(found)]
     return [
         setup(section),
         figures(found, only=DEFAULT),
@@ -166,6 +174,55 @@ def _against_others(found: Found, pool: str, load: str, policy: str, metric: Met
         if ratio := found.quotient(load, (pool, policy), (other, policy), metric):
             parts.append(f"{ranged(ratio)} of `{other}`")
     return ", ".join(parts)
+
+
+def paired(found: Found) -> list[Table]:
+    """Compare deployments seed by seed; no table if the section has no such figures."""
+    metrics = found.section.paired
+    if not metrics:
+        return []
+
+    def compared_in(metric: Metric, pool: str, other: str, load: str, policy: str) -> str:
+        ours, theirs = (found.by_seed(each, load, policy, metric) for each in (pool, other))
+        both = sorted(ours.keys() & theirs.keys())
+        return seed_by_seed([ours[seed] for seed in both], [theirs[seed] for seed in both], metric)
+
+    rows = [
+        (pool, load, other, policy, *(compared_in(m, pool, other, load, policy) for m in metrics))
+        for pool, load in found.played()
+        for other in POOLS[pool].against
+        for policy in found.policies(pool, load)
+        if found.cells(other, load, policy)
+    ]
+    return [
+        Table(
+            "Seed by seed",
+            ("deployment", "load", "compared with", "policy", *(metric.name for metric in metrics)),
+            rows,
+            "Each figure over that of the other deployment in the same seed: the median, its 95 % interval"
+            " by bootstrap over seeds, and the worst seed.",
+        )
+    ]
+
+
+def seed_by_seed(ours: Sequence[float], theirs: Sequence[float], metric: Metric) -> str:
+    """Return median, interval and worst of the ratios of one seed each as text; figures may be infinite."""
+    ratios = sorted(map(_over, ours, theirs))
+    if not ratios:
+        return ""
+    rng, n = Random(len(ratios)), len(ratios)
+    medians = sorted(median_low(rng.choices(ratios, k=n)) for _ in range(measure.RESAMPLES))
+    low, high = (medians[round((measure.RESAMPLES - 1) * q)] for q in (0.025, 0.975))
+    worst = ratios[0 if metric.more_is_better else -1]
+    return f"{ranged((median_low(ratios), low, high), _or_never)}, worst {_or_never(worst)}"
+
+
+def _over(one: float, other: float) -> float:
+    return 1.0 if one == other else one / other if other else inf
+
+
+def _or_never(ratio: float) -> str:
+    return as_number(ratio) if ratio < inf else "never"
 
 
 def goals(found: Found) -> Table:
@@ -321,7 +378,7 @@ deployments, loads and metrics, and says what follows from the figures.
 
 def _rows(found: Found) -> list[dict[str, object]]:
     section = found.section
-    stored = (*section.shown, *section.compared, *(DATA if section.apart else ()))
+    stored = (*section.shown, *section.compared, *section.paired, *(DATA if section.apart else ()))
     return [
         {
             "deployment": pool,

@@ -141,6 +141,33 @@ def _but(base: str, means: str, **changes: Any) -> Pool:
     return Pool(f"`{base}`, but {means}", {**ARMS[base].changes, **changes}, (base,))
 
 
+PERSISTENT = 1_000
+"""Retries of a client that comes back until it is served."""
+ADMISSION: Mapping[str, tuple[str, float, int]] = {
+    "": ("are refused, and their clients come back until they are served", 0.0, PERSISTENT),
+    "-sdk": ("are refused, and their clients come back twice, as OpenAI's SDKs do", 0.0, 2),
+    "-held": ("wait up to a minute (`maxWaitSeconds: 60`), and their clients come back twice", 60.0, 2),
+}
+"""What becomes of new sessions without room (`sessionAdmission`): the words that say it, for how many seconds
+the gateway holds them, and retries of their clients."""
+FOUR = "each request goes to one of four gateways by chance"
+LONG = (("turns_alpha", 0.8),)
+
+
+def _admitting(arm: str, suffix: str, means: str = "", **changes: Any) -> dict[str, Pool]:
+    """Return the arm with these changes and session admission, which is compared with the one without."""
+    return {
+        f"{arm}{suffix}-admission{kind}": _but(
+            arm,
+            f"{means}new sessions without room {words}",
+            admission=held_s,
+            retries=retries,
+            **changes,
+        )._replace(against=(f"{arm}{suffix}",))
+        for kind, (words, held_s, retries) in ADMISSION.items()
+    }
+
+
 POOLS: Mapping[str, Pool] = {
     **ARMS,
     "planned": _but(
@@ -148,11 +175,15 @@ POOLS: Mapping[str, Pool] = {
         "the gateway plans moves with every trigger (`migration.triggers`)",
         triggers=tuple(MoveTrigger),
     ),
-    "admission": _but("none", "new sessions wait up to a minute (`sessionAdmission`)", admission=True),
+    **{name: pool for arm in Arm for name, pool in _admitting(arm, "").items()},
     **{
-        f"{arm}-four-gateways": _but(arm, "each request goes to one of four gateways by chance", gateways=4)
+        name: pool
         for arm in Arm
+        for name, pool in _admitting(arm, "-four-gateways", f"{FOUR}, ", gateways=4).items()
     },
+    "none-long": _but("none", "sessions have more turns", traffic=LONG),
+    **_admitting("none", "-long", "sessions have more turns, ", traffic=LONG),
+    **{f"{arm}-four-gateways": _but(arm, FOUR, gateways=4) for arm in Arm},
     **{
         f"{arm}-{name}-link": _but(arm, f"KV goes over {means}", link=name)
         for arm in ("handoff", "split")
@@ -222,7 +253,12 @@ POOLS: Mapping[str, Pool] = {
     **{
         f"{prefix}{name}": Pool(
             f"{means}{', one of four gateways by chance' if gateways > 1 else ''}",
-            {"tenants": who, "gateways": gateways, "admission": fair, "params": FAIR if fair else ()},
+            {
+                "tenants": who,
+                "gateways": gateways,
+                "admission": 60.0 if fair else None,
+                "params": FAIR if fair else (),
+            },
             tuple(f"{prefix}{other}" for other in against),
         )
         for prefix, gateways in (("", 1), ("four-", 4))
@@ -288,6 +324,8 @@ class Section:
     """Figures of its tables."""
     compared: tuple[Metric, ...] = (metrics.TTFT_P90,)
     """Figures in which a deployment is compared with others, and a policy with the default."""
+    paired: tuple[Metric, ...] = ()
+    """Figures in which a deployment is compared with others seed by seed, by median and worst."""
     told: tuple[str, ...] = ()
     """Headings of docs/evaluation, mostly of README.md, that tell what follows from it."""
     apart: bool = False
@@ -350,7 +388,51 @@ def _more(sample: Sequence[int]) -> tuple[Play, ...]:
     )
 
 
+_ADMISSION: Mapping[str, Any] = {
+    "shown": (
+        *(metrics.TTFT_P90, metrics.LATER_TTFT_P90, metrics.OUTPUT),
+        *(metrics.SESSION_P90, metrics.SESSION_P99, metrics.LOST, metrics.REFUSED),
+    ),
+    "compared": (),
+    "paired": (metrics.OUTPUT, metrics.SESSION_P90, metrics.SESSION_P99, metrics.LATER_TTFT_P90),
+    "told": ("Session admission",),
+    "note": "TTFT of a session's first turn counts from its first request, so it includes waiting and"
+    " refusals; later turns never wait. *Session* is from the first request to the last token, of all"
+    " sessions that came after the warm-up, where one that was given up never ends.",
+}
+
 SECTIONS: tuple[Section, ...] = (
+    Section(
+        name="admission",
+        title="session admission",
+        plays=(
+            Play(
+                ("none", *(f"none-admission{kind}" for kind in ADMISSION)),
+                tuple(LOADS),
+                (DEFAULT,),
+                _SIXTEEN,
+            ),
+        ),
+        **_ADMISSION,
+    ),
+    Section(
+        name="admission-elsewhere",
+        title="session admission in other arms, with four gateways, and with longer sessions",
+        plays=(
+            Play(
+                [
+                    f"{base}{kind}"
+                    for base in ("handoff", "store", "both", "none-four-gateways", "none-long")
+                    for kind in ("", "-admission")
+                ],
+                ("R", "1.25 R", "1.6 R"),
+                (DEFAULT,),
+                seeds(1, 8),
+            ),
+        ),
+        base=SHORT,
+        **_ADMISSION,
+    ),
     Section(
         name="never-moving",
         title="sessions that never move to save time",
@@ -439,7 +521,7 @@ SECTIONS: tuple[Section, ...] = (
         title="other pools",
         plays=(
             Play(("none", "handoff", "store", "both", "split"), THREE, (DEFAULT,), _THREE_SEEDS),
-            Play(("planned", "admission", "split-store"), THREE, (DEFAULT,), _THREE_SEEDS),
+            Play(("planned", "none-admission-held", "split-store"), THREE, (DEFAULT,), _THREE_SEEDS),
             Play([f"{arm}-four-gateways" for arm in Arm], THREE, (DEFAULT,), _THREE_SEEDS),
             Play(
                 [f"{arm}-{link}-link" for arm in ("handoff", "split") for link in ("loaded", "best")],

@@ -12,7 +12,7 @@ from perilune_lab.simulate.deployment import Arm, Deployment
 from perilune_lab.simulate.faults import Faults
 from perilune_lab.simulate.h20 import H20
 from perilune_lab.simulate.loads import OfferedLoad
-from perilune_lab.simulate.simulation import RETRIES, RETRY_S, Simulation
+from perilune_lab.simulate.simulation import RETRY_S, Simulation
 from perilune_lab.simulate.transfers import KEPT_S
 
 FOUR = Deployment(endpoints=4)
@@ -24,11 +24,12 @@ def play(
     deployment: Deployment = FOUR,
     routing: Routing | None = None,
     *,
+    retries: int = 2,
     rate: float = 3.0,
     policy: str = "perilune",
     link_factor: float = 1.0,
 ) -> Simulation:
-    load = replace(LOAD, clients=Clients(patience_s=patience_s))
+    load = replace(LOAD, clients=Clients(patience_s=patience_s, retries=retries))
     workload = load.workload(rate, 3, H20.engine)
     faults = Faults(link_factor=link_factor)
     simulation = Simulation(workload, deployment, policy, routing or Routing(), faults, 1)
@@ -56,16 +57,17 @@ def assert_nothing_is_left(simulation: Simulation) -> None:
         assert [view.load.pending_prefill_s for view in views] == [0.0] * len(views)
 
 
-def test_a_client_comes_again_and_gives_up_after_three_tries() -> None:
-    simulation = play(patience_s=1.0)
+@pytest.mark.parametrize("retries", [0, 2])
+def test_a_client_comes_again_and_gives_up_after_its_last_try(retries: int) -> None:
+    simulation, tries = play(patience_s=1.0, retries=retries), retries + 1
     done = simulation.outcome.requests
     gave_up = [r for r in done if r.gave_up]
     came_back = [r for r in done if r.abandoned and r.succeeded]
     assert gave_up
-    assert came_back
-    assert {r.abandoned for r in gave_up} == {RETRIES + 1}
-    assert all(r.finished_s - r.submitted_s == pytest.approx(3 * 1.0 + 2 * RETRY_S) for r in gave_up)
-    most_s = 3 * 1.0 + 2 * RETRY_S
+    assert bool(came_back) == bool(retries)
+    assert {r.abandoned for r in gave_up} == {tries}
+    most_s = tries * 1.0 + retries * RETRY_S
+    assert all(r.finished_s - r.submitted_s == pytest.approx(most_s) for r in gave_up)
     assert max(r.ttft_s for r in done if r.succeeded) <= most_s, "TTFT counts from the first try"
     assert_nothing_is_left(simulation)
 
