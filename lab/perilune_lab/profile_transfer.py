@@ -12,10 +12,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from random import Random
-from statistics import linear_regression, median
+from statistics import fmean, linear_regression, median
 from time import perf_counter
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import aiohttp
@@ -54,20 +56,28 @@ class Moved:
 @dataclass(frozen=True, slots=True)
 class Transfer:
     rows: Sequence[Moved]
+    taker: str = "TAKER"
+    """Host of the engine to which KV came, as its URL names it."""
+    giver: str = "GIVER"
 
     def fit(self) -> tuple[float, float]:
-        """Return (fixed seconds, tokens per second); without fixed seconds if there is one length only."""
-        if len(self.rows) < 2:
-            return 0.0, self.rows[0].tokens / max(self.rows[0].seconds, 1e-9)
-        slope, fixed_s = linear_regression(
-            [row.tokens for row in self.rows], [row.seconds for row in self.rows]
-        )
-        return max(0.0, fixed_s), 1.0 / max(slope, 1e-12)
+        """Return (fixed seconds, tokens per second); without fixed seconds if there is one length only, with
+        infinite speed if more tokens took no longer."""
+        tokens, seconds = [row.tokens for row in self.rows], [row.seconds for row in self.rows]
+        if len(tokens) > 1:
+            slope, fixed_s = linear_regression(tokens, seconds)
+            if slope <= 0:
+                return fmean(seconds), inf
+            if fixed_s >= 0:
+                return fixed_s, 1.0 / slope
+        slope = sum(n * s for n, s in zip(tokens, seconds, strict=True)) / sum(n * n for n in tokens)
+        return 0.0, 1.0 / slope if slope else inf
 
-    def nic_gbits(self, kv_bytes_per_token: int) -> float:
-        """Return the speed of network cards by which the pool's cost model predicts these seconds."""
+    def nic_gbits(self, kv_bytes_per_token: int, level: Level = Level.RACK) -> float:
+        """Return the speed of network cards by which the pool's cost model predicts these seconds, between
+        nodes of such a distance."""
         _, tokens_per_s = self.fit()
-        return NIC_GBITS * tokens_per_s * kv_bytes_per_token / Bandwidth().at(Level.RACK)
+        return NIC_GBITS * tokens_per_s * kv_bytes_per_token / Bandwidth().at(level)
 
 
 async def measure(
@@ -98,11 +108,14 @@ async def measure(
             )
             again_s, _ = await _ask(http, target, model, prompt)
             if cached < FOUND_SHARE * tokens:
-                raise TargetError(f"of {tokens} tokens {cached} came from {peer.url}, the rest was computed")
+                came = f"of {tokens} tokens {cached} came from {peer.url}"
+                raise TargetError(f"{came}, the rest was computed; the logs of the two engines say why")
             return max(0.0, taken_s - again_s) * time_scale
 
         await once(lengths[0])  # the engines connect
-        return Transfer([Moved(n, median([await once(n) for _ in range(repeat)])) for n in lengths])
+        rows = [Moved(n, median([await once(n) for _ in range(repeat)])) for n in lengths]
+        taker, giver = (urlsplit(url).hostname or url for url in (target, peer.url))
+        return Transfer(rows, taker, giver)
 
 
 async def _ask(
