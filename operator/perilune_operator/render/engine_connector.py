@@ -12,8 +12,8 @@
   MooncakeConnector reports without having such metrics: beside a store, the first hand-off that succeeds
   would end the engine. This one does not report.
 - Over TCP, Mooncake 0.3.13 refuses pieces of KV, blocks of one layer that lie side by side, while 1,024 wait
-  for the engine that takes. vLLM sends all of a request at once, so long prompts may not arrive. Here they
-  are sent in parts.
+  for the engine that takes (kvcache-ai/Mooncake#4209; newer versions let 65,535 wait, #3710). vLLM sends all
+  of a request at once, so long prompts may not arrive. Here they are sent in parts.
 
 Only vLLM itself is imported, because the file is mounted into engines alone.
 """
