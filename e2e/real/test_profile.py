@@ -3,11 +3,11 @@
 
 import asyncio
 import os
+import re
 import sys
 from dataclasses import replace
 from math import exp, log
 from pathlib import Path
-from statistics import median
 
 import msgspec
 import pytest
@@ -25,8 +25,9 @@ KV_BYTES = 8192
 """Of one token of this model in float32."""
 LONGEST, OTHER = 4096, 3000
 """Tokens of the longest prompt that the command measures, and of the longest that is then predicted."""
-USUAL, MOST = 1.3, 2.0
-"""How many times another measurement may be longer or shorter than predicted: usually, and at most."""
+MOST = 2.0
+"""How many times as far from the prediction as the YAML says another measurement may be: on a machine with
+other work, two measurements differ."""
 SPEC = {
     # bfloat16 ends in SIGILL on CPUs with AMX, at the first forward after a fetched prefill
     "engine": {"args": ["--num-gpu-blocks-override=1500", "--dtype=float32"]},
@@ -78,14 +79,14 @@ def with_nodes(document, engines, text):
     return parse(dump(structs.replace(document, spec=spec)))
 
 
-def close(times):
-    """Compare seconds. `times`: what was measured, its seconds, those that were predicted."""
+def close(times, stated):
+    """Compare seconds. `times`: what was measured, its seconds, those predicted; `stated`: the error, as
+    measured / predicted."""
     apart = []
     for what, measured_s, predicted_s in times:
         print(f"{what}: {measured_s * 1e3:.1f} ms, predicted {predicted_s * 1e3:.1f} ms")
         apart.append(exp(abs(log(measured_s / predicted_s))))
-    assert median(apart) < USUAL, apart
-    assert max(apart) < MOST, apart
+    assert max(apart) < MOST * stated, apart
 
 
 async def test_what_is_written_is_a_pools_and_predicts_its_engines(rig, engines, model, tmp_path):
@@ -95,6 +96,8 @@ async def test_what_is_written_is_a_pools_and_predicts_its_engines(rig, engines,
     text = (tmp_path / "cost.yaml").read_text()
     print(text)
     told = msgspec.yaml.decode(text)
+    sentences = text.replace("\n# ", " ")
+    prompts, transfers = (1 + int(n) / 100 for n in re.findall(r"largest error (\d+)%", sentences))
     assert {"prefillTokenSeconds", "decodeSeconds", "transferSeconds"} <= told["costModel"].keys()
 
     rendered = rig.render({"model": model, **SPEC, "engine": {**SPEC["engine"], **told}})
@@ -107,10 +110,14 @@ async def test_what_is_written_is_a_pools_and_predicts_its_engines(rig, engines,
     target, peer = engines
     found = await profile.measure(target.url, model="tiny", max_tokens=OTHER, repeat=5)
     close(
-        (f"{row.tokens} tokens, {row.cached} cached", row.ttft_s, row.by(believed)) for row in found.prompts
+        [
+            (f"{row.tokens} tokens, {row.cached} cached", row.ttft_s, row.by(believed))
+            for row in found.prompts
+        ],
+        prompts,
     )
     assert found.decoded
-    close([("a token", found.decoded.alone_s, believed.decode_step_s(1, profile.SHORTEST))])
+    close([("a token", found.decoded.alone_s, believed.decode_step_s(1, profile.SHORTEST))], 1.0)
     moved = await profile_transfer.measure(
         target.url,
         profile_transfer.Peer(peer.url, f"{peer.pod.address}:8998", rig.secret),
@@ -120,6 +127,13 @@ async def test_what_is_written_is_a_pools_and_predicts_its_engines(rig, engines,
         1.0,
     )
     close(
-        (f"{row.tokens} tokens handed over", row.seconds, believed.transfer_s(row.tokens, link_bytes_per_s))
-        for row in moved.rows
+        [
+            (
+                f"{row.tokens} tokens handed over",
+                row.seconds,
+                believed.transfer_s(row.tokens, link_bytes_per_s),
+            )
+            for row in moved.rows
+        ],
+        transfers,
     )

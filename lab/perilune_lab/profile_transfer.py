@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from random import Random
-from statistics import fmean, linear_regression, median
+from statistics import median
 from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,10 +27,13 @@ from perilune_api import names
 from perilune_api.topology import NIC_GBITS, Bandwidth, Level
 from perilune_gateway.feeds import bootstrap_pages
 from perilune_lab.load.client import TargetError
+from perilune_lab.profile_fit import factors
 
 FOUND_SHARE = 0.9
 """The least share of a prompt that the target must have had without computing it."""
 TIMEOUT_S = 120.0
+LEAST_S = 1e-4
+"""Shorter differences of seconds tell nothing."""
 LEAST_ID, MOST_ID = 5, 300
 """Token ids that every vocabulary has, without special ones in most."""
 
@@ -63,15 +66,18 @@ class Transfer:
     def fit(self) -> tuple[float, float]:
         """Return (fixed seconds, tokens per second); without fixed seconds if there is one length only, with
         infinite speed if more tokens took no longer."""
-        tokens, seconds = [row.tokens for row in self.rows], [row.seconds for row in self.rows]
-        if len(tokens) > 1:
-            slope, fixed_s = linear_regression(tokens, seconds)
-            if slope <= 0:
-                return fmean(seconds), inf
-            if fixed_s >= 0:
-                return fixed_s, 1.0 / slope
-        slope = sum(n * s for n, s in zip(tokens, seconds, strict=True)) / sum(n * n for n in tokens)
-        return 0.0, 1.0 / slope if slope else inf
+        if len(self.rows) == 1:
+            return 0.0, self.rows[0].tokens / max(self.rows[0].seconds, LEAST_S)
+        fixed_s, token_s = factors(
+            [(1.0, float(row.tokens)) for row in self.rows], [max(row.seconds, LEAST_S) for row in self.rows]
+        )
+        return fixed_s, 1.0 / token_s if token_s else inf
+
+    @property
+    def largest_error(self) -> float:
+        """The greatest of |measured / fitted − 1|."""
+        fixed_s, tokens_per_s = self.fit()
+        return max(abs(row.seconds / (fixed_s + row.tokens / tokens_per_s) - 1.0) for row in self.rows)
 
     def nic_gbits(self, kv_bytes_per_token: int, level: Level = Level.RACK) -> float:
         """Return the speed of network cards by which the pool's cost model predicts these seconds, between

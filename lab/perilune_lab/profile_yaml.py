@@ -11,6 +11,7 @@ network cards (`perilune_api/topology.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from decimal import Decimal
 from ipaddress import ip_address
 from math import isfinite
 from textwrap import wrap
@@ -96,8 +97,8 @@ def _speed(transfer: Transfer, kv_bytes_per_token: int) -> list[str]:
     return [
         *_comment(
             f"KV of {kv_bytes_per_token} bytes per token came as fast as between network cards of {near}"
-            " Gbit/s. Gateways predict the same once both nodes say so. If no labels tell that these share a"
-            f" rack or spine, say {far} instead."
+            f" Gbit/s; largest error {transfer.largest_error:.0%}. Gateways predict the same once both nodes"
+            f" say so. If no labels tell that these share a rack or spine, say {far} instead."
         ),
         "# On Kubernetes:",
         *(f"#   kubectl label node --overwrite {_node(host)} {label}" for host in hosts),
@@ -124,4 +125,4 @@ def _node(host: str) -> str:
 
 def decimal(value: float) -> str:
     """Write a number as YAML and labels understand it: without an exponent."""
-    return f"{value:.15f}".rstrip("0").removesuffix(".") or "0"
+    return f"{Decimal(str(value)).normalize():f}"
