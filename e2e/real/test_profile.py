@@ -25,9 +25,9 @@ KV_BYTES = 8192
 """Of one token of this model in float32."""
 LONGEST, OTHER = 4096, 3000
 """Tokens of the longest prompt that the command measures, and of the longest that is then predicted."""
-MOST = 2.0
-"""How many times as far from the prediction as the YAML says another measurement may be: on a machine with
-other work, two measurements differ."""
+MOST, MOST_MOVED = 2.0, 4.0
+"""How many times as far from the prediction as the YAML says another measurement may be, and one of
+transfers: on a machine with other work two of them differ, most where processes wait for each other."""
 SPEC = {
     # bfloat16 ends in SIGILL on CPUs with AMX, at the first forward after a fetched prefill
     "engine": {"args": ["--num-gpu-blocks-override=1500", "--dtype=float32"]},
@@ -79,14 +79,14 @@ def with_nodes(document, engines, text):
     return parse(dump(structs.replace(document, spec=spec)))
 
 
-def close(times, stated):
-    """Compare seconds. `times`: what was measured, its seconds, those predicted; `stated`: the error, as
-    measured / predicted."""
+def close(times, most):
+    """Compare seconds. `times`: what was measured, its seconds, those predicted; `most`: how many times one
+    may be the other."""
     apart = []
     for what, measured_s, predicted_s in times:
         print(f"{what}: {measured_s * 1e3:.1f} ms, predicted {predicted_s * 1e3:.1f} ms")
         apart.append(exp(abs(log(measured_s / predicted_s))))
-    assert max(apart) < MOST * stated, apart
+    assert max(apart) < most, apart
 
 
 async def test_what_is_written_is_a_pools_and_predicts_its_engines(rig, engines, model, tmp_path):
@@ -114,10 +114,10 @@ async def test_what_is_written_is_a_pools_and_predicts_its_engines(rig, engines,
             (f"{row.tokens} tokens, {row.cached} cached", row.ttft_s, row.by(believed))
             for row in found.prompts
         ],
-        prompts,
+        MOST * prompts,
     )
     assert found.decoded
-    close([("a token", found.decoded.alone_s, believed.decode_step_s(1, profile.SHORTEST))], 1.0)
+    close([("a token", found.decoded.alone_s, believed.decode_step_s(1, profile.SHORTEST))], MOST)
     moved = await profile_transfer.measure(
         target.url,
         profile_transfer.Peer(peer.url, f"{peer.pod.address}:8998", rig.secret),
@@ -135,5 +135,5 @@ async def test_what_is_written_is_a_pools_and_predicts_its_engines(rig, engines,
             )
             for row in moved.rows
         ],
-        transfers,
+        MOST_MOVED * transfers,
     )

@@ -96,9 +96,14 @@ async def measure(
         if page is None:
             raise TargetError(f"http://{peer.bootstrap}/query names no engine (MooncakeConnector)")
 
-        async def once(tokens: int) -> float:
+        async def computed(tokens: int) -> Sequence[int]:
+            """Return a new prompt that the peer has computed, so that the give leg computes nothing."""
             prompt = [dice.randrange(LEAST_ID, MOST_ID) for _ in range(tokens)]
-            transfer = uuid4().hex
+            await _ask(http, peer.url, model, prompt)
+            return prompt
+
+        async def once(prompt: Sequence[int]) -> float:
+            tokens, transfer = len(prompt), uuid4().hex
             give = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}
             take = {
                 "do_remote_decode": False,
@@ -107,7 +112,6 @@ async def measure(
                 "remote_engine_id": page.engine_ids[0],
                 "transfer_id": transfer,
             }
-            await _ask(http, peer.url, model, prompt)  # so that the give leg computes nothing
             _, (taken_s, cached) = await asyncio.gather(
                 _ask(http, peer.url, model, prompt, give, peer.secret),
                 _ask(http, target, model, prompt, take, peer.secret),
@@ -118,8 +122,15 @@ async def measure(
                 raise TargetError(f"{came}, the rest was computed; the logs of the two engines say why")
             return max(0.0, taken_s - again_s) * time_scale
 
-        await once(lengths[0])  # the engines connect
-        rows = [Moved(n, median([await once(n) for _ in range(repeat)])) for n in lengths]
+        async def some(tokens: int) -> Moved:
+            seconds = []
+            for _ in range(repeat):
+                prompt = await computed(tokens)
+                await once(await computed(lengths[0]))  # connects the engines, which may have idled
+                seconds.append(await once(prompt))
+            return Moved(tokens, median(seconds))
+
+        rows = [await some(tokens) for tokens in lengths]
         taker, giver = (urlsplit(url).hostname or url for url in (target, peer.url))
         return Transfer(rows, taker, giver)
 
