@@ -25,7 +25,7 @@ KV_BYTES = 8192
 """Of one token of this model in float32."""
 LONGEST, OTHER = 4096, 3000
 """Tokens of the longest prompt that the command measures, and of the longest that is then predicted."""
-MOST, MOST_MOVED = 2.0, 4.0
+MOST, MOST_MOVED = 3.0, 4.0
 """How many times as far from the prediction as the YAML says another measurement may be, and one of
 transfers: on a machine with other work two of them differ, most where processes wait for each other."""
 SPEC = {
