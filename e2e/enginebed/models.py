@@ -47,6 +47,7 @@ class Tiny:
     """Empty for none."""
     eos: str
     template: str
+    layers: int = LAYERS
 
 
 _CHATML = """\
@@ -158,6 +159,8 @@ LLAMA = Tiny(
 )
 QWEN_THINKING = replace(QWEN, name="qwen-thinking", template=_THINKING)
 """With a template like Qwen3's: it thinks unless told not to, and forgets the thoughts of earlier turns."""
+QWEN_DEEP = replace(QWEN, name="qwen-deep", layers=32)
+"""With so much KV per token, 8 KiB in float32, that a transfer takes the longer the more tokens it has."""
 TINY = {tiny.name: tiny for tiny in (QWEN, LLAMA)}
 
 
@@ -192,14 +195,14 @@ def write(tiny: Tiny, folder: Path, window: int = 0) -> Path:
 def _config(tiny: Tiny, eos: int, bos: int | None, window: int) -> Object:
     sliding: Object = {}
     if window:
-        kinds = ["sliding_attention" if i % 2 else "full_attention" for i in range(LAYERS)]
+        kinds = ["sliding_attention" if i % 2 else "full_attention" for i in range(tiny.layers)]
         sliding = {"sliding_window": window, "layer_types": kinds}
     return {
         "architectures": [tiny.architecture],
         "model_type": tiny.model_type,
         "hidden_size": HIDDEN,
         "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": tiny.layers,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD,
@@ -264,7 +267,7 @@ def _weights(tiny: Tiny, tokenizer: Tokenizer) -> Arrays:
         "model.norm.weight": ones(HIDDEN),
         "lm_head.weight": 20 * matrix(VOCABULARY, HIDDEN) * says[:, None],  # whatever the temperature
     }
-    for i in range(LAYERS):
+    for i in range(tiny.layers):
         layer = {
             "input_layernorm.weight": ones(HIDDEN),
             "post_attention_layernorm.weight": ones(HIDDEN),

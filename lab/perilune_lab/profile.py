@@ -1,6 +1,7 @@
 """`perilune profile`: measures how fast an engine is, and writes it as the pool's cost model.
 
-    prompts of several lengths, new, half cached, cached ─▶ Measured ─▶ fit (profile_fit.py) ─▶ a table, YAML
+    prompts of several lengths, new, half cached, cached ─▶ Measured ─▶ fit (profile_fit.py) ─▶ a table,
+    YAML (profile_yaml.py), and what was left out, with the reason
 
 1. Each prompt is sent alone, with one token of output, some times over; the time to the end of that answer is
    its time to the first token. How many of its tokens there are, and how many were cached, the engine itself
@@ -8,16 +9,16 @@
 2. With lengths enough, the cost model's seconds per request, token and pair of attention are fitted to them.
    With few, only `prefillScale` is: the median of measured / predicted seconds, where the prediction is that
    of one H20. The error that is left at each prompt is shown.
-3. One longer answer shows the seconds of a decode step, and STREAMS of them side by side, whose long prompt
-   is cached, how fast the engine reads weights and KV.
-
+3. One longer answer shows the seconds of a decode step, and `--streams` of them side by side, whose long
+   prompt is cached, how fast the engine reads weights and KV.
 4. With `--peer`, KV is handed over from another engine (`profile_transfer.py`): fixed seconds and speed, and
    the speed of network cards (`nicGbits`) by which the pool's cost model predicts the same.
 
 Not done: load by others during the measurement, which makes the engine look slower.
 
-Exit status: 0; 1 when the target cannot be reached or answers without counts; 2 for a wrong call; 130 after
-Ctrl-C, with the lines of what was measured until then.
+Exit status: 0; 1 when the target cannot be reached or answers without counts, or when the peer hands nothing
+over (then all else is written); 2 for a wrong call; 130 after Ctrl-C, with the lines of what was measured
+until then.
 """
 
 from __future__ import annotations
@@ -26,23 +27,21 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
+from math import isfinite
 from statistics import median
 from urllib.parse import urlsplit
 from uuid import uuid4
 
-import msgspec
 from rich.table import Table
 
-from perilune_api import names
-from perilune_api.pool import CostModel
-from perilune_gateway.model import H20_30B, EngineModel
-from perilune_lab import profile_fit, profile_transfer
+from perilune_gateway.model import H20_30B
+from perilune_lab import profile_transfer
 from perilune_lab.load.client import Load, TargetError, models, run_load
 from perilune_lab.load.result import Result
-from perilune_lab.profile_fit import Decoded, Measured
+from perilune_lab.profile_fit import SHORTEST, Decoded, Measured, Profile
 from perilune_lab.profile_transfer import Peer, Transfer
+from perilune_lab.profile_yaml import as_yaml, left_out
 from perilune_lab.terminal.arguments import count, output, positive, url
 from perilune_lab.terminal.console import Console
 from perilune_lab.terminal.loop import run
@@ -50,7 +49,6 @@ from perilune_lab.traces.model import Segment, Session, Style, Turn
 from perilune_lab.vocabulary import Vocabulary
 
 DOWN = 1
-SHORTEST = 512
 DECODED = 64
 """Tokens of an answer that shows the speed of decode."""
 STREAMS = 8
@@ -66,35 +64,6 @@ Name one engine itself, not a gateway, and send it no other traffic meanwhile. T
 tokens (vLLM: --enable-prompt-tokens-details). Put the lines that it writes under spec.engine of the pool.
 With --peer, PERILUNE_ENGINE_SECRET has the pool's secret, where the operator's door guards the engines.
 """
-
-
-@dataclass(frozen=True)
-class Profile:
-    prompts: Sequence[Measured]
-    decoded: Decoded | None = None
-
-    @property
-    def scale(self) -> float:
-        """The pool's `prefillScale`, without a cost model."""
-        return median(row.ttft_s / row.predicted_s for row in self.prompts)
-
-    @cached_property
-    def cost(self) -> CostModel | None:
-        """The pool's cost model; None if there were too few prompts for one."""
-        return profile_fit.cost_model(self.prompts, self.decoded)
-
-    @cached_property
-    def engine(self) -> EngineModel:
-        """The engine that predictions are about."""
-        return H20_30B.scaled(self.scale) if self.cost is None else H20_30B.told(self.cost)
-
-    def error(self, row: Measured) -> float:
-        """Return measured / predicted − 1."""
-        return row.ttft_s / row.by(self.engine) - 1.0
-
-    @property
-    def largest_error(self) -> float:
-        return max(abs(self.error(row)) for row in self.prompts)
 
 
 def lengths(max_tokens: int) -> list[int]:
@@ -122,6 +91,7 @@ async def measure(
     model: str = "",
     max_tokens: int = 16_384,
     repeat: int = 3,
+    streams: int = STREAMS,
     time_scale: float = 1.0,
     measured: Callable[[Measured], None] = lambda row: None,
 ) -> Profile:
@@ -159,16 +129,15 @@ async def measure(
             Turn(session=name, number=2, prompt=(half, rest), output_tokens=1),
         )
 
-    async def side_by_side() -> list[float]:
-        """Return the seconds per token of STREAMS answers to one cached prompt, which begin together."""
+    async def side_by_side() -> list[Result]:
+        """Return answers to one cached prompt, which begin together."""
         prompt = (Segment(uuid4().hex, words_of(max_tokens)),)
         await played(Turn(session="w", number=0, prompt=prompt, output_tokens=1))
         sessions = [
             Session(str(i), 0.0, (Turn(session=str(i), number=0, prompt=prompt, output_tokens=DECODED),))
-            for i in range(STREAMS)
+            for i in range(streams)
         ]
-        results = await run_load(sessions, replace(load, concurrency=STREAMS), words)
-        return [r.tpot_s for r in results if r.succeeded and r.tpot_s is not None]
+        return await run_load(sessions, replace(load, concurrency=streams), words)
 
     (_, _, last) = await turns_of(SHORTEST)  # the first request of an engine is slower
     tokens_per_word = (last.prompt_tokens or SHORTEST) / SHORTEST
@@ -183,11 +152,23 @@ async def measure(
     (alone,) = await played(
         Turn(session="d", number=0, prompt=(Segment(uuid4().hex, SHORTEST),), output_tokens=DECODED)
     )
-    beside, context = await side_by_side(), STREAMS * (max_tokens + DECODED // 2)
-    if alone.tpot_s is None or not beside:
-        return Profile(prompts)
-    decoded = Decoded(alone.tpot_s * time_scale, median(beside) * time_scale, STREAMS, context)
-    return Profile(prompts, decoded)
+    return with_decode(prompts, alone, await side_by_side(), time_scale)
+
+
+def with_decode(
+    prompts: Sequence[Measured], alone: Result, beside: Sequence[Result], time_scale: float = 1.0
+) -> Profile:
+    """Return the profile with the speed of decode, as one answer alone and answers side by side tell it."""
+    if failed := [result.error for result in beside if not result.succeeded]:
+        said = f"{len(failed)} of {len(beside)} answers side by side failed ({failed[0]})"
+        return Profile(prompts, undecoded=f"{said}; a smaller --max-tokens or fewer --streams may do")
+    alone_s = (alone.tpot_s or 0.0) * time_scale
+    beside_s = median(result.tpot_s or 0.0 for result in beside) * time_scale
+    if not alone_s or not beside_s:
+        said = "an answer came in one piece, without time between its tokens"
+        return Profile(prompts, undecoded=f"{said}; engines have to send each (vLLM: --stream-interval=1)")
+    context = sum(result.prompt_tokens + DECODED // 2 for result in beside)
+    return Profile(prompts, Decoded(alone_s, beside_s, len(beside), context))
 
 
 def table(profile: Profile, title: str) -> Table:
@@ -205,47 +186,15 @@ def table(profile: Profile, title: str) -> Table:
     return grid
 
 
-def transfer_table(transfer: Transfer, peer: str) -> Table:
+def transfer_table(transfer: Transfer, title: str) -> Table:
     fixed_s, tokens_per_s = transfer.fit()
-    title = f"from {peer}: {fixed_s * 1e3:,.1f} ms and {tokens_per_s:,.0f} tokens per second"
     grid = Table(title=title, title_justify="left")
-    for name in ("tokens", "transfer", "by these"):
+    for name in ("tokens", "transfer", "by the fit"):
         grid.add_column(name, justify="right")
     for row in transfer.rows:
         times = row.seconds, fixed_s + row.tokens / tokens_per_s
         grid.add_row(f"{row.tokens:,}", *(f"{seconds * 1e3:,.1f} ms" for seconds in times))
     return grid
-
-
-def as_yaml(profile: Profile, transfer: Transfer | None = None, kv_bytes_per_token: int = 0) -> str:
-    """Return the pool's cost model: fields of `spec.engine`, and what the nodes' topology should say."""
-    longest = max(row.tokens for row in profile.prompts)
-    said = (
-        f"# By perilune profile, with prompts of up to {longest} tokens;"
-        f" largest error {profile.largest_error:.0%}\n"
-    )
-    if profile.cost is None:
-        said += "# Too few lengths for a cost model: measure with a larger --max-tokens\n"
-        said += f"prefillScale: {profile.scale:.3g}\n"
-    else:
-        cost = profile.cost
-        if transfer and len(transfer.rows) > 1:
-            cost = msgspec.structs.replace(cost, transfer_seconds=float(f"{transfer.fit()[0]:.3g}"))
-        known = {name: value for name, value in msgspec.to_builtins(cost).items() if value is not None}
-        said += "prefillScale: 1\ncostModel:\n" + "".join(
-            f"  {name}: {decimal(value)}\n" for name, value in known.items()
-        )
-    if transfer:
-        said += (
-            f"# KV came as from nodes with nicGbits: {transfer.nic_gbits(kv_bytes_per_token):.3g}"
-            f" (topology.nodes, or the nodes' label {names.NIC_GBITS})\n"
-        )
-    return said
-
-
-def decimal(value: float) -> str:
-    """Write a number as YAML understands it: without an exponent."""
-    return f"{value:.15f}".rstrip("0").removesuffix(".") or "0"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -267,16 +216,22 @@ def main(argv: Sequence[str]) -> int:
     console.print(table(profile, f"{args.target}: {profile.scale:.3g} × the time of one H20"))
     if profile.decoded:
         alone, beside = profile.decoded.alone_s * 1e3, profile.decoded.beside_s * 1e3
-        console.print(f"{alone:,.1f} ms per output token, alone; {beside:,.1f} ms in {STREAMS} long contexts")
+        streams = f"{profile.decoded.streams} long contexts"
+        console.print(f"{alone:,.1f} ms per output token, alone; {beside:,.1f} ms in {streams}")
     if transfer:
-        console.print(transfer_table(transfer, args.peer))
-    text = as_yaml(profile, transfer, args.kv_bytes_per_token)
+        fixed_s, tokens_per_s = transfer.fit()
+        speed = f", and {tokens_per_s:,.0f} tokens per second" if isfinite(tokens_per_s) else ""
+        console.print(transfer_table(transfer, f"KV from {args.peer}"))
+        console.print(f"{fixed_s * 1e3:,.1f} ms for each transfer{speed}")
+    for said in left_out(profile, transfer):
+        print(f"perilune profile: {said}", file=sys.stderr)
+    text = as_yaml(profile, transfer)
     if args.yaml:
         args.yaml.write_text(text, encoding="utf-8")
         print(f"cost model: {args.yaml}", file=sys.stderr)
     else:
         print(text, end="")
-    return 0
+    return DOWN if profile.unmoved else 0
 
 
 def _tell(row: Measured) -> None:
@@ -294,16 +249,21 @@ async def _measure(args: argparse.Namespace) -> tuple[Profile, Transfer | None]:
         model=model,
         max_tokens=args.max_tokens,
         repeat=args.repeat,
+        streams=args.streams,
         time_scale=args.time_scale,
         measured=_tell,
     )
+    profile = replace(profile, kv_bytes_per_token=args.kv_bytes_per_token)
     if not args.peer:
         return profile, None
     peer = Peer(args.peer, args.bootstrap, os.environ.get("PERILUNE_ENGINE_SECRET", ""))
     found = lengths(args.max_tokens)
-    return profile, await profile_transfer.measure(
-        args.target, peer, model, found, args.repeat, args.time_scale
-    )
+    try:
+        return profile, await profile_transfer.measure(
+            args.target, peer, model, found, args.repeat, args.time_scale
+        )
+    except TargetError as error:
+        return replace(profile, unmoved=str(error)), None
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -320,6 +280,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--model", default="", metavar="NAME", help="what requests ask for [the target's first]")
     add("--max-tokens", type=_length, default=16_384, metavar="N", help="of the longest prompt [%(default)s]")
     add("--repeat", type=count, default=3, metavar="N", help="times that each prompt is sent [%(default)s]")
+    add("--streams", type=count, default=STREAMS, metavar="N", help="side by side, for decode [%(default)s]")
     add("--time-scale", type=positive, default=1.0, metavar="X", help="of a simulated engine [%(default)s]")
     add("--yaml", type=output, metavar="FILE", help="where the cost model goes [standard output]")
     add("--peer", type=url, metavar="URL", help="another engine, from which KV is handed over")

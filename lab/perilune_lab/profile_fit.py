@@ -10,12 +10,16 @@ factors that may be above 0 is tried, and its normal equations are solved.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
+from statistics import median
 
 from perilune_api.pool import CostModel
 from perilune_gateway.model import H20_30B, EngineModel
 
+SHORTEST = 512
+"""Tokens of the shortest prompt; each next length is four times the one before."""
 FACTORS = 4
 REQUEST_SHARE = H20_30B.overhead_fixed_s / (H20_30B.overhead_fixed_s + H20_30B.prefill_fixed_s)
 """How much of the constant seconds is the request's: one prompt at a time cannot tell them from those of a
@@ -57,32 +61,70 @@ class Decoded:
     context_tokens: int
     """Of all streams together."""
 
-
-def cost_model(prompts: Sequence[Measured], decoded: Decoded | None) -> CostModel | None:
-    """Return the cost model of an engine. None if the prompts are too few to tell its parts apart."""
-    rows = [(1.0, float(p.tokens), float(p.new), p.new * (p.cached + p.new / 2)) for p in prompts]
-    if len({p.tokens for p in prompts}) < FACTORS:
-        return None
-    constant, token_s, new_s, pair_s = factors(rows, [p.ttft_s for p in prompts])
-    scale = decode_scale(decoded) if decoded else None
-    return CostModel(
-        request_seconds=_rounded(constant * REQUEST_SHARE),
-        request_token_seconds=_rounded(token_s),
-        prefill_seconds=_rounded(constant * (1 - REQUEST_SHARE)),
-        prefill_token_seconds=_rounded(new_s),
-        attention_seconds=_rounded(pair_s),
-        decode_seconds=_rounded(decoded.alone_s) if decoded else None,
-        decode_scale=_rounded(scale) if scale else None,
-    )
+    @property
+    def hidden(self) -> bool:
+        """Whether a step beside others takes no longer than one alone, whose floor hides what it reads."""
+        return self.beside_s < BESIDE * self.alone_s
 
 
-def decode_scale(decoded: Decoded) -> float | None:
-    """Return how many times the seconds of an H20 this engine takes to read weights and KV. None if a step
-    beside others takes no longer than one alone, so that its floor hides them."""
-    if decoded.beside_s < BESIDE * decoded.alone_s:
-        return None
-    bytes_read = H20_30B.decode_bytes(decoded.streams, decoded.context_tokens)
-    return decoded.beside_s * H20_30B.memory_bytes_per_s / bytes_read
+@dataclass(frozen=True)
+class Profile:
+    """What was measured of an engine, and what follows."""
+
+    prompts: Sequence[Measured]
+    decoded: Decoded | None = None
+    undecoded: str = ""
+    """Why decode was not measured, and what to do about it."""
+    unmoved: str = ""
+    """Why transfers were not measured, if they should have been."""
+    kv_bytes_per_token: int = H20_30B.kv_bytes_per_token
+    """The pool's, by which a decode step and a transfer are predicted."""
+
+    @property
+    def scale(self) -> float:
+        """The pool's `prefillScale`, without a cost model."""
+        return median(row.ttft_s / row.predicted_s for row in self.prompts)
+
+    @cached_property
+    def cost(self) -> CostModel | None:
+        """The pool's cost model. None if the prompts are too few to tell its parts apart."""
+        if len({p.tokens for p in self.prompts}) < FACTORS:
+            return None
+        rows = [(1.0, float(p.tokens), float(p.new), p.new * (p.cached + p.new / 2)) for p in self.prompts]
+        constant, token_s, new_s, pair_s = factors(rows, [p.ttft_s for p in self.prompts])
+        decoded = self.decoded
+        return CostModel(
+            request_seconds=rounded(constant * REQUEST_SHARE),
+            request_token_seconds=rounded(token_s),
+            prefill_seconds=rounded(constant * (1 - REQUEST_SHARE)),
+            prefill_token_seconds=rounded(new_s),
+            attention_seconds=rounded(pair_s),
+            decode_seconds=rounded(decoded.alone_s) if decoded else None,
+            decode_scale=rounded(self.decode_scale(decoded)) if decoded and not decoded.hidden else None,
+        )
+
+    def decode_scale(self, decoded: Decoded) -> float:
+        """Return how many times the seconds of an H20 this engine takes to read weights and KV; the most that
+        it may take, if a decode step's floor hides them."""
+        bytes_read = self._h20.decode_bytes(decoded.streams, decoded.context_tokens)
+        return decoded.beside_s * H20_30B.memory_bytes_per_s / bytes_read
+
+    @cached_property
+    def engine(self) -> EngineModel:
+        """The engine in which a gateway believes that was told so."""
+        return self._h20.scaled(self.scale) if self.cost is None else self._h20.told(self.cost)
+
+    @property
+    def _h20(self) -> EngineModel:
+        return replace(H20_30B, kv_bytes_per_token=self.kv_bytes_per_token)
+
+    def error(self, row: Measured) -> float:
+        """Return measured / predicted − 1."""
+        return row.ttft_s / row.by(self.engine) - 1.0
+
+    @property
+    def largest_error(self) -> float:
+        return max(abs(self.error(row)) for row in self.prompts)
 
 
 def factors(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
@@ -126,5 +168,6 @@ def _solved(rows: Sequence[Sequence[float]], chosen: Sequence[int]) -> list[floa
     return [m[k][n] / m[k][k] for k in range(n)]
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
+    """Return the number with three digits that count."""
     return float(f"{value:.3g}")

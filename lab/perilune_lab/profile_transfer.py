@@ -12,10 +12,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from random import Random
-from statistics import linear_regression, median
+from statistics import median
 from time import perf_counter
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import aiohttp
@@ -25,10 +27,13 @@ from perilune_api import names
 from perilune_api.topology import NIC_GBITS, Bandwidth, Level
 from perilune_gateway.feeds import bootstrap_pages
 from perilune_lab.load.client import TargetError
+from perilune_lab.profile_fit import factors
 
 FOUND_SHARE = 0.9
 """The least share of a prompt that the target must have had without computing it."""
 TIMEOUT_S = 120.0
+LEAST_S = 1e-4
+"""Shorter differences of seconds tell nothing."""
 LEAST_ID, MOST_ID = 5, 300
 """Token ids that every vocabulary has, without special ones in most."""
 
@@ -54,20 +59,31 @@ class Moved:
 @dataclass(frozen=True, slots=True)
 class Transfer:
     rows: Sequence[Moved]
+    taker: str = "TAKER"
+    """Host of the engine to which KV came, as its URL names it."""
+    giver: str = "GIVER"
 
     def fit(self) -> tuple[float, float]:
-        """Return (fixed seconds, tokens per second); without fixed seconds if there is one length only."""
-        if len(self.rows) < 2:
-            return 0.0, self.rows[0].tokens / max(self.rows[0].seconds, 1e-9)
-        slope, fixed_s = linear_regression(
-            [row.tokens for row in self.rows], [row.seconds for row in self.rows]
+        """Return (fixed seconds, tokens per second); without fixed seconds if there is one length only, with
+        infinite speed if more tokens took no longer."""
+        if len(self.rows) == 1:
+            return 0.0, self.rows[0].tokens / max(self.rows[0].seconds, LEAST_S)
+        fixed_s, token_s = factors(
+            [(1.0, float(row.tokens)) for row in self.rows], [max(row.seconds, LEAST_S) for row in self.rows]
         )
-        return max(0.0, fixed_s), 1.0 / max(slope, 1e-12)
+        return fixed_s, 1.0 / token_s if token_s else inf
 
-    def nic_gbits(self, kv_bytes_per_token: int) -> float:
-        """Return the speed of network cards by which the pool's cost model predicts these seconds."""
+    @property
+    def largest_error(self) -> float:
+        """The greatest of |measured / fitted − 1|."""
+        fixed_s, tokens_per_s = self.fit()
+        return max(abs(row.seconds / (fixed_s + row.tokens / tokens_per_s) - 1.0) for row in self.rows)
+
+    def nic_gbits(self, kv_bytes_per_token: int, level: Level = Level.RACK) -> float:
+        """Return the speed of network cards by which the pool's cost model predicts these seconds, between
+        nodes of such a distance."""
         _, tokens_per_s = self.fit()
-        return NIC_GBITS * tokens_per_s * kv_bytes_per_token / Bandwidth().at(Level.RACK)
+        return NIC_GBITS * tokens_per_s * kv_bytes_per_token / Bandwidth().at(level)
 
 
 async def measure(
@@ -80,9 +96,14 @@ async def measure(
         if page is None:
             raise TargetError(f"http://{peer.bootstrap}/query names no engine (MooncakeConnector)")
 
-        async def once(tokens: int) -> float:
+        async def computed(tokens: int) -> Sequence[int]:
+            """Return a new prompt that the peer has computed, so that the give leg computes nothing."""
             prompt = [dice.randrange(LEAST_ID, MOST_ID) for _ in range(tokens)]
-            transfer = uuid4().hex
+            await _ask(http, peer.url, model, prompt)
+            return prompt
+
+        async def once(prompt: Sequence[int]) -> float:
+            tokens, transfer = len(prompt), uuid4().hex
             give = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}
             take = {
                 "do_remote_decode": False,
@@ -91,18 +112,27 @@ async def measure(
                 "remote_engine_id": page.engine_ids[0],
                 "transfer_id": transfer,
             }
-            await _ask(http, peer.url, model, prompt)  # so that the give leg computes nothing
             _, (taken_s, cached) = await asyncio.gather(
                 _ask(http, peer.url, model, prompt, give, peer.secret),
                 _ask(http, target, model, prompt, take, peer.secret),
             )
             again_s, _ = await _ask(http, target, model, prompt)
             if cached < FOUND_SHARE * tokens:
-                raise TargetError(f"of {tokens} tokens {cached} came from {peer.url}, the rest was computed")
+                came = f"of {tokens} tokens {cached} came from {peer.url}"
+                raise TargetError(f"{came}, the rest was computed; the logs of the two engines say why")
             return max(0.0, taken_s - again_s) * time_scale
 
-        await once(lengths[0])  # the engines connect
-        return Transfer([Moved(n, median([await once(n) for _ in range(repeat)])) for n in lengths])
+        async def some(tokens: int) -> Moved:
+            seconds = []
+            for _ in range(repeat):
+                prompt = await computed(tokens)
+                await once(await computed(lengths[0]))  # connects the engines, which may have idled
+                seconds.append(await once(prompt))
+            return Moved(tokens, median(seconds))
+
+        rows = [await some(tokens) for tokens in lengths]
+        taker, giver = (urlsplit(url).hostname or url for url in (target, peer.url))
+        return Transfer(rows, taker, giver)
 
 
 async def _ask(

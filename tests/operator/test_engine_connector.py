@@ -5,6 +5,7 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import chain
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,15 @@ class Worker:
     gives: asyncio.Event = field(default_factory=asyncio.Event)
     failed: list[str] = field(default_factory=list)
     arrived: list[str] = field(default_factory=list)
+    sent: list[list[tuple[int, int, int]]] = field(default_factory=list)
+    """What each call had: (source, target, length)."""
+
+    def send(self, pieces: list[tuple[int, int, int]]) -> int:
+        return self._send_blocks("peer", *(list(column) for column in zip(*pieces, strict=True)))
+
+    def _send_blocks(self, session: str, sources: list[int], targets: list[int], lengths: list[int]) -> int:
+        self.sent.append(list(zip(sources, targets, lengths, strict=True)))
+        return 0 if all(lengths) else -1
 
     def process_pulling_result(self, response: Any, pulls: dict[str, Pull]) -> None:
         for request in response.ok_reqs or []:
@@ -51,8 +61,10 @@ class Worker:
 
 
 class Theirs:
-    def __init__(self, worker: Worker | None) -> None:
+    def __init__(self, worker: Worker | None, protocol: str = "tcp") -> None:
         self.connector_worker = worker
+        told = SimpleNamespace(kv_connector_extra_config={"mooncake_protocol": protocol})
+        self._vllm_config = SimpleNamespace(kv_transfer_config=told)
 
 
 @pytest.fixture
@@ -96,6 +108,25 @@ async def test_what_fails_keeps_its_blocks_until_nothing_is_written_to_them_any_
     worker.process_pulling_result(result(failed=list(pulls)), pulls)
     assert not worker.failed
     assert await failed(worker, 1) == ["never"]
+
+
+@pytest.mark.parametrize(("protocol", "parts"), [("tcp", [100, 100, 50]), ("rdma", [250])])
+def test_what_mooncake_would_refuse_at_once_is_sent_in_parts(
+    connector: Any, protocol: str, parts: list[int]
+) -> None:
+    worker = Worker()
+    connector(worker, protocol)
+    pieces = [(n, 1000 + n, 64) for n in range(250)]
+    assert worker.send(pieces) == 0
+    assert [len(part) for part in worker.sent] == parts
+    assert list(chain(*worker.sent)) == pieces
+
+
+def test_nothing_follows_a_part_that_fails(connector: Any) -> None:
+    worker = Worker()
+    connector(worker)
+    assert worker.send([(n, n, 150 - n) for n in range(151)] * 2) == -1
+    assert len(worker.sent) == 2
 
 
 def test_a_scheduler_has_no_worker_and_nothing_is_reported(connector: Any) -> None:

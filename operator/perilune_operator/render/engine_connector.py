@@ -1,4 +1,4 @@
-"""vLLM's MooncakeConnector without four faults of vLLM 0.32; engines load it as `kv_connector_module_path`.
+"""vLLM's MooncakeConnector without five faults of vLLM 0.32; engines load it as `kv_connector_module_path`.
 
 - One message may ask for the KV of several requests. When the engine that gives ends after some of them have
   arrived, vLLM reports all of them as failed, also those that were answered since. Its scheduler asserts that
@@ -11,6 +11,9 @@
 - MultiConnector requires Prometheus metrics of every connector that reports how transfers went, and
   MooncakeConnector reports without having such metrics: beside a store, the first hand-off that succeeds
   would end the engine. This one does not report.
+- Over TCP, Mooncake 0.3.13 refuses pieces of KV, blocks of one layer that lie side by side, while 1,024 wait
+  for the engine that takes (kvcache-ai/Mooncake#4209; newer versions let 65,535 wait, #3710). vLLM sends all
+  of a request at once, so long prompts may not arrive. Here they are sent in parts.
 
 Only vLLM itself is imported, because the file is mounted into engines alone.
 """
@@ -26,6 +29,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import (  # type: ign
 
 SETTLE_S = 1.0
 """How long blocks of a failed transfer are kept. Mooncake has then written what this worker had received."""
+PROTOCOL = "mooncake_protocol"
+PART = 100
+"""Pieces that are sent at once: vLLM's ten threads together stay below what Mooncake lets wait."""
 LOOK_AGAIN_S = 0.1
 """Seconds between two connections to the giver's port."""
 
@@ -37,6 +43,8 @@ class MooncakeConnector(mooncake_connector.MooncakeConnector):  # type: ignore[m
             _be_done_with_what_arrived(self.connector_worker)
             _fail_when_the_giver_ends(self.connector_worker)
             _fail_later(self.connector_worker)
+            if self._vllm_config.kv_transfer_config.kv_connector_extra_config.get(PROTOCOL) == "tcp":
+                _send_in_parts(self.connector_worker)
 
     def get_kv_connector_stats(self) -> None:
         """Report nothing."""
@@ -101,3 +109,17 @@ def _fail_later(worker: Any) -> None:
         asyncio.get_running_loop().call_later(SETTLE_S, report, *failed)
 
     worker._handle_failed_recv = later  # noqa: SLF001
+
+
+def _send_in_parts(worker: Any) -> None:
+    """Have the worker send a request's KV in parts, until one fails."""
+    send = worker._send_blocks  # noqa: SLF001
+
+    def sent(session: str, sources: list[int], targets: list[int], lengths: list[int]) -> int:
+        for at in range(0, len(lengths), PART):
+            part = slice(at, at + PART)
+            if failure := send(session, sources[part], targets[part], lengths[part]):
+                return int(failure)
+        return 0
+
+    worker._send_blocks = sent  # noqa: SLF001
