@@ -22,7 +22,7 @@ from perilune_operator.render import engine_door
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="session")]
 KV_BYTES = 8192
-"""Of one token of this model in float32."""
+"""Bytes of KV that this model keeps of each token, in float32."""
 LONGEST, OTHER = 4096, 3000
 """Tokens of the longest prompt that the command measures, and of the longest that is then predicted."""
 MOST, MOST_MOVED = 3.0, 4.0
