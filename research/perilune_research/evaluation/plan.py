@@ -152,6 +152,7 @@ ADMISSION: Mapping[str, tuple[str, float, int]] = {
 the gateway holds them, and retries of their clients."""
 FOUR = "each request goes to one of four gateways by chance"
 LONG = (("turns_alpha", 0.8),)
+TENANTS = "two tenants send, one ten times as much as the other"
 
 
 def _admitting(arm: str, suffix: str, means: str = "", **changes: Any) -> dict[str, Pool]:
@@ -183,6 +184,8 @@ POOLS: Mapping[str, Pool] = {
     },
     "none-long": _but("none", "sessions have more turns", traffic=LONG),
     **_admitting("none", "-long", "sessions have more turns, ", traffic=LONG),
+    "none-tenants": _but("none", TENANTS, tenants=(QUIET, GREEDY)),
+    **_admitting("none", "-tenants", f"{TENANTS}, ", tenants=(QUIET, GREEDY)),
     **{f"{arm}-four-gateways": _but(arm, FOUR, gateways=4) for arm in Arm},
     **{
         f"{arm}-{name}-link": _but(arm, f"KV goes over {means}", link=name)
@@ -388,6 +391,7 @@ def _more(sample: Sequence[int]) -> tuple[Play, ...]:
     )
 
 
+_IN_NONE = ("none-four-gateways", "none-long", "none-tenants")
 _ADMISSION: Mapping[str, Any] = {
     "shown": (
         *(metrics.TTFT_P90, metrics.LATER_TTFT_P90, metrics.OUTPUT),
@@ -417,17 +421,17 @@ SECTIONS: tuple[Section, ...] = (
     ),
     Section(
         name="admission-elsewhere",
-        title="session admission in other arms, with four gateways, and with longer sessions",
+        title="session admission in other arms, with four gateways, longer sessions, or two tenants",
         plays=(
             Play(
                 [
                     f"{base}{kind}"
-                    for base in ("handoff", "store", "both", "none-four-gateways", "none-long")
+                    for base in ("handoff", "store", "both", *_IN_NONE)
                     for kind in ("", "-admission")
                 ],
                 ("R", "1.25 R", "1.6 R"),
                 (DEFAULT,),
-                seeds(1, 8),
+                _SIXTEEN,
             ),
         ),
         base=SHORT,
