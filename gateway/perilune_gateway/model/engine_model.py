@@ -80,6 +80,11 @@ class EngineModel:
         flops = self.flops_per_token * new_tokens + self.attention_flops * attended
         return self.scale * (flops / self.flops_per_s + self.prefill_fixed_s)
 
+    @property
+    def begin_s(self) -> float:
+        """Seconds of a step in which prefills begin, besides those that grow with their tokens."""
+        return self.scale * self.prefill_fixed_s
+
     def pace(self) -> float:
         """Return how many times as long as on `H20_30B` a prefill of `PACE_TOKENS` new tokens takes."""
         return self.prefill_s(PACE_TOKENS) / _PACE_S

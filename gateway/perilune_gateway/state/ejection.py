@@ -16,8 +16,9 @@
    `slow_factor`. Endpoints of an overloaded pool stand still for a while and then go on, so the time counts,
    too, for which a fifth of the endpoints have lately stood still before a sign; and while a part of the
    pool cannot be used, the others have its work, and get as much more time. So neither a queue nor a pool in
-   which everything takes long ejects anybody. Where no KV event is expected, the time until the answer's
-   head takes its place.
+   which everything takes long ejects anybody. Where contexts fill an endpoint's KV pool, prompts wait for the
+   end of others, perhaps for all of those that began together; so each block that it stores is a sign there.
+   Where no KV event is expected, the time until the answer's head takes its place.
 3. An endpoint is ejected if at least `failure_share` of its latest evidence is bad, or the last IN_A_ROW
    pieces are, from SOURCES different sessions, and if the other endpoints do less than half as badly. Its
    tenants have to agree: at least `failure_share` of those that gave evidence of it lately accuse it, which
@@ -152,6 +153,10 @@ class _Record(Struct, gc=False, kw_only=True):
     """Time from which a trial may begin."""
     sign_at: float = -inf
     """Time of the latest KV event that ended a prefill."""
+    stored_at: float = -inf
+    """Time of the latest KV event that stored a block on the device."""
+    full_at: float = -inf
+    """Time when the contexts there were last seen to fill its KV pool."""
     longest_s: float = 0.0
     """The longest predicted prefill of those that it has to do."""
     pauses: float = 1.0
@@ -174,13 +179,22 @@ class _Record(Struct, gc=False, kw_only=True):
 class Ejection:
     """The standing of every endpoint of a pool."""
 
-    def __init__(self, rules: Rules, requests: Requests, tell: Tell, *, keyed: bool = False) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        requests: Requests,
+        tell: Tell,
+        *,
+        keyed: bool = False,
+        is_full: Callable[[str], bool] = lambda address: False,
+    ) -> None:
         """`tell` hears `Judged`. `keyed`: the gateway sends the key that engines demand, in place of what
-        clients send."""
+        clients send. `is_full`: whether the contexts of its requests fill the endpoint's KV pool."""
         self.rules = rules
         self._requests = requests
         self._tell = tell
         self._keyed = keyed
+        self._is_full = is_full
         self.ejections: Counter[tuple[str, Cause]] = Counter()
         """(address, cause) → number of ejections."""
         self._records: dict[str, _Record] = {}
@@ -231,7 +245,8 @@ class Ejection:
 
     def on_blocks_changed(self, fact: BlocksChanged) -> None:
         if fact.applied.stored and fact.applied.tier is Tier.DEVICE:
-            self._record(fact.applied.endpoint).blind = False
+            record = self._record(fact.applied.endpoint)
+            record.blind, record.stored_at = False, fact.now
 
     def on_ended(self, fact: Ended) -> None:
         self._ended(fact.request, fact.now, well=fact.answered)
@@ -489,7 +504,12 @@ class Ejection:
         stall_s = self._stall_s if wait.by_event else 0.0
         patience_s = self.rules.slow_factor * (self._usual_s(wait, record) + stall_s)
         due = now - max(LEAST_PATIENCE_S, patience_s) * self._strain
-        return due if not wait.by_event or record.sign_at < due else -inf
+        if not wait.by_event:
+            return due
+        if self._is_full(wait.address):
+            record.full_at = now
+        sign_at = record.stored_at if record.full_at > due else record.sign_at
+        return due if sign_at < due else -inf
 
     def _usual_s(self, wait: Wait, record: _Record) -> float:
         """Return the seconds until the first sign that hardly any request of the pool exceeds."""

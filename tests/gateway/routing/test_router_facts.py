@@ -130,9 +130,9 @@ def test_an_engine_slower_than_believed_is_found_out() -> None:
         before = rig.router.state.calibration.prefill_ratio(record.target, rig.now)
         rig.now += 2.0 * predicted_s
         rig.stored(record.target, ids)
-        assert rig.router.state.calibration.prefill_ratio(record.target, rig.now) > before
         rig.now += 5.0
         rig.finish(routed)
+        assert rig.router.state.calibration.prefill_ratio(record.target, rig.now) > before
     known = rig.router.state.calibration.of(record.target, rig.now)
     assert 1.5 < known.prefill.ratio <= 2.0
     assert known.decode_s == pytest.approx(5.0)
@@ -148,8 +148,8 @@ def test_how_fast_an_engine_is_shows_in_short_prompts_too(times: float) -> None:
         routed, record = route(rig, ids, x_session_id="s")
         rig.now += times * (H20_30B.request_overhead_s(160) + H20_30B.prefill_s(160))
         rig.stored(record.target, ids)
-        rig.finish(routed)
         rig.now += 1.0
+        rig.finish(routed)
     known = rig.router.state.calibration.of(record.target, rig.now)
     assert known.prefill.observations == 60
     assert known.prefill.ratio == pytest.approx(times, rel=0.05)
@@ -196,6 +196,8 @@ def test_a_prefill_that_waited_is_measured_from_when_it_could_begin() -> None:
     rig.stored(record.target, LONG)
     rig.now += predicted_s
     rig.stored(record.target, other)
+    rig.now += 1.0
+    rig.finish(second)
     known = rig.router.state.calibration.of(record.target, rig.now)
     assert known.prefill.observations == 2
     assert known.prefill.ratio == pytest.approx(1.0)

@@ -1,7 +1,9 @@
 """How fast endpoints are, as their requests tell."""
 
 import pytest
+from msgspec.structs import replace
 
+from perilune_gateway.model import H20_30B
 from perilune_gateway.model.forecast import PrefillForecast
 from perilune_gateway.routing.speed_learning import SpeedLearning
 from perilune_gateway.state import facts
@@ -19,7 +21,7 @@ def sent(at: float, forecast: PrefillForecast = PREFILL, *, learns: bool = True)
 
 
 def learnt(*prefills: tuple[InFlight, float]) -> list[Measured]:
-    """Return what is learnt when these prefills end at these times."""
+    """Return what is learnt when these prefills end at these times, and one long after them."""
     measured: list[Measured] = []
 
     def tell(fact: facts.Fact) -> None:
@@ -27,21 +29,46 @@ def learnt(*prefills: tuple[InFlight, float]) -> list[Measured]:
         measured.append(fact.seen)
 
     learning = SpeedLearning(Calibration(tell=tell))
-    for request, ended_at in prefills:
+    for request, ended_at in (*prefills, (sent(90.0, learns=False), 91.0)):
         learning.on_prefilled(Prefilled(request, ended_at, True))
     return measured
 
 
+def prefills(*ended: tuple[InFlight, float]) -> list[tuple[float, float]]:
+    """Return (observed, predicted) seconds of each prefill that is learnt from."""
+    return [(m.observed_s, m.predicted_s) for m in learnt(*ended) if m.of is Measure.PREFILL]
+
+
 def test_a_prefill_on_an_idle_endpoint_took_its_overhead_too() -> None:
-    prefill, ttft = learnt((sent(10.0), 13.0))
+    ttft, prefill = learnt((sent(10.0), 13.0))
     assert prefill == Measured(of=Measure.PREFILL, endpoint="a", observed_s=3.0, predicted_s=1.5)
     assert (ttft.of, ttft.observed_s, ttft.predicted_s) == (Measure.TTFT, 3.0, pytest.approx(4.5))
 
 
 def test_a_prefill_that_waited_ran_since_the_one_before() -> None:
-    *_, prefill, ttft = learnt((sent(10.0), 13.0), (sent(11.0), 15.0))
-    assert prefill == Measured(of=Measure.PREFILL, endpoint="a", observed_s=2.0, predicted_s=1.0)
-    assert ttft.observed_s == 4.0
+    assert prefills((sent(10.0), 13.0), (sent(11.0), 15.0)) == [(3.0, 1.5), (2.0, 1.0)]
+
+
+def test_prefills_of_one_step_are_one_observation_and_begin_it_once() -> None:
+    together = [(sent(10.0), 13.0), (sent(10.5), 13.0), (sent(12.0), 13.001)]
+    assert prefills(*together) == [(pytest.approx(3.001), pytest.approx(3.5 - 2 * H20_30B.begin_s))]
+    behind = [(sent(9.0), 10.5), *together]
+    assert prefills(*behind)[1] == (pytest.approx(2.501), pytest.approx(3.0 - 2 * H20_30B.begin_s))
+
+
+def test_an_endpoint_with_many_waiting_prompts_does_not_look_faster() -> None:
+    """Engines of the same speed, of which one ends four short prompts in each step."""
+    known, short = Calibration(), H20_30B.prefill_s(100)
+    learning = SpeedLearning(known)
+    forecast = PrefillForecast(prefill_s=short, calibrated_s=short)
+    for step in range(1, 200):
+        for endpoint, prompts in (("a", 1), ("b", 4)):
+            took_s = H20_30B.step_s(100 * prompts, 100 * prompts * 50, 0, 0, True)
+            for _ in range(prompts):
+                request = replace(sent(0.0, forecast), target=endpoint)
+                learning.on_prefilled(Prefilled(request, step * took_s, True))
+    assert known.prefill_ratio("a", 10.0) == pytest.approx(1.0, abs=0.01)
+    assert known.prefill_ratio("b", 10.0) == pytest.approx(1.0, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -56,9 +83,10 @@ def test_fetching_took_what_prefill_and_overhead_do_not_explain(
 
 
 def test_fetching_behind_another_prefill_tells_nothing() -> None:
-    assert len(learnt((sent(10.0), 13.0), (sent(11.0, PULL), 15.0))) == len(learnt((sent(10.0), 13.0)))
+    assert learnt((sent(10.0), 13.0), (sent(11.0, PULL), 15.0)) == learnt((sent(10.0), 13.0))
+    assert learnt((sent(10.0, PULL), 15.0), (sent(10.0), 15.0))[1].of is Measure.TTFT
+    assert prefills((sent(10.0, PULL), 15.0), (sent(10.0), 15.0)) == []
 
 
 def test_a_prefill_of_which_nothing_is_to_be_learnt_still_ends_before_the_next_one() -> None:
-    prefill, _ = learnt((sent(10.0, learns=False), 13.0), (sent(11.0), 15.0))
-    assert prefill.observed_s == 2.0
+    assert prefills((sent(10.0, learns=False), 13.0), (sent(11.0), 15.0)) == [(2.0, 1.0)]

@@ -7,8 +7,9 @@ from request_records import answered, decided, ended, in_flight
 
 from perilune_api.pool import Ejection as Rules
 from perilune_gateway.model import SessionKey
+from perilune_gateway.model.applied import Applied
 from perilune_gateway.state.ejection import TABLE, Ejection, Event, Standing
-from perilune_gateway.state.facts import EndpointLeft, Fact, Judged
+from perilune_gateway.state.facts import BlocksChanged, EndpointLeft, Fact, Judged
 from perilune_gateway.state.in_flight import Cause, InFlight, Requests
 from perilune_gateway.state.request_facts import Prefilled, Rerouted
 from perilune_gateway.state.session import Session
@@ -30,7 +31,10 @@ class Pool:
         self.addresses = [f"e{i}" for i in range(size)]
         self.out: dict[str, str] = {}
         self.requests = Requests()
-        self.ejection = Ejection(rules, self.requests, self.judged, keyed=keyed)
+        self.full: set[str] = set()
+        self.ejection = Ejection(
+            rules, self.requests, self.judged, keyed=keyed, is_full=lambda address: address in self.full
+        )
         self.alone_s = 1.0
         self._tickets = iter(range(1_000_000))
 
@@ -317,6 +321,25 @@ def test_a_queue_is_not_late_while_it_moves() -> None:
         pool.now += 1.0
         pool.ejection.on_prefilled(Prefilled(request, pool.now, True))
         assert pool.judge() == {}
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_prompts_may_wait_where_contexts_fill_the_pool_as_long_as_blocks_are_stored(hangs: bool) -> None:
+    pool = Pool()
+    pool.alone_s = 0.02
+    pool.full.add("e0")
+    for _ in range(6):
+        pool.send("e0", by_event=True)
+    for _ in range(100):
+        if not hangs:
+            applied = Applied(endpoint="e0", stored=(1,))
+            pool.ejection.on_blocks_changed(BlocksChanged(applied, pool.now))
+        pool.judge()
+    assert pool.out == ({"e0": Cause.LATE} if hangs else {})
+    pool.full.clear()
+    for _ in range(200):
+        pool.judge()
+    assert pool.out == {"e0": Cause.LATE}, "there is room now"
 
 
 @pytest.mark.parametrize(("others", "seconds"), [(0, 2.1), (1, 2.1), (2, 3.6)])
