@@ -135,13 +135,19 @@ class Soak:
             problems = (await answer.json())["problems"]
         return {p["endpoint"]: p["message"] for p in problems if p["kind"] == kind}
 
+    async def loads(self) -> dict[str, str]:
+        """Return what each endpoint has to do, by the gateway."""
+        async with self.http.get(self.stack.admin_url + "/api/nodes/stats") as answer:
+            nodes = (await answer.json())["nodes"]
+        return {n["address"]: "{in_flight} in flight, {waiting} wait".format(**n["load"]) for n in nodes}
+
     async def watch(self) -> None:
         """Look who is ejected, again and again."""
         wrongly: set[str] = set()
         while True:
             await asyncio.sleep(0.5)
             try:
-                ejected = await self.health("ejected")
+                ejected, loads = await self.health("ejected"), await self.loads()
             except ENDED:  # the gateway is restarted
                 continue
             now, before = time.monotonic(), wrongly
@@ -153,7 +159,7 @@ class Soak:
             }
             self.ejected.update(wrongly)
             for address in wrongly - before:
-                print(f"{address} is {ejected[address]}", flush=True)
+                print(f"{address} is {ejected[address]}: {loads}", flush=True)
 
     async def break_one(self, number: int) -> None:
         await self.fault(number, {"status": 500})

@@ -22,7 +22,7 @@ from perilune_gateway.feeds.kv_events import decode, replay_frames
 from perilune_gateway.feeds.kv_rank import Rank, Shared
 from perilune_gateway.feeds.kv_sequence import Replayed, judge
 from perilune_gateway.feeds.turns import Work
-from perilune_gateway.feeds.zmq_sockets import readable, take
+from perilune_gateway.feeds.zmq_sockets import Socket, readable, take
 from perilune_gateway.model import ProtocolError
 from perilune_gateway.model.kv_events import Lost
 
@@ -48,6 +48,30 @@ class _Answer(StrEnum):
     BROKEN = auto()
     """Messages before it were dropped on their way."""
     RESTARTED = auto()
+
+
+class _Inbox:
+    """What was read of one replay and not applied yet."""
+
+    def __init__(self, socket: Socket) -> None:
+        self.taken = 0
+        """Number of messages that were taken out."""
+        self._socket = socket
+        self._waiting: deque[list[bytes]] = deque()
+        self._bytes = 0
+
+    def fill(self) -> bool:
+        """Read what the socket has, and return whether a message waits."""
+        while self._bytes < REPLAY_BYTES and (frames := take(self._socket)):
+            self._waiting.append(frames)
+            self._bytes += len(frames[-1])
+        return bool(self._waiting)
+
+    def take(self) -> list[bytes]:
+        frames = self._waiting.popleft()
+        self._bytes -= len(frames[-1])
+        self.taken += 1
+        return frames
 
 
 class Replays:
@@ -91,25 +115,18 @@ class Replays:
         """Make one request and apply the answers up to the first hole. Return whether the replay ended; if
         not, the next number is to be asked for. Raises ProtocolError, also when more than `most` messages
         have been replayed."""
-        shared, answer, first = self._shared, _Answer.GOES_ON, True
-        waiting: deque[list[bytes]] = deque()
-        held_bytes = 0
+        shared, answer = self._shared, _Answer.GOES_ON
         socket = zmq_sockets.new_socket(shared.context, zmq.DEALER, REPLAY_QUEUE)
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
             zmq_sockets.connect(socket, self._rank.publisher.replay)
             asked = max(self._rank.tracker.expected - 1, 0)
             socket.send_multipart([b"", asked.to_bytes(8, "big")], zmq.NOBLOCK)
-            patience_s = shared.replay_timeout_s
+            patience_s, inbox = shared.replay_timeout_s, _Inbox(socket)
             while answer is _Answer.GOES_ON:
-                while held_bytes < REPLAY_BYTES and (frames := take(socket)):
-                    waiting.append(frames)
-                    held_bytes += len(frames[-1])
-                if waiting:
-                    frames = waiting.popleft()
-                    held_bytes -= len(frames[-1])
-                    answer = await shared.turns.run(self._replayed(frames, first, most))
-                    first, patience_s = False, shared.replay_timeout_s
+                if inbox.fill():
+                    answer = await shared.turns.run(self._arrived(inbox, most))
+                    patience_s = shared.replay_timeout_s
                 elif take(monitor):
                     patience_s = shared.answer_timeout_s
                 else:
@@ -122,6 +139,15 @@ class Replays:
             monitor.close(linger=0)
             socket.close(linger=0)
         return answer is _Answer.ENDED
+
+    def _arrived(self, inbox: _Inbox, most: int) -> Work[_Answer]:
+        """Apply the answers that have come, and those that come meanwhile."""
+        answer = _Answer.GOES_ON
+        while answer is _Answer.GOES_ON and inbox.fill():
+            first = not inbox.taken
+            answer = yield from self._replayed(inbox.take(), first, most)
+            yield None
+        return answer
 
     def _replayed(self, frames: list[bytes], first: bool, most: int) -> Work[_Answer]:
         """Apply one answer, by rules 4 and 5 of kv_sequence.py."""

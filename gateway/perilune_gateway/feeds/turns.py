@@ -6,8 +6,11 @@ A step is never split, so a turn takes at most the budget and one step.
 
     work, work, work ─▶ step, step, step … until BUDGET_S ─▶ requests ─▶ step …
 
-Under load, work waits and decisions do not. Work that has to wait for something else yields a `Nap` and goes
-on when it is woken. `busy` says which share of the loop's time the steps took.
+Under load, work waits and decisions do not, as long as they leave it half of the time: what they took since
+the last turn, MOST_S at most, is the turn's budget if it is more. Otherwise a gateway that is busy with
+requests would fall behind the events of engines without end, and decide by what they cached minutes ago. Work
+that has to wait for something else yields a `Nap` and goes on when it is woken. `busy` says which share of
+the loop's time the steps took.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from functools import partial
+from math import inf
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -51,8 +55,8 @@ class Nap:
 Work = Generator[Nap | None, None, T]
 """Work that returns T."""
 
-BUDGET_S = 0.0005
-"""Seconds of work in each turn of the event loop."""
+BUDGET_S, MOST_S = 0.0005, 0.005
+"""Seconds of work in each turn of the event loop, and in one after requests that took long."""
 WINDOW_S = 10.0
 """Seconds over which `busy` is measured, at least; at most twice as many."""
 
@@ -64,6 +68,8 @@ class Turns:
         self._budget_s = budget_s
         self._clock = clock
         self._queue: deque[tuple[Work[Any], asyncio.Future[Any]]] = deque()
+        self._left_s = inf
+        """Time when a turn left work over for the next one."""
         self._due = False
         """Whether the event loop will take a turn, or does."""
         self._spent_s = 0.0
@@ -94,13 +100,14 @@ class Turns:
     def _turn(self) -> None:
         queue, clock = self._queue, self._clock
         began = now = clock()
-        while queue and now - began < self._budget_s:
+        budget_s = max(self._budget_s, min(MOST_S, began - self._left_s))
+        while queue and now - began < budget_s:
             work, done = queue.popleft()
             if not done.cancelled():
                 self._step(work, done)
             now = clock()
         self._spent_s += now - began
-        self._due = bool(queue)
+        self._due, self._left_s = bool(queue), now if queue else inf
         if queue:
             asyncio.get_running_loop().call_soon(self._turn)
 

@@ -17,8 +17,9 @@
    too, for which a fifth of the endpoints have lately stood still before a sign; and while a part of the
    pool cannot be used, the others have its work, and get as much more time. So neither a queue nor a pool in
    which everything takes long ejects anybody. Where contexts fill an endpoint's KV pool, prompts wait for the
-   end of others, perhaps for all of those that began together; so each block that it stores is a sign there.
-   Where no KV event is expected, the time until the answer's head takes its place.
+   end of others, perhaps for all of those that began together, and where its events come late, signs do; so
+   any block that it stores is a sign there. Where no KV event is expected, the time until the answer's head
+   takes its place.
 3. An endpoint is ejected if at least `failure_share` of its latest evidence is bad, or the last IN_A_ROW
    pieces are, from SOURCES different sessions, and if the other endpoints do less than half as badly. Its
    tenants have to agree: at least `failure_share` of those that gave evidence of it lately accuse it, which
@@ -155,8 +156,8 @@ class _Record(Struct, gc=False, kw_only=True):
     """Time of the latest KV event that ended a prefill."""
     stored_at: float = -inf
     """Time of the latest KV event that stored a block on the device."""
-    full_at: float = -inf
-    """Time when the contexts there were last seen to fill its KV pool."""
+    any_block_at: float = -inf
+    """Time when any block was last a sign there."""
     longest_s: float = 0.0
     """The longest predicted prefill of those that it has to do."""
     pauses: float = 1.0
@@ -186,15 +187,15 @@ class Ejection:
         tell: Tell,
         *,
         keyed: bool = False,
-        is_full: Callable[[str], bool] = lambda address: False,
+        any_block: Callable[[str], bool] = lambda address: False,
     ) -> None:
         """`tell` hears `Judged`. `keyed`: the gateway sends the key that engines demand, in place of what
-        clients send. `is_full`: whether the contexts of its requests fill the endpoint's KV pool."""
+        clients send. `any_block`: whether any block that the endpoint stores is a sign, by point 2."""
         self.rules = rules
         self._requests = requests
         self._tell = tell
         self._keyed = keyed
-        self._is_full = is_full
+        self._any_block = any_block
         self.ejections: Counter[tuple[str, Cause]] = Counter()
         """(address, cause) → number of ejections."""
         self._records: dict[str, _Record] = {}
@@ -506,9 +507,9 @@ class Ejection:
         due = now - max(LEAST_PATIENCE_S, patience_s) * self._strain
         if not wait.by_event:
             return due
-        if self._is_full(wait.address):
-            record.full_at = now
-        sign_at = record.stored_at if record.full_at > due else record.sign_at
+        if self._any_block(wait.address):
+            record.any_block_at = now
+        sign_at = record.stored_at if record.any_block_at > due else record.sign_at
         return due if sign_at < due else -inf
 
     def _usual_s(self, wait: Wait, record: _Record) -> float:

@@ -97,6 +97,16 @@ class PoolState:
             engine.told(spec.engine.cost_model).scaled(spec.engine.prefill_scale),
             kv_bytes_per_token=spec.model.kv_bytes_per_token,
         )
+        parity = ParityCheck(
+            spec.engine.hashing,
+            spec.engine.block_size,
+            lora_paths={lora.name: lora.path for lora in spec.model.loras},
+        )
+
+        def any_block(address: str) -> bool:
+            full = loads.at(address).context_tokens >= fleet.kv_tokens(address)
+            return full or parity.is_late(address)
+
         return cls(
             facts=facts,
             requests=requests,
@@ -112,18 +122,8 @@ class PoolState:
             index=index,
             calibration=Calibration(believed, facts.tell, fleet.level),
             computed_again=ComputedAgain(),
-            parity=ParityCheck(
-                spec.engine.hashing,
-                spec.engine.block_size,
-                lora_paths={lora.name: lora.path for lora in spec.model.loras},
-            ),
-            ejection=Ejection(
-                spec.routing.ejection,
-                requests,
-                facts.tell,
-                keyed=keyed,
-                is_full=lambda address: loads.at(address).context_tokens >= fleet.kv_tokens(address),
-            ),
+            parity=parity,
+            ejection=Ejection(spec.routing.ejection, requests, facts.tell, keyed=keyed, any_block=any_block),
             block_tokens=BlockTokens(spec.engine.block_size, cached=index.__contains__),
             connectors=Connectors(fleet.alike),
             host_tiers=HostTiers(fleet.alike),

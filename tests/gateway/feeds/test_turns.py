@@ -39,6 +39,22 @@ async def test_a_turn_of_the_loop_takes_two_steps_of_all():
     assert [turns.count(turn) for turn in sorted(set(turns))] == [2] * 5
 
 
+@pytest.mark.parametrize(("requests_s", "steps"), [(0.001, 2), (0.004, 4), (0.1, 5)])
+async def test_work_gets_as_much_time_as_requests_took_and_five_milliseconds_at_most(
+    requests_s: float, steps: int
+):
+    bench = Bench(budget_s=0.002)
+    done = bench.turns.run(bench.work("work", 40))
+    while not done.done():
+        await asyncio.sleep(0)
+        bench.now += requests_s
+        bench.turn += 1
+    turns = [turn for _, turn in bench.steps]
+    counts = [turns.count(turn) for turn in sorted(set(turns))]
+    assert counts[0] == 2, "nothing waited before"
+    assert set(counts[1:-1]) == {steps}
+
+
 async def test_long_work_does_not_delay_short_work():
     bench = Bench(budget_s=0.002)
     long, short = bench.turns.run(bench.work("long", 50)), bench.turns.run(bench.work("short", 2))
