@@ -200,6 +200,7 @@ class ServedPool:
         state = self.state
         sink = EventSink(self.blocks, state.parity, self.router, clock, state.block_tokens)
         self.events = EventFeeds(sink, time.time, self._rng)
+        state.ejection.hears = self.events.hears
         self.prefill_legs = prefill_legs.PrefillLegs(
             self.router.moves.remote_prefills, state.connectors, secret
         )

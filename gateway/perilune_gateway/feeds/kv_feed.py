@@ -133,6 +133,7 @@ class _Feed:
             self._counters.failure = ""
         if event == zmq.EVENT_DISCONNECTED:
             self._behind = self._gone = True
+            self._counters.behind_s = 0.0
         elif event == zmq.EVENT_CONNECT_RETRIED:
             self._gone = False
 

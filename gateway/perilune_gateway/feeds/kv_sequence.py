@@ -1,15 +1,17 @@
 """Finds missing and repeated KV messages, and restarts of an engine, from sequence numbers.
 
 1. An engine numbers its messages from 0 in each process. The number after the last applied one is the next.
-2. A higher number means that messages before it are missing.
+2. A higher number means that messages before it are missing, or, if it was published earlier than the last
+   one, that it comes from a process before this one: what a dead engine had sent is read beside what the new
+   one sends.
 3. A lower number is a repetition or, if it was published later than the last one, from a restarted engine.
 4. A replay is requested from one message before the missing ones. If that message is not the one that was
    applied, the engine has restarted; if the replay begins later, the missing messages are lost.
 5. A number left out within a replay was dropped on its way, so it is asked for again.
 
 Publication times are those of the engine's clock. After that clock was set back, messages of a restarted
-engine look old until a replay is requested. Pure, except `applied` and `forget`. kv_feed.py reads messages
-and requests replays.
+engine look old until a replay is requested, and so do those after missing ones for as long as it was set
+back. Pure, except `applied` and `forget`. kv_feed.py reads messages and requests replays.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class Order(StrEnum):
     RESTART = "restart"
     """It comes from a new engine process."""
     OLD = "old"
-    """It was applied before."""
+    """It was applied before, or comes from a process before this one."""
 
 
 class SequenceTracker:
@@ -55,7 +57,7 @@ class SequenceTracker:
         if seq == self.expected:
             return Order.NEXT
         if seq > self.expected:
-            return Order.GAP
+            return Order.OLD if published_s < self.published_s else Order.GAP
         return Order.RESTART if published_s > self.published_s else Order.OLD
 
     def applied(self, seq: int, published_s: float) -> None:

@@ -32,7 +32,7 @@ from perilune_gateway.model.applied import Applied
 from perilune_gateway.model.kv_events import Batch, BlockStored, EventStats, IngestStats
 from perilune_gateway.state.block_tokens import BlockTokens
 from perilune_gateway.state.engine_blocks import EngineBlocks
-from perilune_gateway.state.parity import Parity, ParityCheck, Report
+from perilune_gateway.state.parity import LATE_S, Parity, ParityCheck, Report
 
 log = logging.getLogger(__name__)
 
@@ -212,6 +212,12 @@ class EventFeeds:
             lost=lost.lost if lost else None,
             **{name: sum(getattr(c, name) for c in ranks) for name in _SUMMED},
         )
+
+    def hears(self, endpoint: str) -> bool:
+        """Return whether the endpoint's events come in time: none are replayed, and none wait for longer than
+        `LATE_S`."""
+        ranks = self._ranks.get(endpoint, ())
+        return not any(c.catching_up or c.behind_s > LATE_S for c in ranks)
 
     def caught_up(self) -> bool:
         """Return whether every feed that runs has once read what its publisher had announced before."""

@@ -17,9 +17,9 @@
    too, for which a fifth of the endpoints have lately stood still before a sign; and while a part of the
    pool cannot be used, the others have its work, and get as much more time. So neither a queue nor a pool in
    which everything takes long ejects anybody. Where contexts fill an endpoint's KV pool, prompts wait for the
-   end of others, perhaps for all of those that began together, and where its events come late, signs do; so
-   any block that it stores is a sign there. Where no KV event is expected, the time until the answer's head
-   takes its place.
+   end of others, perhaps for all of those that began together; so each block that it stores is a sign there.
+   No request is late while an endpoint's events are. Where no KV event is expected, the time until the
+   answer's head takes its place.
 3. An endpoint is ejected if at least `failure_share` of its latest evidence is bad, or the last IN_A_ROW
    pieces are, from SOURCES different sessions, and if the other endpoints do less than half as badly. Its
    tenants have to agree: at least `failure_share` of those that gave evidence of it lately accuse it, which
@@ -156,8 +156,10 @@ class _Record(Struct, gc=False, kw_only=True):
     """Time of the latest KV event that ended a prefill."""
     stored_at: float = -inf
     """Time of the latest KV event that stored a block on the device."""
-    any_block_at: float = -inf
-    """Time when any block was last a sign there."""
+    full_at: float = -inf
+    """Time when the contexts there were last seen to fill its KV pool."""
+    unheard_at: float = -inf
+    """Time when its events were last seen to come late."""
     longest_s: float = 0.0
     """The longest predicted prefill of those that it has to do."""
     pauses: float = 1.0
@@ -187,15 +189,17 @@ class Ejection:
         tell: Tell,
         *,
         keyed: bool = False,
-        any_block: Callable[[str], bool] = lambda address: False,
+        is_full: Callable[[str], bool] = lambda address: False,
     ) -> None:
         """`tell` hears `Judged`. `keyed`: the gateway sends the key that engines demand, in place of what
-        clients send. `any_block`: whether any block that the endpoint stores is a sign, by point 2."""
+        clients send. `is_full`: whether the contexts of its requests fill the endpoint's KV pool."""
         self.rules = rules
         self._requests = requests
         self._tell = tell
         self._keyed = keyed
-        self._any_block = any_block
+        self._is_full = is_full
+        self.hears: Callable[[str], bool] = lambda address: True
+        """Whether the endpoint's KV events come in time. Those who feed them may set it."""
         self.ejections: Counter[tuple[str, Cause]] = Counter()
         """(address, cause) → number of ejections."""
         self._records: dict[str, _Record] = {}
@@ -507,10 +511,12 @@ class Ejection:
         due = now - max(LEAST_PATIENCE_S, patience_s) * self._strain
         if not wait.by_event:
             return due
-        if self._any_block(wait.address):
-            record.any_block_at = now
-        sign_at = record.stored_at if record.any_block_at > due else record.sign_at
-        return due if sign_at < due else -inf
+        if self._is_full(wait.address):
+            record.full_at = now
+        if not self.hears(wait.address):
+            record.unheard_at = now
+        sign_at = record.stored_at if record.full_at > due else record.sign_at
+        return due if max(sign_at, record.unheard_at) < due else -inf
 
     def _usual_s(self, wait: Wait, record: _Record) -> float:
         """Return the seconds until the first sign that hardly any request of the pool exceeds."""

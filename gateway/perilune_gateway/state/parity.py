@@ -128,11 +128,6 @@ class ParityCheck:
         """Record that a batch of events arrived `lag_s` seconds after publication; NaN for a replayed one."""
         self._of(endpoint).late = not lag_s <= LATE_S
 
-    def is_late(self, endpoint: str) -> bool:
-        """Return whether the last batch of events came late."""
-        state = self._endpoints.get(endpoint)
-        return state is not None and state.late
-
     def waits(self, endpoint: str, now: float) -> None:
         """Record that a batch brought blocks that are not used yet, because their parents are unknown."""
         self._of(endpoint).waited_at = now

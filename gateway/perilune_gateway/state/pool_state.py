@@ -97,15 +97,9 @@ class PoolState:
             engine.told(spec.engine.cost_model).scaled(spec.engine.prefill_scale),
             kv_bytes_per_token=spec.model.kv_bytes_per_token,
         )
-        parity = ParityCheck(
-            spec.engine.hashing,
-            spec.engine.block_size,
-            lora_paths={lora.name: lora.path for lora in spec.model.loras},
-        )
 
-        def any_block(address: str) -> bool:
-            full = loads.at(address).context_tokens >= fleet.kv_tokens(address)
-            return full or parity.is_late(address)
+        def is_full(address: str) -> bool:
+            return loads.at(address).context_tokens >= fleet.kv_tokens(address)
 
         return cls(
             facts=facts,
@@ -122,8 +116,12 @@ class PoolState:
             index=index,
             calibration=Calibration(believed, facts.tell, fleet.level),
             computed_again=ComputedAgain(),
-            parity=parity,
-            ejection=Ejection(spec.routing.ejection, requests, facts.tell, keyed=keyed, any_block=any_block),
+            parity=ParityCheck(
+                spec.engine.hashing,
+                spec.engine.block_size,
+                lora_paths={lora.name: lora.path for lora in spec.model.loras},
+            ),
+            ejection=Ejection(spec.routing.ejection, requests, facts.tell, keyed=keyed, is_full=is_full),
             block_tokens=BlockTokens(spec.engine.block_size, cached=index.__contains__),
             connectors=Connectors(fleet.alike),
             host_tiers=HostTiers(fleet.alike),

@@ -19,6 +19,7 @@ def tracker(*seen: tuple[int, float]) -> SequenceTracker:
         pytest.param([], 2, 1.0, Order.GAP, id="the first that we hear"),
         pytest.param([(4, 1.0)], 5, 2.0, Order.NEXT, id="the next"),
         pytest.param([(4, 1.0)], 7, 2.0, Order.GAP, id="one too late"),
+        pytest.param([(4, 1.0)], 7, 0.5, Order.OLD, id="of the process before"),
         pytest.param([(4, 1.0)], 4, 1.0, Order.OLD, id="the last again"),
         pytest.param([(4, 1.0)], 0, 0.5, Order.OLD, id="the first again"),
         pytest.param([(4, 1.0)], 0, 2.0, Order.RESTART, id="a new process"),

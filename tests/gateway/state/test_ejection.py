@@ -31,13 +31,13 @@ class Pool:
         self.addresses = [f"e{i}" for i in range(size)]
         self.out: dict[str, str] = {}
         self.requests = Requests()
-        self.any_block: set[str] = set()
+        self.full: set[str] = set()
         self.ejection = Ejection(
             rules,
             self.requests,
             self.judged,
             keyed=keyed,
-            any_block=lambda address: address in self.any_block,
+            is_full=lambda address: address in self.full,
         )
         self.alone_s = 1.0
         self._tickets = iter(range(1_000_000))
@@ -328,10 +328,10 @@ def test_a_queue_is_not_late_while_it_moves() -> None:
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_prompts_may_wait_where_any_block_is_a_sign_as_long_as_blocks_are_stored(hangs: bool) -> None:
+def test_prompts_may_wait_where_contexts_fill_the_pool_as_long_as_blocks_are_stored(hangs: bool) -> None:
     pool = Pool()
     pool.alone_s = 0.02
-    pool.any_block.add("e0")
+    pool.full.add("e0")
     for _ in range(6):
         pool.send("e0", by_event=True)
     for _ in range(100):
@@ -340,10 +340,25 @@ def test_prompts_may_wait_where_any_block_is_a_sign_as_long_as_blocks_are_stored
             pool.ejection.on_blocks_changed(BlocksChanged(applied, pool.now))
         pool.judge()
     assert pool.out == ({"e0": Cause.LATE} if hangs else {})
-    pool.any_block.clear()
+    pool.full.clear()
     for _ in range(200):
         pool.judge()
     assert pool.out == {"e0": Cause.LATE}, "there is room now"
+
+
+def test_no_prompt_is_late_while_events_are() -> None:
+    pool = Pool()
+    pool.alone_s = 0.02
+    unheard = {"e0"}
+    pool.ejection.hears = lambda address: address not in unheard
+    for _ in range(6):
+        pool.send("e0", by_event=True)
+    for _ in range(100):
+        assert pool.judge() == {}
+    unheard.clear()
+    for _ in range(100):
+        pool.judge()
+    assert pool.out == {"e0": Cause.LATE}
 
 
 @pytest.mark.parametrize(("others", "seconds"), [(0, 2.1), (1, 2.1), (2, 3.6)])
