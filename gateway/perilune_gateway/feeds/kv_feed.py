@@ -184,12 +184,12 @@ class _Feed:
             order = self._rank.tracker.order(seq, batch.published_s)
         if order is Order.GAP and not asked:
             return seq
-        if order is Order.OLD:
-            self._counters.old += 1
-            return 0
         lag_s = received_s - batch.published_s
         self._least_lag_s = min(self._least_lag_s, lag_s)
         self._counters.lag_s, self._counters.behind_s = lag_s, lag_s - self._least_lag_s
+        if order is Order.OLD:
+            self._counters.old += 1
+            return 0
         self._counters.heard_at = received_s
         yield from self._rank.apply(seq, batch, lag_s)
         return 0

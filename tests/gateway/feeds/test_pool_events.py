@@ -205,6 +205,20 @@ async def test_what_a_feed_said_is_forgotten_with_it(feeds: EventFeeds, fake: Fe
     assert len(router.applied) == 3, "the endpoint is gone, and all that was known of it"
 
 
+async def test_an_endpoint_is_heard_unless_a_rank_is_behind_or_replayed(
+    feeds: EventFeeds, fake: Feeds
+) -> None:
+    feeds.follow([of(ranks=2)])
+    await asyncio.sleep(0)
+    _, other = fake.counters.values()
+    assert feeds.hears("e")
+    other.behind_s = 1.5
+    assert not feeds.hears("e")
+    other.behind_s, other.catching_up = 0.5, 1
+    assert not feeds.hears("e")
+    assert feeds.hears("silent")
+
+
 async def test_ranks_are_summed_and_the_slowest_tells_the_lag(feeds: EventFeeds, fake: Feeds) -> None:
     feeds.follow([of(ranks=2)])
     await asyncio.sleep(0)
