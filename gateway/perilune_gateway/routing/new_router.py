@@ -85,7 +85,7 @@ def new_router(
         state.connectors,
         state.host_tiers,
         Claiming(state.index, state.facts.tell),
-        SpeedLearning(state.calibration),
+        SpeedLearning(state.calibration, state.loads),
         AnnouncementCheck(state),
         CarriedMoves(planner),
         turns,

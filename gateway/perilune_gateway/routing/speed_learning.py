@@ -3,8 +3,9 @@
 An engine prefills one prompt after the other, and short ones together in one step. So prefills that end
 together are one observation. They ran since the step before them ended, or since the first of them was sent;
 then that one's overhead came first. (One by one, all but the first would seem to take no time, and an
-endpoint would look the faster, the more prompts wait there.) Where KV was fetched, the time that prefill and
-overhead do not explain is that of fetching.
+endpoint would look the faster, the more prompts wait there.) While prompts of other gateways wait there, it
+is not known for whom it worked. Where KV was fetched, the time that prefill and overhead do not explain is
+that of fetching.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from perilune_gateway.model import Outcome
 from perilune_gateway.state.calibration import Calibration
 from perilune_gateway.state.facts import EndpointLeft
 from perilune_gateway.state.in_flight import InFlight
+from perilune_gateway.state.loads import Loads
 from perilune_gateway.state.request_facts import Ended, Prefilled
 
 TOGETHER_S = 0.002
@@ -43,8 +45,9 @@ class _Step:
 class SpeedLearning:
     """What the requests of one pool show of its endpoints' speed."""
 
-    def __init__(self, calibration: Calibration) -> None:
+    def __init__(self, calibration: Calibration, loads: Loads) -> None:
         self._calibration = calibration
+        self._loads = loads
         self._steps: dict[str, _Step] = {}
         """Address → the step there that may end further prefills. It is learnt from once it is over."""
         self._ended: dict[str, float] = {}
@@ -60,6 +63,8 @@ class SpeedLearning:
         request, now, known = fact.request, fact.now, self._calibration
         target, forecast = request.target, request.forecast
         step = self._step(target, now)
+        if self._loads.at(target).prefilling > self._loads.own(target).prefilling:
+            step.tells = False  # it may have prefilled for other gateways
         if not request.learns:
             step.tells = False
         elif forecast.fetch_s:

@@ -9,6 +9,7 @@ from perilune_gateway.routing.speed_learning import SpeedLearning
 from perilune_gateway.state import facts
 from perilune_gateway.state.calibration import Calibration, Measure, Measured
 from perilune_gateway.state.in_flight import InFlight
+from perilune_gateway.state.loads import NOTHING, AtEndpoint, Loads
 from perilune_gateway.state.request_facts import Prefilled
 
 PREFILL = PrefillForecast(uncached_tokens=1_000, calibrated_s=1.0, prefill_s=1.0, overhead_s=0.5, ttft_s=4.0)
@@ -20,15 +21,19 @@ def sent(at: float, forecast: PrefillForecast = PREFILL, *, learns: bool = True)
     return InFlight(ticket=1, target="a", join=1, started_at=at, sent_at=at, forecast=forecast, learns=learns)
 
 
-def learnt(*prefills: tuple[InFlight, float]) -> list[Measured]:
-    """Return what is learnt when these prefills end at these times, and one long after them."""
+def learnt(*prefills: tuple[InFlight, float], elsewhere: AtEndpoint = NOTHING) -> list[Measured]:
+    """Return what is learnt when these prefills end at these times, and one long after them. `elsewhere`: the
+    requests of another gateway at the endpoint."""
     measured: list[Measured] = []
 
     def tell(fact: facts.Fact) -> None:
         assert isinstance(fact, facts.Measured)
         measured.append(fact.seen)
 
-    learning = SpeedLearning(Calibration(tell=tell))
+    loads = Loads()
+    loads.follow(["a"])
+    loads.set_elsewhere("other", "a", elsewhere)
+    learning = SpeedLearning(Calibration(tell=tell), loads)
     for request, ended_at in (*prefills, (sent(90.0, learns=False), 91.0)):
         learning.on_prefilled(Prefilled(request, ended_at, True))
     return measured
@@ -56,10 +61,18 @@ def test_prefills_of_one_step_are_one_observation_and_begin_it_once() -> None:
     assert prefills(*behind)[1] == (pytest.approx(2.501), pytest.approx(3.0 - 2 * H20_30B.begin_s))
 
 
+@pytest.mark.parametrize(("prefilling", "kinds"), [(0, {Measure.TTFT, Measure.PREFILL}), (1, {Measure.TTFT})])
+def test_nothing_is_learnt_of_prefill_while_prompts_of_other_gateways_wait(
+    prefilling: int, kinds: set[Measure]
+) -> None:
+    elsewhere = AtEndpoint(in_flight=2, prefilling=prefilling)
+    assert {m.of for m in learnt((sent(10.0), 13.0), elsewhere=elsewhere)} == kinds
+
+
 def test_an_endpoint_with_many_waiting_prompts_does_not_look_faster() -> None:
     """Engines of the same speed, of which one ends four short prompts in each step."""
     known, short = Calibration(), H20_30B.prefill_s(100)
-    learning = SpeedLearning(known)
+    learning = SpeedLearning(known, Loads())
     forecast = PrefillForecast(prefill_s=short, calibrated_s=short)
     for step in range(1, 200):
         for endpoint, prompts in (("a", 1), ("b", 4)):

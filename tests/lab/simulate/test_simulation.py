@@ -161,8 +161,15 @@ def test_a_recorded_trace_is_played_at_its_times() -> None:
     assert all(r.submitted_s == pytest.approx(1_000 + r.task.timestamp_s) for r in outcome.requests)
 
 
-def test_several_gateways_share_what_they_know(busy: Workload) -> None:
-    one, four = (measure.run(play(busy, replace(FOUR, gateways=n)), busy) for n in (1, 4))
-    assert four.succeeded == busy.requests
-    assert four.apc == pytest.approx(one.apc, abs=0.03), "sessions stay, whichever gateway decides"
-    assert four.ttft_s.p90 < 1.2 * one.ttft_s.p90, "each knows what the others have sent"
+def test_several_gateways_share_what_they_know() -> None:
+    """Single plays of a full pool differ by chance, so the means of four count."""
+    apc, ttft_p90_s = {1: 0.0, 4: 0.0}, {1: 0.0, 4: 0.0}
+    for seed in range(1, 5):
+        workload = LOAD.workload(1.5, seed, H20.engine)
+        for gateways in (1, 4):
+            run = measure.run(play(workload, replace(FOUR, gateways=gateways)), workload)
+            assert run.succeeded == workload.requests
+            apc[gateways] += run.apc / 4
+            ttft_p90_s[gateways] += run.ttft_s.p90 / 4
+    assert apc[4] == pytest.approx(apc[1], abs=0.03), "sessions stay, whichever gateway decides"
+    assert ttft_p90_s[4] < 1.2 * ttft_p90_s[1], "each knows what the others have sent"
