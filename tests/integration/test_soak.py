@@ -278,7 +278,7 @@ def grown(sizes_mb: Sequence[float]) -> float:
     return median(sizes_mb[-quarter:]) / median(sizes_mb[quarter : 2 * quarter]) - 1.0
 
 
-def test_memory_is_compared_with_that_after_the_first_quarter() -> None:
-    """Not with later ones, by which a leak has grown already."""
+def test_memory_is_compared_with_that_of_the_second_quarter() -> None:
+    """Not with a later one, by which a leak has grown already."""
     assert grown([80.0, 90.0, 100.0, 100.0, 102.0, 103.0, 104.0, 104.0]) == pytest.approx(0.04)
     assert grown([100.0, 100.0 + 1, 104.0, 106.0, 108.0]) > GROWTH

@@ -3,9 +3,9 @@
 An engine prefills one prompt after the other, and short ones together in one step. So prefills that end
 together are one observation. They ran since the step before them ended, or since the first of them was sent;
 then that one's overhead came first. (One by one, all but the first would seem to take no time, and an
-endpoint would look the faster, the more prompts wait there.) While prompts of other gateways wait there, it
-is not known for whom it worked. Where KV was fetched, the time that prefill and overhead do not explain is
-that of fetching.
+endpoint would look the faster, the more prompts wait there.) A step that ends while prompts of other gateways
+wait there teaches nothing of prefill, because the endpoint may have spent part of it on those. Where KV was
+fetched, fetching took the time that prefill and overhead do not explain.
 """
 
 from __future__ import annotations

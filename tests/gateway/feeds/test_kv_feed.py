@@ -542,6 +542,24 @@ async def test_a_restarted_engine_that_is_already_further(context, ours):
         assert counters.restarts == 1
 
 
+async def test_what_a_dead_engine_had_sent_is_no_gap_of_the_next_one(context, ours):
+    """Both are read side by side, as ZMQ keeps a queue for each connection."""
+    engine, counters = Engine(context), Counters()
+    async with feeding(engine, ours, counters=counters) as sink:
+        await engine.asked()
+        for seq in range(3):
+            await engine.send(seq, at(seq))
+        await sink.until(lambda: len(sink.batches) == 3)
+        engine.buffer.clear()
+        await engine.send(0, at(100))
+        await engine.send_raw([b"kv@pod@m", (7).to_bytes(8, "big"), at(7)])
+        await engine.send(1, at(101))
+        await sink.until(lambda: len(sink.batches) == 5)
+        assert sink.times == [0, 1, 2, 100, 101]
+        assert sink.resets == [ResetCause.RESTARTED]
+        assert (counters.old, counters.gaps, len(engine.replays)) == (1, 0, 1)
+
+
 async def test_an_engine_that_restarts_and_idles_is_found_out(context, ours):
     """Nothing is published after the restart: the question at reconnection shows it."""
     engine, counters = Engine(context), Counters()
