@@ -80,14 +80,15 @@ class PeriluneParams(Struct, frozen=True):
     """Seconds that a move of a session has to save, as predicted, if the other endpoint has nothing of the
     prompt. They are seconds of an H20 with a 30B model: where the two endpoints are measured to take twice as
     long for a prefill, twice as many."""
-    least_gain_with_kv_seconds: Weight = 0.5
+    least_gain_with_kv_seconds: Weight = 1.0
     """The same, in seconds, if the other endpoint has all of the prompt's KV, or fetches it from the
     store or a peer. With half of it, a move has to save the mean of the two values, and so on. A value
     above leastGainSeconds counts as that."""
     interference_weight: Factor = 1.0
     """Seconds by which one second of prefill delays each request in flight on the same endpoint. The default
     1 counts that delay alone; a higher value also charges for the KV memory that the delayed requests keep
-    occupied."""
+    occupied. It counts half where the endpoint has or fetches all of the prompt's KV, and in proportion for
+    a share."""
     expected_output_tokens: Positive = 128
     """Number of output tokens that a request is assumed to generate. A request with a lower limit counts with
     its limit."""

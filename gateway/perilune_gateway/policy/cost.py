@@ -7,7 +7,8 @@
                     if recomputing everything is faster
     prefill_s       prefill of what is still uncached then
     decode_s        slower decoding, because other requests run on the endpoint
-    interference_s  delay of those other requests by this prefill, weighted
+    interference_s  delay of those other requests by this prefill, weighted; half of it, where the prompt's KV
+                    is there or fetched, and in proportion for a share
 
 Evictions have no term: a prompt needs as much room on any endpoint. Whether a term for whose KV it evicts
 would help has not been tried with the simulator of today (docs/evaluation/notes.md).
@@ -43,6 +44,10 @@ class KvSource(StrEnum):
 
 USUAL = PeriluneParams()
 """What costs in seconds depend on, unless told otherwise."""
+SPARED = 0.5
+"""Share of the delay of others that does not count where all of a prompt's KV is there. What is left to
+compute is short then, and often shares its step with other short prompts. Found by simulation
+(docs/evaluation/notes.md)."""
 SAME_SHARE, SAME_S = 0.05, 0.01
 """Costs that differ by at most this share plus this many seconds count as equal."""
 
@@ -191,31 +196,37 @@ def seconds(candidate: Candidate, request: RequestView, params: PeriluneParams =
     """Return the predicted cost of the request on this endpoint. `params`: those of the policy perilune."""
     load = candidate.load
     disturbed = params.interference_weight * load.in_flight
-    source, peer, cached, fetch_s, prefill_s = cheapest_fetch(candidate, request, 1.0 + disturbed)
+    source, peer, cached, fetch_s, prefill_s = cheapest_fetch(candidate, request, disturbed)
     return Seconds(
         queue_s=load.pending_prefill_s,
         fetch_s=fetch_s,
         prefill_s=prefill_s,
         decode_s=slower_decode_s(candidate, request, params) if load.in_flight else 0.0,
-        interference_s=disturbed * prefill_s,
+        interference_s=disturbed * delay_s(prefill_s, cached, request.prompt_tokens),
         source=source,
         peer=peer,
         cached_tokens=cached,
     )
 
 
+def delay_s(prefill_s: float, cached_tokens: int, prompt_tokens: int) -> float:
+    """Return how many seconds of a prefill count as delay of each other request on the endpoint."""
+    return prefill_s * (1.0 - SPARED * cached_tokens / max(1, prompt_tokens))
+
+
 def cheapest_fetch(
-    candidate: Candidate, request: RequestView, prefill_weight: float = 1.0
+    candidate: Candidate, request: RequestView, disturbed: float = 0.0
 ) -> tuple[KvSource, str, int, float, float]:
-    """Return the way to get cached KV with the lowest fetch time + `prefill_weight` × prefill time, as
-    (source, peer, cached tokens, fetch seconds, prefill seconds)."""
+    """Return the way to get cached KV with the lowest fetch time + prefill time + `disturbed` × delay of
+    others, as (source, peer, cached tokens, fetch seconds, prefill seconds)."""
     engine, overlap, best_s, best = candidate.engine, candidate.overlap, inf, None
     device = overlap.device_tokens
     if not request.prefix.pullable and device >= overlap.host_tokens and device >= overlap.store_tokens:
         return KvSource.DEVICE, "", device, 0.0, engine.prefill_s(request.prompt_tokens - device, device)
     for source, peer, tokens, fetch_s in fetches(candidate, request):
         prefill_s = engine.prefill_s(request.prompt_tokens - tokens, tokens)
-        if (sum_s := fetch_s + prefill_s * prefill_weight) < best_s:
+        others_s = disturbed * delay_s(prefill_s, tokens, request.prompt_tokens)
+        if (sum_s := fetch_s + prefill_s + others_s) < best_s:
             best_s, best = sum_s, (source, peer, tokens, fetch_s, prefill_s)
     assert best is not None, "recomputing is always possible"
     return best

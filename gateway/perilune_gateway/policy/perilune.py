@@ -1,6 +1,6 @@
 """perilune: the lowest predicted cost in seconds; a session leaves its host only if that saves enough.
 
-    cost = queue + fetch + prefill + interference_weight × requests in flight × prefill + slower decoding
+    cost = queue + fetch + prefill + interference_weight × requests in flight × delay + slower decoding
 
 1. Compute every endpoint's cost in seconds (the terms are in cost.py).
 2. The session has no host, or the host is gone: choose the lowest cost. Among costs that differ by less than
@@ -16,8 +16,8 @@
    then count as caching nothing, unless the host is busy and KV lies in host memory or a store.) Otherwise
    a long prefill follows, so waiting for the body costs little.
 
-The interference term charges a prefill for the delay of the other requests on the endpoint, which also keep
-their KV for longer. It places long prefills where few requests run.
+The interference term charges a prefill for the delay of the others on the endpoint, which also keep their KV
+for longer. It places long prefills where few requests run.
 
 Source: Perilune. Prefer it for agents and chats; where others are ahead of it is told in
 docs/evaluation/README.md. It depends on predictions, which the gateway corrects by measurement

@@ -22,7 +22,7 @@ from heapq import nlargest, nsmallest
 
 from perilune_api.policies import PeriluneParams, PolicyName
 from perilune_gateway.model import EngineModel, Overlap
-from perilune_gateway.policy.cost import nearly
+from perilune_gateway.policy.cost import delay_s, nearly
 from perilune_gateway.state.fleet import EndpointView
 
 ABOVE = 128
@@ -47,21 +47,22 @@ def shortlist(
     stay, whatever they cost."""
     output = min(output_tokens or params.expected_output_tokens, params.expected_output_tokens)
     weight, none = params.interference_weight, Overlap()
-    prefills: dict[tuple[int, int], float] = {}
+    prefills: dict[tuple[int, int], tuple[float, float]] = {}
     alone: dict[int, tuple[EngineModel, float]] = {}  # with the engine, so that no other one gets its id
     costs: list[float] = []
     for view in eligible:
         address, load = view.endpoint.address, view.load
         engine = engine_of(address)
         device = overlaps.get(address, none).device_tokens
-        prefill_s = prefills.get(key := (id(engine), device))
-        if prefill_s is None:
-            prefill_s = prefills[key] = engine.prefill_s(tokens - device, device)
+        prefill = prefills.get(key := (id(engine), device))
+        if prefill is None:
+            prefill_s = engine.prefill_s(tokens - device, device)
+            prefill = prefills[key] = prefill_s, weight * delay_s(prefill_s, device, tokens)
             alone[id(engine)] = engine, engine.decode_step_s(1, tokens)
-        cost_s = load.pending_prefill_s + prefill_s
+        cost_s = load.pending_prefill_s + prefill[0]
         if load.in_flight:
             together_s = engine.decode_step_s(load.in_flight + 1, load.active_kv_tokens + tokens)
-            cost_s += weight * load.in_flight * prefill_s + output * (together_s - alone[id(engine)][1])
+            cost_s += load.in_flight * prefill[1] + output * (together_s - alone[id(engine)][1])
         costs.append(cost_s)
     cheapest = nsmallest(CHEAPEST, range(len(costs)), costs.__getitem__)
     limit_s = nearly(costs[cheapest[0]])

@@ -125,10 +125,11 @@ def test_every_term_by_hand() -> None:
     assert got.queue_s == 2.0
     assert got.prefill_s == pytest.approx(0.5)
     assert got.decode_s == pytest.approx(128 * 0.005)  # 5,000 tokens more to read per step
-    assert got.interference_s == pytest.approx(0.25 * 3 * 0.5)  # three are in flight
+    delay_s = 0.5 * (1 - 0.5 / 2)  # of each of the three in flight, since half of the prompt is cached
+    assert got.interference_s == pytest.approx(0.25 * 3 * delay_s)
     assert got.ttft_s == pytest.approx(2.5)
     cost = got.cost("a")
-    assert cost.total == pytest.approx(2.0 + 0.5 + 0.64 + 0.375)
+    assert cost.total == pytest.approx(2.0 + 0.5 + 0.64 + 0.28125)
     assert sum(v for k, v in cost.terms.items() if k.endswith("_s")) == pytest.approx(cost.total)
 
 
