@@ -107,12 +107,11 @@ e2e-real-long: $(STAMP) ## the same with 600 requests in its longest phases, int
 	  e2e/real/test_ranks_on_nodes.py e2e/real/test_rig.py \
 	  e2e/real/test_tensor_parallel.py e2e/real/test_window.py -m real -s $(ARGS)
 
-e2e-long: $(STAMP) ## a real cluster: eight engines rolled, drained and deleted under load; a minute without Valkey; one gateway or four; all orders of an upgrade; the inference extension's conformance suite; 5,000 nodes (root)
+e2e-long: $(STAMP) ## a real cluster: eight engines rolled, drained and deleted under load; a minute without Valkey; one gateway or four; all orders of an upgrade; the inference extension's conformance suite (root)
 	ENGINES=8 ABSENT_S=60 COMPARE=1 CONFORMANCE=1 $(BIN)/python -m pytest e2e/test_leaving.py e2e/test_gateways.py \
 	  e2e/test_one_gateway_or_four.py e2e/test_conformance.py e2e/test_conformance_of_plain_envoy_gateway.py \
 	  -m cluster -s $(ARGS)
 	$(BIN)/python -m pytest tests e2e -m long -s $(ARGS) || test $$? = 5  # ARGS=-k may leave none
-	$(BIN)/python -m pytest tests/bench/bench_operator.py -m heavy -s $(ARGS) || test $$? = 5
 
 e2e-cluster: $(STAMP) ## scenarios on a cluster of their own: Envoy Gateway, our gateway, engines (root)
 	$(BIN)/python -m pytest e2e -m "cluster and not long" $(ARGS)

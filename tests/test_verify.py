@@ -83,11 +83,23 @@ def test_a_run_of_some_suites_keeps_what_the_page_says_of_others(
     monkeypatch.setattr(verify, "versions", lambda: now | versions)
     again = verify.Told("fuzz", "def", "2026-01-02", 1.0, ())
     verify.record(again, page, order=["cluster", "fuzz"])
-    said, _ = verify.read(page.read_text())
+    said, parts = verify.read(page.read_text())
+    assert parts == now | versions
     assert [one.suite for one in said] == kept
     assert said[-1] == again
     if "cluster" in kept:
         assert verify.page(said[:1], now) == verify.page([told("cluster")], now)
+
+
+@pytest.mark.parametrize(("suite", "named"), [("fuzz", True), ("cluster", False)])
+def test_a_part_that_is_not_here_stays_named_while_the_run_of_another_suite_counts(
+    suite: str, named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, now = tmp_path / "page.md", verify.versions()
+    page.write_text(verify.page([told("cluster")], now | {"a part of the cluster": "1.2"}))
+    monkeypatch.setattr(verify, "versions", lambda: now)
+    verify.record(verify.Told(suite, "def", "2026-01-02", 1.0, ()), page, order=["cluster", "fuzz"])
+    assert ("a part of the cluster" in verify.read(page.read_text())[1]) is named
 
 
 @pytest.fixture
