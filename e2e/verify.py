@@ -169,6 +169,8 @@ def versions() -> dict[str, str]:
             "Mooncake": locked["mooncake-transfer-engine-non-cuda"],
             "Mooncake (image of the store)": _first(perilune_image.STORE_LOCK.read_text()),
             "Valkey (image of the pool's server)": perilune_image.state_version(),
+            "etcd": programs.PROGRAMS["etcd"].version,
+            "kwok": programs.PROGRAMS["kwok"].version,
             "LeaderWorkerSet": programs.LEADER_WORKER_SET[1],
             "inference extension": programs.INFERENCE_EXTENSION[1],
             "inference extension's picker": programs.PICKER[1],
@@ -230,8 +232,9 @@ class Told:
         return f"{said}, {skipped} skipped" if skipped else said
 
 
-def page(told: Sequence[Told], of: dict[str, str]) -> str:
-    """Return the document that says what was verified; `of`: versions."""
+def page(told: Sequence[Told], of: dict[str, str], by_hand: str = "") -> str:
+    """Return the document that says what was verified. `of`: versions. `by_hand`: what people wrote there,
+    from its first heading on."""
     suites = "\n".join(
         f"- **{suite.name}** (`make {' '.join(suite.command)}`): {suite.what}." for suite in SUITES
     )
@@ -241,8 +244,9 @@ def page(told: Sequence[Told], of: dict[str, str]) -> str:
     )
     return f"""# Verified
 
-What `make verify` ran last: everything that is too heavy for each change. `make verify` writes this page;
-with names of suites (`make verify ARGS=engines`) it runs those alone, and what others said stays.
+What `make verify` ran last: everything that is too heavy for each change. `make verify` writes this page, as far as
+the first heading; with names of suites (`make verify ARGS=engines`) it runs those alone, and what others said stays.
+A scenario is a file of tests.
 
 {suites}
 
@@ -254,7 +258,7 @@ Skipped tests need what the machine lacked, or belong to `make e2e-long` and `ma
 belong to `make e2e-long`: the same at greater length, of which `make verify` runs a shorter form.
 
 {_markdown(("suite", "scenario", "seconds", "tests"), rows)}
-"""
+{by_hand}"""
 
 
 def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -262,9 +266,9 @@ def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def read(text: str) -> tuple[list[Told], dict[str, str]]:
-    """Return what a page tells: of suites, and of versions."""
+    """Return what a page tells before its first heading: of suites, and of versions."""
     tables: dict[str, list[list[str]]] = {}
-    for block in text.split("\n\n"):
+    for block in text.partition("\n## ")[0].split("\n\n"):
         cells = [line.strip("| ").split(" | ") for line in block.splitlines() if line.startswith("| ")]
         if cells:
             tables[cells[0][1]] = cells[2:]
@@ -314,12 +318,15 @@ def main(arguments: Sequence[str] | None = None, suites: Iterable[Suite] = SUITE
 def record(new: Told, file: Path, order: Sequence[str]) -> None:
     """Put a run into the page, in place of what it said of that suite. Parts that only other suites need, and
     that are not here, stay as they are."""
-    told, was = read(file.read_text() if file.exists() else "")
+    text = file.read_text() if file.exists() else ""
+    told, was = read(text)
     of = versions()
     same = all(was.get(part, version) == version for part, version in of.items())
     told = [one for one in told if same and one.suite in order and one.suite != new.suite]
     named = was | of if told else of
-    file.write_text(page(sorted([*told, new], key=lambda one: order.index(one.suite)), named))
+    _, heading, rest = text.partition("\n## ")
+    told = sorted([*told, new], key=lambda one: order.index(one.suite))
+    file.write_text(page(told, named, heading + rest))
 
 
 if __name__ == "__main__":

@@ -102,6 +102,15 @@ def test_a_part_that_is_not_here_stays_named_while_the_run_of_another_suite_coun
     assert ("a part of the cluster" in verify.read(page.read_text())[1]) is named
 
 
+def test_what_people_wrote_below_stays(tmp_path: Path) -> None:
+    page, below = tmp_path / "page.md", "\n## By hand\n\n| suite | commit |\n|---|---|\n| none | abc |\n"
+    page.write_text(verify.page([told("cluster")], verify.versions(), below))
+    for _ in range(2):
+        verify.record(verify.Told("fuzz", "def", "2026-01-02", 1.0, ()), page, order=["cluster", "fuzz"])
+        assert page.read_text().endswith(f"|\n{below}")
+        assert [one.suite for one in verify.read(page.read_text())[0]] == ["cluster", "fuzz"]
+
+
 @pytest.fixture
 def suites(tmp_path: Path) -> list[verify.Suite]:
     """Two suites whose Makefile has them fail and pass, in that order."""

@@ -212,6 +212,8 @@ class Soak:
 async def test_only_streams_on_killed_and_bad_engines_fail_and_memory_stays(tmp_path: Path) -> None:
     port = free_port()
     shared = ("--state-server", f"redis://127.0.0.1:{port}") if SERVER else ()
+    if not SERVER:
+        print("without shared state: neither valkey-server nor redis-server is here (make state-server)")
     async with AsyncExitStack() as exits:
         server = await state_server(port, tmp_path) if SERVER else None
         stack = await exits.enter_async_context(
