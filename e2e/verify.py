@@ -244,9 +244,9 @@ def page(told: Sequence[Told], of: dict[str, str], by_hand: str = "") -> str:
     )
     return f"""# Verified
 
-What `make verify` ran last: everything that is too heavy for each change. `make verify` writes this page, as far as
-the first heading; with names of suites (`make verify ARGS=engines`) it runs those alone, and what others said stays.
-A scenario is a file of tests.
+What `make verify` ran last: everything that is too heavy for each change. `make verify` writes this page as
+far as the first heading; with names of suites (`make verify ARGS=engines`) it runs those alone, and what
+others said stays. A scenario is a file of tests.
 
 {suites}
 
