@@ -145,11 +145,17 @@ async def test_gateway_down_and_closed_is_an_error_at_once(
     assert "ext_proc_error_gRPC_error_14" in stub_rig.access_log(envoy, path)[0]["details"]
 
 
-async def test_gateway_down_and_open_is_served_by_the_fallback(stub_rig, unused_address):
-    envoy = await stub_rig.envoy(unused_address, mode=Mode.BUFFERED, grpc_retries=0)
-    status, answer = await ask(stub_rig, envoy)
-    assert status == 200
-    assert says(answer) in [received(name) for name in "abc"]
+async def test_gateway_down_and_open_is_served_by_the_fallback_within_100_ms(stub_rig, unused_address):
+    """Also after Envoy's retries. The fastest of some requests counts, because the machine may be busy."""
+    envoy = await stub_rig.envoy(unused_address, mode=Mode.BUFFERED)
+    took_s = []
+    for _ in range(8):
+        began = time.monotonic()
+        status, answer = await ask(stub_rig, envoy)
+        took_s.append(time.monotonic() - began)
+        assert status == 200
+        assert says(answer) in [received(name) for name in "abc"]
+    assert min(took_s) < 0.1
 
 
 async def test_only_supported_paths_are_served_while_the_gateway_is_down(stub_rig, unused_address):

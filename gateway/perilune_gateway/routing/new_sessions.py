@@ -238,7 +238,7 @@ class NewSessions:
         """Return whether the session has begun, or its parent has."""
         sessions = self._state.sessions
         each = (sessions.find(key, now) for key in (identity.key, identity.parent_key))
-        return any(session and session.host for session in each)
+        return any(session and (session.host or session.turns) for session in each)
 
     def _release(self, now: float) -> None:
         """Let those pass that have begun elsewhere, or whose parents have begun meanwhile."""

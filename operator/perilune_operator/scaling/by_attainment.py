@@ -30,9 +30,9 @@ from perilune_operator.scaling.readings import fits, settled, shrinks, since
 
 ENOUGH = 20
 """Number of requests whose share of first tokens in time can ask for an endpoint."""
-CHANCE = 3.0
+CHANCE = 4.0
 """Standard deviations of the number of requests in time that chance may explain."""
-USED, CALM, IDLE = 0.6, 0.45, 0.2
+USED, CALM, IDLE = 0.6, 0.4, 0.2
 """Shares of endpoints that have prompts to prefill."""
 
 

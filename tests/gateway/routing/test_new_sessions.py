@@ -15,10 +15,10 @@ from perilune_gateway.state.starts import SHORTEST_S
 ON = SessionAdmission(enabled=True, max_wait_seconds=60.0)
 
 
-def document(rules: SessionAdmission = ON):
-    """One endpoint with a KV of 1,000 tokens."""
+def document(rules: SessionAdmission = ON, instance: str = ""):
+    """One endpoint with a KV of 1,000 tokens. `instance`: which pod has its address."""
     return pool(
-        endpoints=[A],
+        endpoints=[EndpointSpec(address=A, instance=instance)],
         engine=Engine(block_size=4, kv_pool_tokens=1_000),
         routing=Routing(session_admission=rules),
     )
@@ -51,6 +51,16 @@ def test_turns_of_a_session_that_has_begun_never_wait(rig):
     assert isinstance(rig.ask(range(820), named("a")), Routed)
     assert isinstance(rig.ask(range(3_000, 3_100), named("b")), Queued)
     assert isinstance(rig.ask(range(840), named("a")), Routed)
+
+
+@pytest.mark.parametrize("held_s", [0.0, 60.0])
+def test_turns_of_a_session_whose_endpoint_was_replaced_never_wait(held_s: float) -> None:
+    """Another pod has the address now, so the session has no host."""
+    rules = replace(ON, max_wait_seconds=held_s)
+    rig = Rig(document(rules, instance="one"))
+    rig.finish(rig.route(range(800), named("a")))
+    rig.router.configure(document(rules, instance="another"))
+    assert isinstance(rig.ask(range(820), named("a")), Routed)
 
 
 def test_a_session_that_waited_too_long_is_refused_with_429(rig):
@@ -200,6 +210,18 @@ def test_new_sessions_wait_while_the_first_endpoint_starts():
     routed = rig.router.on_begun(first, None)
     assert isinstance(routed, Routed)
     assert routed.destinations == (A,)
+
+
+def test_who_waited_for_the_first_endpoint_goes_to_the_one_that_has_its_prefix():
+    rules = Routing(session_admission=ON, limits=Limits(start_seconds=60.0))
+    rig = Rig(pool(endpoints=[], routing=rules))
+    waiting = rig.ask(range(20_000), named("a"))
+    rig.router.configure(pool(endpoints=[A, B], routing=rules))
+    rig.stored(B, range(16_000))
+    assert rig.router.due() == [(waiting.ticket, None)]
+    routed = rig.router.on_begun(waiting, None)
+    assert isinstance(routed, Routed)
+    assert routed.destinations[0] == B
 
 
 def test_who_waits_longer_than_maxwaitseconds_for_the_first_endpoint_is_told_when_to_come_back():
