@@ -449,7 +449,7 @@ SECTIONS: tuple[Section, ...] = (
             ),
         ),
         shown=(*metrics.MAIN[:-1], metrics.MOVED),
-        told=("Goals",),
+        told=("What moving is worth", "Goals"),
     ),
     Section(
         name="conductor",
@@ -473,7 +473,7 @@ SECTIONS: tuple[Section, ...] = (
         plays=(Play(("none", "handoff", "store"), tuple(LOADS), (DEFAULT, "ear", "sticky"), _THREE_SEEDS),),
         shown=(metrics.HOT, metrics.MOVED, metrics.TTFT_P90),
         compared=(),
-        told=("Claims of others",),
+        told=("How often a host is hot",),
         note="*Host was hot* is the share of all decisions that found the session's host with more queued"
         " prefill than T_hot (`ear.hotPendingTokens`), whatever the policy did then: with a move, for lack"
         " of another endpoint, or in spite of it.",
@@ -518,7 +518,7 @@ SECTIONS: tuple[Section, ...] = (
         ),
         shown=(*metrics.MAIN, metrics.INTERFERENCE),
         apart=True,
-        told=("Other pools", "Claims of others"),
+        told=("Separate prefill", "Other pools", "Claims of others"),
     ),
     Section(
         name="other-pools",
