@@ -1,6 +1,7 @@
 """Data-parallel ranks: each has its own cache and load, and the request says which one serves."""
 
 import pytest
+from prometheus_client import generate_latest
 from router_rig import Rig, pool
 from routing_objects import head
 
@@ -81,3 +82,10 @@ def test_a_subset_hint_names_servers(ranked: Rig) -> None:
     h = head("/v1/completions")
     h.subset = frozenset({SERVERS[1]})
     assert ranked.route(range(40), h).destinations == (SERVERS[1],)
+
+
+def test_metrics_name_the_rank(ranked: Rig) -> None:
+    ranked.stored("10.0.0.2:8000#1", range(400))
+    ranked.finish(ranked.route(range(440)))
+    text = generate_latest(ranked.metrics.registry).decode()
+    assert 'endpoint="10.0.0.2:8000#1"' in text
