@@ -45,9 +45,8 @@ class KvSource(StrEnum):
 USUAL = PeriluneParams()
 """What costs in seconds depend on, unless told otherwise."""
 SPARED = 0.5
-"""Share of the delay of others that does not count where all of a prompt's KV is there. What is left to
-compute is short then, and often shares its step with other short prompts. Found by simulation
-(docs/evaluation/notes.md)."""
+"""Share of the delay of others that does not count where all of a prompt's KV is there. Found by simulation
+(docs/evaluation/notes.md); why it helps is not known."""
 SAME_SHARE, SAME_S = 0.05, 0.01
 """Costs that differ by at most this share plus this many seconds count as equal."""
 
