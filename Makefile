@@ -133,7 +133,7 @@ BENCHES := growing new_prompts decision decision_log shadow index tokens parse s
 bench: $(STAMP) ## what the gateway costs, first for growing conversations and new prompts, into docs/benchmarks.md; minutes
 	$(BIN)/python -m pytest $(BENCHES:%=tests/bench/bench_%.py) -m bench -s --write $(ARGS)
 
-bench-long: $(STAMP) ## the other benchmarks: a fleet's KV events, memory over 200,000 requests (needs wrk), simulator, shared state, a storm of abuse
+bench-long: $(STAMP) ## the other benchmarks: a fleet's KV events, memory over 200,000 requests (needs wrk), simulator, shared state, tenants, a storm of abuse
 	$(BIN)/python -m pytest tests/bench tests/integration/test_abuse.py tests/integration/test_shared_state.py \
 	  $(BENCHES:%=--ignore=tests/bench/bench_%.py) \
 	  -m bench -s --write $(ARGS)

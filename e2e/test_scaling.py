@@ -14,6 +14,8 @@ from testbed.pool import LivePool
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 LEAST = 2
+CHANGES = 6
+"""The most changes of a pool's replicas while a load comes and goes."""
 SLOWDOWN = 4
 """The engines are so many times slower than an H20: then two of them are too few even for the few prompts
 that clients on a busy machine send."""
@@ -23,12 +25,12 @@ that clients on a busy machine send."""
     scope="module",
     params=[
         pytest.param((4, 10), id="to 4"),
-        pytest.param((6, 30), marks=pytest.mark.long, id="to 6"),
+        pytest.param((6, 60), marks=pytest.mark.long, id="to 6"),
     ],
 )
 def elastic(request, kube, edge, operator):
     """Return a pool, and how many engines it may have at most. A new engine loads its model by an init
-    container; the longer time is that of the fastest real ones."""
+    container, for so many seconds."""
     most, loads_s = request.param
     pool = LivePool(kube, edge, "elastic")
     loading = {
@@ -80,21 +82,26 @@ def watched(pool: LivePool) -> Iterator[list[int]]:
             print(f"replicas {seen}")
 
 
+def goes_up_and_down(seen: list[int], most: int) -> None:
+    """Assert that it went up to `most`, then down, each without turning back, and in few steps."""
+    up = seen.index(most)
+    assert seen[: up + 1] == sorted(seen[: up + 1])
+    assert seen[up:] == sorted(seen[up:], reverse=True)
+    assert len(seen) - 1 <= CHANGES
+
+
 def test_a_load_that_rises_and_falls_takes_the_pool_up_and_down_without_flapping(elastic):
     pool, most = elastic
     many = NewPrompts(pool.client, words=4_000)
     one = NewPrompts(pool.client, words=20, tokens=100)  # who waits for answers leaves engines time to spare
     with watched(pool) as seen:
         with many.at_once(24):
-            pool.becomes(most, timeout_s=240)
+            pool.becomes(most, timeout_s=300)
         with one.at_once(1):
             pool.becomes(LEAST, timeout_s=360)
     print(f"{len(many.ended)} and {len(one.ended)} requests")
     assert many.failures + one.failures == []
-    up = seen.index(most)
-    assert seen[: up + 1] == sorted(seen[: up + 1])
-    assert seen[up:] == sorted(seen[up:], reverse=True)
-    assert len(seen) - 1 <= 6
+    goes_up_and_down(seen, most)
 
 
 def rests(pool: LivePool) -> None:
@@ -114,3 +121,21 @@ def test_a_pool_that_rests_is_woken_by_a_prompt_and_rests_again(elastic):
     eventually(pool.answers, timeout_s=120)
     assert pool.get()["spec"]["replicas"] == 1
     eventually(lambda: rests(pool), timeout_s=120)
+
+
+@pytest.mark.long
+def test_a_load_takes_a_resting_pool_up_and_back_to_zero(elastic):
+    """Clients that are refused while the first engine starts come back when they were told to."""
+    pool, most = elastic
+    pool.patch(scaling={"minReplicas": 0})
+    eventually(lambda: rests(pool), timeout_s=120)
+    many = NewPrompts(pool.client, words=4_000, comes_back=True)
+    with watched(pool) as seen:
+        with many.at_once(24):
+            pool.becomes(most, timeout_s=300)
+            many.go_on(100)
+        eventually(lambda: rests(pool), timeout_s=360)
+    print(f"{len(many.ended)} requests, {many.refusals} times told to come back")
+    assert many.failures == []
+    assert many.refusals > 0
+    goes_up_and_down(seen, most)

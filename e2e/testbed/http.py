@@ -182,12 +182,16 @@ def under_load(client: Client, sessions: int = 8, pause_s: float = 0.1, **fields
 class NewPrompts:
     """Clients that send one new prompt after the other, so that engines have work that no cache saves."""
 
-    def __init__(self, client: Client, words: int, tokens: int = 4) -> None:
-        """`words`: of each prompt. `tokens`: of each answer."""
+    def __init__(self, client: Client, words: int, tokens: int = 4, *, comes_back: bool = False) -> None:
+        """`words`: of each prompt. `tokens`: of each answer. `comes_back`: a client that is refused with
+        `Retry-After` asks again after that time; else a refusal is a failure."""
         self._client, self._words, self._tokens = client, words, tokens
+        self._comes_back = comes_back
         self.ended: list[float] = []
         """When each answer came, by time.monotonic()."""
         self.failures: list[str] = []
+        self.refusals = 0
+        """How often a client was told to come back, and did."""
 
     @contextmanager
     def at_once(self, count: int) -> Iterator[None]:
@@ -215,8 +219,9 @@ class NewPrompts:
         eventually(enough)
 
     def _ask(self, number: int, stop: threading.Event) -> None:
+        prompt = ""
         while not stop.is_set():
-            prompt = f"{number} {time.monotonic_ns()} " + "new " * self._words
+            prompt = prompt or f"{number} {time.monotonic_ns()} " + "new " * self._words
             try:
                 answer = self._client.complete(
                     prompt, timeout_s=120, max_tokens=self._tokens, ignore_eos=True
@@ -224,6 +229,11 @@ class NewPrompts:
             except (OSError, http.client.HTTPException) as error:
                 self.failures.append(repr(error))
                 continue
+            if self._comes_back and answer.status == 429:
+                self.refusals += 1
+                stop.wait(float(answer.headers["retry-after"]))
+                continue
+            prompt = ""
             self.ended.append(time.monotonic())
             if answer.status != 200:
                 self.failures.append(f"{answer.status} {answer.body[:200]!r}")

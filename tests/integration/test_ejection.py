@@ -5,6 +5,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import datetime
 from itertools import count
 from typing import Any
 
@@ -25,6 +26,8 @@ PAUSE_S = ROUTING.ejection.pause_seconds
 AT_ONCE = 16
 BOUND = 600
 """Requests after which a state that was waited for counts as never reached."""
+NOTICED_S, BACK_S = 3.0, 10.0
+"""Seconds until a bad engine is left alone, and until one that is well again gets requests."""
 FAULTS = [
     pytest.param({"status": 507}, "failures", id="answers 507"),
     pytest.param({"hang": True}, "late", id="hangs", marks=pytest.mark.heavy),
@@ -119,6 +122,28 @@ async def test_a_bad_engine_is_left_alone_until_it_is_well(
     assert bad in {endpoint for endpoint, _ in await clients.some(40)}
 
 
+@pytest.mark.heavy
+@pytest.mark.parametrize(("fault", "cause"), FAULTS)
+async def test_three_seconds_after_it_went_bad_only_trials_reach_it_and_it_is_back_within_ten(
+    clients: Clients, fault: dict[str, Any], cause: str
+) -> None:
+    bad = clients.stack.endpoints[1]
+    async with clients.fault(bad, fault):
+        noticed = time.time() + NOTICED_S
+        while time.time() < noticed + 4 * PAUSE_S:
+            await clients.some(1)
+        there, of = await reached(clients, bad, noticed)
+        trials = 1 + (time.time() - noticed) / PAUSE_S
+    well = time.monotonic()
+    while bad not in {endpoint for endpoint, _ in await clients.some(1)}:
+        assert time.monotonic() < well + BACK_S
+    await clients.until_ejected()
+    back_s = time.monotonic() - well
+    print(f"{there} of {of} requests reached it after {NOTICED_S:.0f} s; it was back after {back_s:.1f} s")
+    assert there <= max(0.01 * of, trials)
+    assert back_s <= BACK_S
+
+
 async def test_a_session_leaves_after_three_failures_even_without_an_ejection(clients: Clients) -> None:
     bad, status = await clients.ask("unlucky")
     assert status == 200
@@ -142,6 +167,14 @@ async def test_what_an_engine_that_has_lost_its_core_has_not_begun_to_answer_goe
 async def decisions(clients: Clients, address: str) -> list[dict[str, Any]]:
     async with clients.http.get(clients.stack.admin_url + "/api/decisions?n=1000") as answer:
         return [d for d in (await answer.json())["decisions"] if d["target"] == address]
+
+
+async def reached(clients: Clients, address: str, since: float) -> tuple[int, int]:
+    """(decisions for the endpoint, all decisions) since a Unix time."""
+    async with clients.http.get(clients.stack.admin_url + "/api/decisions?n=1000") as answer:
+        found = (await answer.json())["decisions"]
+    targets = [d["target"] for d in found if datetime.fromisoformat(d["time"]).timestamp() >= since]
+    return targets.count(address), len(targets)
 
 
 async def excluded(clients: Clients, address: str) -> set[str]:

@@ -1,0 +1,135 @@
+"""Fair shares, live: what a tenant that sends ten times as much costs another one.
+
+Envoy, the gateway with its default policy, and simulated engines in real time. The same sessions of the
+smaller tenant are played alone, beside those of the larger one, and beside them with fair shares
+(`enginePriority.fairShare`, `sessionAdmission`). Sessions are those of coding agents, with a quarter of the
+usual lengths and a twentieth of the gaps, so that a minute holds many. Clients send again what is
+refused, as OpenAI's SDKs do; the time to a first token counts from a turn's first arrival, and a turn that is
+given up never has one.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import takewhile
+from math import inf
+from typing import NamedTuple
+
+import bars
+import pytest
+
+from perilune_api import pool
+from perilune_lab.load.bodies import Words
+from perilune_lab.load.client import Load, run_load
+from perilune_lab.load.result import Result
+from perilune_lab.processes.stack import EngineOptions, Stack
+from perilune_lab.traces import agentic
+from perilune_lab.traces.agentic import Agentic
+from perilune_lab.traces.model import Session
+from perilune_lab.vocabulary import Vocabulary
+from perilune_research.evaluation.traffic import GREEDY, QUIET, TIMES
+
+ENGINES = EngineOptions(kv_tokens=100_000, context_tokens=32_768)
+ENDPOINTS, WINDOW_S, SEEDS = 3, 60.0, (1, 2, 3)
+RATES = {"below saturation": 2.0, "above it": 4.0}
+"""Sessions per second of both tenants."""
+TRAFFIC = Agentic(
+    turns_alpha=8.0,
+    turns_min=9,
+    turns_max=14,
+    first_prompt=(9.6, 0.4),
+    tool_result=(6.9, 0.5),
+    answer=(3.9, 0.5),
+    compacted_share=0.0,
+    length_scale=0.25,
+    gap_scale=0.05,
+)
+COST, OUTPUT = 1.3, 0.98
+"""Goals: TTFT p90 of the smaller tenant over that alone, output tokens of both over those in turn."""
+
+
+class Played(NamedTuple):
+    p90_s: float
+    """Of the smaller tenant's TTFT; infinite where more than a tenth of its turns are given up."""
+    output_tokens: int
+    given_up: int
+    """Turns of both tenants."""
+
+
+def sessions_of(tenant: str, rate: float, seed: int) -> list[Session]:
+    """Make a tenant's sessions, so many per second."""
+    made = agentic.sessions(replace(TRAFFIC, sessions_per_s=rate), seed)
+    return [replace(s, tenant=tenant) for s in takewhile(lambda s: s.start_s < WINDOW_S, made)]
+
+
+async def play(sessions: Sequence[Session], words: Words, *, fair: bool) -> Played:
+    """Play the sessions on a fresh stack."""
+    routing = pool.Routing(
+        engine_priority=pool.EnginePriority(fair_share=fair),
+        session_admission=pool.SessionAdmission(enabled=fair, max_wait_seconds=60.0),
+    )
+    engines = replace(ENGINES, arguments=("--scheduling", "priority" if fair else "fcfs"))
+    async with Stack(engines=ENDPOINTS, options=engines, routing=routing) as stack:
+        load = Load(target=stack.url, model=engines.model, seconds=WINDOW_S, grace_s=WINDOW_S, retry=True)
+        results = await run_load(sessions, load, words)
+    return measured(results, {s.session_id for s in sessions if s.tenant == QUIET})
+
+
+def measured(results: Sequence[Result], quiet: set[str]) -> Played:
+    attempts: dict[tuple[str, int], list[Result]] = defaultdict(list)
+    for result in results:
+        attempts[result.session, result.turn].append(result)
+    waited, given_up = [], 0
+    for (session, _), tried in attempts.items():
+        first, last = min(r.submitted_at_s for r in tried), max(tried, key=lambda r: r.submitted_at_s)
+        given_up += not last.succeeded
+        if session in quiet:
+            answered = last.succeeded and last.ttft_s is not None
+            waited.append(last.submitted_at_s + (last.ttft_s or 0.0) - first if answered else inf)
+    output = sum(r.output_tokens for r in results if r.finished_at_s <= WINDOW_S)
+    return Played(bars.quantile(waited, 0.9), output, given_up)
+
+
+async def rows(words: Words) -> list[str]:
+    found = []
+    for name, rate in RATES.items():
+        for seed in SEEDS:
+            share = rate / (1.0 + TIMES)
+            few = sessions_of(QUIET, share, seed)
+            both = sorted(few + sessions_of(GREEDY, TIMES * share, seed + 1_000), key=lambda s: s.start_s)
+            alone = await play(few, words, fair=True)
+            in_turn = await play(both, words, fair=False)
+            fair = await play(both, words, fair=True)
+            cost, output = fair.p90_s / alone.p90_s, fair.output_tokens / in_turn.output_tokens
+            found.append(
+                f"| {name}, {rate:g} | {seed} | {alone.p90_s:.2f} | {in_turn.p90_s:.2f} | {fair.p90_s:.2f} |"
+                f" {cost:.2f} | {bars.verdict(cost <= COST)} | {output:.2f} |"
+                f" {bars.verdict(output >= OUTPUT)} | {in_turn.given_up}, {fair.given_up} |"
+            )
+            print(found[-1], flush=True)
+    return found
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(3600)
+def test_what_a_tenant_at_ten_times_its_share_costs_another(request: pytest.FixtureRequest) -> None:
+    found = asyncio.run(rows(Vocabulary().words_for))
+    bars.publish(request, "tenants", "\n".join([*_HEAD, *found, ""]))
+
+
+_HEAD = f"""\
+## Tenants
+
+`make bench-long ARGS='-k ten_times'` · {bars.machine()}
+
+A tenant alone, and beside one that sends {TIMES:g} times as much: Envoy, one gateway with its default policy,
+{ENDPOINTS} simulated engines in real time, {WINDOW_S:g} s of sessions with prompts a quarter as long as those
+of coding agents and a twentieth of their gaps. *In turn*: without fair shares. *Fair*:
+`enginePriority.fairShare` and `sessionAdmission`. TTFT p90 is that of the smaller tenant in seconds, from a
+turn's first arrival. *Output*: tokens of both tenants. *Given up*: turns that clients gave up, in turn and
+fair. Goals: at most {COST:g} times the TTFT alone, and at least {OUTPUT:g} of the output in turn.
+
+| sessions/s | seed | alone | in turn | fair | fair / alone | | output, fair / in turn | | given up |
+|---|---:|---:|---:|---:|---:|---|---:|---|---:|
+""".splitlines()
