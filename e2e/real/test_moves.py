@@ -40,6 +40,9 @@ ABORT = {"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "10"}
 """Seconds; a minute and more in a cluster, so that a test need not wait for so long."""
 LATER_S = 5.0
 """How much longer than computing its whole prompt a turn may take."""
+HEAT = 100
+"""The most prompts that each of six clients sends to make an engine hot; how many it takes depends on how
+fast the engine has been seen to be."""
 OTHERWISE, UNSURE = "otherwise", "computed twice, two answers"
 """An answer that two engines that computed the whole prompt do not give; one of which they give two."""
 
@@ -419,7 +422,7 @@ async def test_a_hot_engine(served):
     """Long new prompts queue at one engine; the planner takes sessions away from it."""
     spec = served.document.spec
     migration = Migration(  # tiny models are fast
-        triggers=(MoveTrigger.DRAIN, MoveTrigger.HOT_HOST), hot_pending_seconds=0.1, cooldown_seconds=0.0
+        triggers=(MoveTrigger.DRAIN, MoveTrigger.HOT_HOST), hot_pending_seconds=0.05, cooldown_seconds=0.0
     )
     hot = structs.replace(
         served.document,
@@ -429,9 +432,14 @@ async def test_a_hot_engine(served):
     engine = served.busiest()
     theirs = [session for session in served.sessions if session.host == engine.address]
 
+    def is_hot():
+        return any(one["reason"] == "hot_host" for one in served.handoffs.values())
+
     async def heat():
         async def one(session):
-            for _ in range(6):
+            for number in range(HEAT):
+                if number >= 6 and is_hot():
+                    break
                 ids = tokens(served.rng, 3000)
                 await ask(served.rig, served.rig.url, ids, session.name, max_tokens=1)
 

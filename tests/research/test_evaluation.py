@@ -359,6 +359,11 @@ def test_a_capacity_is_found_for_each_policy(folder: Path):
     assert "| sticky | 1 |" in text
 
 
+def test_a_policy_that_serves_no_rate_in_time_has_no_capacity():
+    (shown,) = capacity.tables({"none": {"perilune": {1: 1.0, 2: 2.0}, "sticky": {1: 0.0, 2: 0.5}}})
+    assert shown.rows[1][2:6] == ("none, 0.5", "0.25", "∞, 4", "6")
+
+
 def test_what_was_played_is_kept(folder: Path):
     pages = {path: path.read_bytes() for path in folder.glob("*.md")}
     said = play(folder)

@@ -41,7 +41,7 @@ BARS: Mapping[str, Mapping[str, float]] = {
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """The largest rate that was found to hold, and the smallest that was not."""
+    """The largest rate that was found to hold, 0 if none did, and the smallest that did not."""
 
     low: float
     high: float
@@ -70,7 +70,7 @@ class Search:
         return msgspec.json.encode(fields, order="sorted").decode()
 
     def bounds(self) -> Bounds:
-        """Play the search. Raises NoRateError if the capacity is not between 1/64 and 64 times the guess."""
+        """Play the search, down to 1/64 of the guess. Raises NoRateError if 64 times the guess holds."""
         spent_s = []
 
         def holds(rate: float) -> bool:
@@ -80,8 +80,8 @@ class Search:
             return (ttft.p90 if ttft else inf) <= self.most_ttft_s
 
         low, high = last_that(holds, self.cell.rate, self.tolerance)
-        if not low or high == inf:
-            raise NoRateError(f"{self.cell.policy}: no capacity near {self.cell.rate:g} sessions/s")
+        if high == inf:
+            raise NoRateError(f"{self.cell.policy}: {low:g} sessions/s are still not too many")
         return Bounds(low, high, sum(spent_s))
 
 
@@ -139,10 +139,10 @@ def _table(pool: str, served: Mapping[str, Mapping[int, float]]) -> Table:
             (
                 policy,
                 ", ".join(map(str, theirs)),
-                ", ".join(map(as_number, theirs.values())),
+                ", ".join(as_number(rate) if rate else "none" for rate in theirs.values()),
                 as_number(mean(theirs.values())),
-                ", ".join(as_number(ours[seed] / theirs[seed]) for seed in both),
-                as_number(sum(ours[s] for s in both) / sum(theirs[s] for s in both)) if both else "",
+                ", ".join(_over(ours[seed], theirs[seed]) for seed in both),
+                _over(sum(ours[s] for s in both), sum(theirs[s] for s in both)) if both else "",
                 as_number(bar) if (bar := BARS.get(pool, {}).get(policy)) else "",
             )
         )
@@ -150,9 +150,14 @@ def _table(pool: str, served: Mapping[str, Mapping[int, float]]) -> Table:
     return Table(f"Deployment {pool} at {LOAD}", header, rows)
 
 
+def _over(ours: float, theirs: float) -> str:
+    return as_number(ours / theirs) if theirs else "∞"
+
+
 NOTE = (
     f"*Sessions/s* is the largest rate of new sessions at which TTFT p90 is at most {MOST_TTFT_S:g} s, to"
-    f" {100 * TOLERANCE:g} %, by seed. *Goal* is the least that the quotient of the means should be."
+    f" {100 * TOLERANCE:g} %, by seed; *none* if it is more at any rate, as with few sessions and a long"
+    f" prompt among them. *Goal* is the least that the quotient of the means should be."
 )
 
 

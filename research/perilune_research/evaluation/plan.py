@@ -676,7 +676,7 @@ SECTIONS: tuple[Section, ...] = (
         ),
         shown=(*metrics.HEAT, metrics.WORST),
         compared=(),
-        told=("Claims of others",),
+        told=("What waits at each endpoint",),
         note="*Pending tokens* are the uncached tokens of prompts that wait or are computed, averaged over"
         " time; *time hot* is the share of it with more of them than T_hot. Endpoints are ranked in each"
         " play, and the figures of a rank are averaged over the seeds.",
