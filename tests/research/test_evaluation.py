@@ -350,7 +350,7 @@ def test_a_figure_that_is_never_reached_is_told_so():
     never, finite = (1.0, 2.0, inf), (2.0, 2.0, 4.0)
     assert page.seed_by_seed(never, finite, metrics.SESSION_P90) == "1 [0.5–never], worst never"
     assert page.seed_by_seed(finite, never, metrics.SESSION_P90) == "1 [0–2], worst 2"
-    assert page.seed_by_seed((inf, 1.0), (inf, 2.0), metrics.OUTPUT) == "0.5 [0.5–1], worst 0.5"
+    assert page.seed_by_seed((inf, 1.0), (inf, 2.0), metrics.OUTPUT) == "0.75 [0.5–1], worst 0.5"
 
 
 def test_a_capacity_is_found_for_each_policy(folder: Path):

@@ -7,7 +7,7 @@ from itertools import groupby, product
 from math import inf
 from pathlib import Path
 from random import Random
-from statistics import median_low
+from statistics import median
 from typing import NamedTuple
 
 from perilune_lab.quantiles import mean
@@ -211,10 +211,10 @@ def seed_by_seed(ours: Sequence[float], theirs: Sequence[float], metric: Metric)
     if not ratios:
         return ""
     rng, n = Random(len(ratios)), len(ratios)
-    medians = sorted(median_low(rng.choices(ratios, k=n)) for _ in range(measure.RESAMPLES))
+    medians = sorted(median(rng.choices(ratios, k=n)) for _ in range(measure.RESAMPLES))
     low, high = (medians[round((measure.RESAMPLES - 1) * q)] for q in (0.025, 0.975))
     worst = ratios[0 if metric.more_is_better else -1]
-    return f"{ranged((median_low(ratios), low, high), _or_never)}, worst {_or_never(worst)}"
+    return f"{ranged((median(ratios), low, high), _or_never)}, worst {_or_never(worst)}"
 
 
 def _over(one: float, other: float) -> float:
