@@ -73,7 +73,7 @@ class CandidateBuilder:
 
     def find_eligible(self, context: RequestContext) -> None:
         """Fill in which endpoints may be chosen. Endpoints that are ejected, or whose metrics fail, are tried
-        only if no other is left."""
+        only if no other is left, and those that take no connections only if all of several take none."""
         state, now = self._state, context.now
         views = state.fleet.recent(now, state.sessions.bound)
         wanted = self._wanted(context)
@@ -85,6 +85,8 @@ class CandidateBuilder:
             views = state.fleet.as_last_resort(views, now)
             wanted = replace(wanted, failing="")
             context.eligible, context.excluded = admission.split(views, wanted)
+        if not context.eligible:
+            context.eligible, context.excluded = admission.split(state.fleet.as_cut_off(views), wanted)
 
     def _wanted(self, context: RequestContext) -> admission.Wanted:
         """Return what admission must know of the request."""

@@ -7,7 +7,8 @@ An endpoint is ready until it is suspected dead: Envoy used another endpoint, a 
 (`Unreached`), or two scrapes in a row failed. It is ready again after its next good scrape, or after
 SUSPECT_S seconds if its metrics are not scraped. One whose engine sleeps, by its metrics, is not ready until
 it is awake. If no endpoint is left, `as_last_resort` admits those whose metrics alone fail, because engines
-that are too busy to answer scrapes may still serve.
+that are too busy to answer scrapes may still serve. If several endpoints take no connections and no other is
+left, the gateway itself has been cut off, and `as_cut_off` admits them.
 
 `view` and `recent` only read, and cost O(endpoints); `recent` reuses what has not changed.
 """
@@ -261,6 +262,22 @@ class Fleet:
         return [
             structs.replace(view, endpoint=replace(view.endpoint, ready=True), ejected="")
             if view.ejected or view.endpoint.address in silent
+            else view
+            for view in views
+        ]
+
+    def as_cut_off(self, views: Sequence[EndpointView]) -> Sequence[EndpointView]:
+        """Return `views` with all endpoints marked as ready that take no connections, if all that are listed
+        as ready take none, were read before, and are on several servers. It is likelier that this gateway was
+        cut off from them than that all are dead, and a request that reaches it says that it no longer is."""
+        listed = [state for state in self._states.values() if state.endpoint.ready and not state.asleep]
+        cut_off = all(state.metrics_at > -inf and state.unreached_at > -inf for state in listed)
+        if not cut_off or len({state.endpoint.server for state in listed}) < 2:
+            return views
+        ready = {state.endpoint.address for state in listed}
+        return [
+            structs.replace(view, endpoint=replace(view.endpoint, ready=True))
+            if view.endpoint.address in ready
             else view
             for view in views
         ]

@@ -13,6 +13,7 @@ from perilune_api import names
 from perilune_api.pool import EndpointSpec, Routing
 from perilune_gateway.model import EngineMetrics, NeedBody, Outcome, Refusal, RefuseReason, Routed
 from perilune_gateway.observe.explain import to_json
+from perilune_gateway.state.facts import Unreached
 from perilune_gateway.state.fleet import DEAD_SCRAPES
 
 EVENTS, QUIET = EndpointSpec(address=A, events=(f"tcp://{A}",)), EndpointSpec(address=A)
@@ -100,6 +101,18 @@ def test_engines_too_busy_to_tell_their_metrics_are_chosen_from_rather_than_nobo
     assert rig.record(routed).excluded == {}
     rig.finish(routed, Outcome.FAILED)  # nobody could reach it
     assert rig.route().destinations == tuple({A, B} - {routed.destinations[0]})
+    fleet.metrics(A, EngineMetrics(), rig.now)
+    record = rig.record(rig.route())
+    assert (record.target, record.excluded) == (A, {B: "not_ready"})
+
+
+def test_engines_that_take_no_connections_are_tried_if_all_take_none(rig: Rig) -> None:
+    """The gateway itself has been cut off for a while."""
+    fleet = rig.router.state.fleet
+    for address in (A, B):
+        fleet.metrics(address, EngineMetrics(), rig.now)
+        fleet.on_unreached(Unreached(address, rig.now))
+    assert set(rig.route().destinations) == {A, B}
     fleet.metrics(A, EngineMetrics(), rig.now)
     record = rig.record(rig.route())
     assert (record.target, record.excluded) == (A, {B: "not_ready"})

@@ -91,6 +91,29 @@ def test_silent_is_whose_metrics_fail_and_nothing_else(fleet: Fleet) -> None:
     assert fleet.silent(21.0) == set()
 
 
+def test_a_gateway_to_which_all_of_several_endpoints_look_dead_was_cut_off(fleet: Fleet) -> None:
+    def cut_off() -> list[bool]:
+        return [view.endpoint.ready for view in fleet.as_cut_off(fleet.view(3.0))]
+
+    for address in "ab":
+        fleet.on_unreached(Unreached(address, 1.0))
+    assert cut_off() == [False, False], "never read: they may still be starting"
+    for address in "ab":
+        fleet.metrics(address, EngineMetrics(), 2.0)
+        fleet.on_unreached(Unreached(address, 3.0))
+    assert cut_off() == [True, True]
+    fleet.metrics("a", EngineMetrics(), 3.0)
+    assert cut_off() == [True, False], "it is reached again, so the other one is dead"
+
+
+def test_an_endpoint_that_is_alone_and_takes_no_connections_is_dead() -> None:
+    fleet = Fleet(POOL, Loads())
+    fleet.set_endpoints([endpoint("a")], Topology())
+    fleet.metrics("a", EngineMetrics(), 0.0)
+    fleet.on_unreached(Unreached("a", 1.0))
+    assert [view.endpoint.ready for view in fleet.as_cut_off(fleet.view(1.0))] == [False]
+
+
 def test_links_to_the_others() -> None:
     topology = Topology(nodes={"n1": NodePlace("r1", "s1"), "n2": NodePlace("r1", "s1")})
     made = Fleet(POOL, Loads())
