@@ -5,6 +5,7 @@ the pool, are not used; observe/cluster.py explains why kopf watches no other ki
 about an object that it watches, from the tasks that its handler has started.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,11 +13,14 @@ import kopf
 
 from perilune_api import kube, names
 from perilune_api.crd import PLURAL, VERSION
+from perilune_operator.observe.discovery import until_served
 from perilune_operator.observe.facts import MANAGER
 from perilune_operator.reconcile import Reconciler
 
 
-def registry(reconciler: Reconciler, stop: Callable[[], Awaitable[None]]) -> kopf.OperatorRegistry:
+def registry(
+    client: kube.Client, reconciler: Reconciler, stop: Callable[[], Awaitable[None]]
+) -> kopf.OperatorRegistry:
     """Return all handlers, for one reconciler. `stop` ends the operator's own tasks; kopf would wait 5 s for
     each."""
     made = kopf.OperatorRegistry()
@@ -33,6 +37,14 @@ def registry(reconciler: Reconciler, stop: Callable[[], Awaitable[None]]) -> kop
         settings.networking.connect_timeout = (
             kube.TIMEOUT_S
         )  # by default it waits for minutes in a lost network
+
+    @kopf.on.startup(registry=made)
+    async def wait_for_the_kind(**_: Any) -> None:
+        try:
+            await until_served(client, f"{names.GROUP}/{VERSION}", PLURAL)
+        except asyncio.CancelledError:
+            await stop()  # kopf cleans up only after what has started
+            raise
 
     @kopf.on.cleanup(registry=made)
     async def clean_up(**_: Any) -> None:

@@ -225,7 +225,7 @@ async def serve(args: argparse.Namespace) -> None:
     gc.set_threshold(20_000, 20, 100)
     try:
         await kopf.operator(
-            registry=handlers.registry(reconciler, stop),
+            registry=handlers.registry(client, reconciler, stop),
             standalone=True,
             identity=args.identity,  # kopf would ask for the user name, which a pod does not have
             **scope,

@@ -6,7 +6,8 @@ import pytest
 
 from perilune_api import kube
 from perilune_operator.kinds import OPTIONAL
-from perilune_operator.observe.discovery import GONE_AFTER, Discovery
+from perilune_operator.observe import discovery
+from perilune_operator.observe.discovery import GONE_AFTER, Discovery, until_served
 
 Object = dict[str, Any]
 
@@ -58,3 +59,46 @@ async def test_a_cluster_without_optional_kinds_is_known_too(api: Any) -> None:
     api.status = 404
     assert await discovery.ask()
     assert discovery.kinds == frozenset()
+
+
+POOLS = ("perilune.dev/v1alpha1", "inferencepools")
+GROUP, RESOURCE = {"name": "perilune.dev"}, {"name": "inferencepools"}
+
+
+class Starting:
+    """An API server that starts: what it answers to one look after the other."""
+
+    def __init__(self, *looks: tuple[Any, Any]) -> None:
+        self.looks = list(looks)
+
+    async def request(self, method: str, path: str) -> Object:
+        groups, resources = self.looks[0]
+        answer = groups if path == "/apis" else resources
+        if answer is not groups or isinstance(answer, Exception):
+            self.looks.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return {"groups" if path == "/apis" else "resources": answer}
+
+
+async def test_an_operator_waits_until_an_api_server_that_starts_serves_pools(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """kopf, which looks once only, is not to look before."""
+    monkeypatch.setattr(discovery, "WAIT_S", 0.0)
+    api: Any = Starting(
+        (OSError("connection refused"), None),
+        (kube.ApiError(503, "ServiceUnavailable", "starting"), None),
+        ([], kube.ApiError(404, "NotFound", "no such group")),
+        ([GROUP], []),
+        ([], [RESOURCE]),
+        ([GROUP], [RESOURCE]),
+        ([], []),
+    )
+    await until_served(api, *POOLS)
+    assert len(api.looks) == 1, "it looks no further"
+
+
+async def test_an_operator_that_may_not_look_does_not_wait() -> None:
+    api: Any = Starting((kube.ApiError(403, "Forbidden", "no"), None))
+    await until_served(api, *POOLS)

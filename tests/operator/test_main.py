@@ -1,4 +1,11 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+from ports import free_port
 
 from perilune_operator.main import arguments, can_make_certificates
 
@@ -42,3 +49,23 @@ def test_an_operator_that_can_make_no_certificates_says_what_goes_without_tls(
     monkeypatch.setenv("PATH", "/nowhere")
     assert not can_make_certificates()
     assert "without TLS" in caplog.text
+
+
+def test_an_operator_that_waits_for_an_api_server_ends_when_told_to(tmp_path: Path) -> None:
+    """Without waiting for its own tasks, which kopf would give 5 s."""
+    access = tmp_path / "kubeconfig"
+    cluster = {"name": "c", "cluster": {"server": f"http://127.0.0.1:{free_port()}"}}
+    user = {"name": "u", "user": {"token": "t"}}
+    context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
+    access.write_text(
+        json.dumps({"clusters": [cluster], "users": [user], "contexts": [context], "current-context": "c"})
+    )
+    command = [sys.executable, "-m", "perilune_operator.main", "--listen=127.0.0.1:0"]
+    environment = {**os.environ, "KUBECONFIG": str(access)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as operator:
+        assert operator.stderr is not None
+        assert any("does not serve inferencepools" in line for line in operator.stderr)
+        operator.terminate()
+        said = operator.stderr.read()
+    assert operator.returncode == 0, said
+    assert "failed" not in said.partition("Startup activity is only partially executed")[2], "its tasks go on"

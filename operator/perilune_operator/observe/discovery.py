@@ -1,5 +1,6 @@
-"""Finds which of the optional APIs (kinds.OPTIONAL) the cluster has."""
+"""Finds which of the optional APIs (kinds.OPTIONAL) the cluster has, and waits for the pools' own."""
 
+import asyncio
 import logging
 from collections import Counter
 
@@ -11,6 +12,9 @@ log = logging.getLogger(__name__)
 GONE_AFTER = 3
 """How many times in a row a kind has to be missing before it counts as gone. An API server that starts does
 not serve its CRDs for a while, and the operator prunes the objects of a kind that is gone."""
+
+WAIT_S = 1.0
+"""Seconds between two questions whether pools are served."""
 
 
 class Discovery:
@@ -46,3 +50,31 @@ class Discovery:
         changed = self.kinds is None or found != self.kinds
         self.kinds = frozenset(found)
         return changed
+
+
+async def until_served(client: kube.Client, api: str, plural: str) -> None:
+    """Wait until the API server says of itself that it serves a resource. One that has just started does not
+    for a moment, and none does without the CRD. kopf looks once only, and would watch no pools from then on.
+    """
+    told = False
+    while not await _is_served(client, api, plural):
+        if not told:
+            log.warning("the API server does not serve %s of %s yet: is the CRD installed?", plural, api)
+            told = True
+        await asyncio.sleep(WAIT_S)
+    if told:
+        log.info("the API server serves %s", plural)
+
+
+async def _is_served(client: kube.Client, api: str, plural: str) -> bool:
+    try:
+        groups = await client.request("GET", "/apis")
+        resources = await client.request("GET", f"/apis/{api}")
+    except kube.ApiError as error:
+        return error.status not in {404, 429} and error.status < 500  # who may not ask has to try
+    except OSError:
+        return False
+    group = api.partition("/")[0]
+    return any(one["name"] == group for one in groups.get("groups") or ()) and any(
+        one["name"] == plural for one in resources.get("resources") or ()
+    )
