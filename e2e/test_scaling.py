@@ -124,6 +124,7 @@ def test_a_pool_that_rests_is_woken_by_a_prompt_and_rests_again(elastic):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1500)
 def test_a_load_takes_a_resting_pool_up_and_back_to_zero(elastic):
     """Clients that are refused while the first engine starts come back when they were told to."""
     pool, most = elastic
@@ -132,7 +133,7 @@ def test_a_load_takes_a_resting_pool_up_and_back_to_zero(elastic):
     many = NewPrompts(pool.client, words=4_000, comes_back=True)
     with watched(pool) as seen:
         with many.at_once(24):
-            pool.becomes(most, timeout_s=300)
+            pool.becomes(most, timeout_s=600)  # one after the other, each loads its model
             many.go_on(100)
         eventually(lambda: rests(pool), timeout_s=360)
     print(f"{len(many.ended)} requests, {many.refusals} times told to come back")
