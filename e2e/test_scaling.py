@@ -132,7 +132,7 @@ def test_a_load_takes_a_resting_pool_up_and_back_to_zero(elastic):
     eventually(lambda: rests(pool), timeout_s=120)
     many = NewPrompts(pool.client, words=4_000, comes_back=True)
     with watched(pool) as seen:
-        with many.at_once(24):
+        with many.at_once(12):  # one endpoint takes a minute and a half for them
             pool.becomes(most, timeout_s=600)  # one after the other, each loads its model
             many.go_on(100)
         eventually(lambda: rests(pool), timeout_s=360)

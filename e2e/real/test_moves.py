@@ -196,10 +196,10 @@ class Served:
         self.write(self.with_draining(engine.address))
 
         async def is_empty():
-            nodes = (await self.rig.page("/api/nodes/stats"))["nodes"]
-            running = {node["address"]: node["load"]["in_flight"] for node in nodes}
+            nodes = {node["address"]: node for node in (await self.rig.page("/api/nodes/stats"))["nodes"]}
+            drains, running = nodes[engine.address]["draining"], nodes[engine.address]["load"]["in_flight"]
             stay = any(session.host == engine.address for session in self.sessions)
-            return not stay and not running[engine.address]
+            return drains and not stay and not running
 
         await until(is_empty, 180)
 
