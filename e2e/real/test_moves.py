@@ -23,6 +23,7 @@ import pytest_asyncio
 from msgspec import structs
 
 from enginebed.completions import SAME, Answer, ask, cached, furthest, until
+from perilune_api.policies import PolicyChoice
 from perilune_api.pool import Disaggregation, Migration, MoveTrigger, Role, dump
 from perilune_lab import profile
 
@@ -40,9 +41,11 @@ ABORT = {"VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "10"}
 """Seconds; a minute and more in a cluster, so that a test need not wait for so long."""
 LATER_S = 5.0
 """How much longer than computing its whole prompt a turn may take."""
-HEAT = 100
-"""The most prompts that each of six clients sends to make an engine hot; how many it takes depends on how
-fast the engine has been seen to be."""
+STAYS = PolicyChoice(name="sticky")
+"""So that one engine gets hot. By default new prompts go elsewhere before."""
+HEATERS, LEAST_HEAT, MOST_HEAT = 6, 6, 100
+"""Clients that make an engine hot, and how many prompts each sends, at least and at most; how many it takes
+depends on how fast the engine has been seen to be."""
 OTHERWISE, UNSURE = "otherwise", "computed twice, two answers"
 """An answer that two engines that computed the whole prompt do not give; one of which they give two."""
 
@@ -426,7 +429,7 @@ async def test_a_hot_engine(served):
     )
     hot = structs.replace(
         served.document,
-        spec=structs.replace(spec, routing=structs.replace(spec.routing, migration=migration)),
+        spec=structs.replace(spec, routing=structs.replace(spec.routing, migration=migration, policy=STAYS)),
     )
     served.write(hot)
     engine = served.busiest()
@@ -437,15 +440,15 @@ async def test_a_hot_engine(served):
 
     async def heat():
         async def one(session):
-            for number in range(HEAT):
-                if number >= 6 and is_hot():
+            for number in range(MOST_HEAT):
+                if number >= LEAST_HEAT and is_hot():
                     break
                 ids = tokens(served.rng, 3000)
                 await ask(served.rig, served.rig.url, ids, session.name, max_tokens=1)
 
-        await asyncio.gather(*(one(session) for session in theirs[:6]))
+        await asyncio.gather(*(one(session) for session in theirs[:HEATERS]))
 
-    hotters, served.sessions = theirs[:6], [s for s in served.sessions if s not in theirs[:6]]
+    hotters, served.sessions = theirs[:HEATERS], [s for s in served.sessions if s not in theirs[:HEATERS]]
     turns, handoffs = await served.while_(heat())
     served.sessions += hotters
     failed, moved = said("hot", turns, [one for one in handoffs if one["reason"] == "hot_host"])

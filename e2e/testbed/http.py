@@ -224,12 +224,13 @@ class NewPrompts:
             prompt = prompt or f"{number} {time.monotonic_ns()} " + "new " * self._words
             try:
                 answer = self._client.complete(
-                    prompt, timeout_s=120, max_tokens=self._tokens, ignore_eos=True
+                    prompt, timeout_s=HANG_S, max_tokens=self._tokens, ignore_eos=True
                 )
             except (OSError, http.client.HTTPException) as error:
                 self.failures.append(repr(error))
+                prompt = ""  # an engine may have it by now
                 continue
-            if self._comes_back and answer.status == 429:
+            if self._comes_back and answer.status == 429 and "retry-after" in answer.headers:
                 self.refusals += 1
                 stop.wait(float(answer.headers["retry-after"]))
                 continue

@@ -21,8 +21,8 @@ from perilune_operator.reconcile import Reconciler
 def registry(
     client: kube.Client, reconciler: Reconciler, stop: Callable[[], Awaitable[None]]
 ) -> kopf.OperatorRegistry:
-    """Return all handlers, for one reconciler. `stop` ends the operator's own tasks; kopf would wait 5 s for
-    each."""
+    """Return all handlers, for one reconciler. `client`: asks whether pools are served. `stop` ends the
+    operator's own tasks; kopf would wait 5 s for each."""
     made = kopf.OperatorRegistry()
 
     @kopf.on.startup(registry=made)
@@ -43,7 +43,7 @@ def registry(
         try:
             await until_served(client, f"{names.GROUP}/{VERSION}", PLURAL)
         except asyncio.CancelledError:
-            await stop()  # kopf cleans up only after what has started
+            await stop()  # kopf calls no cleanup handler where the start was cancelled
             raise
 
     @kopf.on.cleanup(registry=made)

@@ -1,11 +1,11 @@
-"""Fair shares, live: what a tenant that sends ten times as much costs another one.
+"""Fair shares, live: what a tenant that sends ten times as much costs another one. It takes 25 minutes.
 
 Envoy, the gateway with its default policy, and simulated engines in real time. The same sessions of the
-smaller tenant are played alone, beside those of the larger one, and beside them with fair shares
-(`enginePriority.fairShare`, `sessionAdmission`). Sessions are those of coding agents, with a quarter of the
-usual lengths and a twentieth of the gaps, so that a minute holds many. Clients send again what is
-refused, as OpenAI's SDKs do; the time to a first token counts from a turn's first arrival, and a turn that is
-given up never has one.
+smaller tenant are played alone with fair shares, beside those of the larger one without them, and beside them
+with fair shares (`enginePriority.fairShare`, `sessionAdmission`). Sessions are short ones of coding agents
+(`TRAFFIC`), so that a minute holds many. Clients send again what is refused, as OpenAI's SDKs do; the time to
+a first token counts from a turn's first arrival. A turn that is given up never has one, and one that the end
+of the play cuts off has had none for so long.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ import pytest
 
 from perilune_api import pool
 from perilune_lab.load.bodies import Words
-from perilune_lab.load.client import Load, run_load
+from perilune_lab.load.client import RETRIES, Load, may_retry, run_load
 from perilune_lab.load.result import Result
 from perilune_lab.processes.stack import EngineOptions, Stack
 from perilune_lab.traces import agentic
@@ -33,7 +33,9 @@ from perilune_research.evaluation.traffic import GREEDY, QUIET, TIMES
 ENGINES = EngineOptions(kv_tokens=100_000, context_tokens=32_768)
 ENDPOINTS, WINDOW_S, SEEDS = 3, 60.0, (1, 2, 3)
 RATES = {"below saturation": 2.0, "above it": 4.0}
-"""Sessions per second of both tenants."""
+"""Sessions per second of both tenants. Simulated, TTFT p90 is 0.4 s and 15 s."""
+HELD_S = 20.0
+"""Seconds for which a new session is held at most, less than a play has."""
 TRAFFIC = Agentic(
     turns_alpha=8.0,
     turns_min=9,
@@ -53,8 +55,12 @@ class Played(NamedTuple):
     p90_s: float
     """Of the smaller tenant's TTFT; infinite where more than a tenth of its turns are given up."""
     output_tokens: int
+    turns: int
+    """Of the smaller tenant."""
     given_up: int
     """Turns of both tenants."""
+    cut_off: int
+    """Turns of both tenants that the end left without an answer."""
 
 
 def sessions_of(tenant: str, rate: float, seed: int) -> list[Session]:
@@ -67,7 +73,7 @@ async def play(sessions: Sequence[Session], words: Words, *, fair: bool) -> Play
     """Play the sessions on a fresh stack."""
     routing = pool.Routing(
         engine_priority=pool.EnginePriority(fair_share=fair),
-        session_admission=pool.SessionAdmission(enabled=fair, max_wait_seconds=60.0),
+        session_admission=pool.SessionAdmission(enabled=fair, max_wait_seconds=HELD_S),
     )
     engines = replace(ENGINES, arguments=("--scheduling", "priority" if fair else "fcfs"))
     async with Stack(engines=ENDPOINTS, options=engines, routing=routing) as stack:
@@ -80,15 +86,19 @@ def measured(results: Sequence[Result], quiet: set[str]) -> Played:
     attempts: dict[tuple[str, int], list[Result]] = defaultdict(list)
     for result in results:
         attempts[result.session, result.turn].append(result)
-    waited, given_up = [], 0
+    waited, given_up, cut_off = [], 0, 0
     for (session, _), tried in attempts.items():
         first, last = min(r.submitted_at_s for r in tried), max(tried, key=lambda r: r.submitted_at_s)
-        given_up += not last.succeeded
+        if last.succeeded and last.ttft_s is not None:
+            seconds = last.submitted_at_s + last.ttft_s - first
+        elif len(tried) > RETRIES or not may_retry(last):
+            seconds, given_up = inf, given_up + 1
+        else:
+            seconds, cut_off = WINDOW_S - first, cut_off + 1
         if session in quiet:
-            answered = last.succeeded and last.ttft_s is not None
-            waited.append(last.submitted_at_s + (last.ttft_s or 0.0) - first if answered else inf)
+            waited.append(seconds)
     output = sum(r.output_tokens for r in results if r.finished_at_s <= WINDOW_S)
-    return Played(bars.quantile(waited, 0.9), output, given_up)
+    return Played(bars.quantile(waited, 0.9), output, len(waited), given_up, cut_off)
 
 
 async def rows(words: Words) -> list[str]:
@@ -96,16 +106,17 @@ async def rows(words: Words) -> list[str]:
     for name, rate in RATES.items():
         for seed in SEEDS:
             share = rate / (1.0 + TIMES)
-            few = sessions_of(QUIET, share, seed)
+            few = [Session("start", 0.0, ()), *sessions_of(QUIET, share, seed)]  # both begin at 0
             both = sorted(few + sessions_of(GREEDY, TIMES * share, seed + 1_000), key=lambda s: s.start_s)
             alone = await play(few, words, fair=True)
             in_turn = await play(both, words, fair=False)
             fair = await play(both, words, fair=True)
             cost, output = fair.p90_s / alone.p90_s, fair.output_tokens / in_turn.output_tokens
             found.append(
-                f"| {name}, {rate:g} | {seed} | {alone.p90_s:.2f} | {in_turn.p90_s:.2f} | {fair.p90_s:.2f} |"
-                f" {cost:.2f} | {bars.verdict(cost <= COST)} | {output:.2f} |"
+                f"| {name}, {rate:g} | {seed} | {fair.turns} | {alone.p90_s:.2f} | {in_turn.p90_s:.2f} |"
+                f" {fair.p90_s:.2f} | {cost:.2f} | {bars.verdict(cost <= COST)} | {output:.2f} |"
                 f" {bars.verdict(output >= OUTPUT)} | {in_turn.given_up}, {fair.given_up} |"
+                f" {in_turn.cut_off}, {fair.cut_off} |"
             )
             print(found[-1], flush=True)
     return found
@@ -124,12 +135,13 @@ _HEAD = f"""\
 `make bench-long ARGS='-k ten_times'` · {bars.machine()}
 
 A tenant alone, and beside one that sends {TIMES:g} times as much: Envoy, one gateway with its default policy,
-{ENDPOINTS} simulated engines in real time, {WINDOW_S:g} s of sessions with prompts a quarter as long as those
-of coding agents and a twentieth of their gaps. *In turn*: without fair shares. *Fair*:
-`enginePriority.fairShare` and `sessionAdmission`. TTFT p90 is that of the smaller tenant in seconds, from a
-turn's first arrival. *Output*: tokens of both tenants. *Given up*: turns that clients gave up, in turn and
-fair. Goals: at most {COST:g} times the TTFT alone, and at least {OUTPUT:g} of the output in turn.
+{ENDPOINTS} simulated engines in real time, {WINDOW_S:g} s of coding agents' sessions of 9 to 14 turns, with a
+quarter of the usual lengths and a twentieth of the gaps. *In turn*: without fair shares. *Fair*, and *alone*:
+`enginePriority.fairShare` and `sessionAdmission`. TTFT p90 is that of the smaller tenant's turns in seconds,
+from their first arrival. *Output*: tokens of both tenants. *Given up*, *cut off*: turns that clients gave up,
+and that the end left without an answer, in turn and fair. Goals: at most {COST:g} times the TTFT alone, and
+at least {OUTPUT:g} of the output in turn.
 
-| sessions/s | seed | alone | in turn | fair | fair / alone | | output, fair / in turn | | given up |
-|---|---:|---:|---:|---:|---:|---|---:|---|---:|
+| sessions/s | seed | turns | alone | in turn | fair | fair / alone | | output | | given up | cut off |
+|---|---:|---:|---:|---:|---:|---:|---|---:|---|---:|---:|
 """.splitlines()

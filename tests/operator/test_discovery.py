@@ -89,6 +89,9 @@ async def test_an_operator_waits_until_an_api_server_that_starts_serves_pools(
     api: Any = Starting(
         (OSError("connection refused"), None),
         (kube.ApiError(503, "ServiceUnavailable", "starting"), None),
+        (kube.ApiError(429, "TooManyRequests", "starting"), None),
+        (kube.ApiError(401, "Unauthorized", "tokens are not known yet"), None),
+        (kube.ApiError(403, "Forbidden", "rights are not known yet"), None),
         ([], kube.ApiError(404, "NotFound", "no such group")),
         ([GROUP], []),
         ([], [RESOURCE]),
@@ -97,8 +100,3 @@ async def test_an_operator_waits_until_an_api_server_that_starts_serves_pools(
     )
     await until_served(api, *POOLS)
     assert len(api.looks) == 1, "it looks no further"
-
-
-async def test_an_operator_that_may_not_look_does_not_wait() -> None:
-    api: Any = Starting((kube.ApiError(403, "Forbidden", "no"), None))
-    await until_served(api, *POOLS)

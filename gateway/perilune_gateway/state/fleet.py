@@ -267,14 +267,14 @@ class Fleet:
         ]
 
     def as_cut_off(self, views: Sequence[EndpointView]) -> Sequence[EndpointView]:
-        """Return `views` with all endpoints marked as ready that take no connections, if all that are listed
-        as ready take none, were read before, and are on several servers. It is likelier that this gateway was
-        cut off from them than that all are dead, and a request that reaches it says that it no longer is."""
-        listed = [state for state in self._states.values() if state.endpoint.ready and not state.asleep]
-        cut_off = all(state.metrics_at > -inf and state.unreached_at > -inf for state in listed)
-        if not cut_off or len({state.endpoint.server for state in listed}) < 2:
+        """Return `views` with the endpoints marked as ready that are listed so, if no endpoint of several
+        servers takes connections although all of them did. Then it is likelier that this gateway has been cut
+        off than that all are dead, and a request that comes makes it likely that the network is back."""
+        states = [state for state in self._states.values() if not state.endpoint.draining]
+        cut_off = all(state.metrics_at > -inf and state.unreached_at > -inf for state in states)
+        if not cut_off or len({state.endpoint.server for state in states}) < 2:
             return views
-        ready = {state.endpoint.address for state in listed}
+        ready = {state.endpoint.address for state in states if state.endpoint.ready and not state.asleep}
         return [
             structs.replace(view, endpoint=replace(view.endpoint, ready=True))
             if view.endpoint.address in ready

@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 
 from perilune_api import kube
+from perilune_api.foreign_bytes import UNREADABLE
 from perilune_operator.kinds import OPTIONAL, full_name
 
 log = logging.getLogger(__name__)
@@ -54,27 +55,29 @@ class Discovery:
 
 async def until_served(client: kube.Client, api: str, plural: str) -> None:
     """Wait until the API server says of itself that it serves a resource. One that has just started does not
-    for a moment, and none does without the CRD. kopf looks once only, and would watch no pools from then on.
-    """
-    told = False
-    while not await _is_served(client, api, plural):
-        if not told:
-            log.warning("the API server does not serve %s of %s yet: is the CRD installed?", plural, api)
-            told = True
+    for a moment, and none does without the CRD. kopf looks again only when a CRD changes, and would watch no
+    pools until then. The log says what is missing, whenever it is something else."""
+    told = ""
+    while missing := await _missing(client, api, plural):
+        if missing != told:
+            log.warning("waiting for an API server that serves %s of %s: %s", plural, api, missing)
+            told = missing
         await asyncio.sleep(WAIT_S)
     if told:
         log.info("the API server serves %s", plural)
 
 
-async def _is_served(client: kube.Client, api: str, plural: str) -> bool:
+async def _missing(client: kube.Client, api: str, plural: str) -> str:
+    """Return why it cannot be said that the server serves the resource; empty if it does. One that starts may
+    also refuse everything, because it does not know anybody's rights yet."""
     try:
         groups = await client.request("GET", "/apis")
         resources = await client.request("GET", f"/apis/{api}")
     except kube.ApiError as error:
-        return error.status not in {404, 429} and error.status < 500  # who may not ask has to try
-    except OSError:
-        return False
+        return "is the CRD installed?" if error.status == 404 else str(error)
+    except (OSError, *UNREADABLE) as error:
+        return str(error)
     group = api.partition("/")[0]
-    return any(one["name"] == group for one in groups.get("groups") or ()) and any(
-        one["name"] == plural for one in resources.get("resources") or ()
-    )
+    listed = any(one["name"] == group for one in groups.get("groups") or ())
+    served = any(one["name"] == plural for one in resources.get("resources") or ())
+    return "" if listed and served else "is the CRD installed?"

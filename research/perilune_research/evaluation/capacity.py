@@ -81,7 +81,7 @@ class Search:
 
         low, high = last_that(holds, self.cell.rate, self.tolerance)
         if high == inf:
-            raise NoRateError(f"{self.cell.policy}: {low:g} sessions/s are still not too many")
+            raise NoRateError(f"{self.cell.policy}: TTFT p90 is still within the limit at {low:g} sessions/s")
         return Bounds(low, high, sum(spent_s))
 
 
@@ -151,13 +151,13 @@ def _table(pool: str, served: Mapping[str, Mapping[int, float]]) -> Table:
 
 
 def _over(ours: float, theirs: float) -> str:
-    return as_number(ours / theirs) if theirs else "∞"
+    return as_number(ours / theirs) if theirs else "∞" if ours else ""
 
 
 NOTE = (
     f"*Sessions/s* is the largest rate of new sessions at which TTFT p90 is at most {MOST_TTFT_S:g} s, to"
-    f" {100 * TOLERANCE:g} %, by seed; *none* if it is more at any rate, as with few sessions and a long"
-    f" prompt among them. *Goal* is the least that the quotient of the means should be."
+    f" {100 * TOLERANCE:g} %, by seed; *none* if no rate down to 1/64 of the first guess was found to"
+    f" hold, which counts as 0 in the means. *Goal* is the least that the quotient of the means should be."
 )
 
 

@@ -1,11 +1,13 @@
 """The fleet keeps which endpoints there are, which are ready, and how loaded each one is."""
 
+from dataclasses import replace
+
 import pytest
 from routing_objects import endpoint
 
 from perilune_api.pool import NodePlace, Topology
 from perilune_api.topology import Level
-from perilune_gateway.model import EngineMetrics, Load
+from perilune_gateway.model import Endpoint, EngineMetrics, Load
 from perilune_gateway.state.facts import Facts, Unreached
 from perilune_gateway.state.fleet import FRESH_S, HITS_HALF_S, SUSPECT_S, Fleet
 from perilune_gateway.state.loads import Loads
@@ -106,12 +108,38 @@ def test_a_gateway_to_which_all_of_several_endpoints_look_dead_was_cut_off(fleet
     assert cut_off() == [True, False], "it is reached again, so the other one is dead"
 
 
-def test_an_endpoint_that_is_alone_and_takes_no_connections_is_dead() -> None:
+@pytest.mark.parametrize(
+    "endpoints",
+    [
+        pytest.param([endpoint("a")], id="alone"),
+        pytest.param([endpoint("a#0"), endpoint("a#1")], id="two ranks of one server"),
+        pytest.param([endpoint("a"), replace(endpoint("b"), draining=True)], id="the other one drains"),
+    ],
+)
+def test_a_server_that_is_alone_and_takes_no_connections_is_dead(endpoints: list[Endpoint]) -> None:
     fleet = Fleet(POOL, Loads())
-    fleet.set_endpoints([endpoint("a")], Topology())
-    fleet.metrics("a", EngineMetrics(), 0.0)
-    fleet.on_unreached(Unreached("a", 1.0))
-    assert [view.endpoint.ready for view in fleet.as_cut_off(fleet.view(1.0))] == [False]
+    fleet.set_endpoints(endpoints, Topology())
+    for each in endpoints:
+        fleet.metrics(each.address, EngineMetrics(), 0.0)
+        fleet.on_unreached(Unreached(each.address, 1.0))
+    assert not any(view.endpoint.ready for view in fleet.as_cut_off(fleet.view(1.0)))
+
+
+@pytest.mark.parametrize(
+    ("ready", "metrics"),
+    [
+        pytest.param(False, EngineMetrics(), id="not ready"),
+        pytest.param(True, EngineMetrics(asleep=True), id="asleep"),
+    ],
+)
+def test_a_gateway_that_reaches_any_endpoint_is_not_cut_off(ready: bool, metrics: EngineMetrics) -> None:
+    fleet = Fleet(POOL, Loads())
+    fleet.set_endpoints([endpoint("a"), endpoint("b"), replace(endpoint("c"), ready=ready)], Topology())
+    for address in "ab":
+        fleet.metrics(address, EngineMetrics(), 0.0)
+        fleet.on_unreached(Unreached(address, 1.0))
+    fleet.metrics("c", metrics, 1.0)
+    assert not any(view.endpoint.ready for view in fleet.as_cut_off(fleet.view(1.0)))
 
 
 def test_links_to_the_others() -> None:
