@@ -128,7 +128,7 @@ def test_a_pool_that_rests_is_woken_by_a_prompt_and_rests_again(elastic):
 def test_a_load_takes_a_resting_pool_up_and_back_to_zero(elastic):
     """Clients that are refused while the first engine starts come back when they were told to."""
     pool, most = elastic
-    # Who is refused comes back after a minute, and until then nobody asks for the pool.
+    # All clients are refused at first, and come back a minute later. The pool must not rest before.
     pool.patch(scaling={"minReplicas": 0, "downSeconds": 90})
     eventually(lambda: rests(pool), timeout_s=200)
     many = NewPrompts(pool.client, words=4_000, comes_back=True)

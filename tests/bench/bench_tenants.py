@@ -53,10 +53,10 @@ COST, OUTPUT = 1.3, 0.98
 
 class Played(NamedTuple):
     p90_s: float
-    """Of the smaller tenant's TTFT; infinite where more than a tenth of its turns are given up."""
+    """TTFT p90 of the smaller tenant; infinite if it gave up more than a tenth of its turns."""
     output_tokens: int
     turns: int
-    """Of the smaller tenant."""
+    """Number of the smaller tenant's turns."""
     given_up: int
     """Turns of both tenants."""
     cut_off: int
