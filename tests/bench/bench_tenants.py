@@ -3,7 +3,7 @@
 Envoy, the gateway with its default policy, and simulated engines in real time. The same sessions of the
 smaller tenant are played alone with fair shares, beside those of the larger one without them, and beside them
 with fair shares (`enginePriority.fairShare`, `sessionAdmission`). Sessions are short ones of coding agents
-(`TRAFFIC`), so that a minute holds many. Clients send again what is refused, as OpenAI's SDKs do; the time to
+(`SHORT`), so that a minute holds many. Clients send again what is refused, as OpenAI's SDKs do; the time to
 a first token counts from a turn's first arrival. A turn that is given up never has one, and one that the end
 of the play cuts off has had none for so long.
 """
@@ -25,9 +25,9 @@ from perilune_lab.load.client import RETRIES, Load, may_retry, run_load
 from perilune_lab.load.result import Result
 from perilune_lab.processes.stack import EngineOptions, Stack
 from perilune_lab.traces import agentic
-from perilune_lab.traces.agentic import Agentic
 from perilune_lab.traces.model import Session
 from perilune_lab.vocabulary import Vocabulary
+from perilune_research.crosscheck.workload import SHORT
 from perilune_research.evaluation.traffic import GREEDY, QUIET, TIMES
 
 ENGINES = EngineOptions(kv_tokens=100_000, context_tokens=32_768)
@@ -36,17 +36,6 @@ RATES = {"below saturation": 2.0, "above it": 4.0}
 """Sessions per second of both tenants. Simulated, TTFT p90 is 0.4 s and 15 s."""
 HELD_S = 20.0
 """Seconds for which a new session is held at most, less than a play has."""
-TRAFFIC = Agentic(
-    turns_alpha=8.0,
-    turns_min=9,
-    turns_max=14,
-    first_prompt=(9.6, 0.4),
-    tool_result=(6.9, 0.5),
-    answer=(3.9, 0.5),
-    compacted_share=0.0,
-    length_scale=0.25,
-    gap_scale=0.05,
-)
 COST, OUTPUT = 1.3, 0.98
 """Goals: TTFT p90 of the smaller tenant over that alone, output tokens of both over those in turn."""
 
@@ -65,7 +54,7 @@ class Played(NamedTuple):
 
 def sessions_of(tenant: str, rate: float, seed: int) -> list[Session]:
     """Make a tenant's sessions, so many per second."""
-    made = agentic.sessions(replace(TRAFFIC, sessions_per_s=rate), seed)
+    made = agentic.sessions(replace(SHORT, sessions_per_s=rate), seed)
     return [replace(s, tenant=tenant) for s in takewhile(lambda s: s.start_s < WINDOW_S, made)]
 
 

@@ -1,6 +1,6 @@
 """Gathers the facts of a decision: the endpoints that may serve a request, and one `Candidate` for each.
 
-1. `find_eligible` keeps the endpoints that pass the checks of admission.BEFORE.
+1. `find_eligible` keeps the endpoints that `admission.exclusion` has nothing against.
 2. `estimate_from_session` is for a request whose body is not read. The prompt's length follows from the
    body's, and its blocks are taken to be those of the session's context.
 3. `look_up` is for a prompt whose blocks are known. The prefix index says what every endpoint holds of it.

@@ -1,7 +1,7 @@
 """What a crosscheck plays: generated agentic sessions, cut to a window, and the same under other names.
 
-Texts have a quarter of the usual length and gaps a twentieth, and sessions are similar to each other, so that
-half a minute holds hundreds of turns, enough for a hit rate to one point. Prompts are sent as plain text, so
+Sessions are short ones (`SHORT`), so that half a minute holds hundreds of turns, enough for a hit rate to one
+point. Prompts are sent as plain text, so
 that live and simulated plays count the same tokens.
 """
 
@@ -19,6 +19,19 @@ from perilune_lab.traces.model import Style, Trace, Turn
 
 JITTER_S = 0.01
 """Most seconds by which `jittered` makes a start or a think time longer."""
+SHORT = Agentic(
+    turns_alpha=8.0,
+    turns_min=9,
+    turns_max=14,
+    first_prompt=(9.6, 0.4),
+    tool_result=(6.9, 0.5),
+    answer=(3.9, 0.5),
+    compacted_share=0.0,
+    length_scale=0.25,
+    gap_scale=0.05,
+)
+"""Sessions of coding agents that are similar to each other, with a quarter of the usual lengths and a
+twentieth of the gaps."""
 POLICIES = ("round_robin", "lmetric_plus_one", "sticky", "ear", "perilune", "dynamo")
 
 
@@ -41,18 +54,7 @@ class Options:
 
     def trace(self) -> Trace:
         """Return the sessions with the turns that an unloaded system would see within the window."""
-        p = Agentic(
-            sessions_per_s=self.rate * self.endpoints,
-            turns_alpha=8.0,
-            turns_min=9,
-            turns_max=14,
-            first_prompt=(9.6, 0.4),
-            tool_result=(6.9, 0.5),
-            answer=(3.9, 0.5),
-            compacted_share=0.0,
-            length_scale=0.25,
-            gap_scale=0.05,
-        )
+        p = replace(SHORT, sessions_per_s=self.rate * self.endpoints)
         started = takewhile(lambda s: s.start_s < self.seconds, sessions(p, self.seed))
         whole = Trace("agentic", Style.TEXT, tuple(started), {"seed": self.seed, **describe(p)})
         jobs = prepare(whole, H20_30B, window_s=self.seconds).jobs
