@@ -43,9 +43,9 @@ LATER_S = 5.0
 """How much longer than computing its whole prompt a turn may take."""
 STAYS = PolicyChoice(name="sticky")
 """So that one engine gets hot. By default new prompts go elsewhere before."""
-HEATERS, LEAST_HEAT, MOST_HEAT = 6, 6, 100
-"""Clients that make an engine hot, and how many prompts each sends, at least and at most; how many it takes
-depends on how fast the engine has been seen to be."""
+HEATERS, HEAT, LEAST_HEAT, MOST_HEAT = 10, 3500, 4, 100
+"""Clients that make an engine hot, tokens of each prompt, and how many each sends, at least and at most. It
+takes many, as a copy is only worth it while the queue lasts longer than copies have been seen to take."""
 OTHERWISE, UNSURE = "otherwise", "computed twice, two answers"
 """An answer that two engines that computed the whole prompt do not give; one of which they give two."""
 
@@ -434,6 +434,14 @@ async def test_a_hot_engine(served):
     served.write(hot)
     engine = served.busiest()
     theirs = [session for session in served.sessions if session.host == engine.address]
+    queue_s, stayed = 0.0, Counter()
+
+    async def look():
+        nonlocal queue_s
+        nodes = (await served.rig.page("/api/nodes/stats"))["nodes"]
+        (load,) = (node["load"] for node in nodes if node["address"] == engine.address)
+        queue_s = max(queue_s, load["pending_prefill_s"])
+        stayed.update(move["reason"] for move in (await served.moves())["stays"])
 
     def is_hot():
         return any(one["reason"] == "hot_host" for one in served.handoffs.values())
@@ -443,14 +451,16 @@ async def test_a_hot_engine(served):
             for number in range(MOST_HEAT):
                 if number >= LEAST_HEAT and is_hot():
                     break
-                ids = tokens(served.rng, 3000)
+                ids = tokens(served.rng, HEAT)
                 await ask(served.rig, served.rig.url, ids, session.name, max_tokens=1)
+                await look()
 
         await asyncio.gather(*(one(session) for session in theirs[:HEATERS]))
 
     hotters, served.sessions = theirs[:HEATERS], [s for s in served.sessions if s not in theirs[:HEATERS]]
     turns, handoffs = await served.while_(heat())
     served.sessions += hotters
+    print(f"\nthe queue took {queue_s:.2f} s at most; sessions that stayed: {dict(stayed)}")
     failed, moved = said("hot", turns, [one for one in handoffs if one["reason"] == "hot_host"])
     served.write(served.document)
     assert not failed
