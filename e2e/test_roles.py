@@ -53,6 +53,7 @@ def test_a_load_heavy_on_prefill_then_on_decode_switches_a_role_each_way(flexibl
     uids = {pod["metadata"]["uid"] for part in ("engine", "prefill") for pod in flexible.pods(part)}
     prefills = NewPrompts(flexible.client, words=3_000, tokens=4)
     with prefills.at_once(5):
+        prefills.go_on(5)
         began = time.monotonic()
         eventually(lambda: roles_are(flexible, serve=2, prefill=2), timeout_s=200)
         switched = time.monotonic()

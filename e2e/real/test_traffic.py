@@ -16,6 +16,7 @@ from msgspec import structs
 
 from enginebed import conversations, judged, models
 from enginebed.marks import REQUESTS, SHORT, TAKES_MINUTES
+from perilune_gateway.feeds import store_segments
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(3600), pytest.mark.asyncio(loop_scope="session")]
 EXACT = 0.985
@@ -189,6 +190,7 @@ async def test_an_empty_store_is_known_to_be_empty(running):
     async def restore():
         await rig.master.ended()
         await rig.start_master(running.rendered)
+        await asyncio.sleep(2 * store_segments.INTERVAL_S)  # so soon the gateway has asked the new one
 
     phase = await running.while_("store master killed", lambda: rig.master.kill(), restore)
     assert not phase.failed, judged.misses(phase)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from perilune_api.names import DECISION_HEADER
+from perilune_api.names import DECISION_HEADER, REFUSE_REASON_HEADER
 from perilune_lab.engine.http import NAME_HEADER
 from testbed.shell import ClusterError
 
@@ -183,8 +183,8 @@ class NewPrompts:
     """Clients that send one new prompt after the other, so that engines have work that no cache saves."""
 
     def __init__(self, client: Client, words: int, tokens: int = 4, *, comes_back: bool = False) -> None:
-        """`words`: of each prompt. `tokens`: of each answer. `comes_back`: a client that is refused with
-        `Retry-After` asks again after that time; else a refusal is a failure."""
+        """`words`: of each prompt. `tokens`: of each answer. `comes_back`: a client that is refused because
+        the first engine starts asks again after `Retry-After`; else a refusal is a failure."""
         self._client, self._words, self._tokens = client, words, tokens
         self._comes_back = comes_back
         self.ended: list[float] = []
@@ -226,11 +226,11 @@ class NewPrompts:
                 answer = self._client.complete(
                     prompt, timeout_s=HANG_S, max_tokens=self._tokens, ignore_eos=True
                 )
-            except (OSError, http.client.HTTPException) as error:
+            except Exception as error:  # a client that ends for any reason is one that failed
                 self.failures.append(repr(error))
                 prompt = ""  # an engine may have it by now
                 continue
-            if self._comes_back and answer.status == 429 and "retry-after" in answer.headers:
+            if self._comes_back and answer.headers.get(REFUSE_REASON_HEADER) == "starting":
                 self.refusals += 1
                 stop.wait(float(answer.headers["retry-after"]))
                 continue

@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import io
 import time
+from statistics import median
 
 import envoy_doubles as doubles
 import pytest
@@ -146,7 +147,7 @@ async def test_gateway_down_and_closed_is_an_error_at_once(
 
 
 async def test_gateway_down_and_open_is_served_by_the_fallback_within_100_ms(stub_rig, unused_address):
-    """Also after Envoy's retries. The fastest of some requests counts, because the machine may be busy."""
+    """Also after Envoy's retries. The median counts, because the machine may be busy."""
     envoy = await stub_rig.envoy(unused_address, mode=Mode.BUFFERED)
     took_s = []
     for _ in range(8):
@@ -155,7 +156,7 @@ async def test_gateway_down_and_open_is_served_by_the_fallback_within_100_ms(stu
         took_s.append(time.monotonic() - began)
         assert status == 200
         assert says(answer) in [received(name) for name in "abc"]
-    assert min(took_s) < 0.1
+    assert median(took_s) < 0.1
 
 
 async def test_only_supported_paths_are_served_while_the_gateway_is_down(stub_rig, unused_address):

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 import aiohttp
 import pytest
@@ -36,7 +36,10 @@ EVERY_S = 0.05
 SOME = 60
 """Number of requests that are enough for a median."""
 ADDED_S = 0.1
-"""What a request may take longer than before, once Envoy knows."""
+"""What nine in ten requests may take longer than before, once Envoy knows."""
+HELD_S = 3.0
+"""Seconds until Envoy knows that a gateway has vanished, and for which it holds a request for it, at most: 2,
+and what a busy machine adds."""
 LONG_TOKENS = 50_000
 """Of an answer that takes so long that its engine vanishes meanwhile."""
 NOTICED_S = 3.0
@@ -137,7 +140,9 @@ class Nodes:
             return await self.ready_gateways() == until_ready
 
         await until_true(known)
-        return lost, time.monotonic()
+        noticed = time.monotonic()
+        assert noticed - lost <= HELD_S
+        return lost, noticed
 
     def told(self, lost: float, known: float) -> tuple[list[Asked], list[Asked], list[Asked]]:
         """Print and return what was asked before the node vanished, until it was known, and afterwards."""
@@ -174,6 +179,13 @@ async def nodes(
         yield made
 
 
+def assert_not_held(before: list[Asked], meanwhile: list[Asked], after: list[Asked]) -> None:
+    """Assert that requests for a vanished gateway are held for a bounded time, and later ones not."""
+    usual = median(each.took_s for each in before)
+    assert max(each.took_s for each in meanwhile) <= usual + HELD_S
+    assert quantiles([each.took_s for each in after], n=10)[-1] <= usual + ADDED_S
+
+
 async def test_requests_pass_at_once_when_the_only_gateway_has_vanished(
     network: Network, tmp_path: Path
 ) -> None:
@@ -181,11 +193,11 @@ async def test_requests_pass_at_once_when_the_only_gateway_has_vanished(
         async with made.load():
             lost, known = await made.lose("gateway-0", until_ready=0)
             await made.some()
-        before, _, after = made.told(lost, known)
+        before, meanwhile, after = made.told(lost, known)
     assert {each.status for each in made.asked} == {200}
     assert all(each.chosen for each in before)
     assert not any(each.chosen for each in after)
-    assert median(e.took_s for e in after) <= median(e.took_s for e in before) + ADDED_S
+    assert_not_held(before, meanwhile, after)
 
 
 @pytest.mark.parametrize("fail_open", [True, False], ids=["open", "closed"])
@@ -206,7 +218,7 @@ async def test_another_gateway_takes_over_when_one_has_vanished(
     assert {each.status for each in (*long, *before, *after)} == {200}
     assert {each.status for each in meanwhile} <= ({200} if fail_open else {200, 504})
     assert all(each.chosen for each in after)
-    assert median(e.took_s for e in after) <= median(e.took_s for e in before) + ADDED_S
+    assert_not_held(before, meanwhile, after)
 
 
 async def test_requests_go_elsewhere_when_an_engine_has_vanished(network: Network, tmp_path: Path) -> None:
