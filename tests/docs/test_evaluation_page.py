@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from statistics import median
 
 import pytest
 from document_tables import rows, section
@@ -129,3 +130,52 @@ def test_a_sentence_has_the_figures_of_the_data(title: str, sentence: str, figur
     found = re.search(re.escape(sentence).replace(r"\{\}", r"([\d.,]+)"), text)
     assert found, sentence
     assert [told(each) for each in found.groups()] == [about(figure(*each) or 0.0) for each in figures]
+
+
+ADMISSION = {
+    (row["deployment"], row["load"]): row
+    for name in ("admission", "admission-elsewhere")
+    for row in MADE[name]["rows"]
+}
+NUMBERS = {5: "five", 10: "ten"}
+
+
+@pytest.mark.parametrize(
+    ("deployment", "sentence"),
+    [
+        (
+            "none",
+            r"the median at R is {} times .*?; the worst seed has {} times, and {} of 16 are more than 10 %",
+        ),
+        (
+            "none-long",
+            r"seed by seed {} times [^,]*, {} times in the worst seed, and more than 10 % worse in {} of",
+        ),
+    ],
+)
+def test_what_session_admission_costs_new_sessions_at_r_is_said_seed_by_seed(deployment: str, sentence: str):
+    """By TTFT p90 from a session's first request, over that of the same pool without it."""
+    pair = (ADMISSION[deployment, "R"]["ttft_s.p90"], ADMISSION[f"{deployment}-admission", "R"]["ttft_s.p90"])
+    ratios = [with_it / without for without, with_it in zip(*pair, strict=True)]
+    text = " ".join(section(PAGE, "## Session admission").split())
+    found = re.search(sentence.replace("{}", r"([\d.]+|\w+)"), text)
+    assert found
+    middle, worst, worse = found.groups()
+    assert (told(middle), told(worst)) == (about(median(ratios)), about(max(ratios)))
+    assert worse == NUMBERS[sum(ratio > 1.1 for ratio in ratios)]
+
+
+@pytest.mark.parametrize(
+    ("deployment", "sentence"),
+    [
+        ("none-four-gateways", "At 1.6 R it is {} times with four gateways"),
+        ("handoff", "`handoff` ({})"),
+        ("none-tenants", "two tenants ({})"),
+    ],
+)
+def test_how_much_later_turns_wait_past_saturation_is_said(deployment: str, sentence: str):
+    """By TTFT p90 of later turns, over that at R without session admission."""
+    path = "sessions.later_ttft_s.p90"
+    past = mean(ADMISSION[f"{deployment}-admission", "1.6 R"][path])
+    ratio = past / mean(ADMISSION[deployment, "R"][path])
+    assert sentence.format(f"{ratio:.2f}") in " ".join(section(PAGE, "## Session admission").split())
