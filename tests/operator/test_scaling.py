@@ -228,7 +228,7 @@ class SimulatedPool:
         for _ in range(10):
             if self.rng.random() < requests_per_s / 10:
                 self.comes()
-            self.queues_s = [max(0.0, queue_s - 0.1) for queue_s in self.queues_s]
+            self.queues_s = [queue_s - 0.1 if queue_s > 0.1 else 0.0 for queue_s in self.queues_s]
 
         back = [at for at in self.coming_back if at <= self.at]
         self.coming_back = [at for at in self.coming_back if at > self.at]
@@ -402,7 +402,7 @@ MINUTE_LONG = (60.0, 60.0)
 """Seconds that each endpoint takes to start."""
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.heavy) for n in range(1, 20))])
 @pytest.mark.parametrize("scaling", [QUEUE, TTFT])
 @pytest.mark.parametrize("least", [0, 2])
 def test_with_defaults_a_load_for_six_comes_and_goes_in_six_changes(
@@ -423,13 +423,12 @@ def test_with_defaults_a_load_for_six_comes_and_goes_in_six_changes(
     assert pool.coming_back == [], "whoever was refused without an endpoint was served"
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("rate", [0.5, 1.5, 2.5, 3.5, 4.5])
 @pytest.mark.parametrize("scaling", [QUEUE, TTFT])
 def test_four_hours_of_a_constant_load_change_nothing_after_ten_minutes(
-    scaling: Scaling, rate: float, seed: int
+    scaling: Scaling, rate: float
 ) -> None:
-    pool = SimulatedPool(structs.replace(scaling, up_seconds=UP, down_seconds=DOWN), seed, MINUTE_LONG)
+    pool = SimulatedPool(structs.replace(scaling, up_seconds=UP, down_seconds=DOWN), 1, MINUTE_LONG)
     pool.run(10, rate)
     changes = list(pool.changes)
     pool.run(230, rate)
@@ -437,22 +436,30 @@ def test_four_hours_of_a_constant_load_change_nothing_after_ten_minutes(
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("rate", [1.5, 2.5, 3.5])
-@pytest.mark.parametrize(("scaling", "most_later"), [(QUEUE, 0), (TTFT, 5)])
+@pytest.mark.parametrize(
+    ("scaling", "rate", "most_later"),
+    [
+        *((QUEUE, rate, 0) for rate in (1.5, 2.5, 3.5)),
+        *((TTFT, rate, most) for rate, most in ((0.5, 0), (1.5, 5), (2.5, 3), (3.5, 0), (4.5, 0))),
+    ],
+)
 def test_a_constant_load_whatever_the_seed_moves_the_number_up_at_most_once_more(
-    scaling: Scaling, most_later: int, rate: float
+    scaling: Scaling, rate: float, most_later: int
 ) -> None:
-    """First tokens are late by chance where a load is near what the endpoints can do, so that of 16 runs some
-    decide after more than ten minutes; none goes back."""
+    """First tokens are late by chance where a load is near what the endpoints can do, so that of 80 runs 8
+    decide after more than ten minutes, and all of them but one in the first 22; none goes back."""
     later = []
     for seed in range(16):
         pool = SimulatedPool(structs.replace(scaling, up_seconds=UP, down_seconds=DOWN), seed, MINUTE_LONG)
         pool.run(10, rate)
         before, wanted = len(pool.changes), pool.wanted
-        pool.run(230, rate)
+        pool.run(12, rate)
+        soon = len(pool.changes)
+        pool.run(218, rate)
         assert pool.changes[before:] in ([], [wanted + 1]), seed
-        later += pool.changes[before:]
-    assert len(later) <= most_later
+        later += [(seed, number >= soon) for number in range(before, len(pool.changes))]
+    assert len(later) <= most_later, later
+    assert sum(is_late for _, is_late in later) <= 1, later
 
 
 @pytest.mark.parametrize(
@@ -580,20 +587,24 @@ DECODE = Scaling(
     signal=Signal.KV_USAGE, min_replicas=2, max_replicas=8, target="0.7", up_seconds=30, down_seconds=300
 )
 PREFILL = PrefillScaling(min_replicas=1, max_replicas=4, target="2", up_seconds=30, down_seconds=300)
+PREFILL_IN_TIME = structs.replace(PREFILL, signal=Signal.TTFT_ATTAINMENT, target="0.9", ttft_seconds=20.0)
 
 
 class SimulatedRoles:
     """A pool of two roles, planned by the operator every 5 s. A prompt takes its seconds at the prefill
     endpoint of the shortest queue, and then holds a part of a KV cache for the seconds of its answer. New
-    endpoints take 30 to 90 s to become ready."""
+    endpoints take 30 to 90 s to become ready. Both roles are told the same first tokens, which are those of
+    the pool."""
 
-    def __init__(self, seed: int) -> None:
-        self.rng, self.at = Random(seed), 0.0
+    def __init__(self, prefill: PrefillScaling, seed: int) -> None:
+        self.prefill, self.rng, self.at = prefill, Random(seed), 0.0
         self.wanted = {"serve": 2, "prefill": 1}
         self.queues_s = [0.0]
         self.ready_at: dict[str, list[float]] = {"serve": [], "prefill": []}
         self.answers: list[tuple[float, float]] = []
         """When each begins and ends."""
+        self.first_tokens: list[tuple[float, bool]] = []
+        """When each comes, and whether in time."""
         self.demands: dict[str, list[Demand]] = {"serve": [], "prefill": []}
         self.changes: list[tuple[str, int]] = []
 
@@ -603,24 +614,28 @@ class SimulatedRoles:
             for _ in range(int(prompts_per_s * 5) + (self.rng.random() < prompts_per_s * 5 % 1)):
                 shortest = self.queues_s.index(min(self.queues_s))
                 self.queues_s[shortest] += self.rng.expovariate(1 / prefill_s)
-                begins = self.at + self.queues_s[shortest]
+                ttft_s = self.queues_s[shortest]
+                begins = self.at + ttft_s
+                self.first_tokens.append((begins, ttft_s <= self.prefill.ttft_seconds))
                 self.answers.append((begins, begins + self.rng.expovariate(1 / answer_s)))
             self.queues_s = [max(0.0, queue_s - 5.0) for queue_s in self.queues_s]
             self.answers = [(begin, end) for begin, end in self.answers if end > self.at]
             self.queues_s += [0.0 for due in self.ready_at["prefill"] if due <= self.at]
             self.ready_at = {duty: [d for d in due if d > self.at] for duty, due in self.ready_at.items()}
             in_use = sum(begin <= self.at for begin, _ in self.answers) / 10
-            self.look("serve", DECODE, 0.0, in_use)
-            self.look("prefill", PREFILL, sum(self.queues_s), 0.0)
-
-    def look(self, duty: str, scaling: Scaling | PrefillScaling, queue_s: float, in_use: float) -> None:
-        now = self.wanted[duty]
-        self.demands[duty].append(
-            Demand(
-                at=self.at, queue_s=queue_s, kv_in_use=in_use, starting=len(self.ready_at[duty]), wanted=now
+            come = [in_time for at, in_time in self.first_tokens if at <= self.at]
+            self.first_tokens = [(at, in_time) for at, in_time in self.first_tokens if at > self.at]
+            reading = Demand(
+                at=self.at, queue_s=0.0, kv_in_use=0.0, first_tokens=len(come), in_time=sum(come)
             )
-        )
-        wanted = replicas(scaling, now, self.demands[duty], self.at)
+            self.look("serve", DECODE, replace(reading, kv_in_use=in_use))
+            busy = sum(queue_s > 0.0 for queue_s in self.queues_s)
+            self.look("prefill", self.prefill, replace(reading, queue_s=sum(self.queues_s), prefilling=busy))
+
+    def look(self, duty: str, scaling: Scaling | PrefillScaling, reading: Demand) -> None:
+        now = self.wanted[duty]
+        self.demands[duty].append(replace(reading, starting=len(self.ready_at[duty]), wanted=now))
+        wanted = replicas(scaling, now, self.demands[duty][-HOUR:], self.at)
         if wanted == now:
             return
         self.ready_at[duty] += [self.at + self.rng.uniform(30.0, 90.0) for _ in range(wanted - now)]
@@ -631,9 +646,11 @@ class SimulatedRoles:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_each_role_follows_its_own_load(seed: int) -> None:
-    """Long prompts need prefill endpoints, long answers others; neither load moves the other role."""
-    pool = SimulatedRoles(seed)
+@pytest.mark.parametrize("prefill", [PREFILL, PREFILL_IN_TIME])
+def test_each_role_follows_its_own_load(prefill: PrefillScaling, seed: int) -> None:
+    """Long prompts need prefill endpoints, long answers others; neither load moves the other role, by
+    whichever signal the prefill endpoints are scaled."""
+    pool = SimulatedRoles(prefill, seed)
     pool.run(10, 0.4, prefill_s=1.0, answer_s=10.0)
     assert pool.changes == []
     pool.run(30, 0.4, prefill_s=7.0, answer_s=10.0)
