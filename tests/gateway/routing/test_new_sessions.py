@@ -234,6 +234,43 @@ def test_who_waits_longer_than_maxwaitseconds_for_the_first_endpoint_is_told_whe
     assert refusal.retry_after_s == SHORTEST_S, "the endpoint has been starting since it came"
 
 
+def test_where_nothing_is_held_new_sessions_keep_their_places_while_the_first_endpoint_starts():
+    """Each is told the rest of the start, and the one that came first finds its room when it returns, even
+    if another one returns before it."""
+    rules = Routing(session_admission=replace(ON, max_wait_seconds=0.0), limits=Limits(start_seconds=60.0))
+    engine = Engine(block_size=4, kv_pool_tokens=1_000)
+    rig = Rig(pool(endpoints=[], engine=engine, routing=rules))
+    first = rig.ask(range(600), named("a"))
+    rig.now += 20.0
+    second = rig.ask(range(2_000, 2_600), named("b"))
+    for refusal, retry_after_s in ((first, 60.0), (second, 40.0)):
+        assert isinstance(refusal, Refusal)
+        assert (refusal.reason, refusal.status) == (RefuseReason.STARTING, 429)
+        assert refusal.retry_after_s == retry_after_s
+    assert rig.router.due() == [], "nothing is held"
+    rig.now += 40.0
+    rig.router.configure(pool(endpoints=[A], engine=engine, routing=rules))
+    early = rig.ask(range(2_000, 2_600), named("b"))
+    assert isinstance(early, Refusal)
+    assert early.reason is RefuseReason.NO_ROOM, "there is room for one, which is kept for the first"
+    assert isinstance(rig.ask(range(600), named("a")), Routed)
+
+
+def test_without_session_admission_no_place_is_kept_while_the_first_endpoint_starts():
+    """All are told the same moment, and whoever returns first is served first."""
+    rules = Routing(limits=Limits(start_seconds=60.0))
+    rig = Rig(pool(endpoints=[], routing=rules))
+    first = rig.ask(range(600), named("a"))
+    rig.now += 20.0
+    second = rig.ask(range(2_000, 2_600), named("b"))
+    assert [one.reason for one in (first, second)] == [RefuseReason.STARTING] * 2
+    assert first.retry_after_s == 20.0 + second.retry_after_s == 60.0
+    rig.now += 40.0
+    rig.router.configure(pool(endpoints=[A], routing=rules))
+    assert isinstance(rig.ask(range(2_000, 2_600), named("b")), Routed)
+    assert isinstance(rig.ask(range(600), named("a")), Routed)
+
+
 def test_nothing_is_held_where_waiting_is_not_allowed():
     rules = replace(ON, max_wait_seconds=0.0)
     rig = Rig(document(rules))
