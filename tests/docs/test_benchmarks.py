@@ -45,17 +45,20 @@ def test_figures_in_prose_are_those_of_the_tables():
 
 
 def test_what_is_said_of_kv_events_is_what_the_fleet_showed():
-    micros, core, engines = re.findall(
+    micros, core, blocks, engines = re.findall(
         r"A block that is stored or removed costs ([\d.]+) µs, so a core takes in ([\d,]+) per second: "
-        r".*?Half a core, which health\nallows, follows ([\d,]+) of them",
+        r".*? engines that store and remove (\d+) blocks per second each\. "
+        r"Half a core, which health\nallows, follows ([\d,]+) of them",
         DOCUMENT,
         re.DOTALL,
     )[0]
     limits, sizing = " ".join(page("limits.md").split()), page("sizing.md")
     half = f"{round(int(core.replace(',', '')) / 2, -3):,.0f}"
-    costs = f"costs about {float(micros):.0f} µs, so half a core takes in {half} changes per second"
+    costs = f"costs about {micros} µs, so half a core takes in {half} changes per second"
     assert f"{costs}: about {engines} engines" in limits
-    assert f"(KV event) | {float(micros):.0f} µs of CPU" in sizing
+    assert f"(KV event) | {micros} µs of CPU" in sizing
+    percent = 100 * 2 * int(blocks) * float(micros) * 1e-6
+    assert f"| engine that stores and removes {blocks} blocks per second each | {percent:.1f} % in" in sizing
     assert f"about {engines} that store and remove" in sizing
 
 
