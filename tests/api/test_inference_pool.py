@@ -24,6 +24,8 @@ def spec(**fields: object) -> dict[str, Any]:
 def test_the_smallest_pool_is_ten_lines() -> None:
     lines = (ROOT / "examples/smallest.yaml").read_text().splitlines()
     assert len([line for line in lines if not line.startswith("#")]) <= 10
+    made = convert(fast_yaml.load("\n".join(lines))["spec"])
+    assert made.gateway.replicas == 1, "and one gateway, though two are the default"
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
