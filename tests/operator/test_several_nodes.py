@@ -3,9 +3,11 @@ operator writes, and the pool's status follows. Real API server, controllers and
 and kubelets, so no engine runs.
 """
 
+import asyncio
 import base64
 import json
 import subprocess
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +43,7 @@ PROBE: Object = {
     },
 }
 INDEX = "leaderworkerset.sigs.k8s.io/group-index"
+PARTS = ["engine", "engine-worker"]
 
 
 @contextmanager
@@ -145,6 +148,25 @@ async def groups(client: Client, namespace: str) -> dict[int, dict[str, Object]]
     return found
 
 
+async def ready_groups(client: Client, namespace: str, listed: Object, told: list[int]) -> None:
+    """After each change of a pod since `listed`, append the number of groups all of whose pods are ready."""
+    pods = {pod["metadata"]["name"]: pod for pod in listed["items"]}
+    version = listed["metadata"]["resourceVersion"]
+    async for event in client.watch(f"/api/v1/namespaces/{namespace}/pods", {}, version):
+        pod = event["object"]
+        if event["type"] == "DELETED":
+            pods.pop(pod["metadata"]["name"], None)
+        elif event["type"] != "BOOKMARK":
+            pods[pod["metadata"]["name"]] = pod
+        indices = Counter(pod["metadata"]["labels"].get(INDEX) for pod in pods.values() if is_ready(pod))
+        told.append(sum(count == len(PARTS) for index, count in indices.items() if index is not None))
+
+
+def is_ready(pod: Object) -> bool:
+    conditions = {c["type"]: c["status"] for c in pod.get("status", {}).get("conditions", ())}
+    return conditions.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
+
+
 def settled(body: Object, ready: str) -> bool:
     """Its status is of its spec, and nothing is on its way."""
     told = condition(body, "Reconciling")
@@ -152,9 +174,7 @@ def settled(body: Object, ready: str) -> bool:
     return bool(current and body["status"].get("ready") == ready and told.get("status") == "False")
 
 
-async def test_endpoints_become_groups_of_pods_that_shrink_and_roll(
-    groups_api: tuple[Client, str],
-) -> None:
+async def test_endpoints_become_groups_of_pods_that_roll_and_shrink(groups_api: tuple[Client, str]) -> None:
     client, namespace = groups_api
     here = pools(namespace, "/p")
     engine: Object = {"tensorParallel": 8, "pipelineParallel": 2}
@@ -163,8 +183,7 @@ async def test_endpoints_become_groups_of_pods_that_shrink_and_roll(
 
     await becomes(client, here, lambda p: settled(p, "2/2"))
     made = await groups(client, namespace)
-    parts = ["engine", "engine-worker"]
-    assert {index: sorted(group) for index, group in made.items()} == {0: parts, 1: parts}
+    assert {index: sorted(group) for index, group in made.items()} == {0: PARTS, 1: PARTS}
     nodes = [pod["spec"]["nodeName"] for group in made.values() for pod in group.values()]
     assert len(set(nodes)) == 4
     for group in made.values():
@@ -172,25 +191,43 @@ async def test_endpoints_become_groups_of_pods_that_shrink_and_roll(
             names = [variable["name"] for variable in pod["spec"]["containers"][0]["env"]]
             assert names.count("LWS_LEADER_ADDRESS") == names.count("LWS_WORKER_INDEX") == 1
 
+    told: list[int] = []
+    listed = await client.request("GET", f"/api/v1/namespaces/{namespace}/pods")
+    watching = asyncio.create_task(ready_groups(client, namespace, listed, told))
+    await roll(client, namespace, "1", made)
+    await becomes(client, here, lambda p: settled(p, "2/2"))
+    assert not watching.done(), "every change was seen"
+    watching.cancel()
+    # Its controller takes the surge away while it replaces the last group, so one is left for a while.
+    assert min(told) >= ENGINES - 1, "groups are replaced one after the other"
+
+    two = await groups(client, namespace)
     await merge(client, f"{here}/scale", {"spec": {"replicas": 1}})
     await becomes(client, here, lambda p: settled(p, "1/1"))
     left = await groups(client, namespace)
-    assert {index: uids(group) for index, group in left.items()} == {0: uids(made[0])}
+    assert {index: uids(group) for index, group in left.items()} == {0: uids(two[0])}
 
-    another = [{"name": "ANOTHER", "value": "1"}]
+    await roll(client, namespace, "2", left)  # in place
+    await becomes(client, here, lambda p: settled(p, "1/1"))
+    assert set(await groups(client, namespace)) == {0}
+
+
+async def roll(client: Client, namespace: str, value: str, before: dict[int, dict[str, Object]]) -> None:
+    """Change the engines' environment; return once new pods are in the place of each group `before`."""
+    here = pools(namespace, "/p")
+    another = [{"name": "ANOTHER", "value": value}]
     await merge(client, here, {"spec": {"engine": {"env": another}}})
     body = await becomes(client, here, lambda p: condition(p, "Reconciling").get("status") == "True")
     assert condition(body, "Reconciling")["reason"] == "RollingOut"
 
     async def rolled() -> bool:
-        """Return whether the leader is new; it may be there before the old worker is gone."""
+        """Return whether all are new; a leader may be there before the old worker is gone."""
         found = await groups(client, namespace)
-        pods = found.get(0, {})
-        return sorted(pods) == parts and not uids(pods) & uids(left[0])
+        if set(found) != set(before):
+            return False
+        return all(sorted(new) == PARTS and not uids(new) & uids(before[i]) for i, new in found.items())
 
     await until(rolled, bool)
-    await becomes(client, here, lambda p: settled(p, "1/1"))
-    assert set(await groups(client, namespace)) == {0}
 
 
 def uids(group: dict[str, Object]) -> set[str]:
@@ -229,10 +266,41 @@ async def test_ranks_are_found_in_their_groups_which_stay_together_and_are_repla
     where = f"/api/v1/namespaces/{namespace}/pods/{member['metadata']['name']}/status"
     await merge(client, where, {"status": {"containerStatuses": ended}})
 
-    async def replaced() -> bool:
-        pods = (await groups(client, namespace)).get(1, {})
-        return len(pods) == 2 and not uids(pods) & uids(made[1])
+    await until(lambda: replaced(client, namespace, made[1]), bool)
+    await becomes(client, here, lambda p: settled(p, "2/2"))
+    new = await groups(client, namespace)
+    assert uids(new[0]) == uids(made[0])
 
-    await until(replaced, bool)
+    await evict_slowly(client, namespace, new[1])
+    await until(lambda: replaced(client, namespace, new[1]), bool)
     await becomes(client, here, lambda p: settled(p, "2/2"))
     assert uids((await groups(client, namespace))[0]) == uids(made[0])
+
+
+async def replaced(client: Client, namespace: str, group: dict[str, Object]) -> bool:
+    """Return whether none of the pods of group 1 is one of these any more."""
+    pods = (await groups(client, namespace)).get(1, {})
+    return len(pods) == 2 and not uids(pods) & uids(group)
+
+
+async def evict_slowly(client: Client, namespace: str, group: dict[str, Object]) -> None:
+    """Evict the worker of a group, which takes until its leader goes, too. kwok's pods end at once; a
+    finalizer keeps this one, as a kubelet does while an engine ends. What the disruption controller says of
+    the budget is said here, because it does not run."""
+    worker, leader = (group[part]["metadata"]["name"] for part in reversed(PARTS))
+    pods, api = f"/api/v1/namespaces/{namespace}/pods", f"/apis/policy/v1/namespaces/{namespace}"
+    await merge(client, f"{pods}/{worker}", {"metadata": {"finalizers": ["perilune.test/kubelet"]}})
+    for budget in (await client.request("GET", f"{api}/poddisruptionbudgets"))["items"]:
+        counts = {"disruptionsAllowed": 1, "currentHealthy": 4, "desiredHealthy": 3, "expectedPods": 4}
+        status = {**counts, "observedGeneration": budget["metadata"]["generation"]}
+        where = f"{api}/poddisruptionbudgets/{budget['metadata']['name']}/status"
+        await merge(client, where, {"status": status})
+    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": worker}}
+    await client.request("POST", f"{pods}/{worker}/eviction", eviction)
+
+    async def leader_goes() -> bool:
+        found = await client.request("GET", f"{pods}/{leader}")
+        return found["metadata"]["uid"] in uids(group) and "deletionTimestamp" in found["metadata"]
+
+    await until(leader_goes, bool)
+    await merge(client, f"{pods}/{worker}", {"metadata": {"finalizers": None}})
