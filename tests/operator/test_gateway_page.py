@@ -37,15 +37,16 @@ def page(
     sessions: int = 0,
     prompts: bool = False,
     endpoints: int = 1,
+    ranks: int = 1,
     drained: Mapping[str, str] = {},
     ingest: IngestStats | None = None,
 ) -> str:
-    """Return a gateway's page."""
+    """Return a gateway's page. `ranks`: of each endpoint."""
     metrics = Metrics(CollectorRegistry(), lambda: 0.0)
-    stats = [
-        EndpointStats(endpoint=Endpoint(address=name), events=EventStats(connected=True))
-        for name in "abcdefghi"[:endpoints]
+    rows = [
+        f"{name}#{rank}" if ranks > 1 else name for name in "abcdefghi"[:endpoints] for rank in range(ranks)
     ]
+    stats = [EndpointStats(endpoint=Endpoint(address=row), events=EventStats(connected=True)) for row in rows]
     metrics.mirror(
         lambda: Snapshot(
             endpoints=tuple(stats), sessions_bound=sessions, drained=drained, ingest=ingest or IngestStats()
@@ -111,6 +112,16 @@ def sharing(*, routed: int, others: int) -> str:
             [page(sessions=3, endpoints=9, ingest=IngestStats(0.9, 9.0, catching_up=2))],
             GatewayStats(sessions=3, hit_ratio=None, behind={"g0": Behind(5, 9)}),
             id="of a pool that is too large one feed or the other catches up",
+        ),
+        pytest.param(
+            [page(endpoints=9, ranks=4, ingest=IngestStats(0.75, 0.0))],
+            GatewayStats(sessions=0, hit_ratio=None, behind={"g0": Behind(6, 9)}),
+            id="an endpoint counts once, however many ranks it has",
+        ),
+        pytest.param(
+            [page(endpoints=9, ranks=4, ingest=IngestStats(0.9, 9.0, catching_up=9))],
+            GatewayStats(sessions=0, hit_ratio=None, behind={"g0": Behind(5, 9)}),
+            id="each rank has a feed of its own, so a quarter of them is no start",
         ),
     ],
 )

@@ -232,10 +232,11 @@ def counted_between(before: Mapping[str, int], after: Mapping[str, int]) -> int:
 def _behind(page: str) -> Behind | None:
     """Return what the gateway's health says as `ingest_behind`; None if it does not, or if it still catches
     up after its start. Then most feeds do; a pool that is too large loses events, and always has some feeds
-    that catch up."""
+    that catch up. Each rank of an endpoint has a feed and a row; the pool's endpoints are servers."""
     busy, behind_s, catching_up = (_number(sample, page) or 0.0 for sample in _INGEST)
-    endpoints = len(list(_each(page, "ready")))
-    starts = catching_up and 2 * catching_up >= endpoints
+    rows = [address for address, _ in _samples(page, "ready")]
+    endpoints = len({address.partition("#")[0] for address in rows})
+    starts = catching_up and 2 * catching_up >= len(rows)
     if starts or not (busy > names.BUSY_INGEST or behind_s > names.BEHIND_S):
         return None
     return Behind(int(endpoints * min(1.0, names.BUSY_INGEST / max(busy, 1e-9))), endpoints)
@@ -272,10 +273,17 @@ def _summed(page: str, name: str) -> Mapping[str, float]:
 def _each(page: str, name: str) -> Iterator[tuple[str, float]]:
     """Yield the host and the value of each finite sample of one of the endpoints' metrics. Raises
     ValueError."""
+    for address, number in _samples(page, name):
+        yield address.rpartition(":")[0].strip("[]"), number
+
+
+def _samples(page: str, name: str) -> Iterator[tuple[str, float]]:
+    """Yield the address and the value of each finite sample: of a server, or of one of its ranks
+    (`ADDRESS#RANK`). Raises ValueError."""
     for address, text in re.findall(rf'^perilune_endpoint_{name}{{endpoint="([^"]*)"}} (\S+)', page, re.M):
         number = float(text)
         if isfinite(number):
-            yield address.rpartition(":")[0].strip("[]"), number
+            yield address, number
 
 
 def _finite(text: str) -> float:
