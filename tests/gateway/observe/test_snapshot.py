@@ -12,9 +12,11 @@ from msgspec.structs import replace
 from router_rig import SMALL, A, B, Rig, pool
 from routing_objects import head
 
-from perilune_api.pool import EngineTls
+from perilune_api.pool import EndpointSpec, EngineTls
 from perilune_gateway.feeds.pool_events import EventFeeds, EventSink
 from perilune_gateway.model import EngineMetrics
+from perilune_gateway.observe.admin import endpoint_json
+from perilune_gateway.observe.console.rows import endpoint_row
 from perilune_gateway.observe.health import Status
 from perilune_gateway.observe.snapshot import Snapshots
 from perilune_gateway.state.engine_blocks import EngineBlocks
@@ -78,6 +80,17 @@ async def test_a_cure_asks_engines_as_the_pool_says(tls: EngineTls | None, url: 
     async with snapshots_of(Rig(pool(engine=replace(SMALL, tls=tls)))) as snapshots:
         problems = snapshots.health("").problems
         assert {found.endpoint for found in problems if f"{url}{found.endpoint}/" in found.cure} == {A, B}
+
+
+async def test_console_and_pages_have_a_row_for_each_rank_of_an_engine() -> None:
+    one = EndpointSpec(address=A, events=("tcp://a:5557", "tcp://a:5558"))
+    rig = Rig(pool(endpoints=[one, EndpointSpec(address=B)]))
+    rig.stored(f"{A}#1", range(3 * rig.block_size))
+    async with snapshots_of(rig) as snapshots:
+        rows = snapshots.endpoints()
+    told = {row["address"]: row["index"].device for row in map(endpoint_json, rows)}
+    assert told == {f"{A}#0": 0, f"{A}#1": 3, B: 0}
+    assert [endpoint_row(row)["address"] for row in rows] == list(told)
 
 
 async def test_sessions_that_were_forgotten_are_counted(rig, snapshots) -> None:
