@@ -251,9 +251,11 @@ def other_image(cluster: Cluster) -> str:
 
 
 @pytest.fixture(scope="session")
-def state_image(cluster: Cluster) -> None:
-    """Every node has the image of the server of shared state."""
-    cluster.ensure(perilune_image.STATE_NAME, perilune_image.state_archive)
+def state_image(request: pytest.FixtureRequest) -> None:
+    """Every node has the image of the server of shared state; those of another cluster have it already."""
+    if not _EXISTING:
+        cluster: Cluster = request.getfixturevalue("cluster")
+        cluster.ensure(perilune_image.STATE_NAME, perilune_image.state_archive)
 
 
 @pytest.fixture(scope="session")
