@@ -297,3 +297,4 @@ pool of its own. After the overload all was applied within {overload.waited_s:.0
 """,
     )
     assert lost == 0
+    assert us <= MOST_US
