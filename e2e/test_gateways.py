@@ -23,6 +23,8 @@ ABSENT_S = float(os.environ.get("ABSENT_S", "0"))
 GATEWAYS, SESSIONS, TURNS = (4, 40, 5) if ABSENT_S else (4, 24, 3)
 AT_ONCE = 4
 """So few that the policy hardly ever moves a session away from a busy engine."""
+WORDS = 40
+"""By which a session's prompt grows each turn. All sessions fit into the engines' KV caches to the end."""
 MOVED = 0.05
 """Largest share of turns that a gateway may move, which hides whether it knew the session."""
 VANISHED_S = 15.0
@@ -70,7 +72,7 @@ def play(pool, first_turn, turns=TURNS):
     def session(number):
         turns_made = []
         for turn in range(first_turn, first_turn + turns):
-            prompt = " ".join(f"w{number}x{word}" for word in range(100 * (turn + 1)))
+            prompt = " ".join(f"w{number}x{word}" for word in range(WORDS * (turn + 1)))
             answer = pool.client.complete(prompt, session=f"s{number}")
             assert answer.status == 200, answer.body
             decided = Turn(answer.served, answer.reason, answer.request_id)
@@ -86,7 +88,7 @@ def strayed(pool, played, homes):
     decision. Those that a gateway moved, or whose engine it could not choose (ejected, its metrics fail), are
     left out, if they are few. A session that a gateway does not know (`cold`) counts as strayed, wherever it
     goes: the engines' KV may lead it home. `homes` follows all of them."""
-    found, moved = {}, 0
+    found, moved = {}, []
     for number, turns in played.items():
         for turn in turns:
             home = homes[number]
@@ -94,12 +96,12 @@ def strayed(pool, played, homes):
                 continue
             homes[number] = turn.engine
             if turn.reason in ("moved", "planned"):
-                moved += 1
+                moved.append((number, home, turn))
             else:
                 decision = explained(pool, turn.request_id)
                 if home not in decision.get("excluded", ()):
                     found[number] = (home, turns, decision)
-    assert moved <= MOVED * sum(map(len, played.values())), f"{moved} turns were moved"
+    assert len(moved) <= MOVED * sum(map(len, played.values())), moved
     return found
 
 
