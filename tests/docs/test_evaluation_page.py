@@ -179,3 +179,34 @@ def test_how_much_later_turns_wait_past_saturation_is_said(deployment: str, sent
     past = mean(ADMISSION[f"{deployment}-admission", "1.6 R"][path])
     ratio = past / mean(ADMISSION[deployment, "R"][path])
     assert sentence.format(f"{ratio:.2f}") in " ".join(section(PAGE, "## Session admission").split())
+
+
+SPEEDS = {
+    "half": "half the speed",
+    "as recorded": "recorded speed",
+    "1.25 times": "1.25 x the speed",
+    "its times": "recorded speed",
+}
+RECORDED = rows(section(PAGE, "### Recorded traffic"), "trace")
+
+
+@pytest.mark.parametrize("row", RECORDED, ids=lambda row: " ".join(row[:3]))
+def test_a_row_of_recorded_traffic_has_the_figures_of_the_data(row: list[str]):
+    """Those of the default, and the lowest of the others."""
+    trace, arm, speed, *cells = row
+    deployment = f"{trace}-{arm}" + ("-timed" if speed == "its times" else "")
+    played = {
+        made["policy"]: made
+        for made in MADE["recorded"]["rows"]
+        if (made["deployment"], made["load"]) == (deployment, SPEEDS[speed])
+    }
+    ours = played.pop("perilune")
+    for path, told_ours, told_next in (("ttft_s.p90", *cells[:2]), ("e2e_s.p90", *cells[2:])):
+        policy, seconds = told_next.split()
+        (lowest,) = min(made[path] for made in played.values())
+        assert told(told_ours) == about(ours[path][0])
+        assert (told(seconds), played[policy][path]) == (about(lowest), [lowest])
+
+
+def test_all_speeds_of_recorded_traffic_are_told():
+    assert len(RECORDED) == 16
