@@ -15,6 +15,7 @@ from math import isinf
 from statistics import median
 
 from perilune_api import names
+from perilune_gateway.model import server_of
 from perilune_gateway.model.kv_events import IngestStats, Lost
 from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.observe.findings import Lack
@@ -148,7 +149,7 @@ def report(
     others can read."""
     own = (
         _decision_log(decision_log)
-        + _ingest(ingest or IngestStats(), len(endpoints))
+        + _ingest(ingest or IngestStats(), len({server_of(stats.endpoint.address) for stats in endpoints}))
         + _handoffs(endpoints, handoffs)
         + _peers(endpoints, peers)
         + _shared(shared)
@@ -243,13 +244,13 @@ def _decision_log(log: LogStats | None) -> tuple[Problem, ...]:
     )
 
 
-def _ingest(ingest: IngestStats, endpoints: int) -> tuple[Problem, ...]:
+def _ingest(ingest: IngestStats, servers: int) -> tuple[Problem, ...]:
     if ingest.busy <= names.BUSY_INGEST and ingest.behind_s <= names.BEHIND_S:
         return ()
     cure = "wait while feeds catch up; else give the gateway a core of its own, or split the pool"
     if ingest.busy > names.BUSY_INGEST:
-        fit = int(endpoints * names.BUSY_INGEST / ingest.busy)
-        cure += f" ({names.BUSY_INGEST:.0%} of its core follow about {fit} of {endpoints} endpoints)"
+        fit = int(servers * names.BUSY_INGEST / ingest.busy)
+        cure += f" ({names.BUSY_INGEST:.0%} of its core follow about {fit} of {servers} endpoints)"
     return (
         Problem(
             kind=ProblemKind.INGEST_BEHIND,

@@ -200,8 +200,9 @@ def test_a_gateway_that_does_not_keep_up_with_events_says_so(ingest, said):
 
 
 def test_a_gateway_says_how_many_endpoints_it_can_follow():
+    """Ranks of one endpoint are not counted apart."""
     about = {"block_size": 16, "pool": "d/p", "policy": "ear", "version": "1", "uptime_s": 2.0}
-    pool = [stats(f"10.0.0.{n}:8000") for n in range(9)]
+    pool = [stats(f"10.0.0.{n}:8000#{rank}") for n in range(9) for rank in range(2)]
     (problem,) = report(pool, **about, ingest=IngestStats(0.75, 0.0)).problems
     assert problem.cure.endswith("(50% of its core follow about 6 of 9 endpoints)")
     (problem,) = report(pool, **about, ingest=IngestStats(0.25, 9.0)).problems
