@@ -6,6 +6,7 @@ the values that lie beside the chart, and our picker by the chart with `picker.p
 """
 
 import json
+import time
 
 import pytest
 
@@ -108,14 +109,18 @@ def test_the_picker_is_swapped_under_load_and_back(kube, pool):
     try:
         with under_load(pool) as load:
             load.goes_on()
+            steps = {"taken": time.monotonic()}
             patch(kube, "take")
             eventually(lambda: decided_by(pool, ours=True), timeout_s=60)
+            steps["ours"] = time.monotonic()
             load.goes_on(60)
             turns = [pool.complete("again " * 400, session="stays") for _ in range(3)]
+            steps["given back"] = time.monotonic()
             assert patch(kube, "back")["spec"]["endpointPickerRef"]["name"] == "epp"
             eventually(lambda: decided_by(pool, ours=False), timeout_s=60)
+            steps["theirs"] = time.monotonic()
             load.goes_on(60)
-        assert load.failures == []
+        assert load.failures == [], steps
         assert len({turn.served for turn in turns}) == 1
         assert turns[-1].json["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     finally:

@@ -125,6 +125,7 @@ class Load:
 
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
+    """When each request failed by time.monotonic(), after how many seconds, and with which answer."""
     samples: list[Sample] = field(default_factory=list)
     """Of the requests that were answered."""
 
@@ -163,7 +164,8 @@ def under_load(client: Client, sessions: int = 8, pause_s: float = 0.1, **fields
             with lock:
                 load.outcomes[outcome] += 1
                 if outcome != "200":
-                    load.failures.append(f"after {time.monotonic() - began:.2f} s: {outcome} {said}")
+                    now = time.monotonic()
+                    load.failures.append(f"at {now:.1f} after {now - began:.2f} s: {outcome} {said}")
                 elif sample is not None:
                     load.samples.append(sample)
             stop.wait(pause_s)

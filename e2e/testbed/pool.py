@@ -155,7 +155,9 @@ class LivePool:
 
         def settled() -> None:
             self.has_engines(engines)
-            assert len(self.all_pods()) == engines
+            pods = self.all_pods()
+            said = {pod["metadata"]["name"]: pod["metadata"].get("annotations") for pod in pods}
+            assert len(pods) == engines, (said, self.conditions())
             assert self.conditions()["Reconciling"][0] == "False"
 
         eventually(settled, timeout_s)
