@@ -210,3 +210,21 @@ def test_a_row_of_recorded_traffic_has_the_figures_of_the_data(row: list[str]):
 
 def test_all_speeds_of_recorded_traffic_are_told():
     assert len(RECORDED) == 16
+
+
+COUPLING = {
+    (row["deployment"], row["load"], row["policy"]): row["in_flight"] for row in MADE["coupling"]["rows"]
+}
+SLOWER = rows(PAGE[PAGE.index("**Slower engines") : PAGE.index("At half load no policy")], "arm")
+
+
+@pytest.mark.parametrize("row", SLOWER, ids=lambda row: " ".join(row[:2]))
+def test_turns_in_flight_with_slower_engines_are_those_of_the_data(row: list[str]):
+    arm, policy, *cells = row
+    for load, cell in zip(("R/2", "R", "1.25 R", "1.6 R"), cells, strict=True):
+        usual, slower = (COUPLING[deployment, load, policy] for deployment in (arm, f"{arm}-slower"))
+        assert told(cell.split()[0]) == about(mean(slower) / mean(usual))
+
+
+def test_turns_in_flight_are_told_of_eight_rows():
+    assert len(SLOWER) == 8

@@ -658,8 +658,8 @@ SECTIONS: tuple[Section, ...] = (
         ),
         shown=(metrics.TURN_MEAN, metrics.IN_FLIGHT, metrics.WALL_CLOCK, metrics.TTFT_P90),
         compared=(metrics.IN_FLIGHT,),
-        told=("Claims of others",),
-        note="Agents send the next turn when the last one has ended, so slower turns are more turns in"
+        told=("Engines that differ from the belief",),
+        note="Sessions begin at the same rate whatever the speed, so slower turns are more turns in"
         " flight, which make turns slower. With engines that are 10 % slower, 1.1 times as many turns in"
         " flight are no such coupling, and 1.1 to the power of A times as many are an amplification of A.",
     ),
