@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 
 import pytest
 from document_tables import rows, section
@@ -228,3 +228,29 @@ def test_turns_in_flight_with_slower_engines_are_those_of_the_data(row: list[str
 
 def test_turns_in_flight_are_told_of_eight_rows():
     assert len(SLOWER) == 8
+
+
+MORE_LOADS = {(row["deployment"], row["load"], row["policy"]): row for row in MADE["more-loads"]["rows"]}
+RATIOS = rows(PAGE[PAGE.index("The same at R/2 and 1.25 R") : PAGE.index("**No rival is ahead")], "arm")
+RATIO_PATHS = ("ttft_s.p50", "ttft_s.p90", "e2e_s.p90", "tpot_s.p99", "apc", "output_tokens_per_s")
+
+
+@pytest.mark.parametrize("row", RATIOS, ids=lambda row: " ".join(row[:3]))
+def test_ratios_at_other_loads_are_those_of_sixteen_seeds(row: list[str]):
+    arm, load, rival, *cells = row
+    ours, theirs = MORE_LOADS[arm, load, "perilune"], MORE_LOADS[arm, load, rival]
+    assert len(ours["seeds"]) == 16
+    for path, cell in zip(RATIO_PATHS, cells, strict=True):
+        ratios = [x / y for x, y in zip(ours[path], theirs[path], strict=True)]
+        assert float(cell.split()[0]) == pytest.approx(geometric_mean(ratios), abs=0.0051)
+        if "lower in" in cell:
+            assert int(cell.split()[-1]) == sum(ratio < 1 for ratio in ratios)
+
+
+def test_no_rival_is_ahead_at_other_loads_by_more_than_the_seeds_tell():
+    """By TTFT p90 and E2E p90: the interval of no ratio lies above 1."""
+    assert len(RATIOS) == 24
+    for row in RATIOS:
+        for cell in row[4:6]:
+            low = float(re.findall(r"\[([\d.]+)–", cell)[0])
+            assert low <= 1.0, row
