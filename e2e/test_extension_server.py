@@ -19,6 +19,8 @@ NAMESPACE = "extended"
 THEIRS = "inferencepools.inference.networking.k8s.io"
 MODEL = "their-30b"
 OURS = "qwen-perilune"
+KNOWN_S = 10.0
+"""Seconds after its installation from which on Envoy knows our picker's name (docs/adopt.md)."""
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +108,7 @@ def test_the_picker_is_swapped_under_load_and_back(kube, pool):
     image = f"image.repository={repository},image.tag={tag},image.pullPolicy=Never"
     values = ("--skip-crds", "--set-string", f"picker.pool=qwen,{image}")
     kube.install("picker", perilune.CHART, NAMESPACE, *values)
+    time.sleep(KNOWN_S)
     try:
         with under_load(pool) as load:
             load.goes_on()
