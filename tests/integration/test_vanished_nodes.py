@@ -36,7 +36,7 @@ EVERY_S = 0.05
 SOME = 60
 """Number of requests that are enough for a median."""
 ADDED_S = 0.1
-"""What nine in ten requests may take longer than before, once Envoy knows."""
+"""What three in four requests may take longer than such a share did before, once Envoy knows."""
 HELD_S = 3.0
 """Seconds until Envoy knows that a gateway has vanished, and for which it holds a request for it, at most: 2,
 and what a busy machine adds."""
@@ -181,9 +181,9 @@ async def nodes(
 
 def assert_not_held(before: list[Asked], meanwhile: list[Asked], after: list[Asked]) -> None:
     """Assert that requests for a vanished gateway are held for a bounded time, and later ones not."""
-    usual = median(each.took_s for each in before)
+    usual, later = (quantiles([each.took_s for each in these], n=4)[-1] for these in (before, after))
     assert max(each.took_s for each in meanwhile) <= usual + HELD_S
-    assert quantiles([each.took_s for each in after], n=10)[-1] <= usual + ADDED_S
+    assert later <= usual + ADDED_S
 
 
 async def test_requests_pass_at_once_when_the_only_gateway_has_vanished(
