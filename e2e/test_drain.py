@@ -68,8 +68,8 @@ def assert_nothing_leaves(pool):
 
 
 def test_an_engine_without_sessions_goes_at_once(patient):
-    """The gateway answers the mark, and nobody waits the ten minutes. A gateway names no engine in its first
-    minute, because it does not know the turns before."""
+    """It does not wait the ten minutes that `sessionSeconds` allows. It may wait a minute, because a gateway
+    that has just started does not know of earlier turns, and says of no engine that it is free."""
     patient.scale(3)
     patient.becomes(3)
     before = set(patient.engines())

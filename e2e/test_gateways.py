@@ -24,7 +24,8 @@ GATEWAYS, SESSIONS, TURNS = (4, 40, 5) if ABSENT_S else (4, 24, 3)
 AT_ONCE = 4
 """So few that the policy hardly ever moves a session away from a busy engine."""
 WORDS = 40
-"""By which a session's prompt grows each turn. All sessions fit into the engines' KV caches to the end."""
+"""How many words longer each turn's prompt is than the one before. With so few, all sessions fit into the
+engines' KV caches until the last turn."""
 MOVED = 0.05
 """Largest share of turns that a gateway may move, which hides whether it knew the session."""
 VANISHED_S = 15.0

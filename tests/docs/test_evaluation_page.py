@@ -154,7 +154,7 @@ NUMBERS = {5: "five", 10: "ten"}
     ],
 )
 def test_what_session_admission_costs_new_sessions_at_r_is_said_seed_by_seed(deployment: str, sentence: str):
-    """By TTFT p90 from a session's first request, over that of the same pool without it."""
+    """Compared is TTFT p90, counted from a session's first request, with and without session admission."""
     pair = (ADMISSION[deployment, "R"]["ttft_s.p90"], ADMISSION[f"{deployment}-admission", "R"]["ttft_s.p90"])
     ratios = [with_it / without for without, with_it in zip(*pair, strict=True)]
     text = " ".join(section(PAGE, "## Session admission").split())
@@ -174,7 +174,7 @@ def test_what_session_admission_costs_new_sessions_at_r_is_said_seed_by_seed(dep
     ],
 )
 def test_how_much_later_turns_wait_past_saturation_is_said(deployment: str, sentence: str):
-    """By TTFT p90 of later turns, over that at R without session admission."""
+    """Compared is TTFT p90 of the turns after a session's first one: at 1.6 R with it, and at R without."""
     path = "sessions.later_ttft_s.p90"
     past = mean(ADMISSION[f"{deployment}-admission", "1.6 R"][path])
     ratio = past / mean(ADMISSION[deployment, "R"][path])
@@ -248,7 +248,7 @@ def test_ratios_at_other_loads_are_those_of_sixteen_seeds(row: list[str]):
 
 
 def test_no_rival_is_ahead_at_other_loads_by_more_than_the_seeds_tell():
-    """By TTFT p90 and E2E p90: the interval of no ratio lies above 1."""
+    """No interval of the ratios of TTFT p90 and of E2E p90 lies above 1 as a whole."""
     assert len(RATIOS) == 24
     for row in RATIOS:
         for cell in row[4:6]:

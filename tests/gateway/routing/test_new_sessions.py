@@ -257,7 +257,7 @@ def test_where_nothing_is_held_new_sessions_keep_their_places_while_the_first_en
 
 
 def test_without_session_admission_no_place_is_kept_while_the_first_endpoint_starts():
-    """All are told the same moment, and whoever returns first is served first."""
+    """All are told to return at the same moment, and the first to return is served first."""
     rules = Routing(limits=Limits(start_seconds=60.0))
     rig = Rig(pool(endpoints=[], routing=rules))
     first = rig.ask(range(600), named("a"))
