@@ -20,14 +20,17 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ROUTING = spec.Routing(limits=spec.Limits(decision_seconds=30.0))
 PROMPT = "one two three four five six seven " * 120
-SLOW = EngineOptions(arguments=("--slowdown", "1.5"))
-"""A prompt takes a few hundred milliseconds, so that ten times as long is noticed."""
+SLOW = EngineOptions(arguments=("--slowdown", "1.8"))
+"""A prompt takes 0.4 s alone, so that ten times as long is more than the least patience."""
 PAUSE_S = ROUTING.ejection.pause_seconds
 AT_ONCE = 16
+HANGS_S = 2.5
+"""A request that runs for longer counts as one that hangs, and another takes its place."""
 BOUND = 600
 """Requests after which a state that was waited for counts as never reached."""
 NOTICED_S, BACK_S = 3.0, 10.0
 """Seconds until a bad engine is left alone, and until one that is well again gets requests."""
+BUSY = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
 TRIALS = 2
 """The most trials from then on to the end of four pauses, as the next pause is twice as long."""
 FAULTS = [
@@ -44,7 +47,8 @@ class Clients:
         self.stack = stack
         self.http = http
         self.numbers = count()
-        self.asking: set[asyncio.Task[tuple[str, int]]] = set()
+        self.asking: dict[asyncio.Task[tuple[str, int]], float] = {}
+        """Requests that run → when they began."""
 
     async def ask(self, session: str = "") -> tuple[str, int]:
         """(endpoint that was chosen, status)."""
@@ -59,14 +63,12 @@ class Clients:
         """Return the next answers, while AT_ONCE requests run; one that hangs does not hold up others."""
         answers: list[tuple[str, int]] = []
         while len(answers) < requests:
-            fresh = {task for task in self.asking if not getattr(task, "hangs", False)}
-            for _ in range(AT_ONCE - len(fresh)):
-                self.asking.add(asyncio.create_task(self.ask()))
-            done, open_ = await asyncio.wait(self.asking, return_when=asyncio.FIRST_COMPLETED, timeout=1.0)
-            for task in open_ if not done else ():
-                task.hangs = True  # type: ignore[attr-defined]
+            now = time.monotonic()
+            fresh = sum(now - began < HANGS_S for began in self.asking.values())
+            self.asking |= {asyncio.create_task(self.ask()): now for _ in range(AT_ONCE - fresh)}
+            done, _ = await asyncio.wait(self.asking, return_when=asyncio.FIRST_COMPLETED, timeout=0.1)
             answers += [task.result() for task in done]
-            self.asking = set(open_)
+            self.asking = {task: began for task, began in self.asking.items() if task not in done}
         return answers
 
     async def ejected(self) -> dict[str, str]:
@@ -81,6 +83,15 @@ class Clients:
                 return
             await self.some(AT_ONCE)
         raise AssertionError(f"ejected: {await self.ejected()}, expected: {addresses}")
+
+    async def until_idle(self, address: str) -> None:
+        """Wait until the engine has answered all that it was asked, the requests that hang aside."""
+        while True:
+            async with self.http.get(f"http://{address}/metrics") as answer:
+                lines = (await answer.text()).splitlines()
+            if not sum(float(line.split()[-1]) for line in lines if line.startswith(BUSY)):
+                return
+            await asyncio.sleep(0.1)
 
     @asynccontextmanager
     async def fault(self, address: str, fault: dict[str, Any]) -> AsyncIterator[None]:
@@ -136,6 +147,7 @@ async def test_three_seconds_after_it_went_bad_only_trials_reach_it_and_it_is_ba
             await clients.some(1)
         there, of = await reached(clients, bad, noticed)
         assert cause in await excluded(clients, bad)
+    await clients.until_idle(bad)  # a step that has begun takes as long as it would have
     well = time.time()
     while not (await reached(clients, bad, well))[0] or await clients.ejected():
         assert time.time() < well + BACK_S

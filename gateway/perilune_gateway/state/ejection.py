@@ -10,10 +10,11 @@
    answer's status is at least 500, or if no sign came within the *patience*. What a client can cause by
    itself is no evidence: 501, other statuses from 400 on, and 401 and 403 unless the gateway sends the key
    that engines demand.
-2. Engines prefill one prompt after the other, so the time to a first token is counted from the first token
-   before it. The patience is measured in the pool's own terms: this time over the predicted time of the
-   prefill, as QUANTILE of each endpoint's requests stay below, at the median over all endpoints, times
-   `slow_factor`. Endpoints of an overloaded pool stand still for a while and then go on, so the time counts,
+2. Engines prefill one step after the other, so the time to a first token is counted from the first tokens
+   before it, and first tokens that come together are those of one step. The patience is measured in the
+   pool's own terms: the time of a step over the predicted time of its prefills, as QUANTILE of each
+   endpoint's steps stay below, at the median over all endpoints, times `slow_factor`; and an endpoint has
+   time for as much as such a step prefills, of what waits there. Endpoints of an overloaded pool stand still for a while and then go on, so the time counts,
    too, for which a fifth of the endpoints have lately stood still before a sign; and while a part of the
    pool cannot be used, the others have its work, and get as much more time. So neither a queue nor a pool in
    which everything takes long ejects anybody. Where contexts fill an endpoint's KV pool, prompts wait for the
@@ -43,6 +44,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Mapping
 from enum import StrEnum
 from math import inf
+from operator import attrgetter
 
 from msgspec import Struct, field
 
@@ -83,6 +85,8 @@ COLD_RATIO = 10.0
 """Observed over predicted seconds that is tolerated before anything was measured."""
 SLACK_S = 0.05
 """Seconds that every request takes besides what is predicted."""
+STEP_S = 0.05
+"""KV events that come within STEP_S of each other's first are of one step of the engine."""
 LEAST_PATIENCE_S = 2.0
 MOST_STRAIN = 2.0
 """Factor on the patience where half of the pool cannot be used."""
@@ -143,6 +147,15 @@ class _Evidence(Struct, frozen=True, gc=False):
     cause: Cause | None
 
 
+class _Sample(Struct, frozen=True, gc=False):
+    took_s: float
+    predicted_s: float
+
+    @property
+    def ratio(self) -> float:
+        return (self.took_s + SLACK_S) / (self.predicted_s + SLACK_S)
+
+
 class _Record(Struct, gc=False, kw_only=True):
     """One endpoint."""
 
@@ -162,6 +175,12 @@ class _Record(Struct, gc=False, kw_only=True):
     """Time when its events were last seen to come late."""
     longest_s: float = 0.0
     """The longest predicted prefill of those that it has to do."""
+    waiting_s: float = 0.0
+    """All of them together."""
+    step_at: float = -inf
+    """Time of the first sign of its latest step."""
+    before_at: float = -inf
+    """Time of the latest sign before that step."""
     pauses: float = 1.0
     """Length of its pause in units of the first."""
     trial: int = -1
@@ -172,11 +191,11 @@ class _Record(Struct, gc=False, kw_only=True):
     """Whether its KV events do not come."""
     evidence: deque[_Evidence] = field(default_factory=deque)
     stalls: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
-    """When signs came that were much later than is usual, and by how many seconds."""
-    ratios: tuple[deque[float], deque[float]] = field(
+    """When signs came, while it was healthy, that were much later than is usual, and by how many seconds."""
+    samples: tuple[deque[_Sample], deque[_Sample]] = field(
         default_factory=lambda: (deque(maxlen=SAMPLES), deque(maxlen=SAMPLES))
     )
-    """Observed over predicted seconds of first signs: of heads, of KV events."""
+    """Times until first signs: of heads, and of KV events, one for each step."""
 
 
 class Ejection:
@@ -209,6 +228,8 @@ class Ejection:
         self._new_until = inf
         self._ratios = (COLD_RATIO, COLD_RATIO)
         """Tolerated ratios of heads and of KV events."""
+        self._step_s = 0.0
+        """How much hardly any step prefills more than, in predicted seconds."""
         self._stall_s = 0.0
         """For how long endpoints stand still besides."""
         self._measured_at = -inf
@@ -324,15 +345,16 @@ class Ejection:
         if not self.rules.enabled:
             return
         longest: dict[str, float] = {}
+        waiting: dict[str, float] = {}
         old: list[tuple[int, Wait]] = []
         for request in self._requests.all():
             if wait := request.wait:
-                if wait.alone_s > longest.get(wait.address, 0.0):
-                    longest[wait.address] = wait.alone_s
+                longest[wait.address] = max(wait.alone_s, longest.get(wait.address, 0.0))
+                waiting[wait.address] = wait.alone_s + waiting.get(wait.address, 0.0)
                 if wait.cause is None and now - wait.since > LEAST_PATIENCE_S:
                     old.append((request.ticket, wait))
         for address, record in self._records.items():
-            record.longest_s = longest.get(address, 0.0)
+            record.longest_s, record.waiting_s = longest.get(address, 0.0), waiting.get(address, 0.0)
         if old:
             self._strain = min(MOST_STRAIN, endpoints / max(1, len(usable())))
         late_before: dict[tuple[str, bool], float] = {}  # alike for all requests that an endpoint has
@@ -399,14 +421,30 @@ class Ejection:
         request.wait = None
         record = self._record(wait.address)
         took_s = now - self._begun(wait, record)
-        record.ratios[wait.by_event].append((took_s + SLACK_S) / (wait.alone_s + SLACK_S))
-        if wait.by_event:
+        if not wait.by_event:
+            record.samples[False].append(_Sample(took_s, wait.alone_s))
+        else:
+            self._add_to_step(record, wait, now)
             record.sign_at = now
-            if (stall_s := took_s - self._usual_s(wait, record)) > STALL_S:
+            stall_s = took_s - self._usual_s(wait, record)
+            if stall_s > STALL_S and record.standing is Standing.HEALTHY:
                 record.stalls.append((now, stall_s))
         if wait.cause is None:
             self._add(record, _Evidence(now, wait.tenant, wait.source, None))
             self._tried(request.ticket, wait.address, record, Event.GOOD, now)
+
+    @staticmethod
+    def _add_to_step(record: _Record, wait: Wait, now: float) -> None:
+        """Record a KV event, of the step whose first event came just before, or of a new one."""
+        steps, predicted_s = record.samples[True], wait.alone_s
+        if now - record.step_at > STEP_S:
+            record.step_at, record.before_at = now, record.sign_at
+            took_s = now - max(wait.since, record.before_at)
+        else:
+            step = steps.pop()
+            took_s = max(step.took_s, now - max(wait.since, record.before_at))
+            predicted_s += step.predicted_s
+        steps.append(_Sample(took_s, predicted_s))
 
     def _bad(self, ticket: int, wait: Wait, cause: Cause, now: float) -> None:
         if wait.cause is None:
@@ -503,7 +541,10 @@ class Ejection:
         """Return the time before which a request was sent that is late now. No request is while its endpoint
         gives signs."""
         if now - self._measured_at > RATIO_S:
-            self._ratios, self._measured_at = (self._tolerated(0), self._tolerated(1)), now
+            self._measured_at = now
+            heads, events = (self._hardly_exceeded(e, attrgetter("ratio"), COLD_RATIO) for e in (False, True))
+            self._ratios = heads, events
+            self._step_s = self._hardly_exceeded(True, attrgetter("predicted_s"), 0.0)
             self._stall_s = self._usual_stall_s(now)
         record = self._record(wait.address)
         stall_s = self._stall_s if wait.by_event else 0.0
@@ -520,16 +561,17 @@ class Ejection:
 
     def _usual_s(self, wait: Wait, record: _Record) -> float:
         """Return the seconds until the first sign that hardly any request of the pool exceeds."""
-        return self._ratios[wait.by_event] * (max(wait.alone_s, record.longest_s) + SLACK_S)
+        step_s = min(record.waiting_s, self._step_s) if wait.by_event else 0.0
+        return self._ratios[wait.by_event] * (max(wait.alone_s, record.longest_s, step_s) + SLACK_S)
 
-    def _tolerated(self, by_event: int) -> float:
-        """Return the observed over predicted seconds that hardly any request of the pool exceeds."""
+    def _hardly_exceeded(self, by_event: bool, measure: Callable[[_Sample], float], unknown: float) -> float:
+        """Return what the measure of hardly any of the pool's samples exceeds; `unknown` with too few."""
         known = sorted(
-            sorted(ratios)[int(QUANTILE * (len(ratios) - 1))]
+            sorted(map(measure, samples))[int(QUANTILE * (len(samples) - 1))]
             for record in self._records.values()
-            if len(ratios := record.ratios[by_event]) >= ENOUGH_SAMPLES
+            if len(samples := record.samples[by_event]) >= ENOUGH_SAMPLES
         )
-        return known[(len(known) - 1) // 2] if known else COLD_RATIO
+        return known[(len(known) - 1) // 2] if known else unknown
 
     def _usual_stall_s(self, now: float) -> float:
         """Return the STALLS_QUANTILE of how long each healthy endpoint has stood still lately."""

@@ -249,6 +249,68 @@ def test_ten_times_slower_ejects_before_its_first_answer() -> None:
     assert pool.now - turned_bad < 2.2
 
 
+class Steps:
+    """Endpoints that prefill several prompts in one step, which takes as long as they take one by one."""
+
+    def __init__(self, pool: Pool, prompts: tuple[float, ...]) -> None:
+        self.pool = pool
+        self.prompts = prompts
+        for _ in range(20):
+            for address in pool.addresses:
+                self.step(address)
+
+    def step(self, address: str, slowdown: float = 1.0) -> None:
+        pool, waiting = self.pool, []
+        for pool.alone_s in self.prompts:
+            waiting.append(pool.send(address, by_event=True))
+        pool.judge()
+        pool.now += slowdown * sum(self.prompts)
+        for request in waiting:
+            pool.ejection.on_prefilled(Prefilled(request, pool.now, True))
+            pool.end(request)
+
+
+MIXED = pytest.mark.parametrize(
+    "prompts",
+    [
+        pytest.param((0.4, 0.4, 0.4, 0.4), id="alike"),
+        pytest.param((0.02, 0.02, 0.02, 4.0), id="short ones beside a long one"),
+    ],
+)
+
+
+@MIXED
+def test_a_trial_is_measured_by_its_own_prefill_although_others_prefill_several_in_one_step(
+    prompts: tuple[float, ...],
+) -> None:
+    pool = Pool()
+    Steps(pool, prompts)
+    pool.alone_s = 0.4
+    for _ in range(6):
+        pool.ask("e0", 500)
+    pool.judge()
+    pool.now += PAUSE_S
+    trial = pool.send("e0", by_event=True)
+    for _ in range(36):
+        pool.judge()
+    assert pool.end(trial) is Cause.LATE, "4 s in place of 0.4 s"
+    assert pool.out
+
+
+@MIXED
+def test_an_endpoint_has_time_for_all_that_it_prefills_in_one_step(prompts: tuple[float, ...]) -> None:
+    pool = Pool()
+    Steps(pool, prompts)
+    for pool.alone_s in prompts:
+        pool.send("e0", by_event=True)
+    began = pool.now
+    while pool.now < began + 1.4 * sum(prompts):
+        assert pool.judge() == {}
+    while pool.now < began + 2.0 * sum(prompts):
+        pool.judge()
+    assert pool.out == {"e0": Cause.LATE}
+
+
 def test_what_is_predicted_to_take_long_may_take_long() -> None:
     pool = Pool()
     pool.serves()
@@ -388,6 +450,42 @@ def test_an_endpoint_may_stand_still_for_as_long_as_others_have(others: int, sec
         pool.ask("e3", after_s=0.02)
     assert pool.out == {"e0": Cause.LATE}
     assert seconds - 0.2 < pool.now - began < seconds + 0.2
+    assert len(hanging) == 5
+
+
+def test_those_that_were_ejected_meanwhile_excuse_nobody() -> None:
+    """They stood still because they were bad, not because all have too much to do."""
+    pool = Pool()
+    pool.alone_s = 0.02
+
+    def asked(address: str) -> None:
+        request = pool.send(address, by_event=True)
+        pool.now += 0.02
+        pool.ejection.on_prefilled(Prefilled(request, pool.now, True))
+        pool.end(request)
+
+    for _ in range(200):
+        for address in pool.addresses:
+            asked(address)
+        pool.judge()
+    for bad in ("e0", "e1"):
+        hanging = [pool.send(bad, by_event=True) for _ in range(5)]
+        for _ in range(100):
+            pool.judge()
+            pool.ask("e3", after_s=0.0)
+        for request in hanging:
+            pool.ejection.on_prefilled(Prefilled(request, pool.now, True))
+            pool.end(request)
+        assert pool.out == {bad: Cause.LATE}
+        trial = pool.send(bad, by_event=True)
+        pool.ejection.on_prefilled(Prefilled(trial, pool.now, True))
+        pool.end(trial)
+        assert pool.out == {}
+    began = pool.now
+    hanging = [pool.send("e2", by_event=True) for _ in range(5)]
+    while not pool.judge() and pool.now - began < 20.0:
+        pool.ask("e3", after_s=0.0)
+    assert pool.now - began < 2.4
     assert len(hanging) == 5
 
 
