@@ -19,7 +19,7 @@ NAMESPACE = "extended"
 THEIRS = "inferencepools.inference.networking.k8s.io"
 MODEL = "their-30b"
 OURS = "qwen-perilune"
-KNOWN_S = 10.0
+KNOWN_S = 35.0
 """Seconds after its installation from which on Envoy knows our picker's name (docs/adopt.md)."""
 
 

@@ -12,6 +12,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 GAIN = 1.2
 """How many times as many prompts per second two prefill endpoints do as one, at least; 1.75 measured."""
+GENERATED = "vllm:generation_tokens_total{"
+DECODE_GAIN = 1.2
+"""How many times as many tokens per second three endpoints generate as two, at least."""
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +78,63 @@ def test_a_load_heavy_on_prefill_then_on_decode_switches_a_role_each_way(flexibl
     assert any("only prefills now" in words for words in said), said
     assert any("serves now" in words for words in said), said
     assert uids == {pod["metadata"]["uid"] for part in ("engine", "prefill") for pod in flexible.pods(part)}
+
+
+def test_answers_that_wait_for_room_gain_by_a_prefill_endpoint_that_serves(kube, edge, operator):
+    """Default thresholds. A hundred answers of 2,000 tokens need twice the KV caches of two endpoints."""
+    pool = LivePool(kube, edge, "decoding")
+    pool.apply(
+        replicas=2,
+        prefillReplicas=2,
+        mooncake={"transfer": "handoff"},
+        engine={"kind": "simulated", "imagePullPolicy": "Never", "kvPoolTokens": 30_000},
+        roleSwitching={},
+    )
+    try:
+        eventually(lambda: roles_are(pool, serve=2, prefill=2), timeout_s=180)
+        eventually(pool.answers, timeout_s=60)
+        answers, read = NewPrompts(pool.client, words=50, tokens=2_000), []
+
+        def three_serve() -> None:
+            read.append(generated(pool))
+            roles_are(pool, serve=3, prefill=1)
+
+        with answers.at_once(100):
+            eventually(three_serve, timeout_s=200, every_s=2)
+            switched = len(read)
+            settled = time.monotonic() + 30
+            eventually(lambda: later(settled), timeout_s=60)
+            read += [generated(pool)]
+            eventually(lambda: later(settled + 40), timeout_s=60)
+            read += [generated(pool)]
+        before, after = rate(before_the_switch(read[:switched])), rate(read[-2:])
+        print(f"tokens/s {before:.0f} → {after:.0f}, {len(answers.ended)} answers")
+        assert answers.failures == []
+        assert after >= DECODE_GAIN * before
+    finally:
+        pool.delete()
+
+
+def later(than: float) -> None:
+    assert time.monotonic() >= than
+
+
+def generated(pool: LivePool) -> tuple[float, float]:
+    """Return the time, and the tokens that all engines have generated."""
+    pods = [pod["metadata"]["name"] for part in ("engine", "prefill") for pod in pool.pods(part)]
+    pages = [pool.kube.page(f"pod/{pod}", pool.namespace, "/metrics", names.ENGINE_PORT) for pod in pods]
+    lines = [line for page in pages for line in page.splitlines()]
+    return time.monotonic(), sum(float(line.split()[-1]) for line in lines if line.startswith(GENERATED))
+
+
+def before_the_switch(read: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return those of the last 30 s, in which the caches were full."""
+    return [(at, tokens) for at, tokens in read if at >= read[-1][0] - 30]
+
+
+def rate(read: list[tuple[float, float]]) -> float:
+    (began, first), (ended, last) = read[0], read[-1]
+    return (last - first) / (ended - began)
 
 
 def is_behind_the_service(pool: LivePool, pods: set[str]) -> None:

@@ -19,8 +19,9 @@ _ETCD = "http://127.0.0.1:2379"
 _COREFILE = """.:53 {{
   bind {address}
   errors
-  cache 5
+  cache 30
   kubernetes cluster.local in-addr.arpa {{
+    ttl 30
     kubeconfig {kubeconfig} perilune
   }}
 }}

@@ -172,7 +172,7 @@ class DataSource(_message.Message):
     def __init__(self, filename: _Optional[str] = ..., inline_bytes: _Optional[bytes] = ..., inline_string: _Optional[str] = ...) -> None: ...
 
 class Cluster(_message.Message):
-    __slots__ = ("name", "type", "cluster_type", "eds_cluster_config", "connect_timeout", "per_connection_buffer_limit_bytes", "lb_policy", "circuit_breakers", "dns_lookup_family", "transport_socket", "load_assignment", "ring_hash_lb_config", "original_dst_lb_config", "least_request_lb_config", "maglev_lb_config", "round_robin_lb_config", "typed_extension_protocol_options", "load_balancing_policy")
+    __slots__ = ("name", "type", "cluster_type", "eds_cluster_config", "connect_timeout", "per_connection_buffer_limit_bytes", "lb_policy", "circuit_breakers", "dns_lookup_family", "transport_socket", "load_assignment", "dns_failure_refresh_rate", "ring_hash_lb_config", "original_dst_lb_config", "least_request_lb_config", "maglev_lb_config", "round_robin_lb_config", "typed_extension_protocol_options", "load_balancing_policy")
     class DiscoveryType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATIC: _ClassVar[Cluster.DiscoveryType]
@@ -223,6 +223,13 @@ class Cluster(_message.Message):
         METADATA_KEY_FIELD_NUMBER: _ClassVar[int]
         metadata_key: MetadataKey
         def __init__(self, metadata_key: _Optional[_Union[MetadataKey, _Mapping]] = ...) -> None: ...
+    class RefreshRate(_message.Message):
+        __slots__ = ("base_interval", "max_interval")
+        BASE_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+        MAX_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+        base_interval: _duration_pb2.Duration
+        max_interval: _duration_pb2.Duration
+        def __init__(self, base_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     TYPE_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -234,6 +241,7 @@ class Cluster(_message.Message):
     DNS_LOOKUP_FAMILY_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_SOCKET_FIELD_NUMBER: _ClassVar[int]
     LOAD_ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
+    DNS_FAILURE_REFRESH_RATE_FIELD_NUMBER: _ClassVar[int]
     RING_HASH_LB_CONFIG_FIELD_NUMBER: _ClassVar[int]
     ORIGINAL_DST_LB_CONFIG_FIELD_NUMBER: _ClassVar[int]
     LEAST_REQUEST_LB_CONFIG_FIELD_NUMBER: _ClassVar[int]
@@ -252,6 +260,7 @@ class Cluster(_message.Message):
     dns_lookup_family: Cluster.DnsLookupFamily
     transport_socket: TransportSocket
     load_assignment: ClusterLoadAssignment
+    dns_failure_refresh_rate: Cluster.RefreshRate
     ring_hash_lb_config: Unread
     original_dst_lb_config: Cluster.OriginalDstLbConfig
     least_request_lb_config: Unread
@@ -259,7 +268,7 @@ class Cluster(_message.Message):
     round_robin_lb_config: Unread
     typed_extension_protocol_options: _containers.MessageMap[str, _any_pb2.Any]
     load_balancing_policy: Unread
-    def __init__(self, name: _Optional[str] = ..., type: _Optional[_Union[Cluster.DiscoveryType, str]] = ..., cluster_type: _Optional[_Union[Unread, _Mapping]] = ..., eds_cluster_config: _Optional[_Union[Unread, _Mapping]] = ..., connect_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., per_connection_buffer_limit_bytes: _Optional[_Union[_wrappers_pb2.UInt32Value, _Mapping]] = ..., lb_policy: _Optional[_Union[Cluster.LbPolicy, str]] = ..., circuit_breakers: _Optional[_Union[CircuitBreakers, _Mapping]] = ..., dns_lookup_family: _Optional[_Union[Cluster.DnsLookupFamily, str]] = ..., transport_socket: _Optional[_Union[TransportSocket, _Mapping]] = ..., load_assignment: _Optional[_Union[ClusterLoadAssignment, _Mapping]] = ..., ring_hash_lb_config: _Optional[_Union[Unread, _Mapping]] = ..., original_dst_lb_config: _Optional[_Union[Cluster.OriginalDstLbConfig, _Mapping]] = ..., least_request_lb_config: _Optional[_Union[Unread, _Mapping]] = ..., maglev_lb_config: _Optional[_Union[Unread, _Mapping]] = ..., round_robin_lb_config: _Optional[_Union[Unread, _Mapping]] = ..., typed_extension_protocol_options: _Optional[_Mapping[str, _any_pb2.Any]] = ..., load_balancing_policy: _Optional[_Union[Unread, _Mapping]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., type: _Optional[_Union[Cluster.DiscoveryType, str]] = ..., cluster_type: _Optional[_Union[Unread, _Mapping]] = ..., eds_cluster_config: _Optional[_Union[Unread, _Mapping]] = ..., connect_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., per_connection_buffer_limit_bytes: _Optional[_Union[_wrappers_pb2.UInt32Value, _Mapping]] = ..., lb_policy: _Optional[_Union[Cluster.LbPolicy, str]] = ..., circuit_breakers: _Optional[_Union[CircuitBreakers, _Mapping]] = ..., dns_lookup_family: _Optional[_Union[Cluster.DnsLookupFamily, str]] = ..., transport_socket: _Optional[_Union[TransportSocket, _Mapping]] = ..., load_assignment: _Optional[_Union[ClusterLoadAssignment, _Mapping]] = ..., dns_failure_refresh_rate: _Optional[_Union[Cluster.RefreshRate, _Mapping]] = ..., ring_hash_lb_config: _Optional[_Union[Unread, _Mapping]] = ..., original_dst_lb_config: _Optional[_Union[Cluster.OriginalDstLbConfig, _Mapping]] = ..., least_request_lb_config: _Optional[_Union[Unread, _Mapping]] = ..., maglev_lb_config: _Optional[_Union[Unread, _Mapping]] = ..., round_robin_lb_config: _Optional[_Union[Unread, _Mapping]] = ..., typed_extension_protocol_options: _Optional[_Mapping[str, _any_pb2.Any]] = ..., load_balancing_policy: _Optional[_Union[Unread, _Mapping]] = ...) -> None: ...
 
 class MetadataKey(_message.Message):
     __slots__ = ("key", "path")

@@ -14,13 +14,13 @@
    before it, and first tokens that come together are those of one step. The patience is measured in the
    pool's own terms: the time of a step over the predicted time of its prefills, as QUANTILE of each
    endpoint's steps stay below, at the median over all endpoints, times `slow_factor`; and an endpoint has
-   time for as much as such a step prefills, of what waits there. Endpoints of an overloaded pool stand still for a while and then go on, so the time counts,
-   too, for which a fifth of the endpoints have lately stood still before a sign; and while a part of the
-   pool cannot be used, the others have its work, and get as much more time. So neither a queue nor a pool in
-   which everything takes long ejects anybody. Where contexts fill an endpoint's KV pool, prompts wait for the
-   end of others, perhaps for all of those that began together; so each block that it stores is a sign there.
-   No request is late while an endpoint's events are. Where no KV event is expected, the time until the
-   answer's head takes its place.
+   time for as much as such a step prefills, of what waits there. Endpoints of an overloaded pool stand
+   still for a while and then go on, so the time counts, too, for which a fifth of the endpoints have lately
+   stood still before a sign; and while a part of the pool cannot be used, the others have its work, and get
+   as much more time. So neither a queue nor a pool in which everything takes long ejects anybody. Where
+   contexts fill an endpoint's KV pool, prompts wait for the end of others, perhaps for all of those that
+   began together; so each block that it stores is a sign there. No request is late while an endpoint's
+   events are. Where no KV event is expected, the time until the answer's head takes its place.
 3. An endpoint is ejected if at least `failure_share` of its latest evidence is bad, or the last IN_A_ROW
    pieces are, from SOURCES different sessions, and if the other endpoints do less than half as badly. Its
    tenants have to agree: at least `failure_share` of those that gave evidence of it lately accuse it, which

@@ -237,6 +237,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="[%(default)s]",
     )
+    add(
+        "--long-prefill-token-threshold",
+        type=count,
+        default=sys.maxsize,
+        metavar="N",
+        help="the most of a step's tokens that one prompt gets, so that others join it [all]",
+    )
     add("--scheduling", default="fcfs", choices=("fcfs", "priority"), help="order of waiting [%(default)s]")
     add("--serial-misses", action="store_true", help="one forward per missed prompt, decode waiting")
     return parser
@@ -387,7 +394,11 @@ async def _serve(
     hasher = BlockHasher(args.hash_algorithm, args.block_size, args.hash_seed)
     store = FileStore(args.store, args.store_tokens // args.block_size) if args.store else None
     limits = Limits(
-        args.max_num_seqs, args.tokens_per_step, args.scheduling == "priority", args.serial_misses
+        max_sequences=args.max_num_seqs,
+        tokens_per_step=args.tokens_per_step,
+        tokens_per_prompt=args.long_prefill_token_threshold,
+        by_priority=args.scheduling == "priority",
+        serial_misses=args.serial_misses,
     )
     text, started = load(args.tokenizer), time.time()
     published: Sequence[Publisher | None] = [None] * args.data_parallel_size

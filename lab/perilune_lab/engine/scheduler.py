@@ -27,6 +27,7 @@ Not modelled: speculative decoding, several ranks, sampling (the caller brings t
 """
 
 import heapq
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -76,10 +77,12 @@ class EngineStep:
         return self.steps * len(self.decoded) + sum(new for _, new, _ in self.prefilled)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     max_sequences: int = 256
     tokens_per_step: int = 8192
+    tokens_per_prompt: int = sys.maxsize
+    """The most of a step that one prompt gets, so that others join it."""
     by_priority: bool = False
     """Waiting requests by (priority, arrival), lower first, instead of by arrival."""
     serial_misses: bool = False
@@ -289,7 +292,7 @@ class Scheduler:
         """Schedule the next chunk or token of a running sequence, and preempt others if there are no free
         blocks. Return its tokens, 0 if it was preempted itself."""
         table, before = request.table, request.computed
-        new = min(len(table.tokens) - before, budget)
+        new = min(len(table.tokens) - before, budget, self.limits.tokens_per_prompt)
         end = before + new
         while not self.cache.grow(table, end):
             victim = self._victim()

@@ -156,8 +156,8 @@ class Simulation:
         blocks = d.hardware.kv_pool_tokens // d.block_tokens
         store = SharedStore(d.store_tokens // d.block_tokens) if d.stores else None
         limits = Limits(
-            d.hardware.max_sequences,
-            d.hardware.engine.tokens_per_step,
+            max_sequences=d.hardware.max_sequences,
+            tokens_per_step=d.hardware.engine.tokens_per_step,
             by_priority=routing.engine_priority.used,
             stretches=True,
         )

@@ -21,6 +21,8 @@ DEFAULT_PORT = 9002
 HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 MIB = 1024 * 1024
 AT_ONCE = 65_536
+NOT_FOUND_S = 1
+"""Seconds after which Envoy looks up a picker's name again that it has not found."""
 _PREFIX = "perilune-picker"
 _json = msgspec.json.Decoder(dict[str, Any])
 
@@ -99,6 +101,8 @@ def cluster(picker: Picker) -> pb.Cluster:
         circuit_breakers=pb.CircuitBreakers(thresholds=[_breaker()]),
     )
     made.connect_timeout.seconds = 1
+    again = made.dns_failure_refresh_rate
+    again.base_interval.seconds = again.max_interval.seconds = NOT_FOUND_S
     made.per_connection_buffer_limit_bytes.value = 32 * MIB
     made.load_assignment.cluster_name = picker.cluster
     address = made.load_assignment.endpoints.add().lb_endpoints.add().endpoint.address.socket_address

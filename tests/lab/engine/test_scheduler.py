@@ -53,6 +53,16 @@ def test_steps_of_an_unsteady_engine_take_as_many_times_longer():
     assert twice_and_half == pytest.approx([2 * prefill_s, decode_s / 2])
 
 
+def test_a_short_prompt_joins_the_steps_of_a_long_one_that_may_not_fill_them():
+    engine = SteppedEngine(limits=Limits(tokens_per_prompt=2048))
+    long = engine.add(prompt(1, 16_384), 1)
+    engine.run(0.01)
+    short = engine.add(prompt(2, 100), 1)
+    steps = engine.run()
+    assert [new for step in steps for request, new, _ in step.prefilled if request is long] == [2048] * 8
+    assert short.first_token_s < long.first_token_s
+
+
 def test_decode_goes_on_beside_the_chunks_of_another_prompt():
     engine = SteppedEngine()
     talking = engine.add(prompt(1, 100), 200)

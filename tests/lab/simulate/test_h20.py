@@ -63,7 +63,9 @@ class Alone:
         self.first_s: dict[Request, float] = {}
         self.engine = SimulatedEngine(0, "alone", self.loop, lambda address, events: None)
         cache = KvCache(NamedByGateway(BLOCK), H20.kv_pool_tokens // BLOCK + 1)
-        limits = Limits(H20.max_sequences, H20.engine.tokens_per_step, stretches=True)
+        limits = Limits(
+            max_sequences=H20.max_sequences, tokens_per_step=H20.engine.tokens_per_step, stretches=True
+        )
         self.engine.scheduler = Scheduler(cache, H20.engine, limits)
 
     def add(self, prompt_tokens: int, output_tokens: int) -> Request:
