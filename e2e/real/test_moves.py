@@ -464,7 +464,12 @@ async def test_a_hot_engine(served):
     failed, moved = said("hot", turns, [one for one in handoffs if one["reason"] == "hot_host"])
     served.write(served.document)
     assert not failed
-    assert sum(turn.found for turn in moved) >= 0.95 * len(moved) > 0
+    # A turn may come before its session's KV was asked for; it is computed elsewhere, instead of waiting.
+    handed = [turn for turn in moved if turn.why != "planned"]
+    carried = [turn for turn in moved if turn.why == "planned"]
+    assert sum(turn.found for turn in handed) >= 0.95 * len(handed) > 0
+    assert len(carried) <= max(1, 0.1 * len(moved))
+    assert all(turn.seconds < queue_s for turn in carried)
     await moved_as_undisturbed(served, turns)
 
 

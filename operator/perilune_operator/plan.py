@@ -118,9 +118,11 @@ def plan(
     pool = replace(pool, routing=tried.routing if tried else None)
     present, earlier = _without_replaced(pool, observed)
     leave = _drain(pool, present, now)
-    switch = _switch(pool, present, leave, now)
+    prefills = _drain_prefill(pool, present, now)
+    leaving = (leave, prefills)
+    switch = _switch(pool, present, leaving, now)
     pool = replace(
-        _with_replicas(pool, leave, observed),
+        _with_replicas(pool, leave, prefills, observed),
         client_policies=_client_policies(pool, observed),
         chosen=_secrets(name, spec, observed, namespace, defaults),
         one_backend=served.is_reachable(name, namespace, observed),
@@ -135,21 +137,21 @@ def plan(
             again_in=LOOK_S,
         )
     replaced = _replaced(pool, earlier, {key(obj) for obj in made.objects}, present, now)
-    each = (leave, replaced.drain, switch)
+    each = (*leaving, replaced.drain, switch)
     switching = {*switch.waiting, switch.switched}
     return Plan(
         objects=_held(pool, made.objects, present, leave),
-        status=status.of_pool(pool, present, leave, now, replaced, made, switch, tried),
+        status=status.of_pool(pool, present, leave, prefills, now, replaced, made, switch, tried),
         again_in=min(LOOK_S, *(drained.again_in for drained in each)),
         marks=(
-            *(mark for mark in leave.marks if mark.pod not in switching),
+            *(mark for drain in leaving for mark in drain.marks if mark.pod not in switching),
             *replaced.drain.marks,
             *switch.marks,
             *served.marks(name, spec, observed),
         ),
         scale_to=scale_to,
         handed_over=scale_to is not None and _is_autoscaled(spec),
-        prefill=prefill,
+        prefill=(prefill[0] if spec.prefill_scaling else prefills.replicas, prefills.replicas),
         kept=replaced.workloads,
         upgrades=made.upgrades,
         waits=made.waits,
@@ -260,11 +262,12 @@ def _is_judged_by_the_past(pool: Context, observed: Observed, now: float) -> boo
     return stale and any(pod.component == "gateway" and pod.serves for pod in observed.pods)
 
 
-def _with_replicas(pool: Context, leave: Drain, observed: Observed) -> Context:
+def _with_replicas(pool: Context, leave: Drain, prefills: Drain, observed: Observed) -> Context:
     """Return the pool with the replicas that its workloads should have now."""
+    spec = msgspec.structs.replace(pool.spec, prefill_replicas=prefills.replicas)
     deployment = observed.children.get(Key("Deployment", pool.namespace, names.gateway_name(pool.name)))
     gateways, read_at = gateway.replicas(pool.spec.gateway, deployment)
-    return replace(pool, replicas=leave.replicas, gateways=gateways, gateways_read_at=read_at)
+    return replace(pool, spec=spec, replicas=leave.replicas, gateways=gateways, gateways_read_at=read_at)
 
 
 def _objects(pool: Context) -> tuple[Object, ...]:
@@ -442,13 +445,22 @@ def _fewest(pool: Context) -> int:
     return max(0, wanted - (missing if missing or surge else 1))
 
 
-def _switch(pool: Context, observed: Observed, leave: Drain, now: float) -> Switch:
+def _drain_prefill(pool: Context, observed: Observed, now: float) -> Drain:
+    """Decide which endpoints of the prefill workload leave. They have no sessions, but prompts under way, and
+    KV that is still to be fetched."""
+    leaving, gateways, session_s = _surroundings(pool, observed)
+    pods = [p for p in observed.pods if p.component == "prefill"]
+    workload = observed.children.get(endpoints.prefill_workload(pool.namespace, pool.name))
+    return drain(pods, pool.spec.prefill_replicas, workload, leaving, gateways, session_s, now)
+
+
+def _switch(pool: Context, observed: Observed, leaving: Sequence[Drain], now: float) -> Switch:
     """Decide which endpoint changes its role now. Without roleSwitching all pods get their own role back."""
     asked = pool.spec.role_switching
     if asked is None:
         return Switch(roles.restored(observed.pods))
     bare = roles.labels(observed.pods)
-    if leave.leaving or bare:
+    if bare or any(drain.leaving for drain in leaving):
         return Switch(bare)
     pods = [pod for pod in observed.pods if pod.duty and not pod.terminating]
     steady = len(pods) == pool.spec.replicas + pool.spec.prefill_replicas and all(pod.ready for pod in pods)

@@ -1,6 +1,7 @@
 """Properties of every plan, and plans for engines of an earlier spec."""
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,7 +21,7 @@ from perilune_gateway.main import ENGINE_API_KEY
 from perilune_operator.kinds import OPTIONAL, full_name, path
 from perilune_operator.observe import facts, timestamps
 from perilune_operator.observe.facts import NodeFacts, Observed, PodFacts
-from perilune_operator.plan import plan
+from perilune_operator.plan import Plan, plan
 from perilune_operator.render.objects import Defaults
 
 Object = dict[str, Any]
@@ -415,6 +416,41 @@ def test_an_endpoint_leaves_with_the_first_of_its_nodes() -> None:
     seen = Observed(uid="u", generation=1, nodes=nodes, pods=pods, kinds=frozenset({LWS}))
     marks = made(SPANS | {"replicas": 2}, seen).marks
     assert [(mark.pod, list(mark.annotations)) for mark in marks] == [("p-engine-0", [names.DRAINING])]
+
+
+def test_of_the_endpoints_that_only_prefill_the_one_with_the_least_cached_work_leaves() -> None:
+    """It gets no more prompts first; the Deployment cannot be told names."""
+    spec: Object = {
+        "model": {"name": "m"},
+        "replicas": 1,
+        "prefillReplicas": 2,
+        "mooncake": {"transfer": "handoff"},
+    }
+
+    def pod(name: str, component: str = "prefill", **facts: Any) -> PodFacts:
+        return PodFacts(
+            name=name, component=component, role="both", node="n", ready=True, terminating=False, **facts
+        )
+
+    worth = pod("p-prefill-a", recent_hits_tokens=9_000.0)
+    least = pod("p-prefill-b", recent_hits_tokens=10.0)
+    others = (pod("gw", "gateway"),)
+    first = made(spec | {"prefillReplicas": 2}, Observed(uid="u", generation=1))
+    children = {facts.key(obj): obj for obj in first.objects or ()}
+
+    def fewer(*pods: PodFacts) -> tuple[int, Plan]:
+        seen = Observed(uid="u", generation=2, pods=(*pods, *others), children=children)
+        planned = made(spec | {"prefillReplicas": 1}, seen)
+        workloads = {o["metadata"]["name"]: o for o in planned.objects or () if o["kind"] == "Deployment"}
+        return workloads["p-prefill"]["spec"]["replicas"], planned
+
+    replicas, planned = fewer(worth, least)
+    assert (replicas, [mark.pod for mark in planned.marks]) == (2, ["p-prefill-b"])
+    assert {c.type.value: c.reason for c in planned.status.conditions}["Draining"] == "SessionsLeaving"
+    marked = replace(least, draining=planned.marks[0].annotations[names.DRAINING] or "", chosen=True)
+    assert fewer(worth, marked)[0] == 2, "a gateway has not answered yet"
+    replicas, planned = fewer(worth, replace(marked, drained_by=frozenset({"gw"})))
+    assert (replicas, planned.marks) == (1, ())
 
 
 def test_monitors_bear_the_labels_that_a_prometheus_goes_by() -> None:

@@ -58,6 +58,8 @@ class Hardware:
     """Layers of the model, which matter where KV is sent layer by layer."""
     max_sequences: int = 256
     """vLLM's --max-num-seqs."""
+    tokens_per_prompt: int | None = None
+    """vLLM's --long-prefill-token-threshold: the most tokens of a step that one prompt gets. None: all."""
     block_tokens: int = 16
     """Tokens of a block. A cache hit covers whole blocks, and never the prompt's last token."""
     link: LinkModel = IDLE

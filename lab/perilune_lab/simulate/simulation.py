@@ -22,6 +22,7 @@ Not modelled: Envoy, the network between client and engine, tokenization in the 
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -158,6 +159,7 @@ class Simulation:
         limits = Limits(
             max_sequences=d.hardware.max_sequences,
             tokens_per_step=d.hardware.engine.tokens_per_step,
+            tokens_per_prompt=d.hardware.tokens_per_prompt or sys.maxsize,
             by_priority=routing.engine_priority.used,
             stretches=True,
         )

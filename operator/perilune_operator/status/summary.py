@@ -32,14 +32,16 @@ def of_pool(
     pool: Context,
     observed: Observed,
     leave: Drain,
+    prefills: Drain,
     now: float,
     replaced: Replaced,
     made: Revised,
     switch: Switch,
     tried: Trying | None = None,
 ) -> InferencePoolStatus:
-    """Return the status for an accepted spec. `observed`: without engines of an earlier spec. `now`: seconds
-    since the epoch."""
+    """Return the status for an accepted spec. `observed`: without engines of an earlier spec. `leave`,
+    `prefills`: what happens to the endpoints that serve, and that only prefill. `now`: seconds since the
+    epoch."""
     engines = [
         p
         for p in observed.pods
@@ -67,7 +69,7 @@ def of_pool(
         *([contested] if (contested := others.contested(pool, observed)) else []),
         *([_canary(tried)] if tried else []),
         reconciling,
-        workloads.draining(pool, observed, [leave, replaced.drain], replaced, switch),
+        workloads.draining(pool, observed, [leave, prefills, replaced.drain], replaced, switch),
         *([stalled] if stalled else []),
     ]
     facts.append(_ready(pool, facts))

@@ -148,7 +148,7 @@ def draining(
 ) -> Fact:
     """Return condition Draining. Its reason is that of the endpoints that wait for sessions, else of those
     that stop, else of those on nodes that are being emptied; its message names all of them."""
-    all_ = (*replaced.pods, *(p for p in observed.pods if p.component == "engine"))
+    all_ = (*replaced.pods, *(p for p in observed.pods if p.component in ("engine", "prefill")))
     stopping = [p.name for p in all_ if p.terminating]
     leaving = [name for made in drains for name in made.leaving]
     emptied = [name for made in drains for name in made.emptied]

@@ -67,6 +67,8 @@ class Cell:
     link: str = "idle"
     slower: float = 1.0
     """Factor on all compute times of all engines, of which the gateway is not told."""
+    tokens_per_prompt: int | None = None
+    """The most tokens of an engine's step that one prompt gets. None: all."""
     gateways: int = 1
     endpoints: int = 8
     patience_s: float = 0.0
@@ -108,6 +110,7 @@ class Cell:
     @property
     def deployment(self) -> Deployment:
         hardware = replace(H20, link=LINKS[self.link], engine=H20.engine.scaled(self.slower))
+        hardware = replace(hardware, tokens_per_prompt=self.tokens_per_prompt)
         deployment = Deployment(
             arm=self.arm,
             endpoints=self.endpoints,

@@ -255,16 +255,20 @@ POOLS: Mapping[str, Pool] = {
     ),
     **{
         f"{prefix}{name}": Pool(
-            f"{means}{', one of four gateways by chance' if gateways > 1 else ''}",
+            f"{means}{words}",
             {
                 "tenants": who,
-                "gateways": gateways,
+                **changes,
                 "admission": 60.0 if fair else None,
                 "params": FAIR if fair else (),
             },
             tuple(f"{prefix}{other}" for other in against),
         )
-        for prefix, gateways in (("", 1), ("four-", 4))
+        for prefix, words, changes in (
+            ("", "", {}),
+            ("four-", ", one of four gateways by chance", {"gateways": 4}),
+            ("capped-", ", a prompt gets 2,048 tokens of a step at most", {"tokens_per_prompt": 2048}),
+        )
         for name, means, who, fair, against in (
             ("alone", "the smaller tenant alone, with fair shares", (QUIET,), True, ()),
             ("in-turn", "both tenants, in turn", (QUIET, GREEDY), False, ("alone",)),
@@ -640,6 +644,9 @@ SECTIONS: tuple[Section, ...] = (
         plays=(
             Play(("alone", "in-turn", "fair"), ("0.69", "0.88"), (DEFAULT,), _THREE_SEEDS),
             Play(("four-alone", "four-in-turn", "four-fair"), ("0.88",), (DEFAULT,), _THREE_SEEDS),
+            Play(
+                ("capped-alone", "capped-in-turn", "capped-fair"), ("0.69", "0.88"), (DEFAULT,), _THREE_SEEDS
+            ),
         ),
         base=replace(SHORT, endpoints=4),
         shown=(metrics.QUIET_TTFT_P90, metrics.OUTPUT, metrics.LOST),
