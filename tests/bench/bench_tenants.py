@@ -41,8 +41,6 @@ ENGINES = EngineOptions(kv_tokens=100_000, context_tokens=32_768)
 ENDPOINTS, WINDOW_S, SEEDS = 3, 60.0, (1, 2, 3)
 RATES = {"below saturation": 2.0, "above it": 4.0}
 """Sessions per second of both tenants. Simulated, TTFT p90 is 0.4 s and 15 s."""
-FAIR = ("--scheduling", "priority", "--long-prefill-token-threshold", "1024")
-"""Arguments of engines that serve tenants by their shares: a short prompt joins the steps of a long one."""
 SERVER = shutil.which("valkey-server") or shutil.which("redis-server") or ""
 HELD_S = 20.0
 """Seconds for which a new session is held at most, less than a play has."""
@@ -74,7 +72,7 @@ async def play(sessions: Sequence[Session], words: Words, gateways: int, *, fair
         engine_priority=pool.EnginePriority(fair_share=fair),
         session_admission=pool.SessionAdmission(enabled=fair, max_wait_seconds=HELD_S),
     )
-    engines = replace(ENGINES, arguments=FAIR if fair else ())
+    engines = replace(ENGINES, arguments=("--scheduling", "priority" if fair else "fcfs"))
     async with served(engines, routing, gateways) as url:
         load = Load(target=url, model=engines.model, seconds=WINDOW_S, grace_s=WINDOW_S, retry=True)
         results = await run_load(sessions, load, words)
@@ -154,8 +152,8 @@ def test_what_a_tenant_at_ten_times_its_share_costs_another(
     request: pytest.FixtureRequest, gateways: int
 ) -> None:
     found = asyncio.run(rows(Vocabulary().words_for, gateways))
-    head = _HEAD if gateways == 1 else _TWO
-    bars.publish(request, f"tenants-{gateways}", "\n".join([*head, *_COLUMNS, *found, ""]))
+    name, head = ("tenants", _HEAD) if gateways == 1 else ("tenants-two-gateways", _TWO)
+    bars.publish(request, name, "\n".join([*head, *_COLUMNS, *found, ""]))
 
 
 _HEAD = f"""\
@@ -172,7 +170,7 @@ and that the end left without an answer, in turn and fair. Goals: at most {COST:
 at least {OUTPUT:g} of the output in turn.
 """.splitlines()
 _TWO = f"""\
-### Two gateways
+### Tenants behind two gateways
 
 The same, with two gateways that share their state (`--state-server`), behind one Envoy · {bars.machine()}
 """.splitlines()
