@@ -26,6 +26,7 @@ _COREFILE = """.:53 {{
   }}
 }}
 """
+"""`cache` and `ttl` are those of kubeadm: for so long it also remembers that a name was not there."""
 
 
 class ControlPlane:

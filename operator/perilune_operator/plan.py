@@ -144,7 +144,7 @@ def plan(
         status=status.of_pool(pool, present, leave, prefills, now, replaced, made, switch, tried),
         again_in=min(LOOK_S, *(drained.again_in for drained in each)),
         marks=(
-            *(mark for drain in leaving for mark in drain.marks if mark.pod not in switching),
+            *(mark for side in leaving for mark in side.marks if mark.pod not in switching),
             *replaced.drain.marks,
             *switch.marks,
             *served.marks(name, spec, observed),
@@ -460,7 +460,7 @@ def _switch(pool: Context, observed: Observed, leaving: Sequence[Drain], now: fl
     if asked is None:
         return Switch(roles.restored(observed.pods))
     bare = roles.labels(observed.pods)
-    if bare or any(drain.leaving for drain in leaving):
+    if bare or any(side.leaving for side in leaving):
         return Switch(bare)
     pods = [pod for pod in observed.pods if pod.duty and not pod.terminating]
     steady = len(pods) == pool.spec.replicas + pool.spec.prefill_replicas and all(pod.ready for pod in pods)

@@ -173,6 +173,11 @@ def test_engines_that_speak_http2_are_spoken_to_so() -> None:
     assert options.explicit_http_config.HasField("http2_protocol_options")
 
 
+def test_a_picker_that_was_not_found_is_looked_for_every_second() -> None:
+    again = pickers.cluster(pickers.Picker("default", "qwen-epp")).dns_failure_refresh_rate
+    assert (again.base_interval.seconds, again.max_interval.seconds) == (1, 1)
+
+
 @pytest.mark.lab
 async def test_envoy_takes_the_configuration(gateway: EnvoyGateway, tmp_path: Path) -> None:
     made = await gateway.translated(inference_pool(appProtocol="kubernetes.io/h2c"))

@@ -86,7 +86,7 @@ COLD_RATIO = 10.0
 SLACK_S = 0.05
 """Seconds that every request takes besides what is predicted."""
 STEP_S = 0.05
-"""KV events that come within STEP_S of each other's first are of one step of the engine."""
+"""KV events within STEP_S of the first of them are of one step of the engine."""
 LEAST_PATIENCE_S = 2.0
 MOST_STRAIN = 2.0
 """Factor on the patience where half of the pool cannot be used."""
@@ -229,7 +229,7 @@ class Ejection:
         self._ratios = (COLD_RATIO, COLD_RATIO)
         """Tolerated ratios of heads and of KV events."""
         self._step_s = 0.0
-        """How much hardly any step prefills more than, in predicted seconds."""
+        """Predicted seconds of what a step prefills, which hardly any step exceeds."""
         self._stall_s = 0.0
         """For how long endpoints stand still besides."""
         self._measured_at = -inf
