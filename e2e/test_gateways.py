@@ -203,6 +203,12 @@ def test_a_killed_gateway_fails_no_request_and_sessions_stay(cluster, many, home
         kill(cluster, many.pods("gateway")[0])
         played = play(many, TURNS)
         load.goes_on()
+    made = [(turn.engine, homes[session]) for session, turns in played.items() for turn in turns]
+    elsewhere = sum(engine not in ("", home) for engine, home in made)
+    print(
+        f"{len(made)} turns of {len(played)} sessions beside {len(load.samples)} requests,"
+        f" {len(load.failures)} failed, {elsewhere} turns elsewhere"
+    )
     assert load.failures == []
     undecided = sum(not turn.engine for turns in played.values() for turn in turns)
     assert undecided <= AT_ONCE, "Envoy goes on without those that the killed gateway was deciding, no others"

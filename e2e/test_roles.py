@@ -1,12 +1,14 @@
-"""A pool that switches roles: endpoints change between serving and only prefilling, by the gateway's page."""
+"""Pools with prefill endpoints: endpoints change between serving and only prefilling, by the gateway's page,
+and prefill endpoints that are no longer wanted are drained."""
 
 import time
+from typing import Any
 
 import pytest
 
 from perilune_api import names
 from testbed.http import NewPrompts, eventually
-from testbed.pool import LivePool, is_ready
+from testbed.pool import LivePool, address, is_ready
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -15,6 +17,8 @@ GAIN = 1.2
 GENERATED = "vllm:generation_tokens_total{"
 DECODE_GAIN = 1.2
 """How many times as many tokens per second three endpoints generate as two, at least."""
+KNOWN_S = 35.0
+"""Seconds within which the operator knows what the gateways count; it reads their pages every 30 s."""
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +117,71 @@ def test_answers_that_wait_for_room_gain_by_a_prefill_endpoint_that_serves(kube,
         assert after >= DECODE_GAIN * before
     finally:
         pool.delete()
+
+
+def test_prefill_endpoints_that_leave_finish_their_prompts_and_the_one_with_used_kv_stays(
+    kube, edge, operator
+):
+    """Three prefill endpoints become one under load: no request fails, and every prompt that one of them was
+    given arrives with its KV. A prefill takes seconds, so that they are seen to drain."""
+    pool = LivePool(kube, edge, "fewer")
+    pool.apply(
+        replicas=1,
+        prefillReplicas=3,
+        rollout={"sessionSeconds": 60, "drainSeconds": 20},
+        mooncake={"transfer": "handoff"},
+        routing={"disaggregation": {"localTokens": 500, "queue": 8}, "decisionHeader": "address"},
+    )
+    try:
+        eventually(lambda: are_ready(pool, serve=1, prefill=3), timeout_s=180)
+        eventually(pool.answers, timeout_s=60)
+        for number in range(6):
+            ask = "a manual " * 2_000 + f"{number} " * 1_000
+            assert pool.client.complete(ask, max_tokens=4).status == 200
+        eventually(lambda: used(pool), timeout_s=60)
+        known = time.monotonic() + KNOWN_S
+        before = pool.pods("prefill")
+        kept = next(pod["metadata"]["uid"] for pod in before if address(pod) == used(pool))
+        prompts = NewPrompts(pool.client, words=20_000, tokens=4)
+        with prompts.at_once(6):
+            eventually(lambda: later(known), timeout_s=60)
+            began = pool.gateways_count("perilune_handoffs_total", "outcome", reason="prefill")
+            pool.patch(prefillReplicas=1)
+            eventually(lambda: others_are_marked(pool, kept), timeout_s=60, every_s=0.05)
+            eventually(lambda: are_ready(pool, serve=1, prefill=1), timeout_s=120)
+            prompts.go_on(6)
+        ended = pool.gateways_count("perilune_handoffs_total", "outcome", reason="prefill") - began
+        print(f"{len(prompts.ended)} prompts, hand-offs since the change: {dict(ended)}")
+        assert prompts.failures == []
+        assert set(ended) == {"copied"}, ended
+        assert [pod["metadata"]["uid"] for pod in pool.all_pods("prefill")] == [kept]
+    finally:
+        pool.delete()
+
+
+def are_ready(pool: LivePool, serve: int, prefill: int) -> None:
+    assert [is_ready(pod) for pod in pool.all_pods("engine")] == [True] * serve
+    assert [is_ready(pod) for pod in pool.all_pods("prefill")] == [True] * prefill
+
+
+def used(pool: LivePool) -> str:
+    """Return the address of the prefill endpoint whose cached tokens were used the most lately."""
+    hits = pool.gateways_count("perilune_endpoint_recent_hits_tokens", "endpoint")
+    addresses = {address(pod) for pod in pool.pods("prefill")}
+    (most, tokens), *_ = [(at, tokens) for at, tokens in hits.most_common() if at in addresses]
+    assert tokens > 0, hits
+    return most
+
+
+def others_are_marked(pool: LivePool, kept: str) -> None:
+    pods = pool.all_pods("prefill")
+    marked = {pod["metadata"]["uid"] for pod in pods if is_marked(pod)}
+    assert len(pods) == 3
+    assert marked == {pod["metadata"]["uid"] for pod in pods} - {kept}
+
+
+def is_marked(pod: Any) -> bool:
+    return names.DRAINING in pod["metadata"].get("annotations", {})
 
 
 def later(than: float) -> None:

@@ -1,8 +1,11 @@
 """A pool of the cluster as a scenario sees it: its object, pods and conditions, and a client that asks it."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from perilune_api import names
 from testbed.http import Client, eventually
@@ -122,6 +125,17 @@ class LivePool:
         """Return that page of each of its gateways, by pod."""
         pods = [pod["metadata"]["name"] for pod in self.pods("gateway") if is_ready(pod)]
         return {pod: self.kube.admin(f"pod/{pod}", self.namespace, path) for pod in pods}
+
+    def gateways_count(self, metric: str, by: str, **labels: str) -> Counter[str]:
+        """Return a metric with these labels, summed over its gateways, by the values of the label `by`."""
+        found: Counter[str] = Counter()
+        for pod in self.pods("gateway"):
+            text = self.kube.page(f"pod/{pod['metadata']['name']}", self.namespace, "/metrics")
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    if sample.name == metric and labels.items() <= sample.labels.items():
+                        found[sample.labels[by]] += sample.value
+        return found
 
     # -- what it should come to --------------------------------------------------------------------
 

@@ -41,6 +41,9 @@ def test_figures_in_prose_are_those_of_the_tables():
     assert f"between {min(by_headers)} µs (decided by headers)" in operations
     assert f"{by_body['220 KB']} µs (a body" in operations
     assert f"| {min(by_headers)}–{max(by_headers)} µs of CPU |" in sizing
+    fewest, most = (round(1e6 / micros, -2) for micros in (max(by_body.values()), min(by_headers)))
+    assert f"a core is busy with {fewest:,.0f} to {most:,.0f} requests/s" in sizing
+    assert f"requests/s divided by {fewest / 2:,.0f} to {most / 2:,.0f}, and one more" in sizing
     assert f"| {' / '.join(str(by_body[size]) for size in ('1 KB', '64 KB', '220 KB'))} µs of CPU |" in sizing
 
 
