@@ -10,8 +10,8 @@
     interference_s  delay of those other requests by this prefill, weighted; half of it, where the prompt's KV
                     is there or fetched, and in proportion for a share
 
-Evictions have no term: a prompt needs as much room on any endpoint. Whether a term for whose KV it evicts
-would help has not been tried with the simulator of today (docs/evaluation/notes.md).
+Evictions have no term: a price for the KV of sessions that will probably return gained nothing
+(docs/evaluation/notes.md).
 
 A tier's KV is fetched completely or not at all: prefill time grows faster than linearly with the length and
 fetch time does not, so fetching a part is never best. For the same reason more overlap never raises a cost.
