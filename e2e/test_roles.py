@@ -140,8 +140,8 @@ def test_prefill_endpoints_that_leave_finish_their_prompts_and_the_one_with_used
             assert pool.client.complete(ask, max_tokens=4).status == 200
         eventually(lambda: used(pool), timeout_s=60)
         known = time.monotonic() + KNOWN_S
-        before = pool.pods("prefill")
-        kept = next(pod["metadata"]["uid"] for pod in before if address(pod) == used(pool))
+        most_used = used(pool)
+        kept = next(p["metadata"]["uid"] for p in pool.pods("prefill") if address(p) == most_used)
         prompts = NewPrompts(pool.client, words=20_000, tokens=4)
         with prompts.at_once(6):
             eventually(lambda: later(known), timeout_s=60)
@@ -150,10 +150,12 @@ def test_prefill_endpoints_that_leave_finish_their_prompts_and_the_one_with_used
             eventually(lambda: others_are_marked(pool, kept), timeout_s=60, every_s=0.05)
             eventually(lambda: are_ready(pool, serve=1, prefill=1), timeout_s=120)
             prompts.go_on(6)
-        ended = pool.gateways_count("perilune_handoffs_total", "outcome", reason="prefill") - began
-        print(f"{len(prompts.ended)} prompts, hand-offs since the change: {dict(ended)}")
+        now = pool.gateways_count("perilune_handoffs_total", "outcome", reason="prefill")
+        ended = {outcome: count - began.get(outcome, 0) for outcome, count in now.items()}
+        print(f"{len(prompts.ended)} prompts, hand-offs since the change: {ended}")
         assert prompts.failures == []
-        assert set(ended) == {"copied"}, ended
+        assert ended.pop("copied") > 0
+        assert not any(ended.values()), ended
         assert [pod["metadata"]["uid"] for pod in pool.all_pods("prefill")] == [kept]
     finally:
         pool.delete()
@@ -168,8 +170,8 @@ def used(pool: LivePool) -> str:
     """Return the address of the prefill endpoint whose cached tokens were used the most lately."""
     hits = pool.gateways_count("perilune_endpoint_recent_hits_tokens", "endpoint")
     addresses = {address(pod) for pod in pool.pods("prefill")}
-    (most, tokens), *_ = [(at, tokens) for at, tokens in hits.most_common() if at in addresses]
-    assert tokens > 0, hits
+    most = max(addresses, key=lambda there: hits.get(there, 0.0))
+    assert hits.get(most, 0.0) > 0, hits
     return most
 
 

@@ -1,7 +1,7 @@
 """A pool of the cluster as a scenario sees it: its object, pods and conditions, and a client that asks it."""
 
 import json
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -126,9 +126,9 @@ class LivePool:
         pods = [pod["metadata"]["name"] for pod in self.pods("gateway") if is_ready(pod)]
         return {pod: self.kube.admin(f"pod/{pod}", self.namespace, path) for pod in pods}
 
-    def gateways_count(self, metric: str, by: str, **labels: str) -> Counter[str]:
+    def gateways_count(self, metric: str, by: str, **labels: str) -> dict[str, float]:
         """Return a metric with these labels, summed over its gateways, by the values of the label `by`."""
-        found: Counter[str] = Counter()
+        found = defaultdict[str, float](float)
         for pod in self.pods("gateway"):
             text = self.kube.page(f"pod/{pod['metadata']['name']}", self.namespace, "/metrics")
             for family in text_string_to_metric_families(text):
