@@ -205,9 +205,15 @@ def of_chat():
 
 
 def sessions(edge):
-    """Return the engine of each of some sessions of the coder."""
+    """Return the engine of each of some sessions of the coder. They come at once, so that no engine is idle
+    enough for all of them."""
     coder = client(edge, MODELS[CODER])
-    return {n: coder.complete("some words " * 30, session=f"stays-{n}").decided for n in range(12)}
+
+    def engine(number):
+        return coder.complete(f"{number} " + "some words " * 30, session=f"stays-{number}").decided
+
+    with ThreadPoolExecutor(12) as clients:
+        return dict(enumerate(clients.map(engine, range(12))))
 
 
 def goes_on(load, coder, edge, stay):

@@ -199,8 +199,9 @@ async def test_an_engine_is_measured_with_and_without_cached_part():
 
 @pytest.mark.processes
 async def test_transfers_from_a_peer_are_measured():
-    """Simulated engines whose KV takes real seconds. How exactly they are measured depends on the machine."""
-    options = EngineOptions(time_scale=20.0, handoff=True)
+    """Simulated engines whose KV takes real seconds, over a link slow enough that a busy machine's delays are
+    small beside them. How exactly they are measured depends on the machine."""
+    options = EngineOptions(time_scale=20.0, handoff=True, arguments=("--send-bytes-per-s", "1e9"))
     async with Stack(engines=2, options=options, with_gateway=False, with_envoy=False) as stack:
         target, giver = stack.pool.spec.endpoints
         peer = Peer(f"http://{giver.address}", giver.bootstrap)
