@@ -125,8 +125,8 @@ async def test_a_drained_engines_sessions_leave_with_their_kv_under_load(user: U
         assert found >= copied, "all that the host held when the copy began"
 
 
-SLOW = ("--send-bytes-per-s", "30e6", "--abort-timeout", "20")
-"""Engines that need some ten seconds for a session's KV."""
+SLOW = ("--send-bytes-per-s", "10e6", "--abort-timeout", "60")
+"""Engines that need some ten seconds for a session's KV, so that a busy machine is in time to kill one."""
 
 
 async def copying(user: User) -> dict[str, Any]:
