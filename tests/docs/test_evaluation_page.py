@@ -226,6 +226,40 @@ def test_turns_in_flight_with_slower_engines_are_those_of_the_data(row: list[str
         assert told(cell.split()[0]) == about(mean(slower) / mean(usual))
 
 
+SPLIT = {
+    "the default": ("split", "perilune"),
+    "`ear`": ("split", "ear"),
+    "`sticky`": ("split", "sticky"),
+    "four gateways": ("split-four-gateways", "perilune"),
+    "no session moves to save time": ("split-never", "perilune"),
+    "engines are 10 % slower": ("split-slower", "perilune"),
+    "session admission, from a session's first request": ("split-admission", "perilune"),
+    "prefill believed to take twice as long, noisy": ("split-told-double", "perilune"),
+    "half as long, noisy": ("split-told-half", "perilune"),
+    "engines up to 1.5 times as fast or slow, noisy": ("split-unequal", "perilune"),
+    "up to twice as fast or slow, believed to take half as long, noisier": (
+        "split-very-unequal",
+        "perilune",
+    ),
+}
+ELSEWHERE = {
+    (row["deployment"], row["policy"], row["load"]): row["ttft_s.p90"]
+    for row in MADE["separate-prefill-elsewhere"]["rows"]
+}
+
+
+def test_separate_prefill_elsewhere_is_that_of_the_data():
+    table = PAGE[PAGE.index("| pool | R/2 | 0.64 | R |") : PAGE.index("- **At its own full load")]
+    lines = [
+        [cell.strip() for cell in line.strip("|\n ").split("|")] for line in table.splitlines()[2:] if line
+    ]
+    assert [name for name, *_ in lines] == list(SPLIT)
+    for name, *cells in lines:
+        for load, cell in zip(("R/2", "0.64", "R"), cells, strict=True):
+            seeds = ELSEWHERE.get((*SPLIT[name], load))
+            assert seeds is None if not cell else told(cell) == about(mean(seeds)), (name, load)
+
+
 def test_turns_in_flight_are_told_of_eight_rows():
     assert len(SLOWER) == 8
 

@@ -176,7 +176,7 @@ POOLS: Mapping[str, Pool] = {
         "the gateway plans moves with every trigger (`migration.triggers`)",
         triggers=tuple(MoveTrigger),
     ),
-    **{name: pool for arm in Arm for name, pool in _admitting(arm, "").items()},
+    **{name: pool for arm in (*Arm, "split") for name, pool in _admitting(arm, "").items()},
     **{
         name: pool
         for arm in Arm
@@ -186,7 +186,7 @@ POOLS: Mapping[str, Pool] = {
     **_admitting("none", "-long", "sessions have more turns, ", traffic=LONG),
     "none-tenants": _but("none", TENANTS, tenants=(QUIET, GREEDY)),
     **_admitting("none", "-tenants", f"{TENANTS}, ", tenants=(QUIET, GREEDY)),
-    **{f"{arm}-four-gateways": _but(arm, FOUR, gateways=4) for arm in Arm},
+    **{f"{arm}-four-gateways": _but(arm, FOUR, gateways=4) for arm in (*Arm, "split")},
     **{
         f"{arm}-{name}-link": _but(arm, f"KV goes over {means}", link=name)
         for arm in ("handoff", "split")
@@ -197,7 +197,7 @@ POOLS: Mapping[str, Pool] = {
     },
     **{
         f"{arm}-{name}": _but(arm, means, faults=faults)
-        for arm in Arm
+        for arm in (*Arm, "split")
         for name, (means, faults) in FAULTS.items()
     },
     **{
@@ -207,10 +207,11 @@ POOLS: Mapping[str, Pool] = {
     },
     **{
         f"{arm}-never": _but(arm, "no session moves to save time (`leastGainSeconds: 1e9`)", params=NEVER)
-        for arm in Arm
+        for arm in (*Arm, "split")
     },
     **{
-        f"{arm}-slower": _but(arm, "all engines compute 10 % slower", slower=1.1) for arm in ("none", "store")
+        f"{arm}-slower": _but(arm, "all engines compute 10 % slower", slower=1.1)
+        for arm in ("none", "store", "split")
     },
     "conductor-no-scheduling": _but(
         "handoff",
@@ -395,6 +396,7 @@ def _more(sample: Sequence[int]) -> tuple[Play, ...]:
     )
 
 
+_REFUSED = ("-admission", "-admission-sdk")
 _IN_NONE = ("none-four-gateways", "none-long", "none-tenants")
 _ADMISSION: Mapping[str, Any] = {
     "shown": (
@@ -439,6 +441,25 @@ SECTIONS: tuple[Section, ...] = (
             ),
         ),
         base=SHORT,
+        **_ADMISSION,
+    ),
+    Section(
+        name="admission-at-r",
+        title="session admission up to full load",
+        plays=(
+            Play(
+                [f"{arm}{kind}" for arm in ("handoff", "store", "both") for kind in ("", *_REFUSED)],
+                ("R/2", "R"),
+                (DEFAULT,),
+                _SIXTEEN,
+            ),
+            Play(
+                [f"{base}{kind}" for base in _IN_NONE for kind in ("", "-admission")],
+                ("R/2",),
+                (DEFAULT,),
+                _SIXTEEN,
+            ),
+        ),
         **_ADMISSION,
     ),
     Section(
@@ -523,6 +544,28 @@ SECTIONS: tuple[Section, ...] = (
         shown=(*metrics.MAIN, metrics.INTERFERENCE),
         apart=True,
         told=("Separate prefill", "Other pools", "Claims of others"),
+    ),
+    Section(
+        name="separate-prefill-elsewhere",
+        title="separate prefill with other gateways, engines and settings",
+        plays=(
+            Play(("split",), ("R/2", "0.64", "R"), (DEFAULT, "ear", "sticky"), _THREE_SEEDS),
+            Play(
+                [f"split-{other}" for other in ("four-gateways", "never", "slower", "admission")],
+                ("R/2", "0.64", "R"),
+                (DEFAULT,),
+                _THREE_SEEDS,
+            ),
+            Play([f"split-{name}" for name in FAULTS], ("0.64", "R"), (DEFAULT,), _THREE_SEEDS),
+        ),
+        shown=(
+            *(metrics.TTFT_P50, metrics.TTFT_P90, metrics.E2E_P90, metrics.APC, metrics.OUTPUT),
+            *(metrics.WORST, metrics.IN_FLIGHT, metrics.HOT, metrics.MOVED, metrics.REFUSED, metrics.LOST),
+        ),
+        compared=(metrics.TTFT_P90, metrics.IN_FLIGHT),
+        told=("Separate prefill",),
+        note="At 0.64 sessions/s `split` is fully loaded ([capacity](capacity.md)). *Host was hot* is told"
+        " under [how often a host is hot](triggers.md).",
     ),
     Section(
         name="other-pools",
