@@ -43,7 +43,7 @@ KILL_EVERY_S = min(60.0, MINUTES * 60 / 5)
 GROWTH = 0.05
 """Share by which the restarted gateway's memory may grow from its second to its last quarter."""
 FULL_MINUTES = 20
-"""In a shorter run memory is only printed: it still grows, because not all tables are full."""
+"""Shorter runs only print the memory, which grows until all tables are full."""
 OPTIONS = EngineOptions(time_scale=4.0, kv_tokens=40_000)
 ROUTING = spec.Routing(
     limits=spec.Limits(decision_seconds=30.0), session=spec.SessionKeys(max_sessions=500, idle_seconds=60.0)
