@@ -164,6 +164,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--store", type=Path, metavar="FILE", help="shared KV store pool; engines that name it share it")
     add("--store-tokens", type=count, default=8_000_000, metavar="N", help="its size [%(default)s]")
     add(
+        "--store-prompts-only",
+        action="store_true",
+        help="put the KV of prompts into the store, not that of answers (vLLM's save_decode_cache: false)",
+    )
+    add(
         "--host-tokens",
         type=count,
         metavar="N",
@@ -330,6 +335,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         adapters = _adapters(args.lora)
     except ValueError as error:
         parser.error(str(error))
+    if args.store_prompts_only and not args.store:
+        parser.error("--store-prompts-only needs a store: name its file with --store")
     if args.store and args.kv_groups != (FULL_ATTENTION,):
         parser.error("--store holds the KV of one group with full attention: leave out --kv-groups")
     if args.bootstrap != "none":
@@ -399,6 +406,7 @@ async def _serve(
         tokens_per_prompt=args.long_prefill_token_threshold,
         by_priority=args.scheduling == "priority",
         serial_misses=args.serial_misses,
+        stores_answers=not args.store_prompts_only,
     )
     text, started = load(args.tokenizer), time.time()
     published: Sequence[Publisher | None] = [None] * args.data_parallel_size

@@ -89,6 +89,9 @@ class Limits:
     """One forward per missed prompt instead of one for all."""
     stretches: bool = False
     """Steps that only decode are taken together."""
+    stores_answers: bool = True
+    """The KV of answers is put into the store as well as that of prompts, as with vLLM's
+    `save_decode_cache`."""
 
 
 class Connector(Protocol):
@@ -483,15 +486,16 @@ class Scheduler:
             step.begins += self._is_miss(len(request.table.tokens) - request.computed)
             self._blocked = False
 
-    def _offer(self, request: Request, computed: int) -> list[Change]:
-        """Put the prompt's new full blocks into the store. Return an announcement for each that it did not
+    def _offer(self, store: Store, request: Request) -> list[Change]:
+        """Put the request's new full blocks into the store. Return an announcement for each that it did not
         have."""
         table, size = request.table, self.cache.block_size
-        first, end = request.shared_blocks, min(computed, request.prompt_tokens) // size
-        if self.store is None or end <= first:
+        wanted = request.computed if self.limits.stores_answers else request.prompt_tokens
+        first, end = request.shared_blocks, min(request.computed, wanted) // size
+        if end <= first:
             return []
         request.shared_blocks = end
-        added = self.store.put(table.chain[first:end])
+        added = store.put(table.chain[first:end])
         return [
             Stored(
                 digests=[table.chain[i]],
@@ -519,9 +523,9 @@ class Scheduler:
             step.changes += self._brought + [change for one in stored for change in self.host.put(one)]
             self._brought = []
         if self.store is not None:
-            for request, new, before in step.prefilled:
+            for request in step.batch:
                 if request.finish is None:
-                    step.changes += self._offer(request, before + new)
+                    step.changes += self._offer(self.store, request)
         for request in step.batch:
             tokens = request.table.tokens
             if request.finish is not None or request.computed < len(tokens):

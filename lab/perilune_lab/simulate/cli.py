@@ -177,6 +177,8 @@ def describe(options: Options) -> dict[str, object]:
         "arm": deployment.arm,
         "deployment": deployment.name,
         "store_bytes_per_s": deployment.hardware.engine.store_bytes_per_s if deployment.stores else 0,
+        "store_tokens": deployment.store_blocks * deployment.block_tokens if deployment.stores else 0,
+        **({"stores_answers": deployment.stores_answers} if deployment.stores else {}),
         "kv_tokens": deployment.hardware.kv_pool_tokens,
         "block_tokens": deployment.block_tokens,
         "link": msgspec.to_builtins(deployment.hardware.link),

@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from msgspec.structs import replace
 
+from perilune_api.inference_pool.mooncake import Store
 from perilune_api.pool import (
     EndpointSpec,
     Engine,
@@ -24,6 +25,7 @@ from perilune_api.pool import (
     Topology,
     check,
 )
+from perilune_api.quantities import quantity
 from perilune_api.topology import NIC_GBITS
 from perilune_lab.simulate.faults import Faults
 from perilune_lab.simulate.h20 import H20, Hardware
@@ -34,8 +36,9 @@ BLOCK_TOKENS = 256
 average half a block less of its prompt."""
 STORE_BYTES_PER_S = 3e9
 """Speed at which one engine reads the shared store, unless told otherwise."""
-STORE_TOKENS = 40_000_000
-"""Tokens in the shared store, unless told otherwise: about 4 TB of KV in BF16."""
+STORE_BYTES_PER_GPU = float(quantity(Store().segment_size))
+"""What each GPU's engine process gives to the shared store, unless told otherwise: the default of
+`mooncake.store.segmentSize`."""
 
 
 class Arm(StrEnum):
@@ -65,7 +68,10 @@ class Deployment:
     """So many share their state, and each request goes to one of them by chance."""
     hardware: Hardware = H20
     block_tokens: int = BLOCK_TOKENS
-    store_tokens: int = STORE_TOKENS
+    store_tokens: int | None = None
+    """Tokens in the shared store. None: what `STORE_BYTES_PER_GPU` holds."""
+    stores_answers: bool = True
+    """Whether the store gets the KV of answers, too (`mooncake.store.saveDecodeCache`)."""
 
     @property
     def hands_over(self) -> bool:
@@ -76,12 +82,20 @@ class Deployment:
         return self.arm in (Arm.STORE, Arm.BOTH)
 
     @property
+    def store_blocks(self) -> int:
+        """Number of blocks in the shared store."""
+        gpus, token_bytes = self.endpoints * self.hardware.gpus, self.hardware.engine.kv_bytes(1)
+        tokens = self.store_tokens or gpus * STORE_BYTES_PER_GPU / token_bytes
+        return int(tokens // self.block_tokens)
+
+    @property
     def name(self) -> str:
         """What tables call it."""
         split = f", {self.prefill_endpoints} only prefill" if self.prefill_endpoints else ""
         overlap = ", transfers overlap with prefills" if self.overlap else ""
         several = f", {self.gateways} gateways" if self.gateways > 1 else ""
-        return f"arm {self.arm}, {self.endpoints} H20{split}{overlap}{several}"
+        stored = "" if self.stores_answers else ", answers are not stored"
+        return f"arm {self.arm}, {self.endpoints} H20{split}{overlap}{several}{stored}"
 
     @property
     def addresses(self) -> list[str]:

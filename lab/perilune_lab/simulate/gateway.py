@@ -30,6 +30,7 @@ from perilune_lab.simulate.engine import SimulatedEngine
 from perilune_lab.simulate.legs import BothLegs, Ends
 from perilune_lab.simulate.loop import Loop
 from perilune_lab.simulate.sent import Round
+from perilune_lab.simulate.texts import names
 
 ALIVE_S = 0.5
 """Seconds between two signs of life for the other gateways, see `feeds/shared_state.py`."""
@@ -98,6 +99,11 @@ class SimulatedGateway:
             if isinstance(event, BlockStored):
                 self.state.block_tokens.stored(event, applied)
             self.router.on_applied(applied)
+
+    def lost(self, digests: Sequence[bytes]) -> None:
+        """Hear that the store has these blocks no longer."""
+        now = self.loop.now
+        self.blocks.surveyed((), names(digests), now, now)
 
     def configure(self, pool: Pool) -> None:
         """Take over a changed pool document."""

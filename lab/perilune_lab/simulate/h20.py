@@ -65,6 +65,8 @@ class Hardware:
     link: LinkModel = IDLE
     bandwidth: Bandwidth = Bandwidth()
     """Bandwidth by the lowest topology level that contains both endpoints."""
+    gpus: int = 1
+    """GPUs of an endpoint."""
     endpoints_per_nic: int = 2
     """A node has 8 GPUs and 4 NICs."""
     endpoints_per_rack: int = 8
@@ -130,6 +132,7 @@ H20_480B = Hardware(
         kv_pool_tokens=840_000,
     ),
     layers=62,
+    gpus=8,
     endpoints_per_nic=1,
 )
 """Qwen3-Coder-480B-A35B in FP8 with BF16 KV, with 8 H20 per endpoint (tensor parallelism of 8). The figures

@@ -228,6 +228,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--link", choices=sorted(LINKS), default="idle", help="speed of KV transfers [%(default)s]")
     add("--store", metavar="3GBps", help="speed at which one engine reads the shared store [3GBps]")
     add(
+        "--store-tokens",
+        type=count,
+        metavar="N",
+        help="tokens in the shared store [what 80 GiB of each GPU's engine hold, the default of"
+        " `mooncake.store.segmentSize`: 7 M with 8 endpoints]",
+    )
+    add(
+        "--store-prompts-only",
+        action="store_true",
+        help="the store gets the KV of prompts, and not that of answers"
+        " (`mooncake.store.saveDecodeCache: false`)",
+    )
+    add(
         "--admission",
         action="store_true",
         help="let new sessions wait while active contexts fill the KV pools; see --retries",
@@ -312,9 +325,23 @@ def _deployment(args: argparse.Namespace) -> Deployment:
     if not deployment.stores:
         if args.store:
             raise SpecError(f"arm {args.arm} has no store, so it has no speed - at `--store`")
+        if args.store_tokens:
+            raise SpecError(f"arm {args.arm} has no store - at `--store-tokens`")
+        if args.store_prompts_only:
+            raise SpecError(f"arm {args.arm} has no store - at `--store-prompts-only`")
         return deployment
     speed = bytes_per_s(args.store, "--store") if args.store else STORE_BYTES_PER_S
-    return replace(deployment, hardware=with_store(hardware, speed))
+    if args.store_tokens and args.store_tokens < args.block_size:
+        raise SpecError(
+            f"a store of {args.store_tokens:,} tokens has no block of {args.block_size:,}"
+            " - at `--store-tokens`"
+        )
+    return replace(
+        deployment,
+        hardware=with_store(hardware, speed),
+        store_tokens=args.store_tokens,
+        stores_answers=not args.store_prompts_only,
+    )
 
 
 def _load(args: argparse.Namespace, hardware: Hardware) -> OfferedLoad:

@@ -66,6 +66,10 @@ SCRAPE_S = 1.0
 TICK_S = 0.1
 LOOK_S = 0.25
 """Seconds between two looks at the new sessions that wait."""
+STORE_ASKED_S = 15.0
+"""Seconds within which a gateway hears what the store has evicted. A live one asks the store's master for the
+contexts of all sessions between two turns (`feeds/store_questions.py`): some 12 s for a thousand of them, and
+5 s later again."""
 SAMPLE_S = 1.0
 RETRY_S = 0.5
 """Seconds until a client sends a request again, at least."""
@@ -132,6 +136,7 @@ class Simulation:
         self.texts = Texts(workload.runs, deployment.block_tokens)
         dice = Random(rng.getrandbits(64))
         self.fabric = Fabric(self.loop, deployment.hardware, faults, dice, overlap=deployment.overlap)
+        self.store = SharedStore(deployment.store_blocks) if deployment.stores else None
         self.engines = self._engines(Random(f"{seed} speeds and noise"), routing)
         self.pool = deployment.pool(policy, routing, faults)
         shares = deployment.gateways > 1
@@ -155,13 +160,13 @@ class Simulation:
     def _engines(self, uneven: Random, routing: Routing) -> dict[str, SimulatedEngine]:
         d, faults, engines = self.deployment, self.faults, {}
         blocks = d.hardware.kv_pool_tokens // d.block_tokens
-        store = SharedStore(d.store_tokens // d.block_tokens) if d.stores else None
         limits = Limits(
             max_sequences=d.hardware.max_sequences,
             tokens_per_step=d.hardware.engine.tokens_per_step,
             tokens_per_prompt=d.hardware.tokens_per_prompt or sys.maxsize,
             by_priority=routing.engine_priority.used,
             stretches=True,
+            stores_answers=d.stores_answers,
         )
         noise = partial(uneven.lognormvariate, -(faults.step_noise**2) / 2, faults.step_noise)
         for number, address in enumerate(d.addresses):
@@ -173,7 +178,7 @@ class Simulation:
                 KvCache(NamedByGateway(d.block_tokens), blocks + 1),  # one is vLLM's null block
                 model,
                 limits,
-                store,
+                self.store,
                 SimulatedConnector(engine, self.fabric) if d.hands_over else None,
                 noise if faults.step_noise else None,
             )
@@ -208,6 +213,8 @@ class Simulation:
             loop.at(BEGIN_S + faults.dead_at_s, victim.die)
         Drains(loop, self.pool, self.gateways, self.engines).plan(faults)
         loop.every(SAMPLE_S, self._sample)
+        if self.store is not None:
+            loop.every(STORE_ASKED_S, partial(self._ask_store, self.store))
         for gateway in self.gateways:
             self._run(gateway)
         loop.run(lambda: not self._left)
@@ -239,6 +246,12 @@ class Simulation:
         told.preemptions = sum(r.preemptions for r in done)
         told.simulated_s = max(ends) - min(r.submitted_s for r in done) if ends else 0.0
         return told
+
+    def _ask_store(self, store: SharedStore) -> None:
+        """Let the gateways know what the store has evicted."""
+        lost = store.lost()
+        for gateway in self.gateways:
+            gateway.lost(lost)
 
     def _sample(self) -> None:
         lengths = [engine.load for engine in self.engines.values()]

@@ -36,6 +36,11 @@ def digests(blocks: Sequence[int]) -> list[bytes]:
     return [block.to_bytes(_BYTES) for block in blocks]
 
 
+def names(digests: Sequence[bytes]) -> list[int]:
+    """Return the gateway's hashes of blocks, given by the engines' digests."""
+    return [int.from_bytes(digest) for digest in digests]
+
+
 class Texts:
     """The texts of one workload."""
 

@@ -158,6 +158,8 @@ class SharedStore:
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
         self._held: OrderedDict[bytes, None] = OrderedDict()
+        self._evicted: dict[bytes, None] = {}
+        """Since the last call of `lost`."""
 
     def leading(self, digests: Sequence[bytes]) -> int:
         held = self._held
@@ -174,5 +176,12 @@ class SharedStore:
             held[digest] = None
             held.move_to_end(digest)
         while len(held) > self._blocks:
-            held.popitem(last=False)
+            gone, _ = held.popitem(last=False)
+            self._evicted[gone] = None
         return new
+
+    def lost(self) -> list[bytes]:
+        """Return the blocks that were evicted since the last call and are not there."""
+        gone = [digest for digest in self._evicted if digest not in self._held]
+        self._evicted.clear()
+        return gone

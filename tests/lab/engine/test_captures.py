@@ -22,6 +22,7 @@ from waiting import HANG
 from perilune_lab.engine.events import END_OF_REPLAY, Publisher, to_event
 from perilune_lab.engine.hashing import Algorithm, BlockHasher, low64
 from perilune_lab.engine.kv_cache import Medium, Stored
+from perilune_lab.engine.scheduler import Limits
 from perilune_lab.engine.store import FileStore
 
 CAPTURES = Path(__file__).parents[2] / "fixtures" / "vllm-kv-events"
@@ -144,10 +145,11 @@ def test_chains_of_unrecorded_requests_follow_from_their_events():
 
 
 def test_engines_on_one_store_pool_answer_and_announce_as_vllm_with_mooncake(tmp_path):
-    """H ran with an empty pool, T on the same pool with the same prompts."""
+    """H ran with an empty pool, T on the same pool with the same prompts, without `save_decode_cache`."""
     stores = []
     for name in ("H", "T"):
-        engine = SteppedEngine(blocks=BLOCKS, block_size=BLOCK, store=FileStore(tmp_path / "pool", 10**6))
+        store, limits = FileStore(tmp_path / "pool", 10**6), Limits(stores_answers=False)
+        engine = SteppedEngine(blocks=BLOCKS, block_size=BLOCK, store=store, limits=limits)
         requests = read_requests(CAPTURES / f"kv_events_requests_mooncake_{name}.jsonl")
         outcomes = replay_all(requests, engine)
         assert [cached for cached, _ in outcomes] == [r["cached_tokens"] for r in requests]

@@ -308,16 +308,33 @@ def test_a_prefix_in_the_store_is_loaded_instead_of_computed():
     assert not [c for c in step.changes if isinstance(c, Stored) and c.medium is Medium.SHARED]
 
 
-def test_only_prompt_blocks_are_put_and_announced_one_by_one():
+@pytest.mark.parametrize("stretches", [False, True])
+@pytest.mark.parametrize(("stores_answers", "blocks"), [(True, 8), (False, 2)])
+def test_blocks_are_put_into_the_store_and_announced_one_by_one(stores_answers, blocks, stretches):
+    """Prompt and answer fill 140 tokens, but the KV of an answer's last token is never computed."""
     pool = Pool()
-    engine = SteppedEngine(store=pool)
+    limits = Limits(stores_answers=stores_answers, stretches=stretches)
+    engine = SteppedEngine(store=pool, limits=limits)
     request = engine.add(prompt(1, 40), prompt(7, 100))
     steps = engine.run()
     shared = [
         c for step in steps for c in step.changes if isinstance(c, Stored) and c.medium is Medium.SHARED
     ]
-    assert [len(change.digests) for change in shared] == [1, 1]
-    assert pool.held == set(request.table.chain[:2])
+    assert [len(change.digests) for change in shared] == [1] * blocks
+    assert [change.tokens for change in shared] == [
+        (prompt(1, 40) + prompt(7, 100))[16 * n : 16 * n + 16] for n in range(blocks)
+    ]
+    assert pool.held == set(request.table.chain[:blocks])
+
+
+def test_the_next_turn_loads_the_answer_from_the_store():
+    pool = Pool()
+    one, two = SteppedEngine(store=pool), SteppedEngine(store=pool)
+    one.add(prompt(1, 40), prompt(7, 100))
+    one.run()
+    turn = two.add(prompt(1, 40) + prompt(7, 100) + prompt(9, 20))
+    two.run()
+    assert turn.store_tokens == 128
 
 
 def test_a_loading_request_that_leaves_frees_its_blocks():

@@ -87,6 +87,12 @@ def test_a_file_is_played(tmp_path: Path, capsys) -> None:
         (["--policies", "fastest"], "Unknown policy 'fastest'"),
         (["--prefill", "8"], "8 of 8 endpoints only prefill: none decodes - at `--prefill`"),
         (["--store", "3GBps"], "arm none has no store, so it has no speed - at `--store`"),
+        (["--store-prompts-only"], "arm none has no store - at `--store-prompts-only`"),
+        (["--store-tokens", "1000"], "arm none has no store - at `--store-tokens`"),
+        (
+            ["--arm", "store", "--store-tokens", "100"],
+            "a store of 100 tokens has no block of 256 - at `--store-tokens`",
+        ),
         (["--arm", "store", "--store", "fast"], "must be a speed such as 3GBps - at `--store`"),
         (["--trace", "/absent"], "/absent: no such file - at `--trace`"),
         (["--mode", "timestamps"], "generated traffic has no timestamps"),

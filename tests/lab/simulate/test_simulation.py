@@ -8,12 +8,12 @@ import pytest
 from perilune_api.pool import Limits, Migration, MoveTrigger, Routing, SessionAdmission
 from perilune_gateway.model import Reason
 from perilune_lab.simulate import measure
-from perilune_lab.simulate.deployment import Arm, Deployment
+from perilune_lab.simulate.deployment import BLOCK_TOKENS, Arm, Deployment
 from perilune_lab.simulate.faults import Faults
-from perilune_lab.simulate.h20 import H20
+from perilune_lab.simulate.h20 import GIB, H20, H20_480B
 from perilune_lab.simulate.loads import OfferedLoad
 from perilune_lab.simulate.outcome import SimulatedOutcome
-from perilune_lab.simulate.simulation import simulate
+from perilune_lab.simulate.simulation import Simulation, simulate
 from perilune_lab.simulate.workload import Workload, prepare
 from perilune_lab.traces.agentic import Agentic, generate
 from perilune_lab.traces.model import Mode, Trace
@@ -101,6 +101,36 @@ def test_engines_hand_over_what_a_moved_session_needs(busy: Workload) -> None:
     assert len(outcome.requests) == busy.requests
     assert all(r.succeeded for r in outcome.requests)
     assert not play(busy, FOUR, "perilune", routing).moved_bytes
+
+
+def test_a_store_has_what_pools_with_defaults_give_it() -> None:
+    """80 GiB of each GPU, and 96 KiB of KV for each token."""
+    eight, large = Deployment(endpoints=8, arm=Arm.STORE), Deployment(endpoints=1, hardware=H20_480B)
+    assert eight.store_blocks * BLOCK_TOKENS == pytest.approx(8 * 80 * GIB / 98_304, rel=1e-3)
+    assert large.store_blocks * BLOCK_TOKENS == pytest.approx(8 * 80 * GIB / 253_952, rel=1e-3)
+    assert Deployment(arm=Arm.STORE, store_tokens=1000).store_blocks == 3
+
+
+def test_a_larger_store_and_one_with_answers_serve_more(busy: Workload) -> None:
+    small, prompts, whole = (
+        measure.run(play(busy, deployment, "round_robin"), busy).apc
+        for deployment in (
+            replace(FOUR, arm=Arm.STORE, store_tokens=20_000),
+            replace(FOUR, arm=Arm.STORE, stores_answers=False),
+            replace(FOUR, arm=Arm.STORE),
+        )
+    )
+    assert small + 0.02 < prompts < whole
+
+
+def test_the_gateway_hears_what_the_store_has_evicted(busy: Workload) -> None:
+    deployment = replace(FOUR, arm=Arm.STORE, store_tokens=20_000)
+    simulation = Simulation(busy, deployment, "perilune", Routing(), Faults(), seed=1)
+    simulation.run()
+    (gateway,) = simulation.gateways
+    assert simulation.store is not None
+    gateway.lost(simulation.store.lost())
+    assert 0 < gateway.state.index.stats(simulation.loop.now).store <= deployment.store_blocks == 78
 
 
 def test_a_store_serves_what_another_engine_computed(busy: Workload) -> None:
