@@ -19,8 +19,10 @@
    stood still before a sign; and while a part of the pool cannot be used, the others have its work, and get
    as much more time. So neither a queue nor a pool in which everything takes long ejects anybody. Where
    contexts fill an endpoint's KV pool, prompts wait for the end of others, perhaps for all of those that
-   began together; so each block that it stores is a sign there. No request is late while an endpoint's
-   events are. Where no KV event is expected, the time until the answer's head takes its place.
+   began together; so each block that it stores is a sign there. An endpoint also prefills what nobody
+   predicted: prompts whose KV it lost while they waited, and those that other gateways sent. So nothing is
+   late until the time of a step has passed since it stored a part of such a prompt. No request is late while
+   an endpoint's events are. Where no KV event is expected, the time until the answer's head takes its place.
 3. An endpoint is ejected if at least `failure_share` of its latest evidence is bad, or the last IN_A_ROW
    pieces are, from SOURCES different sessions, and if the other endpoints do less than half as badly. Its
    tenants have to agree: at least `failure_share` of those that gave evidence of it lately accuse it, which
@@ -87,6 +89,8 @@ SLACK_S = 0.05
 """Seconds that every request takes besides what is predicted."""
 STEP_S = 0.05
 """KV events within STEP_S of the first of them are of one step of the engine."""
+PARTS = 8
+"""Number of parts of prompts that an endpoint stored last which are remembered."""
 LEAST_PATIENCE_S = 2.0
 MOST_STRAIN = 2.0
 """Factor on the patience where half of the pool cannot be used."""
@@ -189,6 +193,8 @@ class _Record(Struct, gc=False, kw_only=True):
     of: int = 0
     blind: bool = False
     """Whether its KV events do not come."""
+    parts: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=PARTS))
+    """The latest KV events that stored several blocks at once, as prefill does: time, and last block."""
     evidence: deque[_Evidence] = field(default_factory=deque)
     stalls: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     """When signs came, while it was healthy, that were much later than is usual, and by how many seconds."""
@@ -273,6 +279,8 @@ class Ejection:
         if fact.applied.stored and fact.applied.tier is Tier.DEVICE:
             record = self._record(fact.applied.endpoint)
             record.blind, record.stored_at = False, fact.now
+            if len(fact.applied.stored) > fact.applied.stride:
+                record.parts.append((fact.now, fact.applied.stored[-1]))
 
     def on_ended(self, fact: Ended) -> None:
         self._ended(fact.request, fact.now, well=fact.answered)
@@ -548,8 +556,7 @@ class Ejection:
             self._stall_s = self._usual_stall_s(now)
         record = self._record(wait.address)
         stall_s = self._stall_s if wait.by_event else 0.0
-        patience_s = self.rules.slow_factor * (self._usual_s(wait, record) + stall_s)
-        due = now - max(LEAST_PATIENCE_S, patience_s) * self._strain
+        due = now - self._patience_s(self._usual_s(wait, record) + stall_s)
         if not wait.by_event:
             return due
         if self._is_full(wait.address):
@@ -557,7 +564,19 @@ class Ejection:
         if not self.hears(wait.address):
             record.unheard_at = now
         sign_at = record.stored_at if record.full_at > due else record.sign_at
-        return due if max(sign_at, record.unheard_at) < due else -inf
+        if max(sign_at, record.unheard_at) >= due:
+            return -inf
+        step_s = self._patience_s(self._ratios[True] * (self._step_s + SLACK_S) + stall_s)
+        return -inf if now - self._unpredicted_at(record, wait.address) < step_s else due
+
+    def _patience_s(self, usual_s: float) -> float:
+        return max(LEAST_PATIENCE_S, self.rules.slow_factor * usual_s) * self._strain
+
+    def _unpredicted_at(self, record: _Record, address: str) -> float:
+        """Return when the endpoint last stored a part of a prompt other than those that wait for a sign."""
+        waiting = [r.blocks for r in self._requests.all() if r.wait and r.wait.address == address]
+        parts = reversed(record.parts)
+        return next((at for at, last in parts if not any(last in blocks for blocks in waiting)), -inf)
 
     def _usual_s(self, wait: Wait, record: _Record) -> float:
         """Return the seconds until the first sign that hardly any request of the pool exceeds."""

@@ -408,6 +408,34 @@ def test_prompts_may_wait_where_contexts_fill_the_pool_as_long_as_blocks_are_sto
     assert pool.out == {"e0": Cause.LATE}, "there is room now"
 
 
+@pytest.mark.parametrize(
+    ("stored", "is_fine"),
+    [
+        pytest.param((8, 9), True, id="of a prompt that nobody awaits"),
+        pytest.param((1, 2), False, id="of a prompt that waits"),
+        pytest.param((9,), False, id="of an answer"),
+        pytest.param((), False, id="none"),
+    ],
+)
+def test_what_nobody_predicted_takes_time_while_its_parts_are_stored(
+    stored: tuple[int, ...], is_fine: bool
+) -> None:
+    """Such as a prompt whose KV was lost while it waited, or one that another gateway has sent."""
+    pool = Pool()
+    pool.alone_s = 0.02
+    for _ in range(6):
+        pool.send("e0", by_event=True).blocks = (1, 2)
+    for _ in range(100):
+        if stored:
+            applied = Applied(endpoint="e0", stored=stored)
+            pool.ejection.on_blocks_changed(BlocksChanged(applied, pool.now))
+        pool.judge()
+    assert pool.out == ({} if is_fine else {"e0": Cause.LATE})
+    for _ in range(200):
+        pool.judge()
+    assert pool.out == {"e0": Cause.LATE}, "it has stopped"
+
+
 def test_no_prompt_is_late_while_events_are() -> None:
     pool = Pool()
     pool.alone_s = 0.02
