@@ -19,10 +19,11 @@
    stood still before a sign; and while a part of the pool cannot be used, the others have its work, and get
    as much more time. So neither a queue nor a pool in which everything takes long ejects anybody. Where
    contexts fill an endpoint's KV pool, prompts wait for the end of others, perhaps for all of those that
-   began together; so each block that it stores is a sign there. An endpoint also prefills what nobody
-   predicted: prompts whose KV it lost while they waited, and those that other gateways sent. So nothing is
-   late until the time of a step has passed since it stored a part of such a prompt. No request is late while
-   an endpoint's events are. Where no KV event is expected, the time until the answer's head takes its place.
+   began together; so each block that it stores is a sign there. Endpoints also compute prompts that this
+   gateway did not predict: those whose KV was evicted while they waited, and those of other gateways. Each
+   time an endpoint stores a part of such a prompt, it has the time of another step before anything is late.
+   No request is late while an endpoint's events are. Where no KV event is expected, the time until the
+   answer's head takes its place.
 3. An endpoint is ejected if at least `failure_share` of its latest evidence is bad, or the last IN_A_ROW
    pieces are, from SOURCES different sessions, and if the other endpoints do less than half as badly. Its
    tenants have to agree: at least `failure_share` of those that gave evidence of it lately accuse it, which
@@ -90,7 +91,7 @@ SLACK_S = 0.05
 STEP_S = 0.05
 """KV events within STEP_S of the first of them are of one step of the engine."""
 PARTS = 8
-"""Number of parts of prompts that an endpoint stored last which are remembered."""
+"""How many of the parts of prompts that an endpoint stored last are remembered."""
 LEAST_PATIENCE_S = 2.0
 MOST_STRAIN = 2.0
 """Factor on the patience where half of the pool cannot be used."""

@@ -411,13 +411,13 @@ def test_prompts_may_wait_where_contexts_fill_the_pool_as_long_as_blocks_are_sto
 @pytest.mark.parametrize(
     ("stored", "is_fine"),
     [
-        pytest.param((8, 9), True, id="of a prompt that nobody awaits"),
-        pytest.param((1, 2), False, id="of a prompt that waits"),
+        pytest.param((8, 9), True, id="of an unpredicted prompt"),
+        pytest.param((1, 2), False, id="of a waiting prompt"),
         pytest.param((9,), False, id="of an answer"),
         pytest.param((), False, id="none"),
     ],
 )
-def test_what_nobody_predicted_takes_time_while_its_parts_are_stored(
+def test_an_unpredicted_prompt_takes_time_while_its_parts_are_stored(
     stored: tuple[int, ...], is_fine: bool
 ) -> None:
     """Such as a prompt whose KV was lost while it waited, or one that another gateway has sent."""

@@ -1,6 +1,7 @@
 """Whole simulations: the gateway's own code before modelled engines, in virtual time."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from perilune_gateway.model import Reason
 from perilune_lab.simulate import measure
 from perilune_lab.simulate.deployment import BLOCK_TOKENS, Arm, Deployment
 from perilune_lab.simulate.faults import Faults
+from perilune_lab.simulate.gateway import SimulatedGateway
 from perilune_lab.simulate.h20 import GIB, H20, H20_480B
 from perilune_lab.simulate.loads import OfferedLoad
 from perilune_lab.simulate.outcome import SimulatedOutcome
@@ -123,12 +125,22 @@ def test_a_larger_store_and_one_with_answers_serve_more(busy: Workload) -> None:
     assert small + 0.02 < prompts < whole
 
 
-def test_the_gateway_hears_what_the_store_has_evicted(busy: Workload) -> None:
+def test_the_gateway_hears_what_the_store_has_evicted(busy: Workload, monkeypatch) -> None:
+    heard: list[int] = []
+    lost = SimulatedGateway.lost
+
+    def hear(gateway: SimulatedGateway, digests: Sequence[bytes]) -> None:
+        heard.append(len(digests))
+        lost(gateway, digests)
+
+    monkeypatch.setattr(SimulatedGateway, "lost", hear)
     deployment = replace(FOUR, arm=Arm.STORE, store_tokens=20_000)
     simulation = Simulation(busy, deployment, "perilune", Routing(), Faults(), seed=1)
     simulation.run()
     (gateway,) = simulation.gateways
     assert simulation.store is not None
+    assert len(heard) > 3
+    assert sum(heard) > 500
     gateway.lost(simulation.store.lost())
     assert 0 < gateway.state.index.stats(simulation.loop.now).store <= deployment.store_blocks == 78
 
