@@ -219,7 +219,7 @@ def test_a_killed_gateway_fails_no_request_and_sessions_stay(cluster, many, home
 
 def test_a_gateway_that_vanishes_fails_no_request_and_holds_one_up_for_two_seconds_at_most(cluster, many):
     """Those that Envoy sends there wait for `messageTimeout` and pass without a decision, or until a new
-    connection was tried in vain (1 s). Prints how long requests took."""
+    connection was tried in vain (1 s). Engines answer sooner or later, so their time does not count."""
     with under_load(many.client, sessions=8, pause_s=0.05) as load:
         load.goes_on(200)
         (gateway, *_) = many.pods("gateway")
@@ -235,19 +235,20 @@ def test_a_gateway_that_vanishes_fails_no_request_and_holds_one_up_for_two_secon
         "meanwhile": [one for one in load.samples if one.ended >= lost and one.began < back],
         "after": [one for one in load.samples if one.began >= again],
     }
-    slowest = {}
+    longest = {}
     for phase, samples in phases.items():
-        took = [one.ended - one.began for one in samples]
-        slowest[phase] = max(took)
-        waited = [one.ended - lost for one in samples if one.ended - one.began >= 0.9]
+        waits = [one.without_engine_s for one in samples]
+        longest[phase] = max(waits)
+        waited = [one for one in samples if one.without_engine_s >= 0.9]
         print(
-            f"{phase}: {len(took)} requests, p50 {median(took):.3f} s, slowest {max(took):.3f} s,"
-            f" {len(waited)} took 0.9 s or more (after {', '.join(f'{s:.1f}' for s in waited)} s),"
+            f"{phase}: {len(waits)} requests, without the engine p50 {median(waits):.3f} s, longest"
+            f" {max(waits):.3f} s, {len(waited)} of 0.9 s or more (which ended after"
+            f" {', '.join(f'{one.ended - lost:.1f}' for one in waited)} s),"
             f" {sum(not one.decided for one in samples)} passed without a decision"
         )
     assert load.failures == []
-    assert any(not one.decided or one.ended - one.began >= 0.9 for one in phases["meanwhile"]), "none met it"
-    assert slowest["meanwhile"] <= slowest["before"] + WAITS_S + 0.5
+    assert any(not one.decided or one.without_engine_s >= 0.9 for one in phases["meanwhile"]), "none met it"
+    assert longest["meanwhile"] <= longest["before"] + WAITS_S + 0.5
     assert not [one for one in phases["after"] if not one.decided]
 
 

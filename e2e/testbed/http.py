@@ -17,6 +17,8 @@ from perilune_api.names import DECISION_HEADER, REFUSE_REASON_HEADER
 from perilune_lab.engine.http import NAME_HEADER
 from testbed.shell import ClusterError
 
+ENGINE_TOOK_HEADER = "x-envoy-upstream-service-time"
+"""How many milliseconds passed, by Envoy, from the request's last byte to the engine's first."""
 HANG_S = 300.0
 """Seconds after which what a scenario waits for will never come. How soon it comes decides nothing."""
 
@@ -36,6 +38,11 @@ class Answer:
     def served(self) -> str:
         """The engine that answered, by its own word."""
         return self.headers.get(NAME_HEADER, "")
+
+    @property
+    def engine_s(self) -> float:
+        """How long the engine took; NaN if Envoy does not say it."""
+        return float(self.headers.get(ENGINE_TOOK_HEADER, "nan")) / 1000
 
     @property
     def decided(self) -> str:
@@ -117,6 +124,13 @@ class Sample:
     ended: float
     decided: str
     served: str
+    engine_s: float
+    """How long the engine took; NaN if Envoy does not say it."""
+
+    @property
+    def without_engine_s(self) -> float:
+        """Seconds in the client, Envoy and the gateway."""
+        return self.ended - self.began - self.engine_s
 
 
 @dataclass(slots=True)
@@ -158,7 +172,8 @@ def under_load(client: Client, sessions: int = 8, pause_s: float = 0.1, **fields
                 prompt = " ".join(f"w{number}x{word}" for word in range(20 * (turn % 20 + 1)))
                 answer = client.complete(prompt, session=f"load-{number}-{turn // 20}", **fields)
                 outcome, said = str(answer.status), answer.body[:200].decode(errors="replace")
-                sample = Sample(began, time.monotonic(), answer.decided, answer.served)
+                decided, served = answer.decided, answer.served
+                sample = Sample(began, time.monotonic(), decided, served, answer.engine_s)
             except (OSError, http.client.HTTPException) as error:
                 outcome, said = type(error).__name__, str(error)
             with lock:
