@@ -16,14 +16,15 @@ class Table(NamedTuple):
     rows: Sequence[tuple[str, ...]]
     note: str = ""
 
+    def body(self) -> str:
+        """Return header and rows as Markdown, without a newline at the end."""
+        lines = [f"| {' | '.join(self.header)} |", f"|{'---|' * len(self.header)}"]
+        return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in self.rows)])
+
     def markdown(self, heading: str = "###") -> str:
-        """Return the table as Markdown."""
-        lines = [f"{heading} {self.title}", ""]
-        lines += [f"| {' | '.join(self.header)} |", f"|{'---|' * len(self.header)}"]
-        lines += [f"| {' | '.join(row)} |" for row in self.rows]
-        if self.note:
-            lines += ["", self.note]
-        return "\n".join(lines) + "\n"
+        """Return all of it as Markdown."""
+        note = f"\n\n{self.note}" if self.note else ""
+        return f"{heading} {self.title}\n\n{self.body()}{note}\n"
 
 
 # -- numbers as text ---------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 1. Print how much is to be played, and the CPU time that it will take, about.
 2. Play each section as `perilune simulate` does. What an earlier call has played with the same code is kept.
-3. Write the page and the data of each section that is complete.
+3. Write the page and the data of each section that is complete, and the tables of docs/policies.md
+   and docs/evaluation/README.md.
 
 Ctrl-C loses only the simulations under way. Nothing that it writes is a measurement of hardware.
 
@@ -31,6 +32,7 @@ from perilune_research.evaluation.cells import Cell, Result
 from perilune_research.evaluation.cost import cpu_s
 from perilune_research.evaluation.page import Found
 from perilune_research.evaluation.plan import SECTIONS, TRACES, Section, quick
+from perilune_research.evaluation.readme import DOCUMENTS, filled
 from perilune_research.kept import Kept, default_folder, printed
 
 _PROGRAM = "python -m perilune_research evaluation"
@@ -93,6 +95,10 @@ def run(options: Options, err: Console) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     for section in playable:
         err.print(_played(section, kept, options), highlight=False)
+    for document in map(options.out.joinpath, DOCUMENTS):
+        if document.is_file():
+            document.write_text(filled(document.read_text(), options.out))
+            err.print(f"{document.resolve()}: its tables", highlight=False)
 
 
 def estimate(sections: Iterable[Section], kept: Kept, jobs: int) -> list[str]:

@@ -379,6 +379,7 @@ deployments, loads and metrics, and says what follows from the figures.
 def _rows(found: Found) -> list[dict[str, object]]:
     section = found.section
     stored = (*section.shown, *section.compared, *section.paired, *(DATA if section.apart else ()))
+    goals = GOALS if section.apart else ()
     return [
         {
             "deployment": pool,
@@ -386,6 +387,7 @@ def _rows(found: Found) -> list[dict[str, object]]:
             "policy": name,
             "seeds": [each.seed for each in found.cells(pool, load, name)],
             **{m.path: found.values(pool, load, name, m) for m in stored},
+            **{m.path: found.values(pool, load, name, m) for m in goals if name == DEFAULT},
         }
         for pool, load in found.played()
         for name in found.policies(pool, load)

@@ -84,7 +84,7 @@ ARMS: Mapping[str, Pool] = {
         "engines hand KV over (`mooncake.transfer: handoff`) with requests", {"arm": Arm.HANDOFF}, ("none",)
     ),
     "store": Pool(
-        "all engines share one store of 3 GB/s for each engine (`mooncake.store`)",
+        "all engines share a store of 80 GiB for each GPU, 3 GB/s for each engine (`mooncake.store`)",
         {"arm": Arm.STORE},
         ("none",),
     ),
@@ -449,15 +449,19 @@ SECTIONS: tuple[Section, ...] = (
         plays=(
             Play(
                 [f"{arm}{kind}" for arm in ("handoff", "store", "both") for kind in ("", *_REFUSED)],
-                ("R/2", "R"),
+                ("R",),
                 (DEFAULT,),
                 _SIXTEEN,
             ),
             Play(
-                [f"{base}{kind}" for base in _IN_NONE for kind in ("", "-admission")],
+                [
+                    f"{base}{kind}"
+                    for base in ("handoff", "store", "both", *_IN_NONE)
+                    for kind in ("", "-admission")
+                ],
                 ("R/2",),
                 (DEFAULT,),
-                _SIXTEEN,
+                _THREE_SEEDS,
             ),
         ),
         **_ADMISSION,
@@ -792,6 +796,7 @@ SECTIONS: tuple[Section, ...] = (
         plays=(
             Play(("none", "store", "handoff", "both"), ("R/2", "1.25 R"), (*RIVALS, "llm_d"), _SIXTEEN),
             Play(("store", "both"), ("R/2", "1.25 R"), ("dynamo_product", "mooncake"), _SIXTEEN),
+            Play(("store", "both"), ("1.25 R",), ("lmetric",), _SIXTEEN),
         ),
         apart=True,
         told=("Sixteen seeds",),

@@ -1,0 +1,168 @@
+"""The default policy in other pools than those with defaults."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from perilune_lab.simulate.deployment import Arm
+from perilune_research.evaluation import metrics
+from perilune_research.evaluation.plan import DEFAULT, LOADS, THREE
+from perilune_research.evaluation.readme.figures import Column, Line, Pages, Played, by_load, grid, spread
+from perilune_research.table import Table
+
+
+def never_moving(pages: Pages) -> Table:
+    def line(arm: str) -> list[str]:
+        moves = Played("never-moving", arm, "R")
+        never = moves._replace(pool=f"{arm}-never")
+        ratios = pages.ratios(never, moves, metrics.TTFT_P90)
+        ttft = [f"{pages.text(each, metrics.TTFT_P90)} s" for each in (moves, never)]
+        between = pages.of_means(never, moves, metrics.TTFT_P90)
+        return [f"`{arm}`", *ttft, between, spread(ratios), pages.text(moves, metrics.MOVED)]
+
+    return Table(
+        "",
+        [
+            *("arm", "TTFT p90: moves", "never moves", "never / moves, of the means"),
+            *("geometric mean over seeds, range", "turns that move"),
+        ],
+        [line(arm) for arm in ("none", "handoff", "store")],
+    )
+
+
+def separate_prefill_elsewhere(pages: Pages) -> Table:
+    others = {
+        "the default": ("split", DEFAULT),
+        "`ear`": ("split", "ear"),
+        "`sticky`": ("split", "sticky"),
+        "four gateways": ("split-four-gateways", DEFAULT),
+        "no session moves to save time": ("split-never", DEFAULT),
+        "engines are 10 % slower": ("split-slower", DEFAULT),
+        "session admission, from a session's first request": ("split-admission", DEFAULT),
+        "prefill believed to take twice as long, noisy": ("split-told-double", DEFAULT),
+        "half as long, noisy": ("split-told-half", DEFAULT),
+        "engines up to 1.5 times as fast or slow, noisy": ("split-unequal", DEFAULT),
+        "up to twice as fast or slow, believed to take half as long, noisier": (
+            "split-very-unequal",
+            DEFAULT,
+        ),
+    }
+    return grid(
+        pages,
+        ["pool"],
+        [
+            Line((words,), Played("separate-prefill-elsewhere", pool, "", policy))
+            for words, (pool, policy) in others.items()
+        ],
+        by_load(metrics.TTFT_P90, ("R/2", "0.64", "R")),
+    )
+
+
+def other_pools(pages: Pages) -> Table:
+    pools = {
+        "none": "`none`",
+        "none-four-gateways": "four gateways instead of one",
+        "none-admission-held": "session admission, new sessions held for up to a minute",
+        "handoff": "`handoff`",
+        "handoff-four-gateways": "four gateways",
+        "planned": "moves planned with every trigger",
+        "handoff-loaded-link": "a loaded network: 0.3 s and 3.5 GB/s",
+        "handoff-best-link": "the fastest published link: 168 GB/s",
+        "store": "`store`",
+        "store-four-gateways": "four gateways",
+        "both": "`both`",
+        "both-four-gateways": "four gateways",
+        "split": "half of the endpoints only prefill (`split`)",
+        "split-loaded-link": "a loaded network",
+        "split-best-link": "the fastest link",
+        "split-store": "`split-store`",
+    }
+    lines = [Line((words,), Played("other-pools", pool, "")) for pool, words in pools.items()]
+    return grid(pages, ["pool"], lines, by_load(metrics.TTFT_P90, THREE))
+
+
+def engines(pages: Pages) -> Table:
+    """Return TTFT p90 at R where engines differ from what the gateway believes."""
+    policies = (DEFAULT, "lmetric_plus_one", "ear")
+    beliefs = {
+        "": "as in all other tables: prefill is believed to take 1.3 times as long",
+        "-told-double": "prefill is believed to take twice as long, steps are noisy",
+        "-told-half": "half as long, noisy",
+        "-unequal": "up to 1.5 times as fast or slow as believed, noisy",
+        "-very-unequal": "up to twice as fast or slow, and believed to take half as long, noisier",
+    }
+    rows = [
+        [
+            *(words, f"`{arm}`"),
+            *(
+                pages.text(Played("beliefs", arm + name, "R", policy), metrics.TTFT_P90)
+                for policy in policies
+            ),
+        ]
+        for arm in Arm
+        for name, words in beliefs.items()
+    ]
+    return Table("", ["engines", "arm", *policies], rows)
+
+
+def slower(pages: Pages) -> Table:
+    """Return the turns in flight with engines that are 10 % slower over those with usual ones."""
+    page = "coupling"
+    return Table(
+        "",
+        ["arm", "policy", *LOADS],
+        [
+            [f"`{arm}`", policy]
+            + [
+                pages.of_means(
+                    Played(page, f"{arm}-slower", load, policy),
+                    Played(page, arm, load, policy),
+                    metrics.IN_FLIGHT,
+                )
+                for load in LOADS
+            ]
+            for arm in ("none", "store")
+            for policy in pages.policies(page, arm, "R")
+        ],
+    )
+
+
+def hot_hosts(pages: Pages) -> Table:
+    shown = [*product(("none", "handoff", "store"), ("ear", DEFAULT))]
+    shown.remove(("handoff", DEFAULT))
+
+    def cell(played: Played) -> str:
+        return f"{pages.text(played, metrics.HOT)}, {pages.text(played, metrics.MOVED)}"
+
+    rows = [
+        [f"`{arm}`", policy, *(cell(Played("triggers", arm, load, policy)) for load in LOADS)]
+        for arm, policy in shown
+    ]
+    return Table("", ["arm", "policy", *(f"{load}: hot, moved" for load in LOADS)], rows)
+
+
+def waiting(pages: Pages) -> Table:
+    """Return what waits at the endpoints at R, by rank."""
+    figures = {metric.name: metric for metric in metrics.HEAT}
+    rows = []
+    for arm in ("none", "store"):
+        for policy in pages.policies("heat", arm, "R"):
+            played = Played("heat", arm, "R", policy)
+            cells = [
+                f"{pages.text(played, figures[f'{rank}: pending tokens'])},"
+                f" {pages.text(played, figures[f'{rank}: time hot'])}"
+                for rank in ("hottest", "fifth", "coolest")
+            ]
+            rows.append([f"`{arm}`", policy, *cells, f"{pages.text(played, metrics.WORST)} s"])
+    ranks = ("hottest: tokens, time hot", "fifth", "coolest")
+    return Table("", ["arm", "policy", *ranks, "worst endpoint: TTFT p90"], rows)
+
+
+def overlap(pages: Pages) -> Table:
+    lines = [
+        Line((load, words), Played("overlap", pool, load))
+        for load in ("R/2", "R")
+        for words, pool in (("serial", "split"), ("overlapped", "split-overlap"))
+    ]
+    figures = (metrics.WAITS_FOR_KV, metrics.TTFT_P50, metrics.TTFT_P90, metrics.E2E_P90, metrics.OUTPUT)
+    return grid(pages, ["load", "transfers"], lines, [Column(each.name, each) for each in figures])
