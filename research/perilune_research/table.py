@@ -12,8 +12,8 @@ class Table(NamedTuple):
     """Title, header, rows and an explanation."""
 
     title: str
-    header: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
     note: str = ""
 
     def body(self) -> str:
