@@ -46,8 +46,8 @@ TABLES: Mapping[str, Callable[[Pages], Table]] = {
 
 
 def filled(text: str, folder: Path) -> str:
-    """Return a page's text with all of its tables made from the data in the folder. Raises OSError if a
-    table's data are absent, KeyError for a table that nobody makes."""
+    """Return a page's text with all of its tables made from the data in the folder. Raises OSError if a file
+    of data is missing, KeyError if a mark's name is not in `TABLES`."""
     pages = Pages(folder)
 
     def table(mark: re.Match[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import NamedTuple
 
 from perilune_lab.quantiles import mean
@@ -13,6 +14,12 @@ from perilune_research.evaluation.metrics import Metric
 from perilune_research.evaluation.plan import DEFAULT, THREE
 from perilune_research.evaluation.readme.figures import Pages, Played
 from perilune_research.table import Table, ranged
+
+
+class Verdict(StrEnum):
+    MET = "met"
+    MISSED = "missed"
+    NOT_DECIDED = "not decided"
 
 
 class Goal(NamedTuple):
@@ -74,14 +81,16 @@ def _judged(pages: Pages, goal: Goal, arm: str) -> str:
     sample = next(filter(None, map(played, ("more-seeds", "more-loads", "deployments"))))
     samples = [sample, *filter(None, [played("held-back-seeds")])]
     verdicts = {_verdict(goal, arm, measure.interval(each)) for each in samples}
-    verdict = verdicts.pop() if len(verdicts) == 1 else "not decided"
+    verdict = verdicts.pop() if len(verdicts) == 1 else Verdict.NOT_DECIDED
     found = [f"{ranged((mean(each), *measure.interval(each)), goal.metric.form)}" for each in samples]
     return f"{verdict}: {found[0]}, {len(sample)} seeds" + "".join(
         f"; held back {each}" for each in found[1:]
     )
 
 
-def _verdict(goal: Goal, arm: str, interval: tuple[float, float]) -> str:
+def _verdict(goal: Goal, arm: str, interval: tuple[float, float]) -> Verdict:
     low, high = interval
     worst, best = (low, high) if goal.metric.more_is_better else (high, low)
-    return "met" if goal.is_met(worst, arm) else "not decided" if goal.is_met(best, arm) else "missed"
+    if goal.is_met(worst, arm):
+        return Verdict.MET
+    return Verdict.NOT_DECIDED if goal.is_met(best, arm) else Verdict.MISSED

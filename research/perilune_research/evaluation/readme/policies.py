@@ -14,7 +14,7 @@ from perilune_research.evaluation.readme.figures import Column, Line, Pages, Pla
 from perilune_research.table import Table
 
 LEAST = 0.01
-"""What is called ahead: better than the default by more than this, in the mean."""
+"""A policy is listed as ahead of the default if its mean is better by more than this share."""
 COMPARED = (
     *(metrics.TTFT_P50, metrics.TTFT_P90, metrics.E2E_P90),
     *(metrics.TPOT_P99, metrics.APC, metrics.OUTPUT),
