@@ -11,7 +11,7 @@ from document_tables import section
 from perilune_lab.quantiles import mean
 from perilune_lab.simulate import measure
 from perilune_lab.simulate.deployment import Arm
-from perilune_research.evaluation.readme import DOCUMENTS, TABLES, filled
+from perilune_research.evaluation.summaries import DOCUMENTS, TABLES, filled
 
 FOLDER = Path(__file__).parents[2] / "docs" / "evaluation"
 PAGE = (FOLDER / "README.md").read_text()

@@ -12,7 +12,7 @@ from perilune_api.policies import PolicyName
 from perilune_gateway.policy import FaultKind, contract
 from perilune_gateway.policy.trial import try_out
 from perilune_gateway.routing.policy_watch import BOUND_S, SWITCHED_OFF, WATCHED
-from perilune_research.evaluation.readme import filled
+from perilune_research.evaluation.summaries import filled
 
 CRD = Path(__file__).parents[2] / "crds" / "inferencepools.perilune.dev.yaml"
 VERSION = fast_yaml.load(CRD.read_text())["spec"]["versions"][0]

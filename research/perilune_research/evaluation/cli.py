@@ -32,7 +32,7 @@ from perilune_research.evaluation.cells import Cell, Result
 from perilune_research.evaluation.cost import cpu_s
 from perilune_research.evaluation.page import Found
 from perilune_research.evaluation.plan import SECTIONS, TRACES, Section, quick
-from perilune_research.evaluation.readme import DOCUMENTS, filled
+from perilune_research.evaluation.summaries import DOCUMENTS, filled
 from perilune_research.kept import Kept, default_folder, printed
 
 _PROGRAM = "python -m perilune_research evaluation"

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from perilune_lab.simulate.deployment import Arm
-from perilune_research.evaluation.readme import goals, policies, pools, traffic
-from perilune_research.evaluation.readme.figures import Pages
+from perilune_research.evaluation.summaries import goals, policies, pools, traffic
+from perilune_research.evaluation.summaries.figures import Pages
 from perilune_research.table import Table
 
 DOCUMENTS = ("README.md", "../policies.md")

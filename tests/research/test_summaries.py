@@ -1,4 +1,4 @@
-"""The tables of the evaluation's README, made from pages' data."""
+"""The tables of pages that people write, made from the sections' data."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,11 @@ import pytest
 
 from perilune_lab.simulate import measure
 from perilune_lab.simulate.deployment import Arm
-from perilune_research.evaluation import metrics, readme
+from perilune_research.evaluation import metrics, summaries
 from perilune_research.evaluation.metrics import Metric
 from perilune_research.evaluation.plan import DEFAULT, THREE
-from perilune_research.evaluation.readme import figures, goals, policies, traffic
-from perilune_research.evaluation.readme.figures import Pages, Played
+from perilune_research.evaluation.summaries import figures, goals, policies, traffic
+from perilune_research.evaluation.summaries.figures import Pages, Played
 
 HERE = Played("page", "none", "R")
 
@@ -142,13 +142,13 @@ def test_only_what_is_between_the_marks_changes(tmp_path: Path, monkeypatch: pyt
     page(tmp_path, "heat", {(arm, "R", DEFAULT): heat for arm in ("none", "store")})
     text = "before\n\n<!-- waiting -->\nold\n<!-- /waiting -->\n\nafter <!-- note -->\n"
     monkeypatch.setattr(measure, "RESAMPLES", 50)
-    made = readme.filled(text, tmp_path)
+    made = summaries.filled(text, tmp_path)
     assert made.startswith("before\n\n<!-- waiting -->\n| arm | policy |")
     assert made.endswith("|\n<!-- /waiting -->\n\nafter <!-- note -->\n")
     assert "old" not in made
-    assert readme.filled(made, tmp_path) == made
+    assert summaries.filled(made, tmp_path) == made
 
 
 def test_a_table_without_data_names_the_absent_file(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=r"heat\.json"):
-        readme.filled("<!-- waiting -->\n<!-- /waiting -->\n", tmp_path)
+        summaries.filled("<!-- waiting -->\n<!-- /waiting -->\n", tmp_path)

@@ -7,7 +7,7 @@ from itertools import product
 from perilune_lab.simulate.deployment import Arm
 from perilune_research.evaluation import metrics
 from perilune_research.evaluation.plan import DEFAULT, LOADS, THREE
-from perilune_research.evaluation.readme.figures import Column, Line, Pages, Played, by_load, grid, spread
+from perilune_research.evaluation.summaries.figures import Column, Line, Pages, Played, by_load, grid, spread
 from perilune_research.table import Table
 
 

@@ -10,7 +10,15 @@ from perilune_lab.terminal.formats import as_number
 from perilune_research.evaluation import metrics
 from perilune_research.evaluation.metrics import Metric
 from perilune_research.evaluation.plan import DEFAULT, THREE
-from perilune_research.evaluation.readme.figures import Column, Line, Pages, Played, grid, plain, seed_by_seed
+from perilune_research.evaluation.summaries.figures import (
+    Column,
+    Line,
+    Pages,
+    Played,
+    grid,
+    plain,
+    seed_by_seed,
+)
 from perilune_research.table import Table
 
 LEAST = 0.01
@@ -146,9 +154,6 @@ def _names(*first: str) -> list[str]:
     return [*first, *map(plain, COMPARED)]
 
 
-CAPACITY = Metric("sessions/s", "sessions_per_s")
-
-
 def capacity(pages: Pages) -> Table:
     """Return how many sessions per second the default serves, and that over what others serve."""
     rows = []
@@ -156,15 +161,15 @@ def capacity(pages: Pages) -> Table:
         ours = Played("capacity", arm, "capacity")
         others = [policy for policy in pages.policies(*ours[:3]) if policy != DEFAULT]
         over = [_over(pages, ours, ours._replace(policy=policy)) for policy in others]
-        rows.append([f"`{arm}`", pages.text(ours, CAPACITY), ". ".join(over)])
+        rows.append([f"`{arm}`", pages.text(ours, metrics.CAPACITY), ". ".join(over)])
     return Table("", ("arm", "sessions/s", "over those of others: of the means, and by seed"), rows)
 
 
 def _over(pages: Pages, ours: Played, theirs: Played) -> str:
-    below = pages.values(theirs, CAPACITY)
-    quotient = mean(pages.values(ours, CAPACITY)) / mean(below)
+    below = pages.values(theirs, metrics.CAPACITY)
+    quotient = mean(pages.values(ours, metrics.CAPACITY)) / mean(below)
     each = [
         f"{one / other:.2f}" if other else "serves none"
-        for one, other in zip(pages.values(ours, CAPACITY), below, strict=True)
+        for one, other in zip(pages.values(ours, metrics.CAPACITY), below, strict=True)
     ]
     return f"`{theirs.policy}` {as_number(quotient)} ({', '.join(each)})"

@@ -12,7 +12,7 @@ from perilune_lab.simulate.deployment import Arm
 from perilune_research.evaluation import metrics
 from perilune_research.evaluation.metrics import Metric
 from perilune_research.evaluation.plan import DEFAULT, THREE
-from perilune_research.evaluation.readme.figures import Pages, Played
+from perilune_research.evaluation.summaries.figures import Pages, Played
 from perilune_research.table import Table, ranged
 
 
