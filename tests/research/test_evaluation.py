@@ -23,10 +23,12 @@ from perilune_lab.simulate.outcome import PlayedRequest, SimulatedOutcome
 from perilune_lab.simulate.simulation import simulate
 from perilune_lab.traces import agentic
 from perilune_lab.traces.agentic import Agentic
-from perilune_research.evaluation import capacity, cells, cli, metrics, page, plan, traffic
+from perilune_research.evaluation import capacity, cells, cli, metrics, page, plan, pools, traffic
 from perilune_research.evaluation.cells import Cell, Heat, heat
 from perilune_research.evaluation.cost import cpu_s
-from perilune_research.evaluation.plan import ARMS, POOLS, SECTIONS, Play, Section, quick
+from perilune_research.evaluation.plan import Play, Section, quick
+from perilune_research.evaluation.pools import ARMS, POOLS
+from perilune_research.evaluation.sections import SECTIONS
 from perilune_research.evaluation.traffic import GREEDY, QUIET, varied
 from perilune_research.kept import Kept
 from perilune_research.sources import dependencies
@@ -115,7 +117,7 @@ def test_cells_that_sections_share_are_played_once():
 def test_engines_and_links_that_differ_from_the_belief_are_played_at_r():
     found = {cell.faults: cell.rate for cell in BY_NAME["beliefs"].cells() if cell.faults != Faults()}
     assert set(found.values()) == {1.0}
-    assert len(found) == len(plan.FAULTS) + len(plan.LINKS)
+    assert len(found) == len(pools.FAULTS) + len(pools.LINKS)
 
 
 def test_traces_are_files_of_the_folder_and_count_by_their_names():
@@ -168,7 +170,7 @@ def test_only_the_parameters_that_vary_differ():
     mu, sigma = varied(Agentic(), [("answer", 1.3)]).answer
     assert exp(mu) == pytest.approx(1.3 * exp(Agentic().answer[0]))
     assert sigma == Agentic().answer[1]
-    every = {varied(Agentic(), [(name, factor)]) for name in traffic.PARAMETERS for factor in plan.FACTORS}
+    every = {varied(Agentic(), [(name, factor)]) for name in traffic.PARAMETERS for factor in pools.FACTORS}
     assert len(every - {Agentic()}) == 2 * len(traffic.PARAMETERS)
 
 

@@ -1,4 +1,4 @@
-"""`python -m perilune_research evaluation`: plays what docs/evaluation tells, section by section (`plan.py`).
+"""`python -m perilune_research evaluation`: plays the sections (`sections.py`) that docs/evaluation tells.
 
 1. Print how much is to be played, and the CPU time that it will take, about.
 2. Play each section as `perilune simulate` does. What an earlier call has played with the same code is kept.
@@ -31,7 +31,9 @@ from perilune_research.evaluation.capacity import Bounds, Search
 from perilune_research.evaluation.cells import Cell, Result
 from perilune_research.evaluation.cost import cpu_s
 from perilune_research.evaluation.page import Found
-from perilune_research.evaluation.plan import SECTIONS, TRACES, Section, quick
+from perilune_research.evaluation.plan import Section, quick
+from perilune_research.evaluation.pools import TRACES
+from perilune_research.evaluation.sections import SECTIONS
 from perilune_research.evaluation.summaries import DOCUMENTS, filled
 from perilune_research.kept import Kept, default_folder, printed
 

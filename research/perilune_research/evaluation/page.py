@@ -28,7 +28,8 @@ from perilune_research.evaluation.metrics import (
     Metric,
     value,
 )
-from perilune_research.evaluation.plan import DEFAULT, LOADS, POOLS, Section, rate
+from perilune_research.evaluation.plan import DEFAULT, LOADS, Section, rate
+from perilune_research.evaluation.pools import POOLS
 from perilune_research.table import Table, percent, ranged
 
 DATA = (REGRET, TTFT_MEAN, WALL_CLOCK, INTERFERENCE)

@@ -8,7 +8,8 @@ from statistics import median
 from perilune_lab.terminal.formats import as_number
 from perilune_research.evaluation import metrics
 from perilune_research.evaluation.metrics import Metric
-from perilune_research.evaluation.plan import DEFAULT, FACTORS, SPEEDS
+from perilune_research.evaluation.plan import DEFAULT, SPEEDS
+from perilune_research.evaluation.pools import FACTORS
 from perilune_research.evaluation.summaries.figures import Column, Line, Pages, Played, grid, spread, whole
 from perilune_research.evaluation.traffic import PARAMETERS
 from perilune_research.table import Table
