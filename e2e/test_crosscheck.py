@@ -7,7 +7,7 @@ Over a minute of real time; three more policies with `make e2e-long`. Single pla
 differ are played three times more, and the mean of those is judged. On a machine that is busy with other
 things a difference proves nothing: skipped, with the reason. `dynamo` is not among the policies: its TTFT p90
 differs by a quarter from play to play, and over four it agrees (`python -m perilune_research crosscheck
---policies dynamo --plays 4`; docs/benchmarks.md).
+--policies dynamo --plays 4`; docs/evaluation/simulator.md).
 """
 
 import sys
