@@ -38,6 +38,7 @@ TABLES: Mapping[str, Callable[[Pages], Table]] = {
     "hot hosts": pools.hot_hosts,
     "waiting": pools.waiting,
     "tenants": traffic.fairness,
+    "four gateways": pools.four_gateways,
     "session admission": traffic.admission,
     "clients that give up": traffic.giving_up,
     "overlapped transfers": pools.overlap,

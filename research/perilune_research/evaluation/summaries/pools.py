@@ -7,7 +7,16 @@ from itertools import product
 from perilune_lab.simulate.deployment import Arm
 from perilune_research.evaluation import metrics
 from perilune_research.evaluation.plan import DEFAULT, LOADS, THREE
-from perilune_research.evaluation.summaries.figures import Column, Line, Pages, Played, by_load, grid, spread
+from perilune_research.evaluation.summaries.figures import (
+    Column,
+    Line,
+    Pages,
+    Played,
+    by_load,
+    grid,
+    seed_by_seed,
+    spread,
+)
 from perilune_research.table import Table
 
 
@@ -79,6 +88,36 @@ def other_pools(pages: Pages) -> Table:
     }
     lines = [Line((words,), Played("other-pools", pool, "")) for pool, words in pools.items()]
     return grid(pages, ["pool"], lines, by_load(metrics.TTFT_P90, THREE))
+
+
+def four_gateways(pages: Pages) -> Table:
+    """Return the default behind four gateways beside the default behind one, seed by seed."""
+    pairs = [
+        *(("4", *pair) for pair in product(("none", "store"), ("0.25", "0.4"))),
+        *(("8", *pair) for pair in product(Arm, ("R", "1.25 R"))),
+    ]
+
+    def line(endpoints: str, arm: str, load: str) -> list[str]:
+        one = Played("gateways" if endpoints == "4" else "gateways-at-r", arm, load)
+        four = one._replace(pool=f"{arm}-four-gateways")
+        ttft = [pages.text(each, metrics.TTFT_P90) for each in (one, four)]
+        figures = (metrics.TTFT_P90, metrics.E2E_P90, metrics.OUTPUT)
+        return [
+            endpoints,
+            f"`{arm}`",
+            load,
+            *ttft,
+            *(seed_by_seed(pages.ratios(four, one, f)) for f in figures),
+        ]
+
+    return Table(
+        "",
+        [
+            *("GPUs", "arm", "load", "TTFT p90 s: one", "four"),
+            *("four / one: TTFT p90", "E2E p90", "output"),
+        ],
+        [line(*pair) for pair in pairs],
+    )
 
 
 def engines(pages: Pages) -> Table:
