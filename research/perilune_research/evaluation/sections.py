@@ -336,6 +336,20 @@ SECTIONS: tuple[Section, ...] = (
         told=("Four gateways in place of one",),
     ),
     Section(
+        name="gateways-at-r",
+        title="four gateways in place of one, up to full load",
+        plays=(
+            Play(
+                [f"{arm}{several}" for arm in Arm for several in ("", "-four-gateways")],
+                ("R", "1.25 R"),
+                (DEFAULT,),
+                _SIXTEEN,
+            ),
+        ),
+        paired=(metrics.TTFT_P90, metrics.E2E_P90, metrics.OUTPUT),
+        told=("Four gateways in place of one",),
+    ),
+    Section(
         name="fairness",
         title="a tenant at ten times its share",
         plays=(
