@@ -315,7 +315,8 @@ def happened(found: Found) -> Table:
         ("deployment", "load", "policy", "turns that moved", "bodies read", "transfers", "CPU ms per turn"),
         rows,
         "*Turns that moved* are of measured turns. *Transfers* are those that the gateway asked for during"
-        " all turns of all seeds, by reason and outcome.",
+        " all turns of all seeds, by reason and outcome. *CPU* is that of the simulating process, with others"
+        " beside it on the same cores: [benchmarks](../benchmarks.md#simulator) has it measured alone.",
     )
 
 
