@@ -47,7 +47,8 @@ def test_what_was_not_played_is_empty(tmp_path: Path):
     [
         pytest.param([2.0, 2.0], "2.00 [2.00–2.00]", id="two digits"),
         pytest.param([0.99, 0.99], "0.990 [0.990–0.990]", id="three close to 1"),
-        pytest.param([1.0, 4.0], "2.00 [1.00–4.00]", id="geometric mean"),
+        pytest.param([0.9, 0.998], "0.948 [0.900–0.998]", id="three where a bound would read as 1.00"),
+        pytest.param([1.0, 4.0], "2.000 [1.000–4.000]", id="geometric mean"),
     ],
 )
 def test_a_ratio_has_an_interval(ratios: list[float], text: str):

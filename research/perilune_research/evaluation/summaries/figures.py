@@ -101,12 +101,14 @@ def by_load(metric: Metric, loads: Iterable[str]) -> list[Column]:
 
 
 def seed_by_seed(ratios: Sequence[float]) -> str:
-    """Return the geometric mean of the ratios of one seed each, with its 95 % interval by bootstrap."""
+    """Return the geometric mean of the ratios of one seed each, with its 95 % interval by bootstrap.
+    It has three digits after the point if two would hide on which side of 1 a bound lies."""
     rng, n = Random(len(ratios)), len(ratios)
     found = sorted(geometric_mean(rng.choices(ratios, k=n)) for _ in range(measure.RESAMPLES))
     low, high = (found[round((measure.RESAMPLES - 1) * q)] for q in (0.025, 0.975))
     middle = geometric_mean(ratios)
-    digits = 3 if abs(middle - 1) < CLOSE else 2
+    reads_as_one = any(f"{figure:.2f}" == "1.00" for figure in (low, high))
+    digits = 3 if abs(middle - 1) < CLOSE or reads_as_one else 2
     return f"{middle:.{digits}f} [{low:.{digits}f}–{high:.{digits}f}]"
 
 

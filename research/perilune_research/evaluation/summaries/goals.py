@@ -34,6 +34,9 @@ class Goal(NamedTuple):
         return figure >= self.bounds[arm] if self.metric.more_is_better else figure <= self.bounds[arm]
 
 
+FACTOR = metrics.WALL_CLOCK._replace(form="{:.3f}".format)
+
+
 def _same(bound: float) -> dict[str, float]:
     return dict.fromkeys(Arm, bound)
 
@@ -51,11 +54,11 @@ GOALS = (
         )
         for load, share in zip(THREE, (97, 95, 90), strict=True)
     ),
-    Goal("P6: wall-clock factor at R at most 1.05", "R", metrics.WALL_CLOCK, _same(1.05)),
+    Goal("P6: wall-clock factor at R at most 1.05", "R", FACTOR, _same(1.05)),
     Goal(
         "P6: that of `lmetric` at least 1.4, as a sign that the pool is full",
         "R",
-        metrics.WALL_CLOCK._replace(more_is_better=True),
+        FACTOR._replace(more_is_better=True),
         _same(1.4),
         "lmetric",
     ),
