@@ -34,6 +34,10 @@ _SEEDS_FOR_R = 8
 _MOST_SESSIONS = 1_000_000
 """Upper limit of sessions in one simulation; more would take days."""
 _WIDTH = 200
+_TAKEN = (
+    "{} gives routing, store, numbers of engines and gateways; model, GPUs and engine flags are not taken:"
+    " every engine is simulated as one H20 with a mixture of experts of 30B parameters"
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,11 +59,14 @@ def run(options: Options, out: Console, err: Console) -> int:
     pieces = len(rates) * len(options.seeds)
     rows: list[Played] = []
     try:
+        if options.pool:
+            err.print(_TAKEN.format(options.pool), highlight=False)
         err.print(_plan(options, rates), highlight=False)
         for i, piece in enumerate(play(comparison, rates, options.seeds, options.jobs), 1):
             rows += piece
+            one = piece[0]
             err.print(
-                f"{i}/{pieces}: rate {piece[0].rate:.4g}, seed {piece[0].seed}, {piece[0].turns} turns,"
+                f"{i}/{pieces}: rate {one.rate:.4g}, seed {one.seed}, {_some(one.turns, 'turn')},"
                 f" {_cost(piece)}",
                 highlight=False,
             )
@@ -105,7 +112,7 @@ def _cost(rows: Sequence[Played]) -> str:
 
 
 def _show(comparison: Comparison, runs: Sequence[report.Run], out: Console) -> None:
-    for grid in tables.tables(runs, _unit(comparison), comparison.deployment.name):
+    for grid in tables.tables(runs, _unit(comparison), comparison.deployment.name, out.width):
         out.print(grid)
 
 

@@ -10,15 +10,25 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 
+import msgspec
+
 from perilune_api.pool import Routing, SessionAdmission, SpecError
 from perilune_gateway.policy import POLICIES
 from perilune_lab.simulate import faults as faults_of
+from perilune_lab.simulate import pool_file
 from perilune_lab.simulate.clients import Clients
-from perilune_lab.simulate.deployment import BLOCK_TOKENS, STORE_BYTES_PER_S, Arm, Deployment
+from perilune_lab.simulate.deployment import (
+    BLOCK_TOKENS,
+    STORE_BYTES_PER_GPU,
+    STORE_BYTES_PER_S,
+    Arm,
+    Deployment,
+)
 from perilune_lab.simulate.faults import Faults
 from perilune_lab.simulate.h20 import H20, LINKS, Hardware, with_store
 from perilune_lab.simulate.harness import Comparison
 from perilune_lab.simulate.loads import OfferedLoad
+from perilune_lab.simulate.pool_file import PoolFile
 from perilune_lab.terminal.arguments import (
     assignments,
     count,
@@ -32,11 +42,15 @@ from perilune_lab.terminal.arguments import (
 )
 from perilune_lab.terminal.policy_arguments import changed, live_policies
 from perilune_lab.traces.agentic import Agentic
+from perilune_lab.traces.files import read_lines
 from perilune_lab.traces.model import Mode
 from perilune_lab.traces.source import AGENTIC
 
 _MOST_ENDPOINTS = 1_000
 _WINDOW_S, _WARMUP_S = 900.0, 300.0
+_ENDPOINTS = 8
+_LEAST_RATE = 0.001
+_POLICIES = "perilune,lmetric_plus_one,ear,round_robin"
 _RATE = re.compile(r"(?P<times>\d*\.?\d*)R(?:/(?P<by>\d+\.?\d*))?")
 
 _EPILOG = f"""\
@@ -45,6 +59,8 @@ examples:
       four policies on 8 modelled H20, generated coding agents: about a minute
   perilune simulate --policies perilune,ear --arm handoff --rates 0.8,1.2 --seeds 8 --json r.json --png r.png
   perilune simulate --trace mooncake_conversation.jsonl.gz --mode timestamps --policies perilune --rates 1,2
+  perilune simulate --pool pool.yaml --rates 0.5,1 --param pull.maxSeconds=1
+      your InferencePool, with one parameter changed
   perilune simulate --policies perilune --prefill 4 --faults slow-links=10,outliers=0.05
   perilune simulate --policies perilune,round_robin --rates 1,1.25 --patience 60
       clients close a request that has no token after a minute, and try twice more
@@ -71,10 +87,30 @@ refusals: --param limits.ttftSloSeconds=S refuses any request that no endpoint i
   seconds (tpotSloSeconds: time per token once it decodes; maxPendingSeconds: queued prefill), --begin-within
   only the first of each session
 
+columns: TTFT, TPOT (time per output token) and E2E of turns that were answered; APC: share of prompt tokens
+  from prefix caches; worst endpoint: its TTFT p90; interference: TPOT over TPOT alone, mean; wall clock: time
+  of the whole replay over that with each turn alone; stretch: the same of a session, median; regret: TTFT p90
+  over the floor; moves: turns that changed their endpoint; ok: share of turns that were answered.
+
 The gateway is real, engines and time are modelled: no figure is a measurement of an H20. Intervals are of
 95 % over seeds, which are the same for all policies. docs/simulator.md says what is modelled, and how far it
 can be trusted.
 """
+
+
+_PLAIN = PoolFile(
+    arm=Arm.NONE,
+    endpoints=_ENDPOINTS,
+    prefill=0,
+    gateways=1,
+    store_bytes=STORE_BYTES_PER_GPU,
+    stores_answers=True,
+    kv_tokens=H20.kv_pool_tokens,
+    routing=Routing(),
+)
+"""Without `--pool`."""
+_HANDING_OVER = {Arm.NONE: Arm.HANDOFF, Arm.STORE: Arm.BOTH}
+"""Separate prefill needs hand-offs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +125,8 @@ class Options:
     seeds: tuple[int, ...]
     jobs: int
     """Number of parallel processes."""
+    pool: Path | None
+    """The file that gave the defaults of the comparison."""
     json: Path | None
     png: Path | None
 
@@ -96,23 +134,23 @@ class Options:
 def parse(argv: Sequence[str]) -> Options:
     """Parse the command line. Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
     args = _parser().parse_args(argv)
+    routing = _of_pool(args)
+    if args.admission:
+        routing = msgspec.structs.replace(routing, session_admission=SessionAdmission(enabled=True))
     deployment = _deployment(args)
     return Options(
         comparison=Comparison(
             policies=live_policies(args.policies, "--policies"),
             load=_load(args, deployment.hardware),
             deployment=deployment,
-            routing=changed(
-                Routing(session_admission=SessionAdmission(enabled=args.admission)),
-                assignments(args.param, "--param"),
-                "--param",
-            ),
+            routing=changed(routing, assignments(args.param, "--param"), "--param"),
             faults=checked_faults(args.faults, args.endpoints),
         ),
         rates=checked_rates(args.rates),
         reference=_reference(args.reference),
         seeds=tuple(range(args.seeds_from, args.seeds_from + args.seeds)),
         jobs=args.jobs,
+        pool=args.pool,
         json=args.json,
         png=args.png,
     )
@@ -144,9 +182,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--policies",
         "--policy",
-        default="perilune,lmetric_plus_one,ear,round_robin",
         metavar="A,B",
-        help=f"all, or some of: {', '.join(POLICIES)} [%(default)s]",
+        help=f"all, or some of: {', '.join(POLICIES)} [{_POLICIES}, and that of the pool before them]",
     )
     add(
         "--rates",
@@ -157,26 +194,32 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--reference", default="lmetric", metavar="POLICY", help="policy that defines R [%(default)s]")
     add(
+        "--pool",
+        type=Path,
+        metavar="FILE",
+        help="an InferencePool, or a gateway's pool document, as YAML: its routing, and the defaults of"
+        " --arm, --endpoints, --prefill, --gateways, --store-tokens and --kv-tokens; its engines are"
+        " simulated as H20s",
+    )
+    add(
         "--arm",
         type=one_of(Arm),
         choices=list(Arm),
-        default=Arm.NONE,
-        help="how KV gets from one engine to another; see below [%(default)s]",
+        help=f"how KV gets from one engine to another; see below [{Arm.NONE}]",
     )
-    add("--endpoints", type=count, default=8, metavar="N", help="number of engines [%(default)s]")
+    add("--endpoints", type=count, metavar="N", help=f"number of engines [{_ENDPOINTS}]")
     add(
         "--prefill",
         type=count,
-        default=0,
         metavar="N",
-        help="so many of them only prefill for the others, which hand KV over [all do both]",
+        help="so many of them only prefill for the others, and hand KV over, so that the arm is"
+        f" {Arm.HANDOFF} or {Arm.BOTH} [all do both]",
     )
     add(
         "--gateways",
         type=count,
-        default=1,
         metavar="N",
-        help="number of gateways, which share their state; each costs time [%(default)s]",
+        help="number of gateways, which share their state; each costs time [1]",
     )
     add_runs(parser, 4)
     add("--seeds-from", type=count, default=1, metavar="N", help="first seed [%(default)s]")
@@ -190,16 +233,14 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--window",
         type=positive,
-        default=_WINDOW_S,
         metavar="S",
-        help="length of generated traffic, in seconds [%(default)g]",
+        help=f"length of generated traffic, in seconds [{_WINDOW_S:g}]",
     )
     add(
         "--warmup",
         type=not_negative,
-        default=_WARMUP_S,
         metavar="S",
-        help="first seconds of the window, which fill the caches and are not measured [%(default)g]",
+        help=f"first seconds of the window, which fill the caches and are not measured [{_WARMUP_S:g}]",
     )
     add("--limit", type=count, metavar="N", help="play only the first N requests of a file")
     add(
@@ -296,6 +337,23 @@ def add_runs(parser: argparse.ArgumentParser, seeds: int) -> None:
     parser.add_argument("--json", type=output, metavar="FILE", help="write the report as JSON")
 
 
+def _of_pool(args: argparse.Namespace) -> Routing:
+    """Set the options that were not given: as the pool's file says, or else to their defaults. Return the
+    routing. Raises SpecError for a file that is wrong."""
+    given = pool_file.read(args.pool) if args.pool else _PLAIN
+    args.policies = args.policies or f"{given.routing.policy.name},{_POLICIES}"
+    for option in ("arm", "endpoints", "prefill", "gateways"):
+        if getattr(args, option) is None:
+            setattr(args, option, getattr(given, option))
+    if args.pool:
+        args.kv_tokens = args.kv_tokens or given.kv_tokens
+        if args.arm in (Arm.STORE, Arm.BOTH):
+            of_all = given.store_bytes * args.endpoints * H20.gpus
+            args.store_tokens = args.store_tokens or int(of_all // H20.engine.kv_bytes(1))
+            args.store_prompts_only = args.store_prompts_only or not given.stores_answers
+    return given.routing
+
+
 def _deployment(args: argparse.Namespace) -> Deployment:
     if args.endpoints > _MOST_ENDPOINTS:
         raise SpecError(f"{args.endpoints:,} endpoints: at most {_MOST_ENDPOINTS:,} - at `--endpoints`")
@@ -303,11 +361,12 @@ def _deployment(args: argparse.Namespace) -> Deployment:
         raise SpecError(
             f"{args.prefill} of {args.endpoints} endpoints only prefill: none decodes - at `--prefill`"
         )
+    arm = _HANDING_OVER.get(args.arm, args.arm) if args.prefill else args.arm
     hardware = replace(H20, link=LINKS[args.link], block_tokens=args.block_size)
     if args.kv_tokens:
         hardware = replace(hardware, engine=replace(hardware.engine, kv_pool_tokens=args.kv_tokens))
     deployment = Deployment(
-        arm=args.arm,
+        arm=arm,
         endpoints=args.endpoints,
         prefill_endpoints=args.prefill,
         overlap=args.overlap,
@@ -318,7 +377,7 @@ def _deployment(args: argparse.Namespace) -> Deployment:
     if hardware.kv_pool_tokens < 2 * args.block_size:
         raise SpecError(
             f"a KV pool of {hardware.kv_pool_tokens:,} tokens has no two blocks of {args.block_size:,}"
-            " - at `--block-size`"
+            f" - at `{'--kv-tokens' if args.kv_tokens else '--block-size'}`"
         )
     if deployment.overlap and not deployment.hands_over:
         raise SpecError(f"arm {args.arm} hands no KV over, unless with `--prefill` - at `--overlap`")
@@ -351,8 +410,8 @@ def _load(args: argparse.Namespace, hardware: Hardware) -> OfferedLoad:
     load = OfferedLoad(
         trace=args.trace,
         mode=args.mode,
-        window_s=args.window,
-        warmup_s=args.warmup,
+        window_s=_WINDOW_S if args.window is None else args.window,
+        warmup_s=_WARMUP_S if args.warmup is None else args.warmup,
         limit=args.limit,
         parameters=generated,
         clients=Clients(patience_s=args.patience, retries=args.retries, begin_within_s=args.begin_within),
@@ -363,8 +422,8 @@ def _load(args: argparse.Namespace, hardware: Hardware) -> OfferedLoad:
         given = {
             "--zipf": args.zipf,
             "--context-tokens": args.context_tokens,
-            "--window": load.window_s != _WINDOW_S,
-            "--warmup": load.warmup_s != _WARMUP_S,
+            "--window": args.window is not None,
+            "--warmup": args.warmup is not None,
         }
         check_recorded(load, given)
         load = replace(load, window_s=float("inf"), warmup_s=0.0)
@@ -396,6 +455,13 @@ def check_recorded(load: OfferedLoad, given: Mapping[str, object]) -> None:
     if not Path(load.trace).is_file():
         what = "no regular file" if Path(load.trace).exists() else "no such file"
         raise SpecError(f"{load.trace}: {what} - at `--trace`")
+    try:
+        next(read_lines(Path(load.trace), dict[str, msgspec.Raw]), None)
+    except SpecError as error:
+        raise SpecError(
+            f"{error}: a trace has one JSON object a line, in the schema of Mooncake, Qwen-Bailian or"
+            " Perilune - at `--trace`"
+        ) from None
     for option, value in given.items():
         if value:
             raise SpecError(f"{load.trace} is played as it was recorded - at `{option}`")
@@ -414,8 +480,12 @@ def checked_rates(text: str) -> tuple[str, ...]:
     """Return the rates as given: numbers and multiples of R. Raises SpecError."""
     rates = tuple(text.split(","))
     for rate in rates:
-        if times_r(rate) is None and not is_positive(rate):
+        if times_r(rate) is not None:
+            continue
+        if not is_positive(rate):
             raise SpecError(f"{rate!r} is neither a number above 0 nor a multiple of R - at `--rates`")
+        if float(rate) < _LEAST_RATE:
+            raise SpecError(f"{rate}: at least {_LEAST_RATE:g} - at `--rates`")
     return rates
 
 

@@ -14,6 +14,7 @@ from perilune_lab.report.columns import cell
 from perilune_lab.terminal.formats import as_number, as_percent, as_seconds
 
 _COLUMNS = (
+    "policy",
     "TTFT p50",
     "p90 [95 %]",
     "p99",
@@ -29,12 +30,19 @@ _COLUMNS = (
     "ok",
     "TTFT p90 of all",
 )
-"""The last one is for tables with a turn that was not answered."""
+"""The last two are for tables with a turn that was not answered."""
+_FIRST_TO_GO = (
+    *("regret", "stretch", "wall clock", "interference", "worst endpoint", "p99", "TPOT p90"),
+    *("moves", "TTFT p50", "APC"),
+)
+"""The columns that a narrow terminal does not show, in the order in which they go."""
+_GAP = 3
+"""Characters between two columns, and of both edges together."""
 
 
-def tables(runs: Sequence[Run], unit: str, deployment: str = "") -> Iterable[Table]:
-    """Yield one table per rate, with a row per policy, lowest TTFT p90 first. `unit`: that of the rate.
-    `deployment`: what it is called."""
+def tables(runs: Sequence[Run], unit: str, deployment: str, width: int) -> Iterable[Table]:
+    """Yield one table per rate, with a row per policy, lowest TTFT p90 first, with as many columns as fit
+    into `width` characters. `unit`: that of the rate. `deployment`: what it is called."""
     for rate in dict.fromkeys(run.rate for run in runs):
         mine = [run for run in runs if run.rate == rate]
         seeds = mine[0].seeds or ()
@@ -46,26 +54,43 @@ def tables(runs: Sequence[Run], unit: str, deployment: str = "") -> Iterable[Tab
             title += f" {as_percent(ceiling.intra_session)} intra-session"
         if floor := mine[0].floor_ttft_s:
             title += f" · floor of TTFT p90 {as_seconds(floor.p90)}"
-        grid = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-        grid.add_column("policy", no_wrap=True)
+        mine.sort(key=lambda run: run.ttft_s.p90 if run.ttft_s else float("inf"))
         all_answered = all(run.success_rate == 1 for run in mine)
-        columns = _COLUMNS[:-1] if all_answered else _COLUMNS
+        columns = {
+            name: cells
+            for name, *cells in zip(_COLUMNS, *map(_cells, mine), strict=True)
+            if not all_answered or name not in _COLUMNS[-2:]
+        }
+        left_out = _narrowed(columns, width)
+        grid = Table(title=title, title_justify="left", box=SIMPLE_HEAD, caption_justify="left")
+        if left_out:
+            grid.caption = f"too narrow for {', '.join(left_out)}; --json has all figures"
         for name in columns:
-            grid.add_column(name, justify="right", no_wrap=True)
-        for run in sorted(mine, key=lambda run: run.ttft_s.p90 if run.ttft_s else float("inf")):
-            grid.add_row(run.policy, *_cells(run)[: len(columns)])
+            grid.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
+        for row in zip(*columns.values(), strict=True):
+            grid.add_row(*row)
         yield grid
+
+
+def _narrowed(columns: dict[str, list[str]], width: int) -> list[str]:
+    """Remove columns until the others fit into so many characters; return the names of those."""
+    left_out = []
+    for name in _FIRST_TO_GO:
+        needed = sum(max(map(len, (title, *cells))) + _GAP for title, cells in columns.items())
+        if needed + _GAP <= width:
+            break
+        if name in columns:
+            del columns[name]
+            left_out.append(name)
+    return left_out
 
 
 def _cells(run: Run) -> list[str]:
     ttft, tpot, e2e = run.ttft_s or None, run.tpot_s or None, run.e2e_s or None
-    low_high = run.intervals.get("ttft_s.p90") if run.intervals else None
-    p90 = as_seconds(ttft.p90) if ttft else ""
-    if low_high:
-        p90 += f" [{as_number(low_high[0])}–{as_number(low_high[1])}]"
     return [
+        run.policy,
         as_seconds(ttft.p50) if ttft else "",
-        p90,
+        _with_interval(ttft.p90, run) if ttft else "",
         as_seconds(ttft.p99) if ttft else "",
         as_seconds(tpot.p90) if tpot else "",
         as_seconds(e2e.p90) if e2e else "",
@@ -79,6 +104,16 @@ def _cells(run: Run) -> list[str]:
         as_percent(run.success_rate) if run.success_rate < 1 else "",
         as_seconds(run.all_ttft_s.p90) if run.all_ttft_s and run.all_ttft_s.p90 else "never",
     ]
+
+
+def _with_interval(p90_s: float, run: Run) -> str:
+    """Return TTFT p90 and its interval, in the same unit."""
+    text = as_seconds(p90_s)
+    if not run.intervals or "ttft_s.p90" not in run.intervals:
+        return text
+    scale = 1e3 if text.endswith("ms") else 1.0
+    low, high = (as_number(scale * bound) for bound in run.intervals["ttft_s.p90"])
+    return f"{text} [{low}–{high}]"
 
 
 _FIGURES = (

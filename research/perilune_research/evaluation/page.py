@@ -297,8 +297,8 @@ def ahead(found: Found) -> list[Table]:
             f"Where another policy is ahead of {DEFAULT} by more than the seeds tell",
             ("deployment", "load", "figure", "policy", f"its value / that of {DEFAULT}"),
             rows or [("nowhere", "", "", "", "")],
-            "A row is here if the whole 95 % interval of the ratio, seed by seed, is on the other policy's"
-            " side.",
+            "A row is here if the whole 95 % interval of the ratio is on the other policy's side. The ratio"
+            " is that of the means, its interval by bootstrap over seeds, which both policies play alike.",
         )
     ]
 

@@ -5,7 +5,7 @@ deployments at every one of some loads with every one of some policies and seeds
 share are played once.
 
 R is one new session per second, which loads a pool with defaults of eight endpoints fully: there `lmetric`
-has a TTFT p90 of more than ten times the floor.
+has a TTFT p90 of six to nine times the floor.
 """
 
 from __future__ import annotations

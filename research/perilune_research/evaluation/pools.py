@@ -102,6 +102,18 @@ ADMISSION: Mapping[str, tuple[str, float, int]] = {
 the gateway holds them, and retries of their clients."""
 FOUR = "each request goes to one of four gateways by chance"
 LONG = (("turns_alpha", 0.8),)
+VARIED: Mapping[str, str] = {
+    "turns_alpha": "the shape of the number of turns is {} times as large (a larger one means fewer turns)",
+    "first_prompt": "first prompts have {} times as many tokens",
+    "tool_result": "tool results have {} times as many tokens",
+    "answer": "answers have {} times as many tokens",
+    "compacted_share": "compaction leaves {} times as much of a context",
+    "same_task_share": "{} times as many sessions begin with the same task",
+    "gap_scale": "the gaps between turns are {} times as long",
+    "system_prompts": "there are {} times as many system prompts",
+    "system_tokens": "system prompts are {} times as long",
+}
+"""What it means that a parameter of the generator is so many times its default."""
 TENANTS = "two tenants send, one ten times as much as the other"
 
 
@@ -196,7 +208,7 @@ POOLS: Mapping[str, Pool] = {
     ),
     **{
         f"{arm}-headers": Pool(
-            f"`{arm}`, sessions whose bodies are hard to guess, each turn decided twice",
+            f"`{arm}`, but bodies are hard to guess, and each turn is decided without and with its body",
             {**ARMS[arm].changes, "twice": True, "faults": Faults(token_error=0.3)},
         )
         for arm in ("none", "handoff", "store")
@@ -217,19 +229,27 @@ POOLS: Mapping[str, Pool] = {
         )
         for prefix, words, changes in (
             ("", "", {}),
-            ("four-", ", one of four gateways by chance", {"gateways": 4}),
-            ("capped-", ", a prompt gets 2,048 tokens of a step at most", {"tokens_per_prompt": 2048}),
+            ("four-", f"; {FOUR}", {"gateways": 4}),
+            ("capped-", "; a prompt gets at most 2,048 tokens of a step", {"tokens_per_prompt": 2048}),
         )
         for name, means, who, fair, against in (
-            ("alone", "the smaller tenant alone, with fair shares", (QUIET,), True, ()),
-            ("in-turn", "both tenants, in turn", (QUIET, GREEDY), False, ("alone",)),
-            ("fair", "both tenants, with fair shares", (QUIET, GREEDY), True, ("alone", "in-turn")),
+            ("alone", "only the smaller tenant sends; fair shares", (QUIET,), True, ()),
+            (
+                "in-turn",
+                "both tenants send; requests are served as they come",
+                (QUIET, GREEDY),
+                False,
+                ("alone",),
+            ),
+            ("fair", "both tenants send; fair shares", (QUIET, GREEDY), True, ("alone", "in-turn")),
         )
     },
     **{
-        f"{arm}-{parameter}-{factor}": _but(arm, f"{means} times {factor}", traffic=((parameter, factor),))
+        f"{arm}-{parameter}-{factor}": _but(
+            arm, VARIED[parameter].format(factor), traffic=((parameter, factor),)
+        )
         for arm in ("none", "store", "split")
-        for parameter, means in PARAMETERS.items()
+        for parameter in PARAMETERS
         for factor in FACTORS
     },
     **{

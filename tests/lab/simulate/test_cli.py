@@ -1,12 +1,15 @@
 """`perilune simulate` as a user calls it."""
 
+import io
 from pathlib import Path
 
 import pytest
 from msgspec import UNSET
 
 from perilune_lab import report
+from perilune_lab.simulate import tables
 from perilune_lab.simulate.cli import main
+from perilune_lab.terminal.console import Console
 from perilune_lab.traces.agentic import Agentic, generate
 from perilune_lab.traces.jsonl import write
 
@@ -41,7 +44,7 @@ def test_the_report_holds_everything_that_was_assumed(tmp_path: Path, capsys) ->
     assert main([*QUICK, *options]) == 0
     found = report.decode(file.read_bytes())
     assert found.simulated
-    assert found.trace["deployment"] == "arm none, 2 H20, 1 only prefill"
+    assert found.trace["deployment"] == "arm handoff, 2 H20, 1 only prefill"
     assert found.trace["faults"]["step_noise"] == 0.2
     assert [e["role"] for e in found.trace["pool"]["spec"]["endpoints"]] == ["prefill", "decode"]
     (run,) = found.runs
@@ -106,9 +109,114 @@ def test_a_file_is_played(tmp_path: Path, capsys) -> None:
         (["--param", "limits.warp=1"], "limits has no parameter 'warp'"),
         (["--overlap"], "arm none hands no KV over, unless with `--prefill` - at `--overlap`"),
         (["--kv-tokens", "1000"], "which a KV pool of 1,000 does not hold"),
+        (["--kv-tokens", "100"], "has no two blocks of 256 - at `--kv-tokens`"),
         (["--endpoints", "5000"], "at most 1,000 - at `--endpoints`"),
+        (["--rates", "0.0000001"], "at least 0.001 - at `--rates`"),
+        (["--pool", "/absent.yaml"], "/absent.yaml: No such file or directory - at `--pool`"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_right(argv: list[str], says: str, capsys) -> None:
     assert main(argv) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--window", "--warmup"])
+def test_a_file_has_no_window_even_as_long_as_that_of_generated_traffic(
+    option: str, tmp_path: Path, capsys
+) -> None:
+    file = tmp_path / "trace.jsonl"
+    write(generate(Agentic(sessions_per_s=1.0), 3, 1), file)
+    assert main(["--trace", str(file), option, "900" if option == "--window" else "300"]) == 2
+    assert f"is played as it was recorded - at `{option}`" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_trace_is_told_what_one_is(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text("timestamp,input_length\n1,2\n")
+    assert main(["--trace", str(file)]) == 2
+    assert "trace.csv:1: JSON is malformed" in (said := capsys.readouterr().err)
+    assert "in the schema of Mooncake, Qwen-Bailian or Perilune - at `--trace`" in said
+
+
+POOL = """\
+kind: Service
+---
+kind: InferencePool
+spec:
+  model: {name: coder}
+  replicas: 2
+  prefillReplicas: 1
+  mooncake: {transfer: handoff, store: {enabled: true, segmentSize: 1Gi, saveDecodeCache: false}}
+  routing: {policy: {name: sticky}, pull: {maxSeconds: 0.2}}
+  gateway: {parent: {name: inference}, replicas: 1}
+"""
+
+
+def test_a_pool_gives_what_no_option_says(tmp_path: Path, capsys) -> None:
+    file, report_file = tmp_path / "pool.yaml", tmp_path / "report.json"
+    file.write_text(POOL)
+    options = ["--window", "30", "--warmup", "5", "--rates", "0.5", "--seeds", "1", "--jobs", "1"]
+    assert main([*options, "--pool", str(file), "--endpoints", "4", "--json", str(report_file)]) == 0
+    found = report.decode(report_file.read_bytes())
+    assert found.trace["deployment"] == "arm both, 4 H20, 1 only prefill, answers are not stored"
+    assert found.trace["store_tokens"] == 4 * 2**30 // 98_304 // 256 * 256
+    assert found.trace["pool"]["spec"]["routing"]["pull"]["maxSeconds"] == 0.2
+    assert {run.policy for run in found.runs} == {
+        "sticky",
+        "perilune",
+        "lmetric_plus_one",
+        "ear",
+        "round_robin",
+    }
+    assert "every engine is simulated as one H20" in capsys.readouterr().err
+
+
+def test_the_document_of_a_gateway_is_a_pool_as_well(capsys) -> None:
+    options = [*QUICK, "--policies", "perilune", "--pool", "examples/local/split.yaml"]
+    assert main([*options[2:]]) == 0
+    assert "arm handoff, 3 H20, 1 only prefill · 0.5 sessions/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: [1", "pool.yaml is no YAML"),
+        ("kind: Service", "pool.yaml has no objects of kind InferencePool, needs one - at `--pool`"),
+        ("kind: InferencePool\nspec: [1]", "pool.yaml: must be an object - at `$.spec`"),
+        ("kind: InferencePool\nspec: {routng: {}}", "pool.yaml: unknown field - at `$.spec.routng`"),
+        (
+            "kind: InferencePool\nspec: {model: {name: m}, replicas: 0}",
+            "A pool without endpoints answers nothing - at `$.spec.replicas`",
+        ),
+        (
+            "kind: InferencePool\nspec: {model: {name: m}, mooncake: {transfer: offload}}",
+            "is not simulated: take none or handoff - at `$.spec.mooncake.transfer`",
+        ),
+    ],
+)
+def test_a_wrong_pool_is_named_with_its_field(text: str, says: str, tmp_path: Path, capsys) -> None:
+    file = tmp_path / "pool.yaml"
+    file.write_text(text)
+    assert main(["--pool", str(file)]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_narrow_terminal_gets_whole_columns() -> None:
+    run = report.Run(
+        policy="lmetric_plus_one",
+        requests=9,
+        succeeded=9,
+        rejected=0,
+        success_rate=1.0,
+        rate=1.0,
+        ttft_s=report.Quantiles(mean=0.2, p50=0.2, p90=0.2, p95=0.2, p99=0.2),
+        intervals={"ttft_s.p90": (0.1, 0.3)},
+    )
+    for width in (60, 80, 200):
+        (grid,) = tables.tables([run], "sessions/s", "arm none", width)
+        out = Console(width=width, file=io.StringIO())
+        out.print(grid)
+        said = out.file.getvalue()
+        assert "200 ms [100–300]" in said
+        assert "…" not in said
+        assert ("too narrow for regret" in " ".join(said.split())) == (width < 200)
