@@ -1,17 +1,17 @@
 """The tables of pages that people write, made from the sections' data."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from perilune_lab.simulate import measure
-from perilune_lab.simulate.deployment import Arm
 from perilune_research.evaluation import metrics, summaries
 from perilune_research.evaluation.metrics import Metric
 from perilune_research.evaluation.plan import DEFAULT, THREE
 from perilune_research.evaluation.summaries import figures, goals, policies, traffic
-from perilune_research.evaluation.summaries.figures import Pages, Played
+from perilune_research.evaluation.summaries.figures import POOLS, Pages, Played
 
 HERE = Played("page", "none", "R")
 
@@ -61,17 +61,21 @@ def main_figures(value: float) -> dict[str, object]:
 
 def test_another_policy_is_ahead_if_it_is_better_in_each_seed_by_more_than_a_hundredth(tmp_path: Path):
     plain = {
-        (arm, load, policy): main_figures(1.0)
-        for arm in Arm
+        (pool, load, policy): main_figures(1.0)
+        for pool in POOLS
         for load in THREE
         for policy in (DEFAULT, "ear", "sticky", "lmetric")
     }
     plain["store", "R", "ear"] |= {"ttft_s.p90": [0.8, 0.8, 0.8], "apc": [1.25, 1.25, 1.25]}
     plain["store", "R", "sticky"] |= {"ttft_s.p90": [0.1, 0.1, 1.1]}
     plain["store", "R", "lmetric"] |= {"ttft_s.p90": [0.995, 0.995, 0.995], "tpot_s.p99": [2.0, 2.0, 2.0]}
-    rows = policies.behind(page(tmp_path, "deployments", plain)).rows
-    assert [who for _, _, who in rows if who != "nothing"] == ["TTFT p90: `ear` 20 %. APC: `ear` 25 %"]
-    assert rows[7] == ["", "R", "TTFT p90: `ear` 20 %. APC: `ear` 25 %"]
+    page(tmp_path, "deployments", plain)
+    plain["split", "R/2", "sticky"] |= {"ttft_s.p90": [0.5, 0.5, 0.5]}
+    rows = policies.behind(page(tmp_path, "separate-prefill", plain)).rows
+    assert [tuple(row) for row in rows if row[2] != "nothing"] == [
+        ("", "R", "TTFT p90: `ear` 20 %. APC: `ear` 25 %"),
+        ("`split`", "R/2", "TTFT p90: `sticky` 50 %"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +90,9 @@ def test_another_policy_is_ahead_if_it_is_better_in_each_seed_by_more_than_a_hun
 )
 def test_a_goal_is_judged_by_its_interval(tmp_path: Path, metric: Metric, values: list[float], verdict: str):
     bad = {goal.metric.path: [0.5, 0.5, 0.5] for goal in goals.GOALS} | {metric.path: values}
-    played = {(arm, load, policy): bad for arm in Arm for load in THREE for policy in (DEFAULT, "lmetric")}
+    played = {
+        (pool, load, policy): bad for pool in POOLS for load in THREE for policy in (DEFAULT, "lmetric")
+    }
     page(tmp_path, "held-back-seeds", {})
     for name in ("more-seeds", "more-loads", "deployments"):
         pages = page(tmp_path, name, played)
@@ -101,8 +107,8 @@ def test_a_goal_is_judged_by_its_interval(tmp_path: Path, metric: Metric, values
 
 def test_goals_are_judged_by_the_page_with_the_most_seeds(tmp_path: Path):
     three = {
-        (arm, load, policy): {goal.metric.path: [0.5] * 3 for goal in goals.GOALS}
-        for arm in Arm
+        (pool, load, policy): {goal.metric.path: [0.5] * 3 for goal in goals.GOALS}
+        for pool in POOLS
         for load in THREE
         for policy in (DEFAULT, "lmetric")
     }
@@ -116,7 +122,7 @@ def test_goals_are_judged_by_the_page_with_the_most_seeds(tmp_path: Path):
 
 def test_a_goal_that_the_seeds_held_back_miss_is_not_decided(tmp_path: Path):
     good, bad = ({goal.metric.path: [value] * 16 for goal in goals.GOALS} for value in (1.0, 2.0))
-    rows = {(arm, load, policy): good for arm in Arm for load in THREE for policy in (DEFAULT, "lmetric")}
+    rows = dict.fromkeys(product(POOLS, THREE, (DEFAULT, "lmetric")), good)
     for name in ("deployments", "more-loads", "more-seeds"):
         page(tmp_path, name, rows)
     pages = page(tmp_path, "held-back-seeds", {("none", "R", DEFAULT): bad})

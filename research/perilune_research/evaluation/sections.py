@@ -191,9 +191,8 @@ SECTIONS: tuple[Section, ...] = (
         name="separate-prefill",
         title="separate prefill",
         plays=(
-            Play(("split",), ("R/2", "R"), (*SYSTEMS, "least_loaded"), _THREE_SEEDS),
-            Play(("split-store",), ("R/2", "R"), (*RIVALS, "least_loaded"), _THREE_SEEDS),
-            Play(("none", "store"), ("R/2", "R"), (DEFAULT,), _THREE_SEEDS),
+            Play(("split", "split-store"), THREE, (*SYSTEMS, "least_loaded"), _THREE_SEEDS),
+            Play(("none", "store"), THREE, (DEFAULT,), _THREE_SEEDS),
         ),
         shown=(*metrics.MAIN, metrics.INTERFERENCE),
         apart=True,

@@ -14,10 +14,14 @@ import msgspec
 
 from perilune_lab.quantiles import mean
 from perilune_lab.simulate import measure
+from perilune_lab.simulate.deployment import Arm
 from perilune_research.evaluation.metrics import Metric
 from perilune_research.evaluation.plan import DEFAULT
 from perilune_research.table import Table, ranged
 
+SPLIT = ("split", "split-store")
+"""`handoff` and `both` with separate prefill, which needs hand-offs."""
+POOLS = (*Arm, *SPLIT)
 NEVER = "never"
 CLOSE = 0.03
 """Distance from 1 up to which a ratio is written with three digits after the point."""

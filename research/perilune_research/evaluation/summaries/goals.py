@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 from perilune_lab.quantiles import mean
 from perilune_lab.simulate import measure
-from perilune_lab.simulate.deployment import Arm
 from perilune_research.evaluation import metrics
 from perilune_research.evaluation.metrics import Metric
 from perilune_research.evaluation.plan import DEFAULT, THREE
-from perilune_research.evaluation.summaries.figures import Pages, Played
+from perilune_research.evaluation.summaries.figures import POOLS, Pages, Played
 from perilune_research.table import Table, ranged
 
 
@@ -27,18 +26,18 @@ class Goal(NamedTuple):
     load: str
     metric: Metric
     bounds: Mapping[str, float]
-    """The bound in each arm, which is met on the side where the figure is better."""
+    """The bound in each deployment, which is met on the side where the figure is better."""
     policy: str = DEFAULT
 
-    def is_met(self, figure: float, arm: str) -> bool:
-        return figure >= self.bounds[arm] if self.metric.more_is_better else figure <= self.bounds[arm]
+    def is_met(self, figure: float, pool: str) -> bool:
+        return figure >= self.bounds[pool] if self.metric.more_is_better else figure <= self.bounds[pool]
 
 
 FACTOR = metrics.WALL_CLOCK._replace(form="{:.3f}".format)
 
 
 def _same(bound: float) -> dict[str, float]:
-    return dict.fromkeys(Arm, bound)
+    return dict.fromkeys(POOLS, bound)
 
 
 GOALS = (
@@ -46,7 +45,7 @@ GOALS = (
         "P1: TTFT p90 at R at most 1.6 × the floor, with a store 1.25 ×",
         "R",
         metrics.REGRET,
-        _same(1.6) | dict.fromkeys(("store", "both"), 1.25),
+        _same(1.6) | dict.fromkeys(("store", "both", "split-store"), 1.25),
     ),
     *(
         Goal(
@@ -70,20 +69,20 @@ GOALS = (
 
 def goals(pages: Pages) -> Table:
     """Return the figures for which there are goals, of as many seeds as were played."""
-    rows = [[goal.words, *(_judged(pages, goal, arm) for arm in Arm)] for goal in GOALS]
-    return Table("", ["goal", *(f"`{arm}`" for arm in Arm)], rows)
+    rows = [[goal.words, *(_judged(pages, goal, pool) for pool in POOLS)] for goal in GOALS]
+    return Table("", ["goal", *(f"`{pool}`" for pool in POOLS)], rows)
 
 
-def _judged(pages: Pages, goal: Goal, arm: str) -> str:
+def _judged(pages: Pages, goal: Goal, pool: str) -> str:
     """Return the verdict with its figures: of the page that has the most seeds, and of the seeds held back.
     A goal is met, or missed, if the whole 95 % intervals of both say so."""
 
     def played(page: str) -> list[float]:
-        return pages.values(Played(page, arm, goal.load, goal.policy), goal.metric)
+        return pages.values(Played(page, pool, goal.load, goal.policy), goal.metric)
 
-    sample = next(filter(None, map(played, ("more-seeds", "more-loads", "deployments"))))
+    sample = next(filter(None, map(played, ("more-seeds", "more-loads", "deployments", "separate-prefill"))))
     samples = [sample, *filter(None, [played("held-back-seeds")])]
-    verdicts = {_verdict(goal, arm, measure.interval(each)) for each in samples}
+    verdicts = {_verdict(goal, pool, measure.interval(each)) for each in samples}
     verdict = verdicts.pop() if len(verdicts) == 1 else Verdict.NOT_DECIDED
     found = [f"{ranged((mean(each), *measure.interval(each)), goal.metric.form)}" for each in samples]
     return f"{verdict}: {found[0]}, {len(sample)} seeds" + "".join(
@@ -91,9 +90,9 @@ def _judged(pages: Pages, goal: Goal, arm: str) -> str:
     )
 
 
-def _verdict(goal: Goal, arm: str, interval: tuple[float, float]) -> Verdict:
+def _verdict(goal: Goal, pool: str, interval: tuple[float, float]) -> Verdict:
     low, high = interval
     worst, best = (low, high) if goal.metric.more_is_better else (high, low)
-    if goal.is_met(worst, arm):
+    if goal.is_met(worst, pool):
         return Verdict.MET
-    return Verdict.NOT_DECIDED if goal.is_met(best, arm) else Verdict.MISSED
+    return Verdict.NOT_DECIDED if goal.is_met(best, pool) else Verdict.MISSED

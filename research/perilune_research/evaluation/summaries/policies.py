@@ -11,6 +11,8 @@ from perilune_research.evaluation import metrics
 from perilune_research.evaluation.metrics import Metric
 from perilune_research.evaluation.plan import DEFAULT, THREE
 from perilune_research.evaluation.summaries.figures import (
+    POOLS,
+    SPLIT,
     Column,
     Line,
     Pages,
@@ -75,12 +77,13 @@ def separate_prefill(pages: Pages) -> Table:
         [Line((policy,), Played(page, "split", "", policy)) for policy in every],
         [
             Column("split, R/2: TTFT p90", metrics.TTFT_P90, "R/2"),
-            Column("R: TTFT p90", metrics.TTFT_P90, "R"),
+            *(Column(f"{load}: TTFT p90", metrics.TTFT_P90, load) for load in THREE[1:]),
             Column("R/2: TPOT p99 ms", metrics.TPOT_P99, "R/2"),
             Column("R: E2E p90", metrics.E2E_P90, "R"),
             Column("R: output tokens/s", metrics.OUTPUT, "R"),
             Column("split-store, R/2: TTFT p90", metrics.TTFT_P90, "R/2", "split-store"),
-            Column("R: TTFT p90", metrics.TTFT_P90, "R", "split-store"),
+            *(Column(f"{load}: TTFT p90", metrics.TTFT_P90, load, "split-store") for load in THREE[1:]),
+            Column("R: E2E p90", metrics.E2E_P90, "R", "split-store"),
         ],
     )
 
@@ -88,16 +91,16 @@ def separate_prefill(pages: Pages) -> Table:
 def behind(pages: Pages) -> Table:
     """List what is better than the default in each seed, and by how much of the default's figure."""
     rows = []
-    for arm, load in product(Arm, THREE):
-        found = [text for metric in metrics.MAIN if (text := _ahead(pages, arm, load, metric))]
-        rows.append([f"`{arm}`" if load == THREE[0] else "", load, ". ".join(found) or "nothing"])
-    return Table("", ["arm", "load", "figure: who is better"], rows)
+    for pool, load in product(POOLS, THREE):
+        ours = Played("separate-prefill" if pool in SPLIT else "deployments", pool, load)
+        found = [text for metric in metrics.MAIN if (text := _ahead(pages, ours, metric))]
+        rows.append([f"`{pool}`" if load == THREE[0] else "", load, ". ".join(found) or "nothing"])
+    return Table("", ["pool", "load", "figure: who is better"], rows)
 
 
-def _ahead(pages: Pages, arm: str, load: str, metric: Metric) -> str:
-    ours = Played("deployments", arm, load)
+def _ahead(pages: Pages, ours: Played, metric: Metric) -> str:
     gains: dict[str, list[str]] = {}
-    for policy in pages.policies("deployments", arm, load):
+    for policy in pages.policies(ours.page, ours.pool, ours.load):
         theirs = ours._replace(policy=policy)
         better = [_gain(ratio, metric) for ratio in pages.ratios(theirs, ours, metric)]
         gain = _gain(mean(pages.values(theirs, metric)) / mean(pages.values(ours, metric)), metric)
