@@ -134,13 +134,13 @@ def test_the_next_policy_on_recorded_traffic_is_the_lowest_of_the_others(tmp_pat
     rows = {
         (f"{trace}-{arm}{timed}", load, policy): figures
         for trace in ("conversation", "synthetic")
-        for arm in ("none", "store")
+        for arm in ("none", "store", "split")
         for timed in ("", "-timed")
         for load in ("half the speed", "recorded speed", "1.25 x the speed")
         for policy, figures in ((DEFAULT, fast), ("ear", slow), ("sticky", fast))
     }
     table = traffic.recorded(page(tmp_path, "recorded", rows))
-    assert len(table.rows) == 16
+    assert len(table.rows) == 22
     assert {tuple(row[3:]) for row in table.rows} == {("2", "sticky 2", "2", "sticky 2")}
 
 

@@ -196,22 +196,28 @@ POOLS: Mapping[str, Pool] = {
         )
         for arm in ("none", "store", "split")
     },
-    "beginnings-refused": _but(
-        "none",
-        "a session's first request is refused if no endpoint has time within 10 s",
-        begin_within_s=10.0,
-    ),
-    "all-refused": _but(
-        "none",
-        "any request is refused if no endpoint has time within 10 s (`limits.ttftSloSeconds: 10`)",
-        params=(("limits.ttftSloSeconds", "10"),),
-    ),
+    **{
+        f"{prefix}beginnings-refused": _but(
+            arm,
+            "a session's first request is refused if no endpoint has time within 10 s",
+            begin_within_s=10.0,
+        )
+        for prefix, arm in (("", "none"), ("split-", "split"))
+    },
+    **{
+        f"{prefix}all-refused": _but(
+            arm,
+            "any request is refused if no endpoint has time within 10 s (`limits.ttftSloSeconds: 10`)",
+            params=(("limits.ttftSloSeconds", "10"),),
+        )
+        for prefix, arm in (("", "none"), ("split-", "split"))
+    },
     **{
         f"{arm}-headers": Pool(
             f"`{arm}`, but bodies are hard to guess, and each turn is decided without and with its body",
             {**ARMS[arm].changes, "twice": True, "faults": Faults(token_error=0.3)},
         )
-        for arm in ("none", "handoff", "store")
+        for arm in ("none", "handoff", "store", "split")
     },
     "split-overlap": _but(
         "split", "transfers overlap with prefills: a model, which vLLM is not", overlap=True
@@ -230,6 +236,7 @@ POOLS: Mapping[str, Pool] = {
         for prefix, words, changes in (
             ("", "", {}),
             ("four-", f"; {FOUR}", {"gateways": 4}),
+            ("split-", "; half of the endpoints only prefill for the others", {"split": True}),
             ("capped-", "; a prompt gets at most 2,048 tokens of a step", {"tokens_per_prompt": 2048}),
         )
         for name, means, who, fair, against in (

@@ -149,7 +149,10 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         name="triggers",
         title="how often a host is hot",
-        plays=(Play(("none", "handoff", "store"), tuple(LOADS), (DEFAULT, "ear", "sticky"), _THREE_SEEDS),),
+        plays=(
+            Play(("none", "handoff", "store"), tuple(LOADS), (DEFAULT, "ear", "sticky"), _THREE_SEEDS),
+            Play(("split",), THREE, (DEFAULT, "ear", "sticky"), _THREE_SEEDS),
+        ),
         shown=(metrics.HOT, metrics.MOVED, metrics.TTFT_P90),
         compared=(),
         told=("How often a host is hot",),
@@ -174,7 +177,11 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         name="more-seeds",
         title="sixteen seeds",
-        plays=(*_more(_SIXTEEN), Play(("handoff", "both"), ("R",), (*RIVALS, "llm_d"), _SIXTEEN)),
+        plays=(
+            *_more(_SIXTEEN),
+            Play(("handoff", "both"), ("R",), (*RIVALS, "llm_d"), _SIXTEEN),
+            Play(("split",), ("R",), (DEFAULT, "lmetric"), _SIXTEEN),
+        ),
         shown=(*metrics.MAIN, metrics.WALL_CLOCK),
         apart=True,
         told=("Sixteen seeds", "Goals"),
@@ -303,6 +310,12 @@ SECTIONS: tuple[Section, ...] = (
             Play(
                 ("none", "beginnings-refused", "all-refused"), ("1.25 R", "1.6 R"), (DEFAULT,), _THREE_SEEDS
             ),
+            Play(
+                ("split", "split-beginnings-refused", "split-all-refused"),
+                ("R", "1.25 R"),
+                (DEFAULT,),
+                _THREE_SEEDS,
+            ),
         ),
         shown=(
             *(metrics.LOST, metrics.ANSWERED, metrics.TTFT_P50, metrics.TTFT_P90_OF_ALL),
@@ -357,6 +370,7 @@ SECTIONS: tuple[Section, ...] = (
             Play(
                 ("capped-alone", "capped-in-turn", "capped-fair"), ("0.69", "0.88"), (DEFAULT,), _THREE_SEEDS
             ),
+            Play(("split-alone", "split-in-turn", "split-fair"), ("0.69",), (DEFAULT,), _THREE_SEEDS),
         ),
         base=replace(SHORT, endpoints=4),
         shown=(metrics.QUIET_TTFT_P90, metrics.OUTPUT, metrics.LOST),
@@ -385,7 +399,7 @@ SECTIONS: tuple[Section, ...] = (
         title="what waits at each endpoint",
         plays=(
             Play(
-                ("none", "store"),
+                ("none", "store", "split"),
                 ("R",),
                 (DEFAULT, "ear", "sticky", "lmetric_plus_one", "lmetric"),
                 _THREE_SEEDS,
@@ -408,6 +422,7 @@ SECTIONS: tuple[Section, ...] = (
                 (DEFAULT, "ear", "sticky"),
                 _THREE_SEEDS,
             ),
+            Play(("split-headers",), ("R/2", "R"), (DEFAULT, "ear", "sticky"), _THREE_SEEDS),
         ),
         shown=(metrics.DECIDED, metrics.READ, metrics.EQUAL, metrics.SAME),
         compared=(),

@@ -118,7 +118,7 @@ def _gain(ratio: float, metric: Metric) -> float:
 def sixteen_seeds(pages: Pages) -> Table:
     """Compare the default with its closest rivals at R."""
     rows = []
-    for arm in Arm:
+    for arm in (*Arm, "split"):
         for rival in sorted({*pages.policies("more-seeds", arm, "R")} - {DEFAULT}):
             rows.append([arm, f"`{rival}`", "1–16", *_rival(pages, Played("more-seeds", arm, "R", rival))])
             if rival in pages.policies("held-back-seeds", arm, "R"):

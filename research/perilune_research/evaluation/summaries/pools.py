@@ -167,11 +167,12 @@ def slower(pages: Pages) -> Table:
 
 
 def hot_hosts(pages: Pages) -> Table:
-    shown = [*product(("none", "handoff", "store"), ("ear", DEFAULT))]
+    shown = [*product(("none", "handoff", "store", "split"), ("ear", DEFAULT))]
     shown.remove(("handoff", DEFAULT))
 
     def cell(played: Played) -> str:
-        return f"{pages.text(played, metrics.HOT)}, {pages.text(played, metrics.MOVED)}"
+        hot = pages.text(played, metrics.HOT)
+        return f"{hot}, {pages.text(played, metrics.MOVED)}" if hot else ""
 
     rows = [
         [f"`{arm}`", policy, *(cell(Played("triggers", arm, load, policy)) for load in LOADS)]
@@ -184,7 +185,7 @@ def waiting(pages: Pages) -> Table:
     """Return what waits at the endpoints at R, by rank."""
     figures = {metric.name: metric for metric in metrics.HEAT}
     rows = []
-    for arm in ("none", "store"):
+    for arm in ("none", "store", "split"):
         for policy in pages.policies("heat", arm, "R"):
             played = Played("heat", arm, "R", policy)
             cells = [

@@ -19,7 +19,7 @@ def recorded(pages: Pages) -> Table:
     """Return the default on recorded traffic beside the lowest of the others."""
     at_speed = [
         (trace, arm, words, f"{trace}-{arm}", load)
-        for trace, arm in product(("conversation", "synthetic"), ("none", "store"))
+        for trace, arm in product(("conversation", "synthetic"), ("none", "store", "split"))
         for words, load in zip(("half", "as recorded", "1.25 times"), SPEEDS, strict=True)
     ]
     timed = [
@@ -126,13 +126,14 @@ def early_rejection(pages: Pages) -> Table:
         "all-refused": "any request (`--param limits.ttftSloSeconds=10`)",
     }
     lines = [
-        Line((load, words), Played("early-rejection", pool, load))
-        for load in ("1.25 R", "1.6 R")
+        Line((f"`{arm}`", load, words), Played("early-rejection", _refusing(arm, pool), load))
+        for arm, loads in (("none", ("1.25 R", "1.6 R")), ("split", ("R", "1.25 R")))
+        for load in loads
         for pool, words in refused.items()
     ]
     return grid(
         pages,
-        ["load", "refused may be"],
+        ["arm", "load", "refused may be"],
         lines,
         [
             Column("sessions lost", metrics.LOST._replace(form=whole)),
@@ -145,6 +146,13 @@ def early_rejection(pages: Pages) -> Table:
     )
 
 
+def _refusing(arm: str, pool: str) -> str:
+    """Return the name of a pool of early rejection in another arm than `none`, too."""
+    if pool == "none":
+        return arm
+    return pool if arm == "none" else f"{arm}-{pool}"
+
+
 def fairness(pages: Pages) -> Table:
     """Return the smaller tenant's TTFT p90 alone, in turn and with fair shares, in the order of the seeds."""
     played = (
@@ -153,6 +161,7 @@ def fairness(pages: Pages) -> Table:
         ("0.88", "0.88", "4", "four-"),
         ("0.69, capped", "0.69", "1", "capped-"),
         ("0.88, capped", "0.88", "1", "capped-"),
+        ("0.69, separate prefill", "0.69", "1", "split-"),
     )
     rows = []
     for words, load, gateways, prefix in played:
