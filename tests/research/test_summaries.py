@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from perilune_lab.simulate import measure
+from perilune_lab.simulate.deployment import Arm
 from perilune_research.evaluation import metrics, summaries
 from perilune_research.evaluation.metrics import Metric
 from perilune_research.evaluation.plan import DEFAULT, THREE
+from perilune_research.evaluation.pools import ARMS
 from perilune_research.evaluation.summaries import figures, goals, policies, traffic
-from perilune_research.evaluation.summaries.figures import POOLS, Pages, Played
+from perilune_research.evaluation.summaries.figures import SPLIT, Pages, Played
 
 HERE = Played("page", "none", "R")
 
@@ -62,7 +64,7 @@ def main_figures(value: float) -> dict[str, object]:
 def test_another_policy_is_ahead_if_it_is_better_in_each_seed_by_more_than_a_hundredth(tmp_path: Path):
     plain = {
         (pool, load, policy): main_figures(1.0)
-        for pool in POOLS
+        for pool in ARMS
         for load in THREE
         for policy in (DEFAULT, "ear", "sticky", "lmetric")
     }
@@ -90,9 +92,7 @@ def test_another_policy_is_ahead_if_it_is_better_in_each_seed_by_more_than_a_hun
 )
 def test_a_goal_is_judged_by_its_interval(tmp_path: Path, metric: Metric, values: list[float], verdict: str):
     bad = {goal.metric.path: [0.5, 0.5, 0.5] for goal in goals.GOALS} | {metric.path: values}
-    played = {
-        (pool, load, policy): bad for pool in POOLS for load in THREE for policy in (DEFAULT, "lmetric")
-    }
+    played = {(pool, load, policy): bad for pool in ARMS for load in THREE for policy in (DEFAULT, "lmetric")}
     page(tmp_path, "held-back-seeds", {})
     for name in ("more-seeds", "more-loads", "deployments"):
         pages = page(tmp_path, name, played)
@@ -106,23 +106,21 @@ def test_a_goal_is_judged_by_its_interval(tmp_path: Path, metric: Metric, values
 
 
 def test_goals_are_judged_by_the_page_with_the_most_seeds(tmp_path: Path):
-    three = {
-        (pool, load, policy): {goal.metric.path: [0.5] * 3 for goal in goals.GOALS}
-        for pool in POOLS
-        for load in THREE
-        for policy in (DEFAULT, "lmetric")
-    }
-    page(tmp_path, "deployments", three)
+    three, split = ({goal.metric.path: [value] * 3 for goal in goals.GOALS} for value in (0.5, 0.7))
+    policies = (DEFAULT, "lmetric")
+    page(tmp_path, "deployments", dict.fromkeys(product(Arm, THREE, policies), three))
+    page(tmp_path, "separate-prefill", dict.fromkeys(product(SPLIT, THREE, policies), split))
     for name in ("more-loads", "held-back-seeds"):
         page(tmp_path, name, {})
     more = {goal.metric.path: [0.5] * 16 for goal in goals.GOALS}
     rows = goals.goals(page(tmp_path, "more-seeds", {("none", "R", DEFAULT): more})).rows
     assert rows[0][1:3] == ["met: 0.5, 16 seeds", "met: 0.5, 3 seeds"]
+    assert rows[0][5] == "met: 0.7, 3 seeds"
 
 
 def test_a_goal_that_the_seeds_held_back_miss_is_not_decided(tmp_path: Path):
     good, bad = ({goal.metric.path: [value] * 16 for goal in goals.GOALS} for value in (1.0, 2.0))
-    rows = dict.fromkeys(product(POOLS, THREE, (DEFAULT, "lmetric")), good)
+    rows = dict.fromkeys(product(ARMS, THREE, (DEFAULT, "lmetric")), good)
     for name in ("deployments", "more-loads", "more-seeds"):
         page(tmp_path, name, rows)
     pages = page(tmp_path, "held-back-seeds", {("none", "R", DEFAULT): bad})
@@ -150,7 +148,7 @@ def test_only_what_is_between_the_marks_changes(tmp_path: Path, monkeypatch: pyt
     text = "before\n\n<!-- waiting -->\nold\n<!-- /waiting -->\n\nafter <!-- note -->\n"
     monkeypatch.setattr(measure, "RESAMPLES", 50)
     made = summaries.filled(text, tmp_path)
-    assert made.startswith("before\n\n<!-- waiting -->\n| arm | policy |")
+    assert made.startswith("before\n\n<!-- waiting -->\n| pool | policy |")
     assert made.endswith("|\n<!-- /waiting -->\n\nafter <!-- note -->\n")
     assert "old" not in made
     assert summaries.filled(made, tmp_path) == made

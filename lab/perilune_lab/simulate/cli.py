@@ -34,9 +34,9 @@ _SEEDS_FOR_R = 8
 _MOST_SESSIONS = 1_000_000
 """Upper limit of sessions in one simulation; more would take days."""
 _WIDTH = 200
-_TAKEN = (
-    "{} gives routing, store, numbers of engines and gateways; model, GPUs and engine flags are not taken:"
-    " every engine is simulated as one H20 with a mixture of experts of 30B parameters"
+_POOL_NOTICE = (
+    "{} gives routing, store, room for KV, and the numbers of engines and gateways; model, GPUs and engine"
+    " flags are not taken: every engine is simulated as one H20 with a mixture of experts of 30B parameters"
 )
 
 
@@ -55,12 +55,12 @@ def run(options: Options, out: Console, err: Console) -> int:
     """Simulate, write the files and print the tables; return 0. Raises SpecError for a wrong trace or option,
     and where a file cannot be written."""
     comparison, began = options.comparison, time.perf_counter()
+    if options.pool:
+        err.print(_POOL_NOTICE.format(options.pool), highlight=False)
     rates = _rates(options, err)
     pieces = len(rates) * len(options.seeds)
     rows: list[Played] = []
     try:
-        if options.pool:
-            err.print(_TAKEN.format(options.pool), highlight=False)
         err.print(_plan(options, rates), highlight=False)
         for i, piece in enumerate(play(comparison, rates, options.seeds, options.jobs), 1):
             rows += piece

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from perilune_api.pool import Routing, SessionAdmission, SpecError
+from perilune_api.pool import Routing, SpecError
 from perilune_gateway.policy import POLICIES
 from perilune_lab.simulate import faults as faults_of
 from perilune_lab.simulate import pool_file
@@ -28,7 +28,7 @@ from perilune_lab.simulate.faults import Faults
 from perilune_lab.simulate.h20 import H20, LINKS, Hardware, with_store
 from perilune_lab.simulate.harness import Comparison
 from perilune_lab.simulate.loads import OfferedLoad
-from perilune_lab.simulate.pool_file import PoolFile
+from perilune_lab.simulate.pool_file import PoolDefaults
 from perilune_lab.terminal.arguments import (
     assignments,
     count,
@@ -48,8 +48,8 @@ from perilune_lab.traces.source import AGENTIC
 
 _MOST_ENDPOINTS = 1_000
 _WINDOW_S, _WARMUP_S = 900.0, 300.0
-_ENDPOINTS = 8
 _LEAST_RATE = 0.001
+"""Lowest rate; with a lower one traffic of a day would take years of virtual time."""
 _POLICIES = "perilune,lmetric_plus_one,ear,round_robin"
 _RATE = re.compile(r"(?P<times>\d*\.?\d*)R(?:/(?P<by>\d+\.?\d*))?")
 
@@ -98,9 +98,9 @@ can be trusted.
 """
 
 
-_PLAIN = PoolFile(
+_PLAIN = PoolDefaults(
     arm=Arm.NONE,
-    endpoints=_ENDPOINTS,
+    endpoints=8,
     prefill=0,
     gateways=1,
     store_bytes=STORE_BYTES_PER_GPU,
@@ -134,9 +134,10 @@ class Options:
 def parse(argv: Sequence[str]) -> Options:
     """Parse the command line. Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
     args = _parser().parse_args(argv)
-    routing = _of_pool(args)
+    routing = _with_defaults(args)
     if args.admission:
-        routing = msgspec.structs.replace(routing, session_admission=SessionAdmission(enabled=True))
+        admission = msgspec.structs.replace(routing.session_admission, enabled=True)
+        routing = msgspec.structs.replace(routing, session_admission=admission)
     deployment = _deployment(args)
     return Options(
         comparison=Comparison(
@@ -144,9 +145,9 @@ def parse(argv: Sequence[str]) -> Options:
             load=_load(args, deployment.hardware),
             deployment=deployment,
             routing=changed(routing, assignments(args.param, "--param"), "--param"),
-            faults=checked_faults(args.faults, args.endpoints),
+            faults=_checked_faults(args.faults, args.endpoints),
         ),
-        rates=checked_rates(args.rates),
+        rates=_checked_rates(args.rates),
         reference=_reference(args.reference),
         seeds=tuple(range(args.seeds_from, args.seeds_from + args.seeds)),
         jobs=args.jobs,
@@ -205,12 +206,12 @@ def _parser() -> argparse.ArgumentParser:
         "--arm",
         type=one_of(Arm),
         choices=list(Arm),
-        help=f"how KV gets from one engine to another; see below [{Arm.NONE}]",
+        help=f"how KV gets from one engine to another; see below [{_PLAIN.arm}]",
     )
-    add("--endpoints", type=count, metavar="N", help=f"number of engines [{_ENDPOINTS}]")
+    add("--endpoints", type=count, metavar="N", help=f"number of engines [{_PLAIN.endpoints}]")
     add(
         "--prefill",
-        type=count,
+        type=whole,
         metavar="N",
         help="so many of them only prefill for the others, and hand KV over, so that the arm is"
         f" {Arm.HANDOFF} or {Arm.BOTH} [all do both]",
@@ -219,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
         "--gateways",
         type=count,
         metavar="N",
-        help="number of gateways, which share their state; each costs time [1]",
+        help=f"number of gateways, which share their state; each costs time [{_PLAIN.gateways}]",
     )
     add_runs(parser, 4)
     add("--seeds-from", type=count, default=1, metavar="N", help="first seed [%(default)s]")
@@ -246,7 +247,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--zipf", type=not_negative, default=0.0, metavar="A", help="skew of generated sessions [%(default)g]"
     )
-    add("--kv-tokens", type=count, metavar="N", help="tokens in each engine's KV pool [281600]")
+    add("--kv-tokens", type=count, metavar="N", help=f"tokens in each engine's KV pool [{_PLAIN.kv_tokens}]")
     add(
         "--block-size",
         type=count,
@@ -277,7 +278,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--store-prompts-only",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         help="the store gets the KV of prompts, and not that of answers"
         " (`mooncake.store.saveDecodeCache: false`)",
     )
@@ -337,20 +338,24 @@ def add_runs(parser: argparse.ArgumentParser, seeds: int) -> None:
     parser.add_argument("--json", type=output, metavar="FILE", help="write the report as JSON")
 
 
-def _of_pool(args: argparse.Namespace) -> Routing:
-    """Set the options that were not given: as the pool's file says, or else to their defaults. Return the
-    routing. Raises SpecError for a file that is wrong."""
+def _with_defaults(args: argparse.Namespace) -> Routing:
+    """Give the options in `args` that the command line leaves out: as the pool's file says, or else their
+    usual values. Return the routing. Raises SpecError for a file that is wrong, or that contradicts them."""
     given = pool_file.read(args.pool) if args.pool else _PLAIN
+    if given.prefill and args.prefill is None and args.arm in _HANDING_OVER:
+        raise SpecError(
+            f"arm {args.arm} hands no KV over, which the {given.prefill} endpoints need that only prefill:"
+            " leave them out with `--prefill 0` - at `--arm`"
+        )
     args.policies = args.policies or f"{given.routing.policy.name},{_POLICIES}"
-    for option in ("arm", "endpoints", "prefill", "gateways"):
+    for option in ("arm", "endpoints", "prefill", "gateways", "kv_tokens"):
         if getattr(args, option) is None:
             setattr(args, option, getattr(given, option))
-    if args.pool:
-        args.kv_tokens = args.kv_tokens or given.kv_tokens
-        if args.arm in (Arm.STORE, Arm.BOTH):
-            of_all = given.store_bytes * args.endpoints * H20.gpus
-            args.store_tokens = args.store_tokens or int(of_all // H20.engine.kv_bytes(1))
-            args.store_prompts_only = args.store_prompts_only or not given.stores_answers
+    if args.pool and args.arm in (Arm.STORE, Arm.BOTH):
+        store_bytes = given.store_bytes * args.endpoints * H20.gpus
+        args.store_tokens = args.store_tokens or int(store_bytes // H20.engine.kv_bytes(1))
+        if args.store_prompts_only is None:
+            args.store_prompts_only = not given.stores_answers
     return given.routing
 
 
@@ -363,8 +368,7 @@ def _deployment(args: argparse.Namespace) -> Deployment:
         )
     arm = _HANDING_OVER.get(args.arm, args.arm) if args.prefill else args.arm
     hardware = replace(H20, link=LINKS[args.link], block_tokens=args.block_size)
-    if args.kv_tokens:
-        hardware = replace(hardware, engine=replace(hardware.engine, kv_pool_tokens=args.kv_tokens))
+    hardware = replace(hardware, engine=replace(hardware.engine, kv_pool_tokens=args.kv_tokens))
     deployment = Deployment(
         arm=arm,
         endpoints=args.endpoints,
@@ -377,19 +381,19 @@ def _deployment(args: argparse.Namespace) -> Deployment:
     if hardware.kv_pool_tokens < 2 * args.block_size:
         raise SpecError(
             f"a KV pool of {hardware.kv_pool_tokens:,} tokens has no two blocks of {args.block_size:,}"
-            f" - at `{'--kv-tokens' if args.kv_tokens else '--block-size'}`"
+            " - at `--kv-tokens`, `--block-size`"
         )
     if deployment.overlap and not deployment.hands_over:
-        raise SpecError(f"arm {args.arm} hands no KV over, unless with `--prefill` - at `--overlap`")
+        raise SpecError(f"arm {arm} hands no KV over, unless with `--prefill` - at `--overlap`")
     if not deployment.stores:
         if args.store:
-            raise SpecError(f"arm {args.arm} has no store, so it has no speed - at `--store`")
+            raise SpecError(f"arm {arm} has no store, so it has no speed - at `--store`")
         if args.store_tokens:
-            raise SpecError(f"arm {args.arm} has no store - at `--store-tokens`")
+            raise SpecError(f"arm {arm} has no store - at `--store-tokens`")
         if args.store_prompts_only:
-            raise SpecError(f"arm {args.arm} has no store - at `--store-prompts-only`")
+            raise SpecError(f"arm {arm} has no store - at `--store-prompts-only`")
         return deployment
-    speed = bytes_per_s(args.store, "--store") if args.store else STORE_BYTES_PER_S
+    speed = _bytes_per_s(args.store, "--store") if args.store else STORE_BYTES_PER_S
     if args.store_tokens and args.store_tokens < args.block_size:
         raise SpecError(
             f"a store of {args.store_tokens:,} tokens has no block of {args.block_size:,}"
@@ -417,7 +421,7 @@ def _load(args: argparse.Namespace, hardware: Hardware) -> OfferedLoad:
         clients=Clients(patience_s=args.patience, retries=args.retries, begin_within_s=args.begin_within),
     )
     if load.trace == AGENTIC:
-        check_generated(load, hardware)
+        _check_generated(load, hardware)
     else:
         given = {
             "--zipf": args.zipf,
@@ -425,15 +429,12 @@ def _load(args: argparse.Namespace, hardware: Hardware) -> OfferedLoad:
             "--window": args.window is not None,
             "--warmup": args.warmup is not None,
         }
-        check_recorded(load, given)
+        _check_recorded(load, given)
         load = replace(load, window_s=float("inf"), warmup_s=0.0)
     return load
 
 
-# -- what other studies check as well ----------------------------------------------------------------------
-
-
-def check_generated(load: OfferedLoad, hardware: Hardware) -> None:
+def _check_generated(load: OfferedLoad, hardware: Hardware) -> None:
     """Check generated traffic. Raises SpecError."""
     longest, room = load.parameters.context_tokens, hardware.kv_pool_tokens
     if load.mode is not Mode.THINKTIME:
@@ -443,13 +444,13 @@ def check_generated(load: OfferedLoad, hardware: Hardware) -> None:
     if longest > room:
         raise SpecError(
             f"generated requests have up to {longest:,} tokens, which a KV pool of {room:,} does not hold:"
-            f" enlarge the pool, or shorten the requests with `--context-tokens {room}` - at `--kv-tokens`"
+            f" enlarge it with `--kv-tokens`, or shorten the requests with `--context-tokens {room}`"
         )
     if load.warmup_s >= load.window_s:
         raise SpecError("nothing is measured: the warm-up is as long as the window - at `--warmup`")
 
 
-def check_recorded(load: OfferedLoad, given: Mapping[str, object]) -> None:
+def _check_recorded(load: OfferedLoad, given: Mapping[str, object]) -> None:
     """Check a recorded trace. `given`: options that only generated traffic has, with a true value if they
     were given. Raises SpecError."""
     if not Path(load.trace).is_file():
@@ -458,6 +459,8 @@ def check_recorded(load: OfferedLoad, given: Mapping[str, object]) -> None:
     try:
         next(read_lines(Path(load.trace), dict[str, msgspec.Raw]), None)
     except SpecError as error:
+        if str(error).startswith(f"{load.trace}: "):
+            raise  # the file cannot be read; else the error names a line
         raise SpecError(
             f"{error}: a trace has one JSON object a line, in the schema of Mooncake, Qwen-Bailian or"
             " Perilune - at `--trace`"
@@ -467,7 +470,7 @@ def check_recorded(load: OfferedLoad, given: Mapping[str, object]) -> None:
             raise SpecError(f"{load.trace} is played as it was recorded - at `{option}`")
 
 
-def checked_faults(text: str, endpoints: int) -> Faults:
+def _checked_faults(text: str, endpoints: int) -> Faults:
     """Return the faults. Raises SpecError."""
     faults = faults_of.parse(text)
     for name, number in (("dead", faults.dead_endpoint), ("drain", faults.drain_endpoint)):
@@ -476,7 +479,7 @@ def checked_faults(text: str, endpoints: int) -> Faults:
     return faults
 
 
-def checked_rates(text: str) -> tuple[str, ...]:
+def _checked_rates(text: str) -> tuple[str, ...]:
     """Return the rates as given: numbers and multiples of R. Raises SpecError."""
     rates = tuple(text.split(","))
     for rate in rates:
@@ -489,7 +492,7 @@ def checked_rates(text: str) -> tuple[str, ...]:
     return rates
 
 
-def bytes_per_s(text: str, option: str) -> float:
+def _bytes_per_s(text: str, option: str) -> float:
     """Return a speed such as 3GBps in bytes per second. Raises SpecError."""
     match = re.fullmatch(r"(\d+\.?\d*)\s*GBps", text)
     if match is None or not float(match[1]):

@@ -37,7 +37,7 @@ _FIRST_TO_GO = (
 )
 """The columns that a narrow terminal does not show, in the order in which they go."""
 _GAP = 3
-"""Characters between two columns, and of both edges together."""
+"""Characters between two columns; both edges together have one more."""
 
 
 def tables(runs: Sequence[Run], unit: str, deployment: str, width: int) -> Iterable[Table]:
@@ -73,15 +73,14 @@ def tables(runs: Sequence[Run], unit: str, deployment: str, width: int) -> Itera
 
 
 def _narrowed(columns: dict[str, list[str]], width: int) -> list[str]:
-    """Remove columns until the others fit into so many characters; return the names of those."""
+    """Remove columns until the others fit into so many characters; return the names of the removed ones."""
     left_out = []
     for name in _FIRST_TO_GO:
         needed = sum(max(map(len, (title, *cells))) + _GAP for title, cells in columns.items())
-        if needed + _GAP <= width:
+        if needed + 1 <= width:
             break
-        if name in columns:
-            del columns[name]
-            left_out.append(name)
+        del columns[name]
+        left_out.append(name)
     return left_out
 
 

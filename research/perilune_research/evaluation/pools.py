@@ -197,20 +197,20 @@ POOLS: Mapping[str, Pool] = {
         for arm in ("none", "store", "split")
     },
     **{
-        f"{prefix}beginnings-refused": _but(
+        f"{arm}-beginnings-refused": _but(
             arm,
             "a session's first request is refused if no endpoint has time within 10 s",
             begin_within_s=10.0,
         )
-        for prefix, arm in (("", "none"), ("split-", "split"))
+        for arm in ("none", "split")
     },
     **{
-        f"{prefix}all-refused": _but(
+        f"{arm}-all-refused": _but(
             arm,
             "any request is refused if no endpoint has time within 10 s (`limits.ttftSloSeconds: 10`)",
             params=(("limits.ttftSloSeconds", "10"),),
         )
-        for prefix, arm in (("", "none"), ("split-", "split"))
+        for arm in ("none", "split")
     },
     **{
         f"{arm}-headers": Pool(

@@ -308,7 +308,10 @@ SECTIONS: tuple[Section, ...] = (
         title="early rejection",
         plays=(
             Play(
-                ("none", "beginnings-refused", "all-refused"), ("1.25 R", "1.6 R"), (DEFAULT,), _THREE_SEEDS
+                ("none", "none-beginnings-refused", "none-all-refused"),
+                ("1.25 R", "1.6 R"),
+                (DEFAULT,),
+                _THREE_SEEDS,
             ),
             Play(
                 ("split", "split-beginnings-refused", "split-all-refused"),

@@ -13,20 +13,8 @@ from perilune_lab.terminal.console import Console
 from perilune_lab.traces.agentic import Agentic, generate
 from perilune_lab.traces.jsonl import write
 
-QUICK = [
-    "--endpoints",
-    "2",
-    "--window",
-    "30",
-    "--warmup",
-    "5",
-    "--rates",
-    "0.5",
-    "--seeds",
-    "2",
-    "--jobs",
-    "1",
-]
+SHORT = ["--window", "30", "--warmup", "5", "--rates", "0.5", "--seeds", "2", "--jobs", "1"]
+QUICK = ["--endpoints", "2", *SHORT]
 
 
 def test_the_table_names_its_deployment_and_says_that_it_is_simulated(capsys) -> None:
@@ -109,7 +97,7 @@ def test_a_file_is_played(tmp_path: Path, capsys) -> None:
         (["--param", "limits.warp=1"], "limits has no parameter 'warp'"),
         (["--overlap"], "arm none hands no KV over, unless with `--prefill` - at `--overlap`"),
         (["--kv-tokens", "1000"], "which a KV pool of 1,000 does not hold"),
-        (["--kv-tokens", "100"], "has no two blocks of 256 - at `--kv-tokens`"),
+        (["--kv-tokens", "100"], "has no two blocks of 256 - at `--kv-tokens`, `--block-size`"),
         (["--endpoints", "5000"], "at most 1,000 - at `--endpoints`"),
         (["--rates", "0.0000001"], "at least 0.001 - at `--rates`"),
         (["--pool", "/absent.yaml"], "/absent.yaml: No such file or directory - at `--pool`"),
@@ -141,26 +129,43 @@ def test_a_file_that_is_no_trace_is_told_what_one_is(tmp_path: Path, capsys) -> 
 POOL = """\
 kind: Service
 ---
+apiVersion: inference.networking.k8s.io/v1
+kind: InferencePool
+---
+apiVersion: perilune.dev/v1alpha1
 kind: InferencePool
 spec:
   model: {name: coder}
   replicas: 2
   prefillReplicas: 1
+  engine: {kvPoolTokens: 200000}
   mooncake: {transfer: handoff, store: {enabled: true, segmentSize: 1Gi, saveDecodeCache: false}}
-  routing: {policy: {name: sticky}, pull: {maxSeconds: 0.2}}
-  gateway: {parent: {name: inference}, replicas: 1}
+  routing:
+    policy: {name: sticky}
+    pull: {maxSeconds: 0.2}
+    sessionAdmission: {maxWaitSeconds: 7}
+    shadow: {policies: [ear]}
+  gateway: {parent: {name: inference}, replicas: 3}
 """
 
 
 def test_a_pool_gives_what_no_option_says(tmp_path: Path, capsys) -> None:
     file, report_file = tmp_path / "pool.yaml", tmp_path / "report.json"
     file.write_text(POOL)
-    options = ["--window", "30", "--warmup", "5", "--rates", "0.5", "--seeds", "1", "--jobs", "1"]
-    assert main([*options, "--pool", str(file), "--endpoints", "4", "--json", str(report_file)]) == 0
+    options = ["--pool", str(file), "--endpoints", "4", "--admission", "--json", str(report_file)]
+    assert main([*SHORT, *options]) == 0
     found = report.decode(report_file.read_bytes())
-    assert found.trace["deployment"] == "arm both, 4 H20, 1 only prefill, answers are not stored"
+    assert found.trace["deployment"] == "arm both, 4 H20, 1 only prefill, 3 gateways, answers are not stored"
     assert found.trace["store_tokens"] == 4 * 2**30 // 98_304 // 256 * 256
-    assert found.trace["pool"]["spec"]["routing"]["pull"]["maxSeconds"] == 0.2
+    assert found.trace["kv_tokens"] == 200_000
+    routing = found.trace["pool"]["spec"]["routing"]
+    assert routing["pull"]["maxSeconds"] == 0.2
+    assert routing["sessionAdmission"] == {
+        **routing["sessionAdmission"],
+        "enabled": True,
+        "maxWaitSeconds": 7.0,
+    }
+    assert not routing["shadow"]["policies"]
     assert {run.policy for run in found.runs} == {
         "sticky",
         "perilune",
@@ -172,18 +177,63 @@ def test_a_pool_gives_what_no_option_says(tmp_path: Path, capsys) -> None:
 
 
 def test_the_document_of_a_gateway_is_a_pool_as_well(capsys) -> None:
-    options = [*QUICK, "--policies", "perilune", "--pool", "examples/local/split.yaml"]
-    assert main([*options[2:]]) == 0
+    assert main([*SHORT, "--policies", "perilune", "--pool", "examples/local/split.yaml"]) == 0
     assert "arm handoff, 3 H20, 1 only prefill · 0.5 sessions/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "deployment"),
+    [
+        ("replicas: 3", [], "arm none, 3 H20, 2 gateways"),
+        ("scaling: {minReplicas: 2, maxReplicas: 4}", [], "arm none, 2 H20, 2 gateways"),
+        ("replicas: 9, scaling: {minReplicas: 2, maxReplicas: 4}", [], "arm none, 4 H20, 2 gateways"),
+        (
+            "gateway: {parent: {name: i}, replicas: 1, minReplicas: 3, maxReplicas: 5}",
+            [],
+            "arm none, 1 H20, 3 gateways",
+        ),
+        (
+            "prefillReplicas: 1, mooncake: {transfer: handoff}",
+            ["--prefill", "0", "--arm", "none", "--gateways", "1"],
+            "arm none, 2 H20",
+        ),
+        ("prefillReplicas: 1, mooncake: {transfer: handoff}", ["--arm", "both"], "arm both, 2 H20, 1 only"),
+    ],
+)
+def test_an_option_overrides_the_pool(
+    spec: str, options: list[str], deployment: str, tmp_path: Path, capsys
+) -> None:
+    file = tmp_path / "pool.yaml"
+    file.write_text(f"kind: InferencePool\nspec: {{model: {{name: m}}, {spec}}}")
+    assert main([*SHORT, "--seeds", "1", "--policies", "sticky", "--pool", str(file), *options]) == 0
+    assert f"SIMULATED · {deployment}" in capsys.readouterr().out
+
+
+def test_a_pool_that_prefills_separately_is_not_played_without_hand_offs(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "pool.yaml"
+    file.write_text(POOL)
+    assert main([*SHORT, "--pool", str(file), "--arm", "store"]) == 2
+    assert "leave them out with `--prefill 0` - at `--arm`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("a: [1", "pool.yaml is no YAML"),
-        ("kind: Service", "pool.yaml has no objects of kind InferencePool, needs one - at `--pool`"),
+        (
+            "kind: Service",
+            "pool.yaml has no objects of kind InferencePool (perilune.dev), needs one - at `--pool`",
+        ),
         ("kind: InferencePool\nspec: [1]", "pool.yaml: must be an object - at `$.spec`"),
-        ("kind: InferencePool\nspec: {routng: {}}", "pool.yaml: unknown field - at `$.spec.routng`"),
+        (
+            "kind: InferencePool\nspec: {model: {name: m}, routng: {}}",
+            "pool.yaml: unknown field - at `$.spec.routng`",
+        ),
+        (
+            "kind: InferencePool\nspec:\n  model: {name: m}\n"
+            "  mooncake: {store: {enabled: true, segmentSize: '0'}}",
+            "A store without room keeps nothing - at `$.spec.mooncake.store.segmentSize`",
+        ),
         (
             "kind: InferencePool\nspec: {model: {name: m}, replicas: 0}",
             "A pool without endpoints answers nothing - at `$.spec.replicas`",

@@ -14,14 +14,12 @@ import msgspec
 
 from perilune_lab.quantiles import mean
 from perilune_lab.simulate import measure
-from perilune_lab.simulate.deployment import Arm
 from perilune_research.evaluation.metrics import Metric
 from perilune_research.evaluation.plan import DEFAULT
 from perilune_research.table import Table, ranged
 
 SPLIT = ("split", "split-store")
-"""`handoff` and `both` with separate prefill, which needs hand-offs."""
-POOLS = (*Arm, *SPLIT)
+"""The pools in which half of the endpoints only prefill, without and with a store."""
 NEVER = "never"
 CLOSE = 0.03
 """Distance from 1 up to which a ratio is written with three digits after the point."""
@@ -106,7 +104,8 @@ def by_load(metric: Metric, loads: Iterable[str]) -> list[Column]:
 
 def seed_by_seed(ratios: Sequence[float]) -> str:
     """Return the geometric mean of the ratios of one seed each, with its 95 % interval by bootstrap.
-    It has three digits after the point if two would hide on which side of 1 a bound lies."""
+    It has three digits after the point if it is close to 1, or if two would hide on which side of 1 a bound
+    lies."""
     rng, n = Random(len(ratios)), len(ratios)
     found = sorted(geometric_mean(rng.choices(ratios, k=n)) for _ in range(measure.RESAMPLES))
     low, high = (found[round((measure.RESAMPLES - 1) * q)] for q in (0.025, 0.975))

@@ -11,7 +11,8 @@ from perilune_lab.simulate import measure
 from perilune_research.evaluation import metrics
 from perilune_research.evaluation.metrics import Metric
 from perilune_research.evaluation.plan import DEFAULT, THREE
-from perilune_research.evaluation.summaries.figures import POOLS, Pages, Played
+from perilune_research.evaluation.pools import ARMS
+from perilune_research.evaluation.summaries.figures import Pages, Played
 from perilune_research.table import Table, ranged
 
 
@@ -26,18 +27,19 @@ class Goal(NamedTuple):
     load: str
     metric: Metric
     bounds: Mapping[str, float]
-    """The bound in each deployment, which is met on the side where the figure is better."""
+    """The bound in each pool, which is met on the side where the figure is better."""
     policy: str = DEFAULT
 
     def is_met(self, figure: float, pool: str) -> bool:
         return figure >= self.bounds[pool] if self.metric.more_is_better else figure <= self.bounds[pool]
 
 
-FACTOR = metrics.WALL_CLOCK._replace(form="{:.3f}".format)
+WALL_CLOCK = metrics.WALL_CLOCK._replace(form="{:.3f}".format)
+"""With three digits, since its bound lies within the third."""
 
 
 def _same(bound: float) -> dict[str, float]:
-    return dict.fromkeys(POOLS, bound)
+    return dict.fromkeys(ARMS, bound)
 
 
 GOALS = (
@@ -53,11 +55,11 @@ GOALS = (
         )
         for load, share in zip(THREE, (97, 95, 90), strict=True)
     ),
-    Goal("P6: wall-clock factor at R at most 1.05", "R", FACTOR, _same(1.05)),
+    Goal("P6: wall-clock factor at R at most 1.05", "R", WALL_CLOCK, _same(1.05)),
     Goal(
         "P6: that of `lmetric` at least 1.4, as a sign that the pool is full",
         "R",
-        FACTOR._replace(more_is_better=True),
+        WALL_CLOCK._replace(more_is_better=True),
         _same(1.4),
         "lmetric",
     ),
@@ -69,8 +71,8 @@ GOALS = (
 
 def goals(pages: Pages) -> Table:
     """Return the figures for which there are goals, of as many seeds as were played."""
-    rows = [[goal.words, *(_judged(pages, goal, pool) for pool in POOLS)] for goal in GOALS]
-    return Table("", ["goal", *(f"`{pool}`" for pool in POOLS)], rows)
+    rows = [[goal.words, *(_judged(pages, goal, pool) for pool in ARMS)] for goal in GOALS]
+    return Table("", ["goal", *(f"`{pool}`" for pool in ARMS)], rows)
 
 
 def _judged(pages: Pages, goal: Goal, pool: str) -> str:

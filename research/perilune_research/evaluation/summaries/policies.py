@@ -10,8 +10,8 @@ from perilune_lab.terminal.formats import as_number
 from perilune_research.evaluation import metrics
 from perilune_research.evaluation.metrics import Metric
 from perilune_research.evaluation.plan import DEFAULT, THREE
+from perilune_research.evaluation.pools import ARMS
 from perilune_research.evaluation.summaries.figures import (
-    POOLS,
     SPLIT,
     Column,
     Line,
@@ -91,7 +91,7 @@ def separate_prefill(pages: Pages) -> Table:
 def behind(pages: Pages) -> Table:
     """List what is better than the default in each seed, and by how much of the default's figure."""
     rows = []
-    for pool, load in product(POOLS, THREE):
+    for pool, load in product(ARMS, THREE):
         ours = Played("separate-prefill" if pool in SPLIT else "deployments", pool, load)
         found = [text for metric in metrics.MAIN if (text := _ahead(pages, ours, metric))]
         rows.append([f"`{pool}`" if load == THREE[0] else "", load, ". ".join(found) or "nothing"])
@@ -124,7 +124,7 @@ def sixteen_seeds(pages: Pages) -> Table:
             if rival in pages.policies("held-back-seeds", arm, "R"):
                 held_back = Played("held-back-seeds", arm, "R", rival)
                 rows.append([arm, f"`{rival}`", "held back", *_rival(pages, held_back)])
-    return Table("", _names("arm", "rival", "seeds"), rows)
+    return Table("", _names("pool", "rival", "seeds"), rows)
 
 
 def more_loads(pages: Pages) -> Table:

@@ -178,7 +178,7 @@ def hot_hosts(pages: Pages) -> Table:
         [f"`{arm}`", policy, *(cell(Played("triggers", arm, load, policy)) for load in LOADS)]
         for arm, policy in shown
     ]
-    return Table("", ["arm", "policy", *(f"{load}: hot, moved" for load in LOADS)], rows)
+    return Table("", ["pool", "policy", *(f"{load}: hot, moved" for load in LOADS)], rows)
 
 
 def waiting(pages: Pages) -> Table:
@@ -195,7 +195,7 @@ def waiting(pages: Pages) -> Table:
             ]
             rows.append([f"`{arm}`", policy, *cells, f"{pages.text(played, metrics.WORST)} s"])
     ranks = ("hottest: tokens, time hot", "fifth", "coolest")
-    return Table("", ["arm", "policy", *ranks, "worst endpoint: TTFT p90"], rows)
+    return Table("", ["pool", "policy", *ranks, "worst endpoint: TTFT p90"], rows)
 
 
 def overlap(pages: Pages) -> Table:

@@ -38,7 +38,7 @@ def recorded(pages: Pages) -> Table:
             lowest = min(figures, key=lambda policy: figures[policy])
             cells += [metric.form(ours), f"{lowest} {metric.form(figures[lowest])}"]
         rows.append([trace, f"`{arm}`", words, *cells])
-    return Table("", ["trace", "arm", "speed", "TTFT p90 s", "next", "E2E p90 s", "next"], rows)
+    return Table("", ["trace", "pool", "speed", "TTFT p90 s", "next", "E2E p90 s", "next"], rows)
 
 
 def other_traffic(pages: Pages) -> Table:
@@ -116,24 +116,24 @@ def giving_up(pages: Pages) -> Table:
         *("requests closed", "sessions lost", "answered"),
         *("TTFT p90 s", "output tokens/s", "patient: TTFT p90 s"),
     )
-    return Table("", ["arm", "load", "policy", *titles], rows)
+    return Table("", ["pool", "load", "policy", *titles], rows)
 
 
 def early_rejection(pages: Pages) -> Table:
     refused = {
-        "none": "nothing",
-        "beginnings-refused": "the first request of a session (`--begin-within 10`)",
-        "all-refused": "any request (`--param limits.ttftSloSeconds=10`)",
+        "": "nothing",
+        "-beginnings-refused": "the first request of a session (`--begin-within 10`)",
+        "-all-refused": "any request (`--param limits.ttftSloSeconds=10`)",
     }
     lines = [
-        Line((f"`{arm}`", load, words), Played("early-rejection", _refusing(arm, pool), load))
-        for arm, loads in (("none", ("1.25 R", "1.6 R")), ("split", ("R", "1.25 R")))
+        Line((f"`{pool}`", load, words), Played("early-rejection", f"{pool}{suffix}", load))
+        for pool, loads in (("none", ("1.25 R", "1.6 R")), ("split", ("R", "1.25 R")))
         for load in loads
-        for pool, words in refused.items()
+        for suffix, words in refused.items()
     ]
     return grid(
         pages,
-        ["arm", "load", "refused may be"],
+        ["pool", "load", "refused may be"],
         lines,
         [
             Column("sessions lost", metrics.LOST._replace(form=whole)),
@@ -144,13 +144,6 @@ def early_rejection(pages: Pages) -> Table:
             Column("output tokens/s", metrics.OUTPUT),
         ],
     )
-
-
-def _refusing(arm: str, pool: str) -> str:
-    """Return the name of a pool of early rejection in another arm than `none`, too."""
-    if pool == "none":
-        return arm
-    return pool if arm == "none" else f"{arm}-{pool}"
 
 
 def fairness(pages: Pages) -> Table:
