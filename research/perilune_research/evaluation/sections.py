@@ -180,7 +180,7 @@ SECTIONS: tuple[Section, ...] = (
         plays=(
             *_more(_SIXTEEN),
             Play(("handoff", "both"), ("R",), (*RIVALS, "llm_d"), _SIXTEEN),
-            Play(("split",), ("R",), (DEFAULT, "lmetric"), _SIXTEEN),
+            Play(("split", "split-store"), ("R",), (*RIVALS, "lmetric"), _SIXTEEN),
         ),
         shown=(*metrics.MAIN, metrics.WALL_CLOCK),
         apart=True,
@@ -478,6 +478,9 @@ SECTIONS: tuple[Section, ...] = (
             Play(("none", "store", "handoff", "both"), ("R/2", "1.25 R"), (*RIVALS, "llm_d"), _SIXTEEN),
             Play(("store", "both"), ("R/2", "1.25 R"), ("dynamo_product", "mooncake"), _SIXTEEN),
             Play(("store", "both"), ("1.25 R",), ("lmetric",), _SIXTEEN),
+            Play(("split", "split-store"), ("R/2",), (*RIVALS, "ear"), _SIXTEEN),
+            Play(("split-store",), ("R/2",), ("lmetric",), _SIXTEEN),
+            Play(("split", "split-store"), ("1.25 R",), (DEFAULT, "lmetric"), _SIXTEEN),
         ),
         apart=True,
         told=("Sixteen seeds",),

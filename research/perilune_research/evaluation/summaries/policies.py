@@ -118,7 +118,7 @@ def _gain(ratio: float, metric: Metric) -> float:
 def sixteen_seeds(pages: Pages) -> Table:
     """Compare the default with its closest rivals at R."""
     rows = []
-    for arm in (*Arm, "split"):
+    for arm in ARMS:
         for rival in sorted({*pages.policies("more-seeds", arm, "R")} - {DEFAULT}):
             rows.append([arm, f"`{rival}`", "1–16", *_rival(pages, Played("more-seeds", arm, "R", rival))])
             if rival in pages.policies("held-back-seeds", arm, "R"):
@@ -132,10 +132,10 @@ def more_loads(pages: Pages) -> Table:
     page = "more-loads"
     return Table(
         "",
-        _names("arm", "load", "rival"),
+        _names("pool", "load", "rival"),
         [
             [arm, load, f"`{rival}`", *_rival(pages, Played(page, arm, load, rival))]
-            for arm, load in product(Arm, ("R/2", "1.25 R"))
+            for arm, load in product(ARMS, ("R/2", "1.25 R"))
             for rival in sorted({*pages.policies(page, arm, load)} - {DEFAULT})
         ],
     )
