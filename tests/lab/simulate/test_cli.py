@@ -3,11 +3,12 @@
 import io
 from pathlib import Path
 
+import fast_yaml
 import pytest
 from msgspec import UNSET
 
 from perilune_lab import report
-from perilune_lab.simulate import tables
+from perilune_lab.simulate import pool_file, tables
 from perilune_lab.simulate.cli import main
 from perilune_lab.terminal.console import Console
 from perilune_lab.traces.agentic import Agentic, generate
@@ -207,6 +208,11 @@ def test_an_option_overrides_the_pool(
     file.write_text(f"kind: InferencePool\nspec: {{model: {{name: m}}, {spec}}}")
     assert main([*SHORT, "--seeds", "1", "--policies", "sticky", "--pool", str(file), *options]) == 0
     assert f"SIMULATED · {deployment}" in capsys.readouterr().out
+
+
+def test_a_pool_has_as_many_gateways_as_the_chart_gives_it() -> None:
+    values = fast_yaml.load((Path(__file__).parents[3] / "charts/perilune/values.yaml").read_text())
+    assert values["gatewayReplicas"] == pool_file.GATEWAYS
 
 
 def test_a_pool_that_prefills_separately_is_not_played_without_hand_offs(tmp_path: Path, capsys) -> None:
