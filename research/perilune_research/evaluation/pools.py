@@ -48,6 +48,8 @@ ARMS: Mapping[str, Pool] = {
         ("split", "store"),
     ),
 }
+SPLIT = ("split", "split-store")
+"""The pools in which half of the endpoints only prefill, without and with a store."""
 FAULTS: Mapping[str, tuple[str, Faults]] = {
     "told-double": (
         "prefill is believed to take twice as long as it does, step times are noisy",
@@ -138,7 +140,7 @@ POOLS: Mapping[str, Pool] = {
         "the gateway plans moves with every trigger (`migration.triggers`)",
         triggers=tuple(MoveTrigger),
     ),
-    **{name: pool for arm in (*Arm, "split") for name, pool in _admitting(arm, "").items()},
+    **{name: pool for arm in ARMS for name, pool in _admitting(arm, "").items()},
     **{
         name: pool
         for arm in Arm
@@ -148,7 +150,7 @@ POOLS: Mapping[str, Pool] = {
     **_admitting("none", "-long", "sessions have more turns, ", traffic=LONG),
     "none-tenants": _but("none", TENANTS, tenants=(QUIET, GREEDY)),
     **_admitting("none", "-tenants", f"{TENANTS}, ", tenants=(QUIET, GREEDY)),
-    **{f"{arm}-four-gateways": _but(arm, FOUR, gateways=4) for arm in (*Arm, "split")},
+    **{f"{arm}-four-gateways": _but(arm, FOUR, gateways=4) for arm in ARMS},
     **{
         f"{arm}-{name}-link": _but(arm, f"KV goes over {means}", link=name)
         for arm in ("handoff", "split")
@@ -159,7 +161,7 @@ POOLS: Mapping[str, Pool] = {
     },
     **{
         f"{arm}-{name}": _but(arm, means, faults=faults)
-        for arm in (*Arm, "split")
+        for arm in ARMS
         for name, (means, faults) in FAULTS.items()
     },
     **{
@@ -169,11 +171,11 @@ POOLS: Mapping[str, Pool] = {
     },
     **{
         f"{arm}-never": _but(arm, "no session moves to save time (`leastGainSeconds: 1e9`)", params=NEVER)
-        for arm in (*Arm, "split")
+        for arm in ARMS
     },
     **{
         f"{arm}-slower": _but(arm, "all engines compute 10 % slower", slower=1.1)
-        for arm in ("none", "store", "split")
+        for arm in ("none", "store", *SPLIT)
     },
     "conductor-no-scheduling": _but(
         "handoff",
@@ -194,7 +196,7 @@ POOLS: Mapping[str, Pool] = {
         f"{arm}-impatient": _but(
             arm, "clients close a request without a token after a minute, and try twice more", patience_s=60.0
         )
-        for arm in ("none", "store", "split")
+        for arm in ("none", "store", *SPLIT)
     },
     **{
         f"{arm}-beginnings-refused": _but(
@@ -202,7 +204,7 @@ POOLS: Mapping[str, Pool] = {
             "a session's first request is refused if no endpoint has time within 10 s",
             begin_within_s=10.0,
         )
-        for arm in ("none", "split")
+        for arm in ("none", *SPLIT)
     },
     **{
         f"{arm}-all-refused": _but(
@@ -210,14 +212,14 @@ POOLS: Mapping[str, Pool] = {
             "any request is refused if no endpoint has time within 10 s (`limits.ttftSloSeconds: 10`)",
             params=(("limits.ttftSloSeconds", "10"),),
         )
-        for arm in ("none", "split")
+        for arm in ("none", *SPLIT)
     },
     **{
         f"{arm}-headers": Pool(
             f"`{arm}`, but bodies are hard to guess, and each turn is decided without and with its body",
             {**ARMS[arm].changes, "twice": True, "faults": Faults(token_error=0.3)},
         )
-        for arm in ("none", "handoff", "store", "split")
+        for arm in ("none", "handoff", "store", *SPLIT)
     },
     "split-overlap": _but(
         "split", "transfers overlap with prefills: a model, which vLLM is not", overlap=True
@@ -255,7 +257,7 @@ POOLS: Mapping[str, Pool] = {
         f"{arm}-{parameter}-{factor}": _but(
             arm, VARIED[parameter].format(factor), traffic=((parameter, factor),)
         )
-        for arm in ("none", "store", "split")
+        for arm in ("none", "store", *SPLIT)
         for parameter in PARAMETERS
         for factor in FACTORS
     },
@@ -266,7 +268,7 @@ POOLS: Mapping[str, Pool] = {
             () if arm == "none" else (f"{name}-none{suffix}",),
         )
         for name, file in TRACES.items()
-        for arm in ("none", "handoff", "store", "both", "split")
+        for arm in ARMS
         for suffix, mode, words in (
             ("", Mode.THINKTIME, "each when the one before it in its session has ended (mode thinktime)"),
             ("-timed", Mode.TIMESTAMPS, "each at its recorded time (mode timestamps)"),

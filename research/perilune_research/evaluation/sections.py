@@ -151,7 +151,7 @@ SECTIONS: tuple[Section, ...] = (
         title="how often a host is hot",
         plays=(
             Play(("none", "handoff", "store"), tuple(LOADS), (DEFAULT, "ear", "sticky"), _THREE_SEEDS),
-            Play(("split",), THREE, (DEFAULT, "ear", "sticky"), _THREE_SEEDS),
+            Play(("split", "split-store"), THREE, (DEFAULT, "ear", "sticky"), _THREE_SEEDS),
         ),
         shown=(metrics.HOT, metrics.MOVED, metrics.TTFT_P90),
         compared=(),
@@ -217,6 +217,16 @@ SECTIONS: tuple[Section, ...] = (
                 _THREE_SEEDS,
             ),
             Play([f"split-{name}" for name in FAULTS], ("0.64", "R"), (DEFAULT,), _THREE_SEEDS),
+            Play(("split-store",), ("R/2", "R"), (DEFAULT, "ear", "sticky"), _THREE_SEEDS),
+            Play(
+                [
+                    f"split-store-{other}"
+                    for other in ("four-gateways", "never", "slower", "admission", *FAULTS)
+                ],
+                ("R/2", "R"),
+                (DEFAULT,),
+                _THREE_SEEDS,
+            ),
         ),
         shown=(
             *(metrics.TTFT_P50, metrics.TTFT_P90, metrics.E2E_P90, metrics.APC, metrics.OUTPUT),
@@ -254,7 +264,7 @@ SECTIONS: tuple[Section, ...] = (
                 (1,),
             ),
             Play(
-                [f"{trace}-{arm}" for trace in TRACES for arm in ("handoff", "both", "split")],
+                [f"{trace}-{arm}" for trace in TRACES for arm in ("handoff", "both", "split", "split-store")],
                 tuple(SPEEDS),
                 (*RIVALS, "ear", "sticky"),
                 (1,),
@@ -294,7 +304,12 @@ SECTIONS: tuple[Section, ...] = (
                 (*RIVALS, "round_robin"),
                 _THREE_SEEDS,
             ),
-            Play(("split", "split-impatient"), ("R", "1.25 R"), (DEFAULT, "least_loaded"), _THREE_SEEDS),
+            Play(
+                [f"{arm}{kind}" for arm in ("split", "split-store") for kind in ("", "-impatient")],
+                ("R", "1.25 R"),
+                (DEFAULT, "least_loaded"),
+                _THREE_SEEDS,
+            ),
         ),
         shown=(
             *(metrics.CLOSED, metrics.LOST, metrics.ANSWERED),
@@ -314,7 +329,11 @@ SECTIONS: tuple[Section, ...] = (
                 _THREE_SEEDS,
             ),
             Play(
-                ("split", "split-beginnings-refused", "split-all-refused"),
+                [
+                    f"{arm}{kind}"
+                    for arm in ("split", "split-store")
+                    for kind in ("", "-beginnings-refused", "-all-refused")
+                ],
                 ("R", "1.25 R"),
                 (DEFAULT,),
                 _THREE_SEEDS,
@@ -402,7 +421,7 @@ SECTIONS: tuple[Section, ...] = (
         title="what waits at each endpoint",
         plays=(
             Play(
-                ("none", "store", "split"),
+                ("none", "store", "split", "split-store"),
                 ("R",),
                 (DEFAULT, "ear", "sticky", "lmetric_plus_one", "lmetric"),
                 _THREE_SEEDS,
@@ -425,7 +444,12 @@ SECTIONS: tuple[Section, ...] = (
                 (DEFAULT, "ear", "sticky"),
                 _THREE_SEEDS,
             ),
-            Play(("split-headers",), ("R/2", "R"), (DEFAULT, "ear", "sticky"), _THREE_SEEDS),
+            Play(
+                ("split-headers", "split-store-headers"),
+                ("R/2", "R"),
+                (DEFAULT, "ear", "sticky"),
+                _THREE_SEEDS,
+            ),
         ),
         shown=(metrics.DECIDED, metrics.READ, metrics.EQUAL, metrics.SAME),
         compared=(),
@@ -442,7 +466,7 @@ SECTIONS: tuple[Section, ...] = (
         plays=(
             Play(("none", "store"), (), (*RIVALS, "dynamo", "sticky", "round_robin"), _THREE_SEEDS),
             Play(("handoff", "both"), (), RIVALS, _THREE_SEEDS),
-            Play(("split",), (), (DEFAULT, "least_loaded"), _THREE_SEEDS),
+            Play(("split", "split-store"), (), (DEFAULT, "least_loaded"), _THREE_SEEDS),
         ),
         base=SHORT,
         searched=True,
@@ -463,6 +487,7 @@ SECTIONS: tuple[Section, ...] = (
                     ("none", (*RIVALS, "sticky")),
                     ("store", (*RIVALS, "sticky")),
                     ("split", (DEFAULT,)),
+                    ("split-store", (DEFAULT,)),
                 )
             ),
         ),

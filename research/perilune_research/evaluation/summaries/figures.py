@@ -18,8 +18,6 @@ from perilune_research.evaluation.metrics import Metric
 from perilune_research.evaluation.plan import DEFAULT
 from perilune_research.table import Table, ranged
 
-SPLIT = ("split", "split-store")
-"""The pools in which half of the endpoints only prefill, without and with a store."""
 NEVER = "never"
 CLOSE = 0.03
 """Distance from 1 up to which a ratio is written with three digits after the point."""

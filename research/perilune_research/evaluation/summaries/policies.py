@@ -5,14 +5,12 @@ from __future__ import annotations
 from itertools import product
 
 from perilune_lab.quantiles import mean
-from perilune_lab.simulate.deployment import Arm
 from perilune_lab.terminal.formats import as_number
 from perilune_research.evaluation import metrics
 from perilune_research.evaluation.metrics import Metric
 from perilune_research.evaluation.plan import DEFAULT, THREE
-from perilune_research.evaluation.pools import ARMS
+from perilune_research.evaluation.pools import ARMS, SPLIT
 from perilune_research.evaluation.summaries.figures import (
-    SPLIT,
     Column,
     Line,
     Pages,
@@ -160,7 +158,7 @@ def _names(*first: str) -> list[str]:
 def capacity(pages: Pages) -> Table:
     """Return how many sessions per second the default serves, and that over what others serve."""
     rows = []
-    for arm in (*Arm, "split"):
+    for arm in ARMS:
         ours = Played("capacity", arm, "capacity")
         others = [policy for policy in pages.policies(*ours[:3]) if policy != DEFAULT]
         over = [_over(pages, ours, ours._replace(policy=policy)) for policy in others]

@@ -7,6 +7,7 @@ from itertools import product
 from perilune_lab.simulate.deployment import Arm
 from perilune_research.evaluation import metrics
 from perilune_research.evaluation.plan import DEFAULT, LOADS, THREE
+from perilune_research.evaluation.pools import SPLIT
 from perilune_research.evaluation.summaries.figures import (
     Column,
     Line,
@@ -41,30 +42,28 @@ def never_moving(pages: Pages) -> Table:
 
 def separate_prefill_elsewhere(pages: Pages) -> Table:
     others = {
-        "the default": ("split", DEFAULT),
-        "`ear`": ("split", "ear"),
-        "`sticky`": ("split", "sticky"),
-        "four gateways": ("split-four-gateways", DEFAULT),
-        "no session moves to save time": ("split-never", DEFAULT),
-        "engines are 10 % slower": ("split-slower", DEFAULT),
-        "session admission, from a session's first request": ("split-admission", DEFAULT),
-        "prefill believed to take twice as long, noisy": ("split-told-double", DEFAULT),
-        "half as long, noisy": ("split-told-half", DEFAULT),
-        "engines up to 1.5 times as fast or slow, noisy": ("split-unequal", DEFAULT),
-        "up to twice as fast or slow, believed to take half as long, noisier": (
-            "split-very-unequal",
-            DEFAULT,
-        ),
+        "the default": ("", DEFAULT),
+        "`ear`": ("", "ear"),
+        "`sticky`": ("", "sticky"),
+        "four gateways": ("-four-gateways", DEFAULT),
+        "no session moves to save time": ("-never", DEFAULT),
+        "engines are 10 % slower": ("-slower", DEFAULT),
+        "session admission, from a session's first request": ("-admission", DEFAULT),
+        "prefill believed to take twice as long, noisy": ("-told-double", DEFAULT),
+        "half as long, noisy": ("-told-half", DEFAULT),
+        "engines up to 1.5 times as fast or slow, noisy": ("-unequal", DEFAULT),
+        "up to twice as fast or slow, believed to take half as long, noisier": ("-very-unequal", DEFAULT),
     }
-    return grid(
-        pages,
-        ["pool"],
-        [
-            Line((words,), Played("separate-prefill-elsewhere", pool, "", policy))
-            for words, (pool, policy) in others.items()
-        ],
-        by_load(metrics.TTFT_P90, ("R/2", "0.64", "R")),
-    )
+    shown = (*product(("split",), ("R/2", "0.64", "R")), *product(("split-store",), ("R/2", "R")))
+
+    def cell(pool: str, load: str, policy: str) -> str:
+        return pages.text(Played("separate-prefill-elsewhere", pool, load, policy), metrics.TTFT_P90)
+
+    rows = [
+        [words, *(cell(f"{arm}{suffix}", load, policy) for arm, load in shown)]
+        for words, (suffix, policy) in others.items()
+    ]
+    return Table("", ["pool", *(f"{arm}, {load}" for arm, load in shown)], rows)
 
 
 def other_pools(pages: Pages) -> Table:
@@ -167,7 +166,7 @@ def slower(pages: Pages) -> Table:
 
 
 def hot_hosts(pages: Pages) -> Table:
-    shown = [*product(("none", "handoff", "store", "split"), ("ear", DEFAULT))]
+    shown = [*product(("none", "handoff", "store", *SPLIT), ("ear", DEFAULT))]
     shown.remove(("handoff", DEFAULT))
 
     def cell(played: Played) -> str:
@@ -185,7 +184,7 @@ def waiting(pages: Pages) -> Table:
     """Return what waits at the endpoints at R, by rank."""
     figures = {metric.name: metric for metric in metrics.HEAT}
     rows = []
-    for arm in ("none", "store", "split"):
+    for arm in ("none", "store", *SPLIT):
         for policy in pages.policies("heat", arm, "R"):
             played = Played("heat", arm, "R", policy)
             cells = [

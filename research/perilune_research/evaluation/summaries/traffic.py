@@ -9,7 +9,7 @@ from perilune_lab.terminal.formats import as_number
 from perilune_research.evaluation import metrics
 from perilune_research.evaluation.metrics import Metric
 from perilune_research.evaluation.plan import DEFAULT, SPEEDS
-from perilune_research.evaluation.pools import FACTORS
+from perilune_research.evaluation.pools import FACTORS, SPLIT
 from perilune_research.evaluation.summaries.figures import Column, Line, Pages, Played, grid, spread, whole
 from perilune_research.evaluation.traffic import PARAMETERS
 from perilune_research.table import Table
@@ -19,7 +19,7 @@ def recorded(pages: Pages) -> Table:
     """Return the default on recorded traffic beside the lowest of the others."""
     at_speed = [
         (trace, arm, words, f"{trace}-{arm}", load)
-        for trace, arm in product(("conversation", "synthetic"), ("none", "store", "split"))
+        for trace, arm in product(("conversation", "synthetic"), ("none", "store", *SPLIT))
         for words, load in zip(("half", "as recorded", "1.25 times"), SPEEDS, strict=True)
     ]
     timed = [
@@ -106,7 +106,7 @@ def giving_up(pages: Pages) -> Table:
         *(metrics.TTFT_P90_OF_ALL, metrics.OUTPUT),
     )
     rows = []
-    for arm, load in product(("none", "store", "split"), ("R", "1.25 R")):
+    for arm, load in product(("none", "store", *SPLIT), ("R", "1.25 R")):
         for policy in pages.policies(page, f"{arm}-impatient", load):
             impatient = Played(page, f"{arm}-impatient", load, policy)
             patient = pages.text(impatient._replace(pool=arm), metrics.TTFT_P90_OF_ALL)
@@ -127,8 +127,8 @@ def early_rejection(pages: Pages) -> Table:
     }
     lines = [
         Line((f"`{pool}`", load, words), Played("early-rejection", f"{pool}{suffix}", load))
-        for pool, loads in (("none", ("1.25 R", "1.6 R")), ("split", ("R", "1.25 R")))
-        for load in loads
+        for pool in ("none", *SPLIT)
+        for load in (("1.25 R", "1.6 R") if pool == "none" else ("R", "1.25 R"))
         for suffix, words in refused.items()
     ]
     return grid(
