@@ -9,7 +9,7 @@ from typing import Any
 from perilune_lab.simulate.deployment import Arm
 from perilune_research.evaluation import metrics
 from perilune_research.evaluation.plan import BASE, DEFAULT, LOADS, SHORT, SPEEDS, THREE, Play, Section, seeds
-from perilune_research.evaluation.pools import ADMISSION, FACTORS, FAULTS, LINKS, TRACES
+from perilune_research.evaluation.pools import ADMISSION, FACTORS, FAULTS, LINKS, SPLIT, TRACES
 from perilune_research.evaluation.traffic import PARAMETERS
 
 SYSTEMS = (
@@ -151,7 +151,7 @@ SECTIONS: tuple[Section, ...] = (
         title="how often a host is hot",
         plays=(
             Play(("none", "handoff", "store"), tuple(LOADS), (DEFAULT, "ear", "sticky"), _THREE_SEEDS),
-            Play(("split", "split-store"), THREE, (DEFAULT, "ear", "sticky"), _THREE_SEEDS),
+            Play(SPLIT, THREE, (DEFAULT, "ear", "sticky"), _THREE_SEEDS),
         ),
         shown=(metrics.HOT, metrics.MOVED, metrics.TTFT_P90),
         compared=(),
@@ -180,7 +180,7 @@ SECTIONS: tuple[Section, ...] = (
         plays=(
             *_more(_SIXTEEN),
             Play(("handoff", "both"), ("R",), (*RIVALS, "llm_d"), _SIXTEEN),
-            Play(("split", "split-store"), ("R",), (*RIVALS, "lmetric"), _SIXTEEN),
+            Play(SPLIT, ("R",), (*RIVALS, "lmetric"), _SIXTEEN),
         ),
         shown=(*metrics.MAIN, metrics.WALL_CLOCK),
         apart=True,
@@ -198,7 +198,7 @@ SECTIONS: tuple[Section, ...] = (
         name="separate-prefill",
         title="separate prefill",
         plays=(
-            Play(("split", "split-store"), THREE, (*SYSTEMS, "least_loaded"), _THREE_SEEDS),
+            Play(SPLIT, THREE, (*SYSTEMS, "least_loaded"), _THREE_SEEDS),
             Play(("none", "store"), THREE, (DEFAULT,), _THREE_SEEDS),
         ),
         shown=(*metrics.MAIN, metrics.INTERFERENCE),
@@ -264,7 +264,7 @@ SECTIONS: tuple[Section, ...] = (
                 (1,),
             ),
             Play(
-                [f"{trace}-{arm}" for trace in TRACES for arm in ("handoff", "both", "split", "split-store")],
+                [f"{trace}-{arm}" for trace in TRACES for arm in ("handoff", "both", *SPLIT)],
                 tuple(SPEEDS),
                 (*RIVALS, "ear", "sticky"),
                 (1,),
@@ -305,7 +305,7 @@ SECTIONS: tuple[Section, ...] = (
                 _THREE_SEEDS,
             ),
             Play(
-                [f"{arm}{kind}" for arm in ("split", "split-store") for kind in ("", "-impatient")],
+                [f"{arm}{kind}" for arm in SPLIT for kind in ("", "-impatient")],
                 ("R", "1.25 R"),
                 (DEFAULT, "least_loaded"),
                 _THREE_SEEDS,
@@ -329,11 +329,7 @@ SECTIONS: tuple[Section, ...] = (
                 _THREE_SEEDS,
             ),
             Play(
-                [
-                    f"{arm}{kind}"
-                    for arm in ("split", "split-store")
-                    for kind in ("", "-beginnings-refused", "-all-refused")
-                ],
+                [f"{arm}{kind}" for arm in SPLIT for kind in ("", "-beginnings-refused", "-all-refused")],
                 ("R", "1.25 R"),
                 (DEFAULT,),
                 _THREE_SEEDS,
@@ -421,7 +417,7 @@ SECTIONS: tuple[Section, ...] = (
         title="what waits at each endpoint",
         plays=(
             Play(
-                ("none", "store", "split", "split-store"),
+                ("none", "store", *SPLIT),
                 ("R",),
                 (DEFAULT, "ear", "sticky", "lmetric_plus_one", "lmetric"),
                 _THREE_SEEDS,
@@ -466,7 +462,7 @@ SECTIONS: tuple[Section, ...] = (
         plays=(
             Play(("none", "store"), (), (*RIVALS, "dynamo", "sticky", "round_robin"), _THREE_SEEDS),
             Play(("handoff", "both"), (), RIVALS, _THREE_SEEDS),
-            Play(("split", "split-store"), (), (DEFAULT, "least_loaded"), _THREE_SEEDS),
+            Play(SPLIT, (), (*RIVALS, "least_loaded"), _THREE_SEEDS),
         ),
         base=SHORT,
         searched=True,
@@ -503,9 +499,9 @@ SECTIONS: tuple[Section, ...] = (
             Play(("none", "store", "handoff", "both"), ("R/2", "1.25 R"), (*RIVALS, "llm_d"), _SIXTEEN),
             Play(("store", "both"), ("R/2", "1.25 R"), ("dynamo_product", "mooncake"), _SIXTEEN),
             Play(("store", "both"), ("1.25 R",), ("lmetric",), _SIXTEEN),
-            Play(("split", "split-store"), ("R/2",), (*RIVALS, "ear"), _SIXTEEN),
+            Play(SPLIT, ("R/2",), (*RIVALS, "ear"), _SIXTEEN),
             Play(("split-store",), ("R/2",), ("lmetric",), _SIXTEEN),
-            Play(("split", "split-store"), ("1.25 R",), (DEFAULT, "lmetric"), _SIXTEEN),
+            Play(SPLIT, ("1.25 R",), (DEFAULT, "lmetric"), _SIXTEEN),
         ),
         apart=True,
         told=("Sixteen seeds",),
