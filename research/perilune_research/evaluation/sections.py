@@ -9,7 +9,7 @@ from typing import Any
 from perilune_lab.simulate.deployment import Arm
 from perilune_research.evaluation import metrics
 from perilune_research.evaluation.plan import BASE, DEFAULT, LOADS, SHORT, SPEEDS, THREE, Play, Section, seeds
-from perilune_research.evaluation.pools import ADMISSION, FACTORS, FAULTS, LINKS, SPLIT, TRACES
+from perilune_research.evaluation.pools import ADMISSION, ARMS, FACTORS, FAULTS, LINKS, SPLIT, TRACES
 from perilune_research.evaluation.traffic import PARAMETERS
 
 SYSTEMS = (
@@ -40,9 +40,9 @@ _HELD_BACK = seeds(1001, 1016)
 def _more(sample: Sequence[int]) -> tuple[Play, ...]:
     """Return the plays of the default and its closest rivals in each arm, at R."""
     return (
-        Play(("none", "store"), ("R",), RIVALS, sample),
+        Play(tuple(ARMS), ("R",), RIVALS, sample),
         Play(("none",), ("R",), ("kv_linear", "lmetric"), sample),
-        Play(("store",), ("R",), ("dynamo_product",), sample),
+        Play(("store", "both"), ("R",), ("dynamo_product",), sample),
     )
 
 
@@ -179,8 +179,8 @@ SECTIONS: tuple[Section, ...] = (
         title="sixteen seeds",
         plays=(
             *_more(_SIXTEEN),
-            Play(("handoff", "both"), ("R",), (*RIVALS, "llm_d"), _SIXTEEN),
-            Play(SPLIT, ("R",), (*RIVALS, "lmetric"), _SIXTEEN),
+            Play(("handoff", "both"), ("R",), ("llm_d",), _SIXTEEN),
+            Play(SPLIT, ("R",), ("lmetric",), _SIXTEEN),
         ),
         shown=(*metrics.MAIN, metrics.WALL_CLOCK),
         apart=True,
