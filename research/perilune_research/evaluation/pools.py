@@ -60,11 +60,11 @@ FAULTS: Mapping[str, tuple[str, Faults]] = {
         Faults(engine_belief=0.5, step_noise=0.2),
     ),
     "unequal": (
-        "engines are up to 1.5 times as fast or slow as the gateway is told, noisy",
+        "engines are up to 1.5 times as fast or slow as an H20, noisy",
         Faults(speed_spread=1.5, step_noise=0.2),
     ),
     "very-unequal": (
-        "engines are up to twice as fast or slow, believed to take half as long, noisier",
+        "engines are up to twice as fast or slow as an H20, believed to take half as long, noisier",
         Faults(speed_spread=2.0, step_noise=0.3, engine_belief=0.5),
     ),
 }

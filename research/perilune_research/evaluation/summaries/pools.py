@@ -126,7 +126,7 @@ def engines(pages: Pages) -> Table:
         "": "as in all other tables: prefill is believed to take 1.3 times as long",
         "-told-double": "prefill is believed to take twice as long, steps are noisy",
         "-told-half": "half as long, noisy",
-        "-unequal": "up to 1.5 times as fast or slow as believed, noisy",
+        "-unequal": "up to 1.5 times as fast or slow as an H20, noisy",
         "-very-unequal": "up to twice as fast or slow, and believed to take half as long, noisier",
     }
     rows = [
