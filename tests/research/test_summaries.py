@@ -11,9 +11,9 @@ from perilune_lab.simulate.deployment import Arm
 from perilune_research.evaluation import metrics, summaries
 from perilune_research.evaluation.metrics import Metric
 from perilune_research.evaluation.plan import DEFAULT, THREE
-from perilune_research.evaluation.pools import ARMS
+from perilune_research.evaluation.pools import ARMS, SPLIT
 from perilune_research.evaluation.summaries import figures, goals, policies, traffic
-from perilune_research.evaluation.summaries.figures import SPLIT, Pages, Played
+from perilune_research.evaluation.summaries.figures import Pages, Played
 
 HERE = Played("page", "none", "R")
 
@@ -132,13 +132,13 @@ def test_the_next_policy_on_recorded_traffic_is_the_lowest_of_the_others(tmp_pat
     rows = {
         (f"{trace}-{arm}{timed}", load, policy): figures
         for trace in ("conversation", "synthetic")
-        for arm in ("none", "store", "split")
+        for arm in ("none", "store", *SPLIT)
         for timed in ("", "-timed")
         for load in ("half the speed", "recorded speed", "1.25 x the speed")
         for policy, figures in ((DEFAULT, fast), ("ear", slow), ("sticky", fast))
     }
     table = traffic.recorded(page(tmp_path, "recorded", rows))
-    assert len(table.rows) == 22
+    assert len(table.rows) == 28
     assert {tuple(row[3:]) for row in table.rows} == {("2", "sticky 2", "2", "sticky 2")}
 
 
