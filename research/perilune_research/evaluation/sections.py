@@ -104,9 +104,12 @@ SECTIONS: tuple[Section, ...] = (
                 _SIXTEEN,
             ),
             Play(
+                [f"{arm}{kind}" for arm in SPLIT for kind in ("", "-admission")], ("R",), (DEFAULT,), _SIXTEEN
+            ),
+            Play(
                 [
                     f"{base}{kind}"
-                    for base in ("handoff", "store", "both", *_IN_NONE)
+                    for base in ("handoff", "store", "both", *SPLIT, *_IN_NONE)
                     for kind in ("", "-admission")
                 ],
                 ("R/2",),
@@ -121,7 +124,7 @@ SECTIONS: tuple[Section, ...] = (
         title="sessions that never move to save time",
         plays=(
             Play(
-                ("none", "none-never", "handoff", "handoff-never", "store", "store-never"),
+                [f"{arm}{kind}" for arm in ARMS for kind in ("", "-never")],
                 ("R",),
                 (DEFAULT,),
                 _SIXTEEN,
@@ -283,8 +286,10 @@ SECTIONS: tuple[Section, ...] = (
         name="beliefs",
         title="engines and links that differ from the belief",
         plays=(
-            Play(("none", "store", "handoff", "both"), ("R",), (*RIVALS, "ear"), _THREE_SEEDS),
-            Play([f"{arm}-{name}" for arm in Arm for name in FAULTS], ("R",), (*RIVALS, "ear"), _THREE_SEEDS),
+            Play(tuple(ARMS), ("R",), (*RIVALS, "ear"), _THREE_SEEDS),
+            Play(
+                [f"{arm}-{name}" for arm in ARMS for name in FAULTS], ("R",), (*RIVALS, "ear"), _THREE_SEEDS
+            ),
             Play(
                 [f"{arm}-{name}" for arm in ("handoff", "both") for name in LINKS],
                 ("R",),
@@ -375,6 +380,12 @@ SECTIONS: tuple[Section, ...] = (
                 (DEFAULT,),
                 _SIXTEEN,
             ),
+            Play(
+                [f"{arm}{several}" for arm in SPLIT for several in ("", "-four-gateways")],
+                ("R",),
+                (DEFAULT,),
+                _SIXTEEN,
+            ),
         ),
         paired=(metrics.TTFT_P90, metrics.E2E_P90, metrics.OUTPUT),
         told=("Four gateways in place of one",),
@@ -404,6 +415,9 @@ SECTIONS: tuple[Section, ...] = (
         plays=(
             Play(("none", "none-slower"), tuple(LOADS), SCHEDULERS, _THREE_SEEDS),
             Play(("store", "store-slower"), tuple(LOADS), RIVALS, _THREE_SEEDS),
+            Play(
+                [f"{arm}{kind}" for arm in SPLIT for kind in ("", "-slower")], THREE, (DEFAULT,), _THREE_SEEDS
+            ),
         ),
         shown=(metrics.TURN_MEAN, metrics.IN_FLIGHT, metrics.WALL_CLOCK, metrics.TTFT_P90),
         compared=(metrics.IN_FLIGHT,),
@@ -476,15 +490,10 @@ SECTIONS: tuple[Section, ...] = (
                 Play(
                     (arm, *(f"{arm}-{parameter}-{factor}" for parameter in PARAMETERS for factor in FACTORS)),
                     ("R",),
-                    policies,
+                    (*RIVALS, "sticky"),
                     seeds(1, 2),
                 )
-                for arm, policies in (
-                    ("none", (*RIVALS, "sticky")),
-                    ("store", (*RIVALS, "sticky")),
-                    ("split", (DEFAULT,)),
-                    ("split-store", (DEFAULT,)),
-                )
+                for arm in ("none", "store", *SPLIT)
             ),
         ),
         base=SHORT,

@@ -7,7 +7,7 @@ from itertools import product
 from perilune_lab.simulate.deployment import Arm
 from perilune_research.evaluation import metrics
 from perilune_research.evaluation.plan import DEFAULT, LOADS, THREE
-from perilune_research.evaluation.pools import SPLIT
+from perilune_research.evaluation.pools import ARMS, SPLIT
 from perilune_research.evaluation.summaries.figures import (
     Column,
     Line,
@@ -33,10 +33,10 @@ def never_moving(pages: Pages) -> Table:
     return Table(
         "",
         [
-            *("arm", "TTFT p90: moves", "never moves", "never / moves, of the means"),
+            *("pool", "TTFT p90: moves", "never moves", "never / moves, of the means"),
             *("geometric mean over seeds, range", "turns that move"),
         ],
-        [line(arm) for arm in ("none", "handoff", "store")],
+        [line(arm) for arm in ARMS],
     )
 
 
@@ -94,6 +94,7 @@ def four_gateways(pages: Pages) -> Table:
     pairs = [
         *(("4", *pair) for pair in product(("none", "store"), ("0.25", "0.4"))),
         *(("8", *pair) for pair in product(Arm, ("R", "1.25 R"))),
+        *(("8", arm, "R") for arm in SPLIT),
     ]
 
     def line(endpoints: str, arm: str, load: str) -> list[str]:
@@ -112,7 +113,7 @@ def four_gateways(pages: Pages) -> Table:
     return Table(
         "",
         [
-            *("GPUs", "arm", "load", "TTFT p90 s: one", "four"),
+            *("GPUs", "pool", "load", "TTFT p90 s: one", "four"),
             *("four / one: TTFT p90", "E2E p90", "output"),
         ],
         [line(*pair) for pair in pairs],
@@ -137,29 +138,27 @@ def engines(pages: Pages) -> Table:
                 for policy in policies
             ),
         ]
-        for arm in Arm
+        for arm in ARMS
         for name, words in beliefs.items()
     ]
-    return Table("", ["engines", "arm", *policies], rows)
+    return Table("", ["engines", "pool", *policies], rows)
 
 
 def slower(pages: Pages) -> Table:
     """Return the turns in flight with engines that are 10 % slower over those with usual ones."""
     page = "coupling"
+
+    def cell(usual: Played) -> str:
+        slow = usual._replace(pool=f"{usual.pool}-slower")
+        played = pages.values(usual, metrics.IN_FLIGHT)
+        return pages.of_means(slow, usual, metrics.IN_FLIGHT) if played else ""
+
     return Table(
         "",
-        ["arm", "policy", *LOADS],
+        ["pool", "policy", *LOADS],
         [
-            [f"`{arm}`", policy]
-            + [
-                pages.of_means(
-                    Played(page, f"{arm}-slower", load, policy),
-                    Played(page, arm, load, policy),
-                    metrics.IN_FLIGHT,
-                )
-                for load in LOADS
-            ]
-            for arm in ("none", "store")
+            [f"`{arm}`", policy] + [cell(Played(page, arm, load, policy)) for load in LOADS]
+            for arm in ("none", "store", *SPLIT)
             for policy in pages.policies(page, arm, "R")
         ],
     )

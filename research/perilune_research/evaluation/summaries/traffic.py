@@ -44,7 +44,7 @@ def recorded(pages: Pages) -> Table:
 def other_traffic(pages: Pages) -> Table:
     """Two policies over the default, in pairs of the same traffic and seed."""
     rows = []
-    for arm, policy in product(("none", "store"), ("lmetric_plus_one", "sticky")):
+    for arm, policy in product(("none", "store", *SPLIT), ("lmetric_plus_one", "sticky")):
         cells = []
         for metric in (metrics.TTFT_P90, metrics.E2E_P90):
             ratios = [
@@ -58,7 +58,9 @@ def other_traffic(pages: Pages) -> Table:
             cells += [spread(ratios), f"{ahead} of {len(ratios)}"]
         rows.append([f"`{arm}`", policy, *cells])
     wins = "default ahead in"
-    return Table("", ["arm", "policy", "TTFT p90: middle, range", wins, "E2E p90: middle, range", wins], rows)
+    return Table(
+        "", ["pool", "policy", "TTFT p90: middle, range", wins, "E2E p90: middle, range", wins], rows
+    )
 
 
 def admission(pages: Pages) -> Table:
@@ -81,6 +83,8 @@ def admission(pages: Pages) -> Table:
                 ("handoff", ("R", "1.25 R", "1.6 R")),
                 ("store", ("R", "1.6 R")),
                 ("both", ("R", "1.6 R")),
+                ("split", ("R",)),
+                ("split-store", ("R",)),
             )
             for load in loads
         ),
