@@ -118,7 +118,7 @@ class Section:
                         yield self.cell(pool, load, policy, seed)
 
 
-_MOST_POOLS = 6
+_MOST_POOLS = 5
 
 
 def quick(section: Section) -> Section:
