@@ -35,6 +35,11 @@ class PrefillForecast(Struct, frozen=True, gc=False, kw_only=True):
         """Seconds of fetching and prefill."""
         return self.prefill_s + self.fetch_s
 
+    @property
+    def engine_s(self) -> float:
+        """Seconds for which it keeps the endpoint from the prefills of others, by its measured speed."""
+        return self.calibrated_s + self.store_s
+
     def fetched(self) -> PrefillForecast:
         """Return the forecast once the KV is there."""
         return replace(self, fetch_s=0.0, ttft_s=self.ttft_s - self.fetch_s)

@@ -1,19 +1,25 @@
 """Prefill and decode on separate endpoints: whether a prompt is split, and between which two.
 
 1. The pool's policy has chosen from the endpoints that decode; a session stays on the one that it has.
-2. That endpoint prefills as well if all but `local_tokens` of the prompt are cached there, if every prefill
-   endpoint has `queue` prompts, or if the prefill would be over after `max_seconds` (`Unsplit`).
-3. Otherwise the prefill endpoint with the lowest time to the first token prefills:
+2. That endpoint prefills as well if all but `local_tokens` of the prompt are cached there.
+3. Of the prefill endpoints that have less than `queue` prompts, the one with the lowest time to the first
+   token is the best:
 
-       queue + prefill(prompt, own prefix) + transfer(prompt − what the decoding endpoint has)
+       queue + store reading + prefill(prompt, own prefix) + transfer(prompt − what the decoding endpoint has)
 
-4. A request without a bound session then gets the decoding endpoint with the lowest
+4. It prefills if that is not more than what the same costs on the decoding endpoint,
+
+       queue + fetch + prefill + delay of the requests in flight + prefill × `coming_requests`
+
+   and if it would be over within `max_seconds`. Otherwise the decoding endpoint prefills (`Unsplit`).
+5. A request without a bound session whose prompt is split gets the decoding endpoint with the lowest
 
        transfer over the link from the prefill endpoint + queue + slower decoding
 
-Sources: NVIDIA Dynamo's conditional disaggregation (step 2; its defaults are 1,000 tokens and a queue of 2,
-which it counts for the whole pool); Mooncake, Algorithm 1, over the prefill endpoints only (step 3). An
-endpoint prefills with its own prefix, because connectors hand whole prompts over.
+Sources: NVIDIA Dynamo's conditional disaggregation (steps 2 and 3; its defaults are 1,000 tokens and a queue
+of 2, which it counts for the whole pool); Mooncake, Algorithm 1, over the prefill endpoints only (step 3);
+Perilune (step 4; docs/evaluation/notes.md says what it is worth). An endpoint prefills with its own prefix,
+because connectors hand whole prompts over.
 
 Prefer `ear` or `perilune` as the policy of such a pool: they keep sessions where they are.
 """
@@ -39,7 +45,9 @@ from perilune_gateway.model import (
     RequestView,
     Unsplit,
 )
-from perilune_gateway.policy.cost import cheapest, host_of, slower_decode_s, target_of
+from perilune_gateway.model.forecast import PrefillForecast
+from perilune_gateway.policy.cost import cheapest, host_of, seconds, slower_decode_s, target_of
+from perilune_gateway.routing.prefill_forecast import forecast_alone
 
 
 def decoders(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
@@ -71,9 +79,14 @@ def split(
     free = [c for c in reachable if c.load.prefilling < pool.queue]
     if not free:
         return replace(decision, unsplit=Unsplit.QUEUES_FULL)
-    costs = [_prefill_cost(c, target, request) for c in free]
+    work = {c.address: prefill_work(decision, c, request) for c in free}
+    costs = [_prefill_cost(c, work[c.address], target, request) for c in free]
     giver = cheapest(free, costs, rng)
-    if ready_s(giver, request) > pool.max_seconds:
+    here = seconds(target, request, params)
+    here_s = here.total_s - here.decode_s + pool.coming_requests * here.prefill_s
+    if here_s < min(cost.total for cost in costs):
+        return replace(decision, unsplit=Unsplit.SOONER)
+    if ready_s(giver, work[giver.address]) > pool.max_seconds:
         return replace(decision, unsplit=Unsplit.SLOW)
     if host_of(request, candidates) is None:
         target = _decoder(giver, request, candidates, params, rng)
@@ -85,13 +98,18 @@ def split(
         prefill=giver.address,
         replicate_from="",
         cached_tokens=target.overlap.device_tokens,
-        estimated_ttft_s=ready_s(giver, request) + fetch_s,
+        estimated_ttft_s=ready_s(giver, work[giver.address]) + fetch_s,
     )
 
 
-def ready_s(giver: Candidate, request: RequestView) -> float:
+def prefill_work(decision: Decision, giver: Candidate, request: RequestView) -> PrefillForecast:
+    """Return what the endpoint has to do if it prefills the prompt."""
+    return forecast_alone(decision, giver, request.prompt_tokens, giver.engine)
+
+
+def ready_s(giver: Candidate, work: PrefillForecast) -> float:
     """Return the predicted seconds until the prefill endpoint has computed the prompt."""
-    return giver.load.pending_prefill_s + giver.prefill_s
+    return giver.load.pending_prefill_s + work.engine_s
 
 
 def transfer_s(link: Link, target: Candidate, request: RequestView) -> float:
@@ -100,10 +118,11 @@ def transfer_s(link: Link, target: Candidate, request: RequestView) -> float:
     return target.engine.transfer_s(missing, link.bandwidth_bytes_per_s) * link.slowdown
 
 
-def _prefill_cost(giver: Candidate, target: Candidate, request: RequestView) -> Cost:
+def _prefill_cost(giver: Candidate, work: PrefillForecast, target: Candidate, request: RequestView) -> Cost:
     terms: Mapping[str, float] = {
         "queue_s": giver.load.pending_prefill_s,
-        "prefill_s": giver.prefill_s,
+        "store_s": work.store_s,
+        "prefill_s": work.calibrated_s,
         "transfer_s": transfer_s(target.links[giver.address], target, request),
     }
     return Cost(giver.address, sum(terms.values()), terms)

@@ -18,6 +18,7 @@ from uuid import uuid4
 from perilune_api.pool import Disaggregation
 from perilune_gateway.model import Move, MoveReason
 from perilune_gateway.model.handoff import GivenUp, RemotePrefill
+from perilune_gateway.routing.disaggregation import prefill_work
 from perilune_gateway.routing.request_transfers import RequestTransfers, TransferStats
 from perilune_gateway.state.facts import Unreached
 from perilune_gateway.state.in_flight import InFlight, Load, Transfer
@@ -71,6 +72,7 @@ class RemotePrefills:
             transfer_bytes=taker.engine.kv_bytes(tokens - taker.overlap.device_tokens),
             cost_s=decision.estimated_ttft_s,
         )
+        work = prefill_work(decision, giver, fact.view)
         whole = state.fleet.whole_blocks(giver.address, len(blocks))
         request.transfer = Prefilling(
             move=move,
@@ -86,8 +88,8 @@ class RemotePrefills:
             ),
             leg=state.loads.start(
                 giver.address,
-                uncached_tokens=tokens - giver.overlap.device_tokens,
-                prefill_s=giver.prefill_s,
+                uncached_tokens=work.uncached_tokens,
+                prefill_s=work.engine_s,
                 context_tokens=tokens,
                 last_block=blocks[whole - 1] if whole and giver.endpoint.events else 0,
                 tenant=request.tenant,

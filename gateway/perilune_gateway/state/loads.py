@@ -211,7 +211,7 @@ class Loads:
         request.load = self.start(
             request.target,
             uncached_tokens=forecast.uncached_tokens,
-            prefill_s=forecast.calibrated_s + forecast.store_s,
+            prefill_s=forecast.engine_s,
             context_tokens=context_tokens,
             last_block=awaited,
             tenant=tenant,

@@ -15,7 +15,7 @@ with 429 or 503 again after `Retry-After`, for as many times as `clients.py` say
 session. One whose patience ends before the first token (`clients.py`) closes its request, wherever that is,
 and goes on in the same way; the tries of both kinds are counted together.
 
-Costs a few milliseconds of CPU for each turn, most of them in the gateway's own code and the engines' caches.
+Costs about a millisecond of CPU for each turn, most of it in the gateway's own code and the engines' caches.
 Not modelled: Envoy, the network between client and engine, tokenization in the gateway.
 """
 

@@ -177,12 +177,15 @@ def _simulated_offload(pool: Context) -> list[str]:
 
 def abort_seconds(pool: Context) -> int:
     """Return how long a giver keeps blocks that no taker fetches, and a taker waits for a giver: twice the
-    longest prefill that the pool allows, and a minute. The prefill of n tokens is predicted by the pool's
+    longest prefill that the pool allows, or twice `routing.disaggregation.maxSeconds` where endpoints only
+    prefill and that is longer, and a minute. The prefill of n tokens is predicted by the pool's
     `costModel`, else as on an H20 with a 30B-A3B model (57 s for 131,072), times its `prefillScale`."""
     tokens, cost = pool.spec.model.context_tokens, pool.spec.engine.cost_model
     token_s = 4.6e-5 if cost.prefill_token_seconds is None else cost.prefill_token_seconds
     pair_s = 6.0e-9 if cost.attention_seconds is None else cost.attention_seconds
     prefill_s = (token_s * tokens + pair_s * tokens**2 / 2) * pool.spec.engine.prefill_scale
+    if pool.spec.prefill_replicas:
+        prefill_s = max(prefill_s, pool.spec.routing.disaggregation.max_seconds)
     return 60 + ceil(2 * prefill_s)
 
 

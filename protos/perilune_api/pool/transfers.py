@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from perilune_api.fields import Positive, Seconds, Struct
+from perilune_api.fields import Positive, Seconds, Struct, Weight
 
 
 class Disaggregation(Struct, frozen=True):
@@ -14,13 +14,19 @@ class Disaggregation(Struct, frozen=True):
     local_tokens: Annotated[int, Meta(ge=0)] = 1000
     """A prompt is prefilled at its decoding endpoint if at most this many of its tokens are not cached
     there."""
-    queue: Positive = 2
+    queue: Positive = 8
     """Number of prompts at a prefill endpoint that wait or are being prefilled, from which on it gets no
     more. While all prefill endpoints have so many, prompts are prefilled where they are decoded."""
-    max_seconds: Seconds = 30.0
+    max_seconds: Seconds = 60.0
     """A prompt whose remote prefill would take more seconds than this, queue included, is prefilled where it
     is decoded. At most half of the time for which engines keep KV that is not fetched
-    (`VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`)."""
+    (`VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`), which the operator sets accordingly."""
+    coming_requests: Weight = 0.0
+    """A prompt is prefilled where it is decoded if it is predicted to be done sooner there, with the delay of
+    the requests in flight counted. This is the number of requests that are expected to come meanwhile, and
+    count as delayed, too. With 0, an endpoint without requests prefills by itself, which serves first tokens
+    best; with more, prefills keep away from endpoints that decode, for steadier times between tokens; with
+    1000, they do so unless the other conditions forbid it."""
     accept_seconds: Annotated[float, Meta(gt=0, le=1)] = 0.3
     """Seconds for which the gateway holds a request until the prefill endpoint has accepted its prompt. After
     that, the prompt is prefilled where it is decoded. Together with `limits.decisionSeconds`, it must stay

@@ -9,7 +9,7 @@ from perilune_api.pool import MoveTrigger
 from perilune_lab.simulate.deployment import Arm
 from perilune_lab.simulate.faults import Faults
 from perilune_lab.traces.model import Mode
-from perilune_research.evaluation.traffic import GREEDY, PARAMETERS, QUIET
+from perilune_research.evaluation.traffic import GREEDY, QUIET
 
 TRACES: Mapping[str, str] = {
     "conversation": "mooncake_conversation.jsonl.gz",
@@ -258,7 +258,7 @@ POOLS: Mapping[str, Pool] = {
             arm, VARIED[parameter].format(factor), traffic=((parameter, factor),)
         )
         for arm in ("none", "store", *SPLIT)
-        for parameter in PARAMETERS
+        for parameter in VARIED
         for factor in FACTORS
     },
     **{

@@ -9,8 +9,7 @@ from typing import Any
 from perilune_lab.simulate.deployment import Arm
 from perilune_research.evaluation import metrics
 from perilune_research.evaluation.plan import BASE, DEFAULT, LOADS, SHORT, SPEEDS, THREE, Play, Section, seeds
-from perilune_research.evaluation.pools import ADMISSION, ARMS, FACTORS, FAULTS, LINKS, SPLIT, TRACES
-from perilune_research.evaluation.traffic import PARAMETERS
+from perilune_research.evaluation.pools import ADMISSION, ARMS, FACTORS, FAULTS, LINKS, SPLIT, TRACES, VARIED
 
 SYSTEMS = (
     DEFAULT,
@@ -488,7 +487,7 @@ SECTIONS: tuple[Section, ...] = (
         plays=(
             *(
                 Play(
-                    (arm, *(f"{arm}-{parameter}-{factor}" for parameter in PARAMETERS for factor in FACTORS)),
+                    (arm, *(f"{arm}-{parameter}-{factor}" for parameter in VARIED for factor in FACTORS)),
                     ("R",),
                     (*RIVALS, "sticky"),
                     seeds(1, 2),

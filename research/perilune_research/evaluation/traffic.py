@@ -12,7 +12,7 @@ other. `hard_to_guess` lets sessions do what makes a body differ from what its h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from heapq import merge
 from itertools import takewhile
@@ -24,18 +24,6 @@ from perilune_lab.traces import agentic
 from perilune_lab.traces.agentic import Agentic
 from perilune_lab.traces.model import Role, Segment, Session, Style, Trace, Turn
 
-PARAMETERS: Mapping[str, str] = {
-    "turns_alpha": "shape of the number of turns, more is fewer",
-    "first_prompt": "median first prompt",
-    "tool_result": "median tool result",
-    "answer": "median answer",
-    "compacted_share": "context left by compaction",
-    "same_task_share": "sessions with the same task",
-    "gap_scale": "gaps between turns",
-    "system_prompts": "number of system prompts",
-    "system_tokens": "length of a system prompt",
-}
-"""The generator's parameters that vary, and what they mean."""
 QUIET, GREEDY = "quiet", "greedy"
 TIMES = 10.0
 """How many times its share the greedy tenant sends."""

@@ -9,9 +9,8 @@ from perilune_lab.terminal.formats import as_number
 from perilune_research.evaluation import metrics
 from perilune_research.evaluation.metrics import Metric
 from perilune_research.evaluation.plan import DEFAULT, SPEEDS
-from perilune_research.evaluation.pools import FACTORS, SPLIT
+from perilune_research.evaluation.pools import FACTORS, SPLIT, VARIED
 from perilune_research.evaluation.summaries.figures import Column, Line, Pages, Played, grid, spread, whole
-from perilune_research.evaluation.traffic import PARAMETERS
 from perilune_research.table import Table
 
 
@@ -49,7 +48,7 @@ def other_traffic(pages: Pages) -> Table:
         for metric in (metrics.TTFT_P90, metrics.E2E_P90):
             ratios = [
                 ratio
-                for pool in (f"{arm}-{parameter}-{factor}" for parameter in PARAMETERS for factor in FACTORS)
+                for pool in (f"{arm}-{parameter}-{factor}" for parameter in VARIED for factor in FACTORS)
                 for ratio in pages.ratios(
                     Played("sensitivity", pool, "R", policy), Played("sensitivity", pool, "R"), metric
                 )
