@@ -170,8 +170,8 @@ def test_only_the_parameters_that_vary_differ():
     mu, sigma = varied(Agentic(), [("answer", 1.3)]).answer
     assert exp(mu) == pytest.approx(1.3 * exp(Agentic().answer[0]))
     assert sigma == Agentic().answer[1]
-    every = {varied(Agentic(), [(name, factor)]) for name in traffic.PARAMETERS for factor in pools.FACTORS}
-    assert len(every - {Agentic()}) == 2 * len(traffic.PARAMETERS)
+    every = {varied(Agentic(), [(name, factor)]) for name in pools.VARIED for factor in pools.FACTORS}
+    assert len(every - {Agentic()}) == 2 * len(pools.VARIED)
 
 
 def test_the_smaller_tenant_sends_the_same_alone_and_beside_the_greedy_one():

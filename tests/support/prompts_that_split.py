@@ -1,9 +1,10 @@
 """A pool in which one endpoint prefills for two others."""
 
 from handing_rig import PAGES, Handing
+from msgspec import structs
 from router_rig import USUAL, A, C, pool
 
-from perilune_api.pool import EndpointSpec, Pool, Role
+from perilune_api.pool import Disaggregation, EndpointSpec, Pool, Role
 
 
 class Split(Handing):
@@ -22,4 +23,6 @@ class Split(Handing):
             )
             for a, page in self.pages.items()
         ]
-        return pool(endpoints=listed, routing=self.routing, engine=USUAL)
+        away = Disaggregation(coming_requests=1.0)  # else an endpoint without requests prefills by itself
+        routing = structs.replace(self.routing, disaggregation=away)
+        return pool(endpoints=listed, routing=routing, engine=USUAL)

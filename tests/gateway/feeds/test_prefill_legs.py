@@ -106,7 +106,13 @@ async def scene(**own: str) -> AsyncIterator[Scene]:
         EndpointSpec(address=address, events=("tcp://p",), bootstrap=address, role=Role.PREFILL),
         EndpointSpec(address=C, events=("tcp://d",), bootstrap="10.0.0.3:8998"),
     ]
-    rig = Rig(pool(endpoints=listed, routing=Routing(disaggregation=Disaggregation()), engine=USUAL))
+    rig = Rig(
+        pool(
+            endpoints=listed,
+            routing=Routing(disaggregation=Disaggregation(coming_requests=1.0)),
+            engine=USUAL,
+        )
+    )
     for i, endpoint in enumerate(listed):
         rig.state.connectors.answered(endpoint.address, Connector([f"engine-{i}"], 1))
     legs = PrefillLegs(rig.router.moves.remote_prefills, rig.state.connectors, "secret")

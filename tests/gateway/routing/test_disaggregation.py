@@ -20,13 +20,13 @@ FAST, SLOW = Link(Level.NODE, 4e11, 1.0), Link(Level.FABRIC, 1e9, 1.0)
 TOKENS = 10_000
 
 
-def prefiller(address: str, *, prefill_s: float = 1.0, **facts) -> Candidate:
+def prefiller(address: str, **facts) -> Candidate:
     made = candidate(address, **facts)
-    return structs.replace(made, endpoint=replace(made.endpoint, role=Role.PREFILL), prefill_s=prefill_s)
+    return structs.replace(made, endpoint=replace(made.endpoint, role=Role.PREFILL))
 
 
-def decoder(address: str, links: dict[str, Link], **facts) -> Candidate:
-    return structs.replace(candidate(address, **facts), links=links)
+def decoder(address: str, links: dict[str, Link], *, in_flight: int = 8, **facts) -> Candidate:
+    return structs.replace(candidate(address, in_flight=in_flight, **facts), links=links)
 
 
 def decision(view: RequestView, *candidates: Candidate, policy: str = "ear", **pool) -> Decision:
@@ -42,15 +42,16 @@ LONG = request(tokens=TOKENS)
 def test_a_long_prompt_is_prefilled_by_one_endpoint_and_decoded_by_another() -> None:
     made = decision(LONG, prefiller("p"), decoder("d", {"p": FAST}))
     assert (made.target, made.prefill, made.reason, made.unsplit) == ("d", "p", Reason.SPLIT, None)
-    assert made.estimated_ttft_s > 1.0, "the prefill's second, and the transfer"
+    alone_s = prefiller("p").engine.prefill_s(TOKENS, 0)
+    assert made.estimated_ttft_s > alone_s, "and the transfer"
 
 
 @pytest.mark.parametrize(
     ("why", "cached", "giver", "links", "unsplit"),
     [
         (Unsplit.SHORT, TOKENS - 1_000, {}, {"p": FAST}, None),
-        (Unsplit.QUEUES_FULL, 0, {"prefilling": 2}, {"p": FAST}, None),
-        (Unsplit.SLOW, 0, {"pending_s": 30.0}, {"p": FAST}, None),
+        (Unsplit.QUEUES_FULL, 0, {"prefilling": 8}, {"p": FAST}, None),
+        (Unsplit.SOONER, 0, {"pending_s": 30.0}, {"p": FAST}, None),
         (Unsplit.NO_GIVER, 0, {}, {}, None),
         (Unsplit.ANSWERS, 0, {}, {"p": FAST}, Unsplit.ANSWERS),
     ],
@@ -63,18 +64,60 @@ def test_a_prompt_is_prefilled_where_it_is_decoded_and_the_decision_says_why(
     assert (made.target, made.prefill, made.unsplit) == ("d", "", why)
 
 
+def test_a_prompt_is_not_prefilled_where_that_takes_too_long_though_it_is_sooner() -> None:
+    made = decision(LONG, prefiller("p", pending_s=60.0), decoder("d", {"p": FAST}, pending_s=100.0))
+    assert (made.prefill, made.unsplit) == ("", Unsplit.SLOW)
+    made = decision(
+        LONG, prefiller("p", pending_s=60.0), decoder("d", {"p": FAST}, pending_s=100.0), max_seconds=70.0
+    )
+    assert made.prefill == "p"
+
+
+@pytest.mark.parametrize(
+    ("here", "coming", "prefill"),
+    [
+        ({"in_flight": 0}, 0.0, ""),
+        ({"in_flight": 0}, 1.0, "p"),
+        ({"in_flight": 1}, 0.0, "p"),
+        ({"in_flight": 0, "pending_s": 1.0}, 0.0, "p"),
+    ],
+    ids=["idle", "idle, but a request will come", "decodes", "prefills already"],
+)
+def test_an_endpoint_prefills_by_itself_if_that_is_sooner_and_delays_nobody(
+    here: dict[str, float], coming: float, prefill: str
+) -> None:
+    made = decision(LONG, prefiller("p"), decoder("d", {"p": FAST}, **here), coming_requests=coming)
+    assert (made.prefill, made.unsplit) == (prefill, None if prefill else Unsplit.SOONER)
+
+
+def test_a_prompt_waits_for_its_prefill_as_long_as_it_would_delay_others() -> None:
+    """`alone_s` is what the prompt takes; each request in flight would be delayed by as much."""
+    d = decoder("d", {"p": FAST}, in_flight=3)
+    alone_s = d.engine.prefill_s(TOKENS, 0)
+    assert decision(LONG, prefiller("p", pending_s=2.9 * alone_s), d).prefill == "p"
+    assert decision(LONG, prefiller("p", pending_s=3.1 * alone_s), d).unsplit is Unsplit.SOONER
+
+
+def test_what_the_store_holds_is_read_and_not_prefilled() -> None:
+    stored, computed = prefiller("p", stored=TOKENS - 1_000), prefiller("q")
+    made = decision(LONG, stored, computed, decoder("d", {"p": FAST, "q": FAST}))
+    assert made.prefill == "p"
+    assert made.estimated_ttft_s < decision(LONG, computed, decoder("d", {"q": FAST})).estimated_ttft_s
+
+
 def test_a_token_more_than_the_limit_is_prefilled_elsewhere() -> None:
-    made = decision(LONG, prefiller("p"), decoder("d", {"p": FAST}, cached=TOKENS - 1_001))
+    held = TOKENS - 1_001
+    made = decision(LONG, prefiller("p", cached=held), decoder("d", {"p": FAST}, cached=held))
     assert made.prefill == "p"
 
 
 def test_the_prefill_endpoint_has_the_lowest_queue_prefill_and_transfer() -> None:
     """Each of the other three is worse in one of the terms."""
     givers = [
-        prefiller("queue", pending_s=2.0),
-        prefiller("prefix", prefill_s=3.0),
-        prefiller("far"),
-        prefiller("best"),
+        prefiller("queue", pending_s=2.0, cached=5_000),
+        prefiller("prefix"),
+        prefiller("far", cached=5_000),
+        prefiller("best", cached=5_000),
     ]
     links = {"queue": FAST, "prefix": FAST, "far": SLOW, "best": FAST}
     assert decision(LONG, *givers, decoder("d", links)).prefill == "best"
@@ -83,8 +126,8 @@ def test_the_prefill_endpoint_has_the_lowest_queue_prefill_and_transfer() -> Non
 def test_a_full_prefill_endpoint_gives_way_to_another() -> None:
     made = decision(
         LONG,
-        prefiller("full", prefilling=2),
-        prefiller("p", prefill_s=9.0),
+        prefiller("full", prefilling=8, cached=5_000),
+        prefiller("p"),
         decoder("d", {"full": FAST, "p": FAST}),
     )
     assert made.prefill == "p"

@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from perilune_api.pool import Disaggregation, Pull, Routing, SessionAdmission
+from perilune_api.pool import Pull, Routing, SessionAdmission
 from perilune_gateway.model.handoff import GivenUp
 from perilune_lab.simulate.clients import Clients
 from perilune_lab.simulate.deployment import Arm, Deployment
@@ -98,8 +98,7 @@ def test_clients_leave_the_line_of_new_sessions() -> None:
 
 
 def test_legs_of_remote_prefills_end_with_their_requests() -> None:
-    waits = Routing(disaggregation=Disaggregation(max_seconds=60.0))
-    simulation = play(3.0, replace(FOUR, prefill_endpoints=2), waits)
+    simulation = play(3.0, replace(FOUR, prefill_endpoints=2))
     assert sum(r.abandoned for r in simulation.outcome.requests)
     assert GivenUp.LEFT in causes(simulation)
     assert_nothing_is_left(simulation)

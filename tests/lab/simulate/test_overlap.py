@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from perilune_api.pool import Disaggregation, Routing
 from perilune_lab.simulate.deployment import Deployment
 from perilune_lab.simulate.faults import Faults
 from perilune_lab.simulate.h20 import H20
@@ -13,6 +14,8 @@ from perilune_lab.simulate.simulation import simulate
 from perilune_lab.simulate.workload import Workload
 
 PAIR = Deployment(endpoints=2, prefill_endpoints=1)
+ELSEWHERE = Routing(disaggregation=Disaggregation(coming_requests=1_000.0, max_seconds=1_000.0))
+"""Every long prompt is prefilled elsewhere."""
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +27,7 @@ def idle() -> Workload:
 def first_turns(workload: Workload, *, overlap: bool, link_factor: float) -> dict[int, PlayedRequest]:
     """Return the first turns of the sessions, all of which are prefilled elsewhere."""
     deployment, faults = replace(PAIR, overlap=overlap), Faults(link_factor=link_factor)
-    outcome = simulate(workload, deployment, "perilune", faults=faults)
+    outcome = simulate(workload, deployment, "perilune", ELSEWHERE, faults)
     assert all(r.succeeded for r in outcome.requests)
     found = {r.task.session: r for r in outcome.requests if not r.task.number}
     assert found
