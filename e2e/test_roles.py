@@ -23,7 +23,7 @@ KNOWN_S = 35.0
 
 @pytest.fixture(scope="module")
 def flexible(kube, edge, operator):
-    """Three endpoints that serve and one that prefills. Its queue is long enough for all clients, so that
+    """Three endpoints that serve and one that prefills. Its queue is long enough for all clients, and
     nothing is prefilled elsewhere. The five prompts under way take a sixth of one KV cache; the long answers
     grow to most of one."""
     pool = LivePool(kube, edge, "flexible")
@@ -31,7 +31,7 @@ def flexible(kube, edge, operator):
         replicas=3,
         prefillReplicas=1,
         mooncake={"transfer": "handoff"},
-        routing={"disaggregation": {"localTokens": 500, "queue": 8}, "decisionHeader": "address"},
+        routing={"disaggregation": {"localTokens": 500, "comingRequests": 1000}, "decisionHeader": "address"},
         roleSwitching={"queueSeconds": 0.02, "kvUsage": 0.2, "afterSeconds": 10},
     )
     eventually(lambda: roles_are(pool, serve=3, prefill=1), timeout_s=180)
@@ -131,7 +131,7 @@ def test_prefill_endpoints_that_leave_finish_their_prompts_and_the_one_with_used
         prefillReplicas=3,
         rollout={"sessionSeconds": 60, "drainSeconds": 20},
         mooncake={"transfer": "handoff"},
-        routing={"disaggregation": {"localTokens": 500, "queue": 8}, "decisionHeader": "address"},
+        routing={"disaggregation": {"localTokens": 500, "comingRequests": 1000}, "decisionHeader": "address"},
     )
     try:
         eventually(lambda: are_ready(pool, serve=1, prefill=3), timeout_s=180)
