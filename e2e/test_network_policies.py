@@ -129,7 +129,10 @@ def split():
         "prefillReplicas": 1,
         "mooncake": {"transfer": "handoff"},
         "gateway": {**gateway, "clients": [{"podSelector": {"matchLabels": {"app": "batch"}}}]},
-        "routing": {"disaggregation": {"localTokens": 200, "comingRequests": 1000}, "decisionHeader": "address"},
+        "routing": {
+            "disaggregation": {"localTokens": 200, "comingRequests": 1000},
+            "decisionHeader": "address",
+        },
     }
 
 
