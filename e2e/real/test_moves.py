@@ -523,8 +523,9 @@ async def test_one_prefills_for_two(served, kill):
     assert sum(where.values()) == 200
     assert where["short"] == 100
     if not kill:
-        assert where["remote"] + where["queues_full"] == 100
-        assert where["remote"] > 50  # how many find queues full depends on the machine
+        full = where.get("queues_full", 0)
+        assert where["remote"] + full == 100
+        assert full < 50, "how many depends on the machine"
     long = [turn for turn in turns if len(turn.prompt) == 600]
     await as_undisturbed(served, turns, long, served.engines[1:])
 
