@@ -29,7 +29,7 @@ from perilune_research.evaluation.metrics import (
     value,
 )
 from perilune_research.evaluation.plan import DEFAULT, LOADS, Section, rate
-from perilune_research.evaluation.pools import POOLS
+from perilune_research.evaluation.pools import POOLS, described
 from perilune_research.table import Table, percent, ranged
 
 DATA = (REGRET, TTFT_MEAN, WALL_CLOCK, INTERFERENCE)
@@ -110,10 +110,11 @@ def spans(numbers: Sequence[int]) -> str:
 
 def tables(found: Found) -> list[Table]:
     section = found.section
+    begin = [setup(section), deployments(section)]
     if not section.apart:
-        return [setup(section), figures(found), *paired(found), *ahead(found), happened(found)]
+        return [*begin, figures(found), *paired(found), *ahead(found), happened(found)]
     return [
-        setup(section),
+        *begin,
         figures(found, only=DEFAULT),
         goals(found),
         *(compared(found, pool, load) for pool, load in found.played()),
@@ -131,8 +132,15 @@ def setup(section: Section) -> Table:
     if named:
         rows.append(("new sessions per second", ", ".join(f"{load}: {rate(load):g}" for load in named)))
     rows.append(("duration", "the whole recording, all of it measured" if recorded else generated))
-    rows += [(f"`{pool}`", POOLS[pool].means) for pool in section.pools]
     return Table("Setup", ("", ""), rows)
+
+
+def deployments(section: Section) -> Table:
+    rows = []
+    for pool in section.pools:
+        like, differs = described(pool, section.pools)
+        rows.append((f"`{pool}`", f"`{like}`" if like else "", "; ".join(differs)))
+    return Table("Deployments", ("", "is like", "but"), rows)
 
 
 def figures(found: Found, only: str = "") -> Table:
@@ -348,7 +356,7 @@ def write(folder: Path, found: Found) -> None:
 def write_capacities(folder: Path, section: Section, found: Mapping[Search, Bounds]) -> None:
     """Write page and data of a section that searches capacities. Raises OSError."""
     served = capacity.capacities(section, found)
-    shown = [setup(section), *capacity.tables(served)]
+    shown = [setup(section), deployments(section), *capacity.tables(served)]
     _write(folder, section, shown, capacity.rows(served), capacity.NOTE)
 
 

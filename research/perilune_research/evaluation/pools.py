@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from perilune_api.pool import MoveTrigger
@@ -21,31 +21,42 @@ TRACES: Mapping[str, str] = {
 class Pool(NamedTuple):
     """A deployment, or the same with other traffic."""
 
-    means: str
+    differs: tuple[str, ...]
+    """What it has that `like` has not, in words."""
     changes: Mapping[str, Any]
     """Fields of a cell that differ from their defaults."""
     against: tuple[str, ...] = ()
     """Deployments that it is compared with."""
+    like: str = ""
+    """The deployment that it is otherwise. Empty: `differs` says all."""
 
 
 ARMS: Mapping[str, Pool] = {
-    "none": Pool("a pool with defaults: what an engine does not hold, it computes", {}),
+    "none": Pool(("a pool with defaults: what an engine does not hold, it computes",), {}),
     "handoff": Pool(
-        "engines hand KV over (`mooncake.transfer: handoff`) with requests", {"arm": Arm.HANDOFF}, ("none",)
+        ("engines hand KV over (`mooncake.transfer: handoff`) with requests",),
+        {"arm": Arm.HANDOFF},
+        ("none",),
+        "none",
     ),
     "store": Pool(
-        "all engines share a store of 80 GiB for each GPU, 3 GB/s for each engine (`mooncake.store`)",
+        ("all engines share a store of 80 GiB for each GPU, 3 GB/s for each engine (`mooncake.store`)",),
         {"arm": Arm.STORE},
         ("none",),
+        "none",
     ),
-    "both": Pool("hand-off and store", {"arm": Arm.BOTH}, ("none",)),
+    "both": Pool(("hand-off and store",), {"arm": Arm.BOTH}, ("none",), "none"),
     "split": Pool(
-        "half of the endpoints only prefill, and hand KV over to the others", {"split": True}, ("none",)
+        ("half of the endpoints only prefill, and hand KV over to the others",),
+        {"split": True},
+        ("none",),
+        "none",
     ),
     "split-store": Pool(
-        "the same as `split`, and all engines share a store",
+        ("all engines share a store",),
         {"split": True, "arm": Arm.STORE},
         ("split", "store"),
+        "split",
     ),
 }
 SPLIT = ("split", "split-store")
@@ -88,17 +99,30 @@ FAIR = (("enginePriority.fairShare", "true"),)
 FACTORS = (0.7, 1.3)
 
 
-def _but(base: str, means: str, **changes: Any) -> Pool:
+def _but(base: str, *differs: str, **changes: Any) -> Pool:
     """Return an arm with changes, which is compared with the arm."""
-    return Pool(f"`{base}`, but {means}", {**ARMS[base].changes, **changes}, (base,))
+    return Pool(differs, {**ARMS[base].changes, **changes}, (base,), base)
 
 
 PERSISTENT = 1_000
 """Retries of a client that comes back until it is served."""
 ADMISSION: Mapping[str, tuple[str, float, int]] = {
-    "": ("are refused, and their clients come back until they are served", 0.0, PERSISTENT),
-    "-sdk": ("are refused, and their clients come back twice, as OpenAI's SDKs do", 0.0, 2),
-    "-held": ("wait up to a minute (`maxWaitSeconds: 60`), and their clients come back twice", 60.0, 2),
+    "": (
+        "new sessions without room are refused, and their clients come back until they are served",
+        0.0,
+        PERSISTENT,
+    ),
+    "-sdk": (
+        "new sessions without room are refused, and their clients come back twice, as OpenAI's SDKs do",
+        0.0,
+        2,
+    ),
+    "-held": (
+        "new sessions without room wait up to a minute (`maxWaitSeconds: 60`), and their clients come back"
+        " twice",
+        60.0,
+        2,
+    ),
 }
 """What becomes of new sessions without room (`sessionAdmission`): the words that say it, for how many seconds
 the gateway holds them, and retries of their clients."""
@@ -119,16 +143,14 @@ VARIED: Mapping[str, str] = {
 TENANTS = "two tenants send, one ten times as much as the other"
 
 
-def _admitting(arm: str, suffix: str, means: str = "", **changes: Any) -> dict[str, Pool]:
-    """Return the arm with these changes and session admission, which is compared with the one without."""
+def _admitting(arm: str, suffix: str, **changes: Any) -> dict[str, Pool]:
+    """Return the deployment `arm` + `suffix`, which has these changes, with session admission. It is compared
+    with the one without."""
+    base = f"{arm}{suffix}"
     return {
-        f"{arm}{suffix}-admission{kind}": _but(
-            arm,
-            f"{means}new sessions without room {words}",
-            admission=held_s,
-            retries=retries,
-            **changes,
-        )._replace(against=(f"{arm}{suffix}",))
+        f"{base}-admission{kind}": _but(arm, words, admission=held_s, retries=retries, **changes)._replace(
+            against=(base,), like=base
+        )
         for kind, (words, held_s, retries) in ADMISSION.items()
     }
 
@@ -141,15 +163,11 @@ POOLS: Mapping[str, Pool] = {
         triggers=tuple(MoveTrigger),
     ),
     **{name: pool for arm in ARMS for name, pool in _admitting(arm, "").items()},
-    **{
-        name: pool
-        for arm in Arm
-        for name, pool in _admitting(arm, "-four-gateways", f"{FOUR}, ", gateways=4).items()
-    },
+    **{name: pool for arm in Arm for name, pool in _admitting(arm, "-four-gateways", gateways=4).items()},
     "none-long": _but("none", "sessions have more turns", traffic=LONG),
-    **_admitting("none", "-long", "sessions have more turns, ", traffic=LONG),
+    **_admitting("none", "-long", traffic=LONG),
     "none-tenants": _but("none", TENANTS, tenants=(QUIET, GREEDY)),
-    **_admitting("none", "-tenants", f"{TENANTS}, ", tenants=(QUIET, GREEDY)),
+    **_admitting("none", "-tenants", tenants=(QUIET, GREEDY)),
     **{f"{arm}-four-gateways": _but(arm, FOUR, gateways=4) for arm in ARMS},
     **{
         f"{arm}-{name}-link": _but(arm, f"KV goes over {means}", link=name)
@@ -215,10 +233,13 @@ POOLS: Mapping[str, Pool] = {
         for arm in ("none", *SPLIT)
     },
     **{
-        f"{arm}-headers": Pool(
-            f"`{arm}`, but bodies are hard to guess, and each turn is decided without and with its body",
-            {**ARMS[arm].changes, "twice": True, "faults": Faults(token_error=0.3)},
-        )
+        f"{arm}-headers": _but(
+            arm,
+            "bodies are hard to guess",
+            "each turn is decided without and with its body",
+            twice=True,
+            faults=Faults(token_error=0.3),
+        )._replace(against=())
         for arm in ("none", "handoff", "store", *SPLIT)
     },
     "split-overlap": _but(
@@ -226,7 +247,7 @@ POOLS: Mapping[str, Pool] = {
     ),
     **{
         f"{prefix}{name}": Pool(
-            f"{means}{words}",
+            (*means, *words),
             {
                 "tenants": who,
                 **changes,
@@ -234,23 +255,24 @@ POOLS: Mapping[str, Pool] = {
                 "params": FAIR if fair else (),
             },
             tuple(f"{prefix}{other}" for other in against),
+            "none",
         )
         for prefix, words, changes in (
-            ("", "", {}),
-            ("four-", f"; {FOUR}", {"gateways": 4}),
-            ("split-", "; half of the endpoints only prefill for the others", {"split": True}),
-            ("capped-", "; a prompt gets at most 2,048 tokens of a step", {"tokens_per_prompt": 2048}),
+            ("", (), {}),
+            ("four-", (FOUR,), {"gateways": 4}),
+            ("split-", ARMS["split"].differs, {"split": True}),
+            ("capped-", ("a prompt gets at most 2,048 tokens of a step",), {"tokens_per_prompt": 2048}),
         )
         for name, means, who, fair, against in (
-            ("alone", "only the smaller tenant sends; fair shares", (QUIET,), True, ()),
+            ("alone", ("only the smaller tenant sends", "fair shares"), (QUIET,), True, ()),
             (
                 "in-turn",
-                "both tenants send; requests are served as they come",
+                ("both tenants send", "requests are served as they come"),
                 (QUIET, GREEDY),
                 False,
                 ("alone",),
             ),
-            ("fair", "both tenants send; fair shares", (QUIET, GREEDY), True, ("alone", "in-turn")),
+            ("fair", ("both tenants send", "fair shares"), (QUIET, GREEDY), True, ("alone", "in-turn")),
         )
     },
     **{
@@ -263,9 +285,10 @@ POOLS: Mapping[str, Pool] = {
     },
     **{
         f"{name}-{arm}{suffix}": Pool(
-            f"`{arm}`, the requests of {file}, {words}",
+            (f"the requests of `{file}`", words),
             {**ARMS[arm].changes, "trace": file, "mode": mode},
             () if arm == "none" else (f"{name}-none{suffix}",),
+            arm,
         )
         for name, file in TRACES.items()
         for arm in ARMS
@@ -275,3 +298,12 @@ POOLS: Mapping[str, Pool] = {
         )
     },
 }
+
+
+def described(pool: str, known: Collection[str]) -> tuple[str, tuple[str, ...]]:
+    """Return the deployment among the arms and `known` ones that a pool is like, and in what it differs from
+    that."""
+    differs, like = POOLS[pool].differs, POOLS[pool].like
+    while like and like not in known and like not in ARMS:
+        differs, like = POOLS[like].differs + differs, POOLS[like].like
+    return like, differs
