@@ -212,7 +212,7 @@ async def test_a_long_prompt_is_prefilled_on_one_engine_and_decoded_on_the_other
     )
     routing = structs.replace(
         spec.routing,
-        disaggregation=Disaggregation(local_tokens=100, accept_seconds=1.0, coming_requests=1_000.0),
+        disaggregation=Disaggregation(local_tokens=100, accept_seconds=1.0, coming_requests=1_000),
     )
     (rig.folder / "pool.yaml").write_bytes(
         dump(

@@ -485,7 +485,7 @@ async def test_one_prefills_for_two(served, kill):
     )
     routing = structs.replace(
         spec.routing,
-        disaggregation=Disaggregation(local_tokens=200, accept_seconds=1.0, coming_requests=1_000.0),
+        disaggregation=Disaggregation(local_tokens=200, accept_seconds=1.0, coming_requests=1_000),
     )
     served.write(
         structs.replace(served.document, spec=structs.replace(spec, endpoints=endpoints, routing=routing))

@@ -26,7 +26,7 @@ OPTIONS = EngineOptions(handoff=True, prefill=1, request_log=True)
 ROUTING = spec.Routing(
     limits=spec.Limits(decision_seconds=30.0),
     disaggregation=spec.Disaggregation(
-        queue=1_000, max_seconds=200.0, accept_seconds=1.0, coming_requests=1_000.0
+        queue=1_000, max_seconds=200.0, accept_seconds=1.0, coming_requests=1_000
     ),
 )
 WORDS = Vocabulary()

@@ -19,7 +19,7 @@ HOST = "pool.ns.svc"
 LONG = 3_000
 ROUTING = spec.Routing(
     limits=spec.Limits(decision_seconds=30.0),
-    disaggregation=spec.Disaggregation(queue=1_000, accept_seconds=1.0, coming_requests=1_000.0),
+    disaggregation=spec.Disaggregation(queue=1_000, accept_seconds=1.0, coming_requests=1_000),
 )
 
 

@@ -23,6 +23,6 @@ class Split(Handing):
             )
             for a, page in self.pages.items()
         ]
-        away = Disaggregation(coming_requests=1.0)  # else an endpoint without requests prefills by itself
+        away = Disaggregation(coming_requests=1)  # else an endpoint without requests prefills by itself
         routing = structs.replace(self.routing, disaggregation=away)
         return pool(endpoints=listed, routing=routing, engine=USUAL)

@@ -148,8 +148,9 @@ class Unsplit(StrEnum):
     """The decoding endpoint caches all of it but a few tokens."""
     QUEUES_FULL = "queues_full"
     """Every prefill endpoint has as many prompts as it may have."""
-    SOONER = "sooner"
-    """The decoding endpoint is predicted to be done sooner, although that delays its other requests."""
+    CHEAPER = "cheaper"
+    """Prefilling there costs fewer seconds, those by which it delays other requests counted, or meets the
+    request's SLO, which the prefill endpoints would miss."""
     SLOW = "slow"
     """Queue and prefill would take longer than the engines wait for KV."""
     NO_GIVER = "no_giver"

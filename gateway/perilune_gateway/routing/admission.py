@@ -2,7 +2,7 @@
 
 `exclusion` says of one endpoint whether it may be chosen. `fits_context`, `not_overloaded` and `meets_slo`
 may refuse the request as a whole. `meets_slo` uses predictions and refuses only if waiting would help, so
-never on an idle fleet.
+never on an idle fleet; `split_meets_slo` lets pass what another endpoint prefills in time.
 
 Each priority level above 0 doubles the queue at which a request is refused, each level below 0 halves it.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from msgspec import Struct
@@ -20,6 +20,7 @@ from perilune_api.paths import SUPPORTED
 from perilune_api.pool import Limits, Role
 from perilune_gateway.model import (
     Candidate,
+    Decision,
     Refusal,
     RefuseReason,
     RequestHead,
@@ -27,7 +28,7 @@ from perilune_gateway.model import (
     Tokens,
     TokenSource,
 )
-from perilune_gateway.policy.cost import cheapest_fetch, tpot_s
+from perilune_gateway.policy.cost import cheapest_fetch, target_of, tpot_s
 from perilune_gateway.request import paths
 from perilune_gateway.state.fleet import EndpointView
 
@@ -237,6 +238,18 @@ def meets_slo(request: RequestView, candidates: Sequence[Candidate]) -> Refusal 
         f" {best.tpot_s * 1000:.0f} ms per token, which is more than the SLO allows",
         min(waits_s),
     )
+
+
+def split_meets_slo(request: RequestView, decision: Decision, candidates: Sequence[Candidate]) -> bool:
+    """Return whether the request meets its SLOs because another endpoint prefills its prompt. `candidates`
+    have the decision's target."""
+    if not decision.prefill:
+        return False
+    target = target_of(decision, candidates)
+    ttft_s = decision.estimated_ttft_s * target.ttft_ratio
+    alone = predict(target, request)
+    there = replace(alone, ttft_s=ttft_s, tpot_s=tpot_s(target, request, ttft_s))
+    return _wait_s(there, alone.alone_ttft_s, request) <= 0
 
 
 def _wait_s(p: Prediction, alone_ttft_s: float, request: RequestView) -> float:

@@ -51,13 +51,13 @@ def decide(
     late = admission.meets_slo(request, able)
     if late and request.phase is Phase.HEADERS:
         return NEED_BODY  # another endpoint's cached prefix may change the prediction
-    if late:
-        return late
     if request.unsplit or len(able) < len(candidates):
         made = split(request, verdict, candidates, routing.disaggregation, routing.policy.perilune, rng)
         if not isinstance(made, Decision):
             return made
         verdict = made
+    if late and not admission.split_meets_slo(request, verdict, able):
+        return late
     return pull(request, verdict, candidates, routing.pull)
 
 

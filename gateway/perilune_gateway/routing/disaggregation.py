@@ -9,9 +9,11 @@
 
 4. It prefills if that is not more than what the same costs on the decoding endpoint,
 
-       queue + fetch + prefill + delay of the requests in flight + prefill × `coming_requests`
+       queue + fetch + prefill + delay of the requests in flight and of `coming_requests` more
 
-   and if it would be over within `max_seconds`. Otherwise the decoding endpoint prefills (`Unsplit`).
+   and if it would be over within `max_seconds`. Otherwise the decoding endpoint prefills (`Unsplit`). If the
+   request has an SLO for its first token that one of the two meets and the other does not, that one
+   prefills.
 5. A request without a bound session whose prompt is split gets the decoding endpoint with the lowest
 
        transfer over the link from the prefill endpoint + queue + slower decoding
@@ -82,10 +84,8 @@ def split(
     work = {c.address: prefill_work(decision, c, request) for c in free}
     costs = [_prefill_cost(c, work[c.address], target, request) for c in free]
     giver = cheapest(free, costs, rng)
-    here = seconds(target, request, params)
-    here_s = here.total_s - here.decode_s + pool.coming_requests * here.prefill_s
-    if here_s < min(cost.total for cost in costs):
-        return replace(decision, unsplit=Unsplit.SOONER)
+    if _belongs_here(target, min(cost.total for cost in costs), request, pool, params):
+        return replace(decision, unsplit=Unsplit.CHEAPER)
     if ready_s(giver, work[giver.address]) > pool.max_seconds:
         return replace(decision, unsplit=Unsplit.SLOW)
     if host_of(request, candidates) is None:
@@ -100,6 +100,20 @@ def split(
         cached_tokens=target.overlap.device_tokens,
         estimated_ttft_s=ready_s(giver, work[giver.address]) + fetch_s,
     )
+
+
+def _belongs_here(
+    target: Candidate, there_s: float, request: RequestView, pool: Disaggregation, params: PeriluneParams
+) -> bool:
+    """Step 4: return whether the decoding endpoint prefills, where the best prefill endpoint takes
+    `there_s`."""
+    if pool.coming_requests:
+        load = target.load._replace(in_flight=target.load.in_flight + pool.coming_requests)
+        target = replace(target, load=load)
+    here, slo_s = seconds(target, request, params), request.slo_ttft_s
+    if slo_s and (here.ttft_s <= slo_s) != (there_s <= slo_s):
+        return here.ttft_s <= slo_s
+    return here.total_s - here.decode_s < there_s
 
 
 def prefill_work(decision: Decision, giver: Candidate, request: RequestView) -> PrefillForecast:
@@ -135,7 +149,7 @@ def _decoder(
     params: PeriluneParams,
     rng: Random,
 ) -> Candidate:
-    """Step 4."""
+    """Step 5."""
     able = [c for c in decoders(candidates) if giver.address in c.links]
     costs = [
         Cost(

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from perilune_api.fields import Positive, Seconds, Struct, Weight
+from perilune_api.fields import Positive, Seconds, Struct
 
 
 class Disaggregation(Struct, frozen=True):
@@ -20,13 +20,13 @@ class Disaggregation(Struct, frozen=True):
     max_seconds: Seconds = 60.0
     """A prompt whose remote prefill would take more seconds than this, queue included, is prefilled where it
     is decoded. At most half of the time for which engines keep KV that is not fetched
-    (`VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`), which the operator sets accordingly."""
-    coming_requests: Weight = 0.0
-    """A prompt is prefilled where it is decoded if it is predicted to be done sooner there, with the delay of
-    the requests in flight counted. This is the number of requests that are expected to come meanwhile, and
-    count as delayed, too. With 0, an endpoint without requests prefills by itself, which serves first tokens
-    best; with more, prefills keep away from endpoints that decode, for steadier times between tokens; with
-    1000, they do so unless the other conditions forbid it."""
+    (`VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`). The operator sets that time by this field, so a higher value may
+    roll the engines."""
+    coming_requests: Annotated[int, Meta(ge=0)] = 0
+    """Number of requests that count as delayed by a prefill where the prompt is decoded, in addition to those
+    in flight there. With 0 an endpoint without requests prefills by itself, and first tokens come soonest.
+    More of them keep prefills away from endpoints that decode, which makes times between tokens steadier.
+    With 1000 only localTokens, queue and maxSeconds lead to a prefill there."""
     accept_seconds: Annotated[float, Meta(gt=0, le=1)] = 0.3
     """Seconds for which the gateway holds a request until the prefill endpoint has accepted its prompt. After
     that, the prompt is prefilled where it is decoded. Together with `limits.decisionSeconds`, it must stay

@@ -109,7 +109,7 @@ async def scene(**own: str) -> AsyncIterator[Scene]:
     rig = Rig(
         pool(
             endpoints=listed,
-            routing=Routing(disaggregation=Disaggregation(coming_requests=1.0)),
+            routing=Routing(disaggregation=Disaggregation(coming_requests=1)),
             engine=USUAL,
         )
     )

@@ -9,7 +9,16 @@ from routing_objects import candidate, chosen, head, prefix, request, session
 
 from perilune_api.pool import Disaggregation, Limits, Role, Routing
 from perilune_api.topology import Level, Link
-from perilune_gateway.model import NEED_BODY, Candidate, Decision, Phase, Reason, RequestView, Unsplit
+from perilune_gateway.model import (
+    NEED_BODY,
+    Candidate,
+    Decision,
+    Phase,
+    Reason,
+    Refusal,
+    RequestView,
+    Unsplit,
+)
 from perilune_gateway.request import openai
 from perilune_gateway.request.parsed import ParsedRequest
 from perilune_gateway.routing import admission
@@ -51,7 +60,7 @@ def test_a_long_prompt_is_prefilled_by_one_endpoint_and_decoded_by_another() -> 
     [
         (Unsplit.SHORT, TOKENS - 1_000, {}, {"p": FAST}, None),
         (Unsplit.QUEUES_FULL, 0, {"prefilling": 8}, {"p": FAST}, None),
-        (Unsplit.SOONER, 0, {"pending_s": 30.0}, {"p": FAST}, None),
+        (Unsplit.CHEAPER, 0, {"pending_s": 30.0}, {"p": FAST}, None),
         (Unsplit.NO_GIVER, 0, {}, {}, None),
         (Unsplit.ANSWERS, 0, {}, {"p": FAST}, Unsplit.ANSWERS),
     ],
@@ -64,7 +73,7 @@ def test_a_prompt_is_prefilled_where_it_is_decoded_and_the_decision_says_why(
     assert (made.target, made.prefill, made.unsplit) == ("d", "", why)
 
 
-def test_a_prompt_is_not_prefilled_where_that_takes_too_long_though_it_is_sooner() -> None:
+def test_a_prompt_is_not_prefilled_where_that_takes_too_long_though_it_is_cheaper() -> None:
     made = decision(LONG, prefiller("p", pending_s=60.0), decoder("d", {"p": FAST}, pending_s=100.0))
     assert (made.prefill, made.unsplit) == ("", Unsplit.SLOW)
     made = decision(
@@ -76,18 +85,18 @@ def test_a_prompt_is_not_prefilled_where_that_takes_too_long_though_it_is_sooner
 @pytest.mark.parametrize(
     ("here", "coming", "prefill"),
     [
-        ({"in_flight": 0}, 0.0, ""),
-        ({"in_flight": 0}, 1.0, "p"),
-        ({"in_flight": 1}, 0.0, "p"),
-        ({"in_flight": 0, "pending_s": 1.0}, 0.0, "p"),
+        ({"in_flight": 0}, 0, ""),
+        ({"in_flight": 0}, 1, "p"),
+        ({"in_flight": 1}, 0, "p"),
+        ({"in_flight": 0, "pending_s": 1.0}, 0, "p"),
     ],
     ids=["idle", "idle, but a request will come", "decodes", "prefills already"],
 )
-def test_an_endpoint_prefills_by_itself_if_that_is_sooner_and_delays_nobody(
-    here: dict[str, float], coming: float, prefill: str
+def test_an_endpoint_prefills_by_itself_if_that_is_cheaper(
+    here: dict[str, float], coming: int, prefill: str
 ) -> None:
     made = decision(LONG, prefiller("p"), decoder("d", {"p": FAST}, **here), coming_requests=coming)
-    assert (made.prefill, made.unsplit) == (prefill, None if prefill else Unsplit.SOONER)
+    assert (made.prefill, made.unsplit) == (prefill, None if prefill else Unsplit.CHEAPER)
 
 
 def test_a_prompt_waits_for_its_prefill_as_long_as_it_would_delay_others() -> None:
@@ -95,7 +104,45 @@ def test_a_prompt_waits_for_its_prefill_as_long_as_it_would_delay_others() -> No
     d = decoder("d", {"p": FAST}, in_flight=3)
     alone_s = d.engine.prefill_s(TOKENS, 0)
     assert decision(LONG, prefiller("p", pending_s=2.9 * alone_s), d).prefill == "p"
-    assert decision(LONG, prefiller("p", pending_s=3.1 * alone_s), d).unsplit is Unsplit.SOONER
+    assert decision(LONG, prefiller("p", pending_s=3.1 * alone_s), d).unsplit is Unsplit.CHEAPER
+
+
+def test_a_prompt_that_is_cached_delays_others_half() -> None:
+    """`alone_s` is what the rest takes."""
+    held = 8_000
+    d = decoder("d", {"p": FAST}, in_flight=4, cached=held)
+    alone_s, share = d.engine.prefill_s(TOKENS - held, held), 1.0 - 0.5 * held / TOKENS
+    sooner, later = (prefiller("p", cached=held, pending_s=times * share * alone_s) for times in (3.9, 4.1))
+    assert decision(LONG, sooner, d).prefill == "p"
+    assert decision(LONG, later, d).unsplit is Unsplit.CHEAPER
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "prefill"),
+    [
+        ({"pending_s": 5.0}, {"in_flight": 20}, ""),
+        ({}, {"in_flight": 0, "pending_s": 5.0}, "p"),
+        ({"pending_s": 0.5}, {"in_flight": 0}, ""),
+        ({"pending_s": 5.0}, {"in_flight": 20, "pending_s": 5.0}, "p"),
+    ],
+    ids=["only here", "only there", "both", "neither"],
+)
+def test_the_endpoint_that_meets_the_slo_prefills(
+    there: dict[str, float], here: dict[str, float], prefill: str
+) -> None:
+    view = structs.replace(LONG, slo_ttft_s=2.0)
+    made = decide(
+        view,
+        [prefiller("p", **there), decoder("d", {"p": FAST}, **here)],
+        "ear",
+        Routing(policy=chosen("ear")),
+        Random(0),
+    )
+    if here.get("pending_s") and there:
+        assert isinstance(made, Refusal), "no endpoint is in time"
+        return
+    assert isinstance(made, Decision)
+    assert made.prefill == prefill
 
 
 def test_what_the_store_holds_is_read_and_not_prefilled() -> None:

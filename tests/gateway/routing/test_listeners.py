@@ -24,7 +24,7 @@ from perilune_gateway.state.sharing import Sharing
 P = "10.0.0.9:8000"
 ROUTING = Routing(
     session_admission=SessionAdmission(enabled=True, max_wait_seconds=60.0),
-    disaggregation=Disaggregation(local_tokens=64, coming_requests=1.0),
+    disaggregation=Disaggregation(local_tokens=64, coming_requests=1),
 )
 ORDERS = examples(8)
 

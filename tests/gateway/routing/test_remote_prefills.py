@@ -79,7 +79,9 @@ def test_the_prefill_is_load_where_it_runs_and_its_end_is_the_copy() -> None:
     assert 'perilune_handoffs_total{outcome="copied",reason="prefill"} 1.0' in lines
     record = rig.record(routed)
     assert (record.verdict.reason, record.prefill) == (Reason.SPLIT, A)
-    assert f"it decodes what {A} prefills" in to_json(record)["sentence"]
+    page = to_json(record)
+    assert f"it decodes what {A} prefills" in page["sentence"]
+    assert page["estimated_s"] == record.verdict.estimated_ttft_s
 
 
 def test_the_next_turn_stays_and_its_short_rest_is_prefilled_there() -> None:

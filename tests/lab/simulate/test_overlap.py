@@ -14,7 +14,7 @@ from perilune_lab.simulate.simulation import simulate
 from perilune_lab.simulate.workload import Workload
 
 PAIR = Deployment(endpoints=2, prefill_endpoints=1)
-ELSEWHERE = Routing(disaggregation=Disaggregation(coming_requests=1_000.0, max_seconds=1_000.0))
+ELSEWHERE = Routing(disaggregation=Disaggregation(coming_requests=1_000, max_seconds=1_000.0))
 """Every long prompt is prefilled elsewhere."""
 
 

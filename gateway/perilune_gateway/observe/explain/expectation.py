@@ -24,7 +24,10 @@ class Expected(NamedTuple):
 
 def expected(candidate: Candidate, view: RequestView, verdict: Verdict | None = None) -> Expected:
     """Return what to expect of the candidate. With the `verdict` that chose it, KV from a peer counts only if
-    the verdict names one. Without a verdict, it counts wherever it is faster."""
+    the verdict names one, and a prompt that another endpoint prefills comes when that is done. Without a
+    verdict, KV from a peer counts wherever it is faster."""
+    if isinstance(verdict, Decision) and verdict.prefill:
+        return Expected(verdict.estimated_ttft_s, verdict.cached_tokens)
     if isinstance(verdict, Decision) and not verdict.replicate_from:
         view = replace(view, prefix=replace(view.prefix, pullable=False))
     return Expected(predict(candidate, view).ttft_s, cheapest_fetch(candidate, view)[2])
