@@ -43,10 +43,9 @@ def _lines(value: Any, indent: str) -> str:
 
 
 def _is_row(value: dict[str, Any] | list[Any]) -> bool:
-    """Return whether it is a list of plain values, or an object of plain values and short lists of them."""
+    """Return whether it is a list of plain values, or an object of plain values and of short lists
+    and objects of such."""
     if isinstance(value, list):
         return not any(isinstance(each, dict | list) for each in value)
-    lists = [each for each in value.values() if isinstance(each, list)]
-    if any(isinstance(each, dict) for each in value.values()) or not all(map(_is_row, lists)):
-        return False
-    return all(len(each) <= _MOST for each in lists)
+    inner = [each for each in value.values() if isinstance(each, dict | list)]
+    return all(len(each) <= _MOST and _is_row(each) for each in inner)

@@ -28,6 +28,7 @@ from perilune_research.evaluation.cells import Cell, Heat, heat
 from perilune_research.evaluation.cost import cpu_s
 from perilune_research.evaluation.plan import Play, Section, quick
 from perilune_research.evaluation.pools import ARMS, POOLS
+from perilune_research.evaluation.rows import Key, planned, read
 from perilune_research.evaluation.sections import SECTIONS
 from perilune_research.evaluation.traffic import GREEDY, QUIET, varied
 from perilune_research.kept import Kept
@@ -53,9 +54,12 @@ def coarse_intervals():
 # The plan
 
 
+def _items(section: Section) -> list[Cell | capacity.Search]:
+    return [item for each in planned(section) for item in each.items]
+
+
 def _cells(section: Section) -> list[Cell]:
-    wanted = cli.wanted(section)
-    return [each.cell if isinstance(each, capacity.Search) else each for each in wanted]
+    return [each.cell if isinstance(each, capacity.Search) else each for each in _items(section)]
 
 
 def test_every_page_that_a_command_makes_is_a_section():
@@ -109,29 +113,29 @@ def test_no_two_deployments_are_the_same():
 
 
 def test_cells_that_sections_share_are_played_once():
-    main, more = (set(BY_NAME[name].cells()) for name in ("deployments", "more-seeds"))
+    main, more = (set(_cells(BY_NAME[name])) for name in ("deployments", "more-seeds"))
     assert main & more
     assert {cell.seed for cell in main & more} == {1, 2, 3}
 
 
 def test_engines_and_links_that_differ_from_the_belief_are_played_at_r():
-    found = {cell.faults: cell.rate for cell in BY_NAME["beliefs"].cells() if cell.faults != Faults()}
+    found = {cell.faults: cell.rate for cell in _cells(BY_NAME["beliefs"]) if cell.faults != Faults()}
     assert set(found.values()) == {1.0}
     assert len(found) == len(pools.FAULTS) + len(pools.LINKS)
 
 
 def test_traces_are_files_of_the_folder_and_count_by_their_names():
     section = replace(BY_NAME["recorded"], traces=Path("/there"))
-    cell = next(iter(section.cells()))
+    cell = _cells(section)[0]
     assert cell.trace == "/there/mooncake_conversation.jsonl.gz"
-    elsewhere = next(iter(replace(section, traces=Path("/elsewhere")).cells()))
+    elsewhere = _cells(replace(section, traces=Path("/elsewhere")))[0]
     assert elsewhere.key == cell.key
 
 
 def test_the_small_evaluation_takes_about_ten_minutes_of_two_processes():
-    small = {item for section in SECTIONS for item in cli.wanted(quick(section))}
+    small = {item for section in SECTIONS for item in _items(quick(section))}
     assert 120 < sum(map(cpu_s, small)) < 900
-    assert {section.name for section in map(quick, SECTIONS) if not [*cli.wanted(section)]} == set()
+    assert {section.name for section in map(quick, SECTIONS) if not _items(section)} == set()
 
 
 def test_costs_grow_with_load_gateways_and_stores():
@@ -366,23 +370,78 @@ def test_a_policy_that_serves_no_rate_in_time_has_no_capacity():
     assert shown.rows[1][2:6] == ("none, 0.5", "0.25", "∞, 4", "6")
 
 
-def test_what_was_played_is_kept(folder: Path):
+def test_rows_of_todays_code_are_not_played_again(folder: Path, tmp_path: Path):
+    """Nothing that an earlier call has kept is at hand."""
     pages = {path: path.read_bytes() for path in folder.glob("*.md")}
-    said = play(folder)
+    said = play(folder, "--work", str(tmp_path))
     assert all(f"{section.name}: 0 to play" in said for section in SMALL)
     assert {path: path.read_bytes() for path in folder.glob("*.md")} == pages
 
 
-def test_a_page_of_what_is_kept_compares_the_seeds_that_both_have(folder: Path, tmp_path: Path):
-    more = replace(SMALL[0], plays=(Play(("none",), ("0.4",), ("perilune", "sticky", "ear"), (1, 2, 3)),))
-    play(folder, "--kept", "--out", str(tmp_path), sections=[more])
-    rows = json.loads((tmp_path / "apart.json").read_text())["rows"]
-    assert {row["policy"]: row["seeds"] for row in rows} == {"perilune": [1, 2], "sticky": [1, 2]}
+def test_what_was_played_is_kept(folder: Path, tmp_path: Path):
+    said = play(folder, "--out", str(tmp_path))
+    assert all(f"{section.name}: 0 to play" in said for section in SMALL)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{section.name}.{end}" for section in SMALL for end in ("md", "json")
+    }
+
+
+def outdated(rows: dict[str, list[dict[str, object]]], policy: str) -> list[dict[str, object]]:
+    """Return rows of which one policy's were played by other code, with another figure."""
+    return [
+        {**row, "code": "other", "apc": [9.0, 9.0]} if row["policy"] == policy else row
+        for row in rows["rows"]
+    ]
+
+
+def test_only_rows_of_other_code_are_played_again(folder: Path, tmp_path: Path):
+    data = json.loads((folder / "apart.json").read_text())
+    (tmp_path / "apart.json").write_text(json.dumps(data | {"rows": outdated(data, "sticky")}))
+    section = SMALL[0]
+    assert "apart: 4 to play" in play(tmp_path, "--estimate", sections=[section])
+    said = play(tmp_path, "--deployments", "store", sections=[section])
+    assert "apart: 2 to play" in said
+    assert "apart.md, 1 of its 5 rows played by other code" in said
+    rows = read(tmp_path / "apart.json")
+    assert rows[Key("none", "0.4", "sticky")]["apc"] == [9.0, 9.0]
+    played, again = (each[Key("store", "0.4", "sticky")] for each in (read(folder / "apart.json"), rows))
+    assert again["apc"] == played["apc"] != [9.0, 9.0]
+
+
+def test_a_row_of_other_simulations_is_outdated(folder: Path):
+    more = replace(SMALL[0], plays=(Play(("none",), ("0.4",), ("perilune", "sticky"), (1, 2, 3)),))
+    rows = read(folder / "apart.json")
+    assert [each.is_outdated(rows[each.key]) for each in planned(SMALL[0])] == [False] * 5
+    assert [each.is_outdated(rows[each.key]) for each in planned(more)] == [True] * 2
+    other = replace(SMALL[0], base=replace(BASE, window_s=26.0))
+    assert [each.is_outdated(rows[each.key]) for each in planned(other)] == [True] * 5
+
+
+def test_pages_are_made_of_data_alone(folder: Path, tmp_path: Path):
+    for section in SMALL:
+        (tmp_path / f"{section.name}.json").write_bytes((folder / f"{section.name}.json").read_bytes())
+    play(tmp_path, "--pages")
+    for section in SMALL:
+        assert (tmp_path / f"{section.name}.md").read_bytes() == (folder / f"{section.name}.md").read_bytes()
+
+
+def test_without_data_there_is_nothing_to_make_pages_of(tmp_path: Path):
+    assert "apart: nothing of it was played" in play(tmp_path, "--pages")
+    assert not [*tmp_path.glob("*.md")]
+
+
+def test_policies_are_compared_in_the_seeds_that_both_have(folder: Path):
+    section, rows = SMALL[0], read(folder / "apart.json")
+    key = Key("none", "0.4", "sticky")
+    rows[key] = {**rows[key], "seeds": [1], "ttft_s.p90": rows[key]["ttft_s.p90"][:1]}
+    found = page.Found(section, rows)
+    ratio, low, high = found.quotient("0.4", ("none", "sticky"), ("none", "perilune"), metrics.TTFT_P90)
+    assert low == ratio == high
 
 
 def test_a_section_that_is_not_complete_writes_no_page(tmp_path: Path):
     said = play(tmp_path, "--minutes", "1e-9", sections=SMALL[:1])
-    assert "apart: 0 of 9, so its page is not written" in said
+    assert "apart: 5 rows are missing, so it is not written" in said
     assert not [*tmp_path.glob("*.md")]
 
 
@@ -400,6 +459,12 @@ def test_recorded_traffic_that_is_not_there_is_left_out(tmp_path: Path):
 def test_the_small_evaluation_leaves_the_pages_of_docs_alone():
     assert cli.parse(["--quick"]).out != cli.parse([]).out == Path("docs/evaluation")
     assert all(section.small for section in cli.parse(["--quick"]).sections)
+
+
+def test_a_pattern_that_fits_no_deployment_is_named():
+    assert cli.parse(["--deployments", "split*,none"]).deployments == ("split*", "none")
+    with pytest.raises(SpecError, match="'moon' fits no deployment"):
+        cli.parse(["--deployments", "moon"])
 
 
 def test_seeds_are_told_as_spans():

@@ -6,9 +6,8 @@ the same traffic, so their capacities are compared seed by seed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import product
 from math import inf, sqrt
 
 import msgspec
@@ -102,27 +101,8 @@ def search(section: Section, pool: str, policy: str, seed: int) -> Search:
     return Search(cell=replace(cell, rate=round(guess, 4)))
 
 
-def searches(section: Section) -> Iterable[Search]:
-    """Yield all searches of the section, those of one seed before those of the next."""
-    for seed in section.seeds:
-        for play in section.plays:
-            if seed in play.seeds:
-                for pool, policy in product(play.pools, play.policies):
-                    yield search(section, pool, policy, seed)
-
-
 Capacities = Mapping[str, Mapping[str, Mapping[int, float]]]
 """Deployment → policy → seed → sessions per second."""
-
-
-def capacities(section: Section, found: Mapping[Search, Bounds]) -> Capacities:
-    """Return what was found."""
-    by: dict[str, dict[str, dict[int, float]]] = {}
-    for play in section.plays:
-        for pool, policy, seed in product(play.pools, play.policies, play.seeds):
-            if bounds := found.get(search(section, pool, policy, seed)):
-                by.setdefault(pool, {}).setdefault(policy, {})[seed] = bounds.capacity
-    return by
 
 
 def tables(served: Capacities) -> list[Table]:
@@ -159,18 +139,3 @@ NOTE = (
     f" {100 * TOLERANCE:g} %, by seed; *none* if no rate down to 1/64 of the first guess was found to"
     f" hold, which counts as 0 in the means. *Goal* is the least that the quotient of the means should be."
 )
-
-
-def rows(served: Capacities) -> list[dict[str, object]]:
-    """Return the rows of the data file."""
-    return [
-        {
-            "deployment": pool,
-            "load": LOAD,
-            "policy": policy,
-            "seeds": list(by_seed),
-            "sessions_per_s": [round(rate, 4) for rate in by_seed.values()],
-        }
-        for pool, policies in served.items()
-        for policy, by_seed in policies.items()
-    ]

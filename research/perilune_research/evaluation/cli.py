@@ -1,9 +1,10 @@
 """`python -m perilune_research evaluation`: plays the sections (`sections.py`) that docs/evaluation tells.
 
-1. Print how much is to be played, and the CPU time that it will take, about.
-2. Play each section as `perilune simulate` does. What an earlier call has played with the same code is kept.
-3. Write the page and the data of each section that is complete, and the tables of docs/policies.md
-   and docs/evaluation/README.md.
+1. Read the rows of each section's data file. Those that other code or other simulations made are outdated.
+2. Print how much is to be played for these, and the CPU time that it will take, about.
+3. Play it as `perilune simulate` does. What an earlier call has played with the same code is kept.
+4. Write the data of each section, the page that it makes, and the tables of docs/policies.md and
+   docs/evaluation/README.md.
 
 Ctrl-C loses only the simulations under way. Nothing that it writes is a measurement of hardware.
 
@@ -15,8 +16,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from math import inf
 from pathlib import Path
 
@@ -30,9 +32,9 @@ from perilune_research.evaluation import capacity, cells, page
 from perilune_research.evaluation.capacity import Bounds, Search
 from perilune_research.evaluation.cells import Cell, Result
 from perilune_research.evaluation.cost import cpu_s
-from perilune_research.evaluation.page import Found
 from perilune_research.evaluation.plan import Section, quick
-from perilune_research.evaluation.pools import TRACES
+from perilune_research.evaluation.pools import POOLS, TRACES
+from perilune_research.evaluation.rows import Key, Planned, Row, planned, read, row
 from perilune_research.evaluation.sections import SECTIONS
 from perilune_research.evaluation.summaries import DOCUMENTS, filled
 from perilune_research.kept import Kept, default_folder, printed
@@ -45,11 +47,14 @@ examples (after `python -m perilune_research`):
   evaluation --quick                     every section in small, into build/evaluation: about 10 minutes
   evaluation --minutes 60                an hour of what is missing; the same command goes on
   evaluation --sections recorded --traces ~/traces
-  evaluation --estimate                  only print what is missing, and what it takes
+  evaluation --deployments 'split*'      only deployments of these names; other rows stay as they are
+  evaluation --estimate                  only print what is outdated, and what it takes
+  evaluation --pages                     only make the pages and tables of the data
 
 sections (--sections): {", ".join(_NAMES)}
-An interrupted call goes on when it is repeated: finished simulations are kept until the code that plays them
-changes. A section's page is written once all of its simulations are there.
+Rows that today's code has played are not played again, unless `--out` is a folder without data. An
+interrupted call goes on when it is repeated: finished simulations are kept until the code that plays them
+changes. A section is written once each of its rows has been played, by whatever code.
 """
 
 
@@ -61,8 +66,9 @@ class Options:
     minutes: float
     """Minutes after which no simulation is begun."""
     only_estimate: bool
-    only_kept: bool
-    """Whether pages are made of what earlier calls have played, complete or not."""
+    only_pages: bool
+    deployments: tuple[str, ...]
+    """Patterns of the names of deployments that are played."""
     jobs: int
     out: Path
     work: Path
@@ -80,40 +86,75 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A section, and what is to be played of it."""
+
+    section: Section
+    plan: Sequence[Planned]
+    rows: dict[Key, Row]
+    """Those of the data file."""
+    outdated: Sequence[Planned]
+    """Rows to play."""
+
+    @property
+    def items(self) -> list[Cell | Search]:
+        """The simulations of these rows."""
+        return list(dict.fromkeys(item for each in self.outdated for item in each.items))
+
+
 def run(options: Options, err: Console) -> None:
     """Play, and write the files. Raises NoRateError, and OSError if a file cannot be written."""
     until = time.monotonic() + 60 * options.minutes
     kept = Kept(options.work / "evaluation.jsonl", options.jobs, printed(err), until)
-    playable = []
+    every = []
     for section in options.sections:
-        if absent := _absent(section):
+        work = planned_work(section, options)
+        if work.outdated and (absent := _absent(section)):
             err.print(f"{section.name} is left out: {', '.join(absent)} - at `--traces`", highlight=False)
         else:
-            playable.append(section)
-    for line in estimate(playable, kept, options.jobs):
-        err.print(line, highlight=False)
+            every.append(work)
+    if not options.only_pages:
+        for line in estimate(every, kept, options.jobs):
+            err.print(line, highlight=False)
     if options.only_estimate:
         return
     options.out.mkdir(parents=True, exist_ok=True)
-    for section in playable:
-        err.print(_played(section, kept, options), highlight=False)
+    for work in every:
+        err.print(_played(work, kept, options), highlight=False)
     for document in map(options.out.joinpath, DOCUMENTS):
         if document.is_file():
             document.write_text(filled(document.read_text(), options.out))
             err.print(f"{document.resolve()}: its tables", highlight=False)
 
 
-def estimate(sections: Iterable[Section], kept: Kept, jobs: int) -> list[str]:
+def planned_work(section: Section, options: Options) -> Work:
+    """Return what is to be played of a section. Raises OSError."""
+    path = options.out / f"{section.name}.json"
+    plan, rows = planned(section), read(path) if path.exists() else {}
+    outdated = [
+        each
+        for each in plan
+        if not options.only_pages
+        and each.is_outdated(rows.get(each.key))
+        and any(fnmatchcase(each.key.deployment, pattern) for pattern in options.deployments)
+    ]
+    return Work(section, plan, rows, outdated)
+
+
+def estimate(every: Iterable[Work], kept: Kept, jobs: int) -> list[str]:
     """Say how much each section lacks, and what it takes. What several lack counts where it is played
     first."""
     lines, sum_s = [], 0.0
     seen: set[Cell | Search] = set()
-    for section in sections:
-        missing = {item for item in wanted(section) if item not in kept} - seen
+    for work in every:
+        missing = {item for item in work.items if item not in kept} - seen
         seen |= missing
         section_s = sum(map(cpu_s, missing))
         sum_s += section_s
-        lines.append(f"{section.name}: {len(missing):,} to play, about {_minutes(section_s)} of CPU time")
+        lines.append(
+            f"{work.section.name}: {len(missing):,} to play, about {_minutes(section_s)} of CPU time"
+        )
     lines.append(f"in all about {_minutes(sum_s)} of CPU time, {_minutes(sum_s / jobs)} with --jobs {jobs}")
     return lines
 
@@ -122,36 +163,33 @@ def _minutes(seconds: float) -> str:
     return f"{seconds / 60:,.0f} min"
 
 
-def wanted(section: Section) -> Iterable[Cell | Search]:
-    """Return what a section plays, some of it more than once."""
-    return capacity.searches(section) if section.searched else section.cells()
-
-
 def _absent(section: Section) -> list[str]:
     """Return the files that the section plays and that are not there."""
     files = (section.traces / name for name in TRACES.values()) if section.recorded else ()
     return [f"there is no file {file}" for file in files if not file.is_file()]
 
 
-def _played(section: Section, kept: Kept, options: Options) -> str:
+def _played(work: Work, kept: Kept, options: Options) -> str:
     """Play a section and write its files; return what to say of it."""
-    every = [item for item in dict.fromkeys(wanted(section)) if item in kept or not options.only_kept]
-    searches = [item for item in every if isinstance(item, Search)]
-    simulations = [item for item in every if isinstance(item, Cell)]
+    section, rows = work.section, dict(work.rows)
+    searches = [item for item in work.items if isinstance(item, Search)]
+    simulations = [item for item in work.items if isinstance(item, Cell)]
     bounds = kept.results(searches, capacity.batches, capacity.compute, Bounds, f"{section.name}: searches")
-    results = kept.results(simulations, cells.batches, cells.compute, Result, section.name)
-    there = len(bounds) + len(results)
-    if there < len(every):
-        return (
-            f"{section.name}: {there} of {len(every)}, so its page is not written; the same command goes on"
-        )
-    if not there:
-        return f"{section.name}: nothing of it is kept"
-    if section.searched:
-        page.write_capacities(options.out, section, bounds)
-    else:
-        page.write(options.out, Found(section, results))
-    return f"{options.out / section.name}.md"
+    figures = kept.results(simulations, cells.batches, cells.compute, Result, section.name)
+    results: Mapping[Cell | Search, Result | Bounds] = dict([*bounds.items(), *figures.items()])
+    for each in work.outdated:
+        if all(item in results for item in each.items):
+            rows[each.key] = row(section, each, [results[item] for item in each.items])
+    shown = {each.key: rows[each.key] for each in work.plan if each.key in rows}
+    missing = sum(each.key not in shown for each in work.outdated)
+    if missing:
+        return f"{section.name}: {missing} rows are missing, so it is not written; the same command goes on"
+    if not shown:
+        return f"{section.name}: nothing of it was played"
+    page.write(options.out, section, shown)
+    old = sum(each.is_outdated(rows.get(each.key)) for each in work.plan)
+    outdated = f", {old} of its {len(work.plan)} rows played by other code or not at all" if old else ""
+    return f"{options.out / section.name}.md{outdated}"
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -178,7 +216,13 @@ def parse(argv: Sequence[str]) -> Options:
         help=f"folder of {', '.join(TRACES.values())} [%(default)s]",
     )
     add("--estimate", action="store_true", help="only print what is missing, and the time that it takes")
-    add("--kept", action="store_true", help="only make pages, of what earlier calls have played")
+    add("--pages", action="store_true", help="play nothing, only make the pages and tables of the data")
+    add(
+        "--deployments",
+        default="all",
+        metavar="A,B",
+        help="names of deployments that are played, or patterns of them such as 'split*' [%(default)s]",
+    )
     add("--out", type=Path, metavar="DIR", help=f"folder of pages and data [{_PAGES}]")
     add("--jobs", type=count, default=2, metavar="N", help="number of parallel processes [%(default)s]")
     add(
@@ -193,12 +237,17 @@ def parse(argv: Sequence[str]) -> Options:
     for name in names:
         if name not in _NAMES:
             raise SpecError(f"unknown {name!r}, known are {', '.join(_NAMES)} - at `--sections`")
+    deployments = listed(args.deployments, POOLS)
+    for pattern in deployments:
+        if not any(fnmatchcase(pool, pattern) for pool in POOLS):
+            raise SpecError(f"{pattern!r} fits no deployment, such as 'split' - at `--deployments`")
     chosen = (replace(section, traces=args.traces) for section in SECTIONS if section.name in names)
     return Options(
         sections=tuple(quick(section) if args.quick else section for section in chosen),
         minutes=args.minutes,
         only_estimate=args.estimate,
-        only_kept=args.kept,
+        only_pages=args.pages,
+        deployments=deployments,
         jobs=args.jobs,
         out=args.out or (_QUICK_PAGES if args.quick else _PAGES),
         work=args.work,

@@ -8,45 +8,30 @@ from math import inf
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from perilune_lab.quantiles import mean
 from perilune_lab.simulate import measure
 from perilune_lab.terminal.formats import as_number
-from perilune_research import data
+from perilune_research.data import encode
 from perilune_research.evaluation import capacity
-from perilune_research.evaluation.capacity import Bounds, Search
-from perilune_research.evaluation.cells import Cell, Result, code
-from perilune_research.evaluation.metrics import (
-    E2E_P90,
-    GOALS,
-    INTERFERENCE,
-    REGRET,
-    TTFT_MEAN,
-    TTFT_P90,
-    WALL_CLOCK,
-    Metric,
-    value,
-)
+from perilune_research.evaluation.metrics import CAPACITY, E2E_P90, GOALS, TTFT_P90, Metric
 from perilune_research.evaluation.plan import DEFAULT, LOADS, Section, rate
 from perilune_research.evaluation.pools import POOLS, described
+from perilune_research.evaluation.rows import Key, Rows, by_seed, read
 from perilune_research.table import Table, percent, ranged
-
-DATA = (REGRET, TTFT_MEAN, WALL_CLOCK, INTERFERENCE)
-"""Further figures in the data of sections with tables apart."""
 
 
 class Found(NamedTuple):
-    """A section with its results."""
+    """A section with its rows."""
 
     section: Section
-    results: Mapping[Cell, Result]
+    rows: Rows
 
-    def cells(self, pool: str, load: str, policy: str) -> list[Cell]:
-        """Return the cells of one deployment, load and policy that were played, one for each seed."""
-        section = self.section
-        every = (section.cell(pool, load, policy, seed) for seed in section.seeds)
-        return [each for each in every if each in self.results]
+    def seeds(self, pool: str, load: str, policy: str) -> list[int]:
+        """Return the seeds of one deployment, load and policy; none if it was not played."""
+        row = self.rows.get(Key(pool, load, policy))
+        return list(row["seeds"]) if row else []
 
     def played(self) -> Iterator[tuple[str, str]]:
         """Yield each deployment and load that any policy was played at."""
@@ -56,17 +41,12 @@ class Found(NamedTuple):
 
     def policies(self, pool: str, load: str) -> list[str]:
         """Return the policies that were played there."""
-        return [name for name in self.section.policies if self.cells(pool, load, name)]
+        return [name for name in self.section.policies if Key(pool, load, name) in self.rows]
 
     def by_seed(self, pool: str, load: str, policy: str, metric: Metric) -> dict[int, float]:
         """Return the figure of each seed that was played; empty if one of them does not have it."""
-        played = {each.seed: self.results[each] for each in self.cells(pool, load, policy)}
-        figures = {
-            seed: metric.without if (figure := value(result, metric.path)) is None else figure
-            for seed, result in played.items()
-        }
-        known = {seed: figure for seed, figure in figures.items() if figure is not None}
-        return known if len(known) == len(figures) else {}
+        row = self.rows.get(Key(pool, load, policy))
+        return by_seed(row, metric) if row else {}
 
     def values(self, pool: str, load: str, policy: str, metric: Metric) -> list[float]:
         """Return the figures of `by_seed` without the seeds."""
@@ -111,6 +91,8 @@ def spans(numbers: Sequence[int]) -> str:
 def tables(found: Found) -> list[Table]:
     section = found.section
     begin = [setup(section), deployments(section)]
+    if section.searched:
+        return [*begin, *capacity.tables(_capacities(found))]
     if not section.apart:
         return [*begin, figures(found), *paired(found), *ahead(found), happened(found)]
     return [
@@ -121,6 +103,13 @@ def tables(found: Found) -> list[Table]:
         *ahead(found),
         happened(found),
     ]
+
+
+def _capacities(found: Found) -> capacity.Capacities:
+    served: dict[str, dict[str, dict[int, float]]] = {}
+    for (pool, _, policy), row in found.rows.items():
+        served.setdefault(pool, {})[policy] = by_seed(row, CAPACITY)
+    return served
 
 
 def setup(section: Section) -> Table:
@@ -157,7 +146,7 @@ def figures(found: Found, only: str = "") -> Table:
         ("deployment", [pool for pool, _, _ in keys]),
         ("load", [load for _, load, _ in keys]),
         ("policy", [policy for _, _, policy in keys]),
-        ("seeds", [spans([each.seed for each in found.cells(*key)]) for key in keys]),
+        ("seeds", [spans(found.seeds(*key)) for key in keys]),
         *((metric.name, [found.figure(*key, metric) for key in keys]) for metric in section.shown),
     ]
     for metric in section.compared:
@@ -201,7 +190,7 @@ def paired(found: Found) -> list[Table]:
         for pool, load in found.played()
         for other in POOLS[pool].against
         for policy in found.policies(pool, load)
-        if found.cells(other, load, policy)
+        if found.seeds(other, load, policy)
     ]
     return [
         Table(
@@ -239,7 +228,7 @@ def goals(found: Found) -> Table:
     rows = [
         (pool, load, *(found.figure(pool, load, DEFAULT, goal) for goal in GOALS))
         for pool, load in found.played()
-        if found.cells(pool, load, DEFAULT)
+        if found.seeds(pool, load, DEFAULT)
     ]
     return Table(
         f"Against the goals, {DEFAULT}",
@@ -259,7 +248,7 @@ def compared(found: Found, pool: str, load: str) -> Table:
     rows = [
         (
             name,
-            spans([each.seed for each in found.cells(pool, load, name)]),
+            spans(found.seeds(pool, load, name)),
             *(found.figure(pool, load, name, metric) for metric in section.shown),
             *(_against_default(found, pool, load, name, metric) for metric in _ratios(section)),
         )
@@ -283,7 +272,7 @@ def rivals(found: Found) -> Iterable[tuple[str, str, str, Metric, tuple[float, f
     policy is ahead of the default in the mean of two seeds or more."""
     for pool, load in found.played():
         for metric, name in product(found.section.shown, found.policies(pool, load)):
-            if name == DEFAULT or len(found.cells(pool, load, name)) < 2:
+            if name == DEFAULT or len(found.seeds(pool, load, name)) < 2:
                 continue
             ratio = found.quotient(load, (pool, name), (pool, DEFAULT), metric)
             if ratio and ((ratio[0] > 1.0) if metric.more_is_better else (ratio[0] < 1.0)):
@@ -314,7 +303,7 @@ def ahead(found: Found) -> list[Table]:
 def happened(found: Found) -> Table:
     """Count moves and transfers."""
     rows = [
-        (pool, load, name, *_counted([found.results[each] for each in found.cells(pool, load, name)]))
+        (pool, load, name, *_counted(found.rows[Key(pool, load, name)]["happened"]))
         for pool, load in found.played()
         for name in found.policies(pool, load)
     ]
@@ -328,41 +317,39 @@ def happened(found: Found) -> Table:
     )
 
 
-def _counted(results: Sequence[Result]) -> tuple[str, ...]:
-    turns = sum(result.turns for result in results)
-    done: dict[str, int] = {}
-    for result in results:
-        for name, count in result.transfers.items():
-            done[name] = done.get(name, 0) + count
-    moved = mean(value(result, "migrations.per_request") or 0.0 for result in results)
+def _counted(happened: Mapping[str, Any]) -> tuple[str, ...]:
+    transfers = sorted(happened["transfers"].items())
     return (
-        percent(moved),
-        percent(sum(result.read for result in results) / max(turns, 1)),
-        ", ".join(f"{name} {count:,}" for name, count in sorted(done.items())),
-        f"{1e3 * sum(result.cpu_s for result in results) / max(turns, 1):.2f}",
+        percent(happened["moved"]),
+        percent(happened["read"]),
+        ", ".join(f"{name} {count:,}" for name, count in transfers),
+        f"{happened['cpu_ms']:.2f}",
     )
 
 
 # -- files -------------------------------------------------------------------------------------------------
 
 
-def write(folder: Path, found: Found) -> None:
+def write(folder: Path, section: Section, rows: Rows) -> None:
     """Write a section's page and data. Raises OSError."""
-    section = found.section
-    note = "Brackets are 95 % intervals of the mean, by bootstrap over seeds."
-    _write(folder, section, tables(found), _rows(found), " ".join(filter(None, (note, section.note))))
-
-
-def write_capacities(folder: Path, section: Section, found: Mapping[Search, Bounds]) -> None:
-    """Write page and data of a section that searches capacities. Raises OSError."""
-    served = capacity.capacities(section, found)
-    shown = [setup(section), deployments(section), *capacity.tables(served)]
-    _write(folder, section, shown, capacity.rows(served), capacity.NOTE)
-
-
-def _write(folder: Path, section: Section, shown: Sequence[Table], rows: object, note: str) -> None:
     base, small = section.base, " --quick" if section.small else ""
-    command = f"python -m perilune_research evaluation --sections {section.name}{small}"
+    document = {
+        "schema": "perilune.evaluation/v2",
+        "simulated": True,
+        "command": f"python -m perilune_research evaluation --sections {section.name}{small}",
+        "seeds": section.seeds,
+        **({} if section.recorded else {"window_s": base.window_s, "warmup_s": base.warmup_s}),
+        "rows": list(rows.values()),
+    }
+    data = folder / f"{section.name}.json"
+    data.write_bytes(encode(document))
+    (folder / f"{section.name}.md").write_text(text(section, read(data), document["command"]))
+
+
+def text(section: Section, rows: Rows, command: object) -> str:
+    """Return a section's page, made of the rows of its data file."""
+    note = "Brackets are 95 % intervals of the mean, by bootstrap over seeds."
+    note = capacity.NOTE if section.searched else " ".join(filter(None, (note, section.note)))
     head = f"""\
 # Evaluation: {section.title}
 
@@ -372,33 +359,4 @@ deployments, loads and metrics, and says what follows from the figures.
 
 `{command}` makes this page and `{section.name}.json`. {note}
 """
-    document = {
-        "schema": "perilune.evaluation/v1",
-        "simulated": True,
-        "command": command,
-        "code": code(DEFAULT),
-        "seeds": section.seeds,
-        **({} if section.recorded else {"window_s": base.window_s, "warmup_s": base.warmup_s}),
-        "rows": rows,
-    }
-    text = "\n".join([head, *(table.markdown("##") for table in shown)])
-    (folder / f"{section.name}.md").write_text(text)
-    (folder / f"{section.name}.json").write_bytes(data.encode(document))
-
-
-def _rows(found: Found) -> list[dict[str, object]]:
-    section = found.section
-    stored = (*section.shown, *section.compared, *section.paired, *(DATA if section.apart else ()))
-    goals = GOALS if section.apart else ()
-    return [
-        {
-            "deployment": pool,
-            "load": load,
-            "policy": name,
-            "seeds": [each.seed for each in found.cells(pool, load, name)],
-            **{m.path: found.values(pool, load, name, m) for m in stored},
-            **{m.path: found.values(pool, load, name, m) for m in goals if name == DEFAULT},
-        }
-        for pool, load in found.played()
-        for name in found.policies(pool, load)
-    ]
+    return "\n".join([head, *(table.markdown("##") for table in tables(Found(section, rows)))])

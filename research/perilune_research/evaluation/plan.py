@@ -10,9 +10,8 @@ has a TTFT p90 of six to nine times the floor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,14 +107,6 @@ class Section:
         if "trace" in changes:
             changes["trace"] = str(self.traces / changes["trace"])
         return replace(self.base, policy=policy, rate=rate(load), seed=seed, **changes)
-
-    def cells(self) -> Iterable[Cell]:
-        """Yield all its cells, those of one seed before those of the next; some more than once."""
-        for seed in self.seeds:
-            for play in self.plays:
-                if seed in play.seeds:
-                    for pool, load, policy in product(play.pools, play.loads, play.policies):
-                        yield self.cell(pool, load, policy, seed)
 
 
 _MOST_POOLS = 5

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from math import inf
 from pathlib import Path
 from random import Random
 from statistics import geometric_mean
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import NamedTuple
 
 from perilune_lab.quantiles import mean
 from perilune_lab.simulate import measure
 from perilune_research.evaluation.metrics import Metric
 from perilune_research.evaluation.plan import DEFAULT
+from perilune_research.evaluation.rows import Key, Rows, read
 from perilune_research.table import Table, ranged
 
 NEVER = "never"
@@ -46,7 +45,7 @@ class Pages:
     def values(self, played: Played, metric: Metric) -> list[float]:
         """Return the figure of each seed; infinity if there is none. Empty if it was not played, or if the
         page does not have this figure."""
-        found = self._rows(played.page).get(played[1:], {}).get(metric.path)
+        found = self._rows(played.page).get(Key(*played[1:]), {}).get(metric.path)
         return [] if found is None else [inf if value is None else value for value in found] or [inf]
 
     def text(self, played: Played, metric: Metric) -> str:
@@ -67,9 +66,8 @@ class Pages:
         """Return the ratio of two means, with its 95 % interval by bootstrap over seeds."""
         return ranged(measure.ratio(self.values(one, metric), self.values(other, metric)))
 
-    def _read(self, page: str) -> Mapping[tuple[str, str, str], Mapping[str, Any]]:
-        document = msgspec.json.decode((self._folder / f"{page}.json").read_bytes())
-        return {(row["deployment"], row["load"], row["policy"]): row for row in document["rows"]}
+    def _read(self, page: str) -> Rows:
+        return read(self._folder / f"{page}.json")
 
 
 class Column(NamedTuple):

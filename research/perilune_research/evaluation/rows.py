@@ -1,0 +1,163 @@
+"""The rows of a section's data file: one for each deployment, load and policy, with a figure for each seed.
+
+Pages and tables are made of these rows alone, so a row that is not played again stays as it is. Each row
+names the code that played it and its simulations: if either has changed, it is *outdated*.
+
+    plan = planned(section)          what the rows are, and the simulations of each
+    rows = read(path)                {(deployment, load, policy): row}
+    rows[key] = row(section, plan, results)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import inf
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from perilune_lab.quantiles import mean
+from perilune_research.evaluation import capacity, cells
+from perilune_research.evaluation.capacity import Bounds, Search
+from perilune_research.evaluation.cells import Cell, Result
+from perilune_research.evaluation.metrics import (
+    CAPACITY,
+    GOALS,
+    INTERFERENCE,
+    REGRET,
+    TTFT_MEAN,
+    WALL_CLOCK,
+    Metric,
+    value,
+)
+from perilune_research.evaluation.plan import DEFAULT, Section
+
+DATA = (REGRET, TTFT_MEAN, WALL_CLOCK, INTERFERENCE)
+"""Further figures in the data of sections with tables apart."""
+
+
+class Key(NamedTuple):
+    """What a row tells of."""
+
+    deployment: str
+    load: str
+    policy: str
+
+
+Row = Mapping[str, Any]
+"""A row as JSON has it: `Key`'s fields; `seeds`, `code` and `simulations` (see `Planned`); each figure by its
+path, as a list with one value for each seed, null for infinity, and empty if a seed does not have it; what
+`happened`."""
+Rows = Mapping[Key, Row]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A row that a section has."""
+
+    key: Key
+    items: tuple[Cell | Search, ...]
+    """Its simulations or searches, one for each seed, in the order of the seeds."""
+
+    @property
+    def seeds(self) -> list[int]:
+        return [_cell(item).seed for item in self.items]
+
+    @property
+    def code(self) -> str:
+        """Fingerprint of the code that plays its policy."""
+        return cells.code(self.key.policy)
+
+    @property
+    def simulations(self) -> str:
+        """Fingerprint of its simulations, whatever code plays them."""
+        whole = "\n".join(item.key.replace(self.code, "") for item in self.items)
+        return hashlib.sha256(whole.encode()).hexdigest()[:12]
+
+    def is_outdated(self, row: Row | None) -> bool:
+        """Return whether there is no such row, or one of other code or other simulations."""
+        return row is None or (row.get("code"), row.get("simulations")) != (
+            self.code,
+            self.simulations,
+        )
+
+
+def _cell(item: Cell | Search) -> Cell:
+    return item.cell if isinstance(item, Search) else item
+
+
+def planned(section: Section) -> list[Planned]:
+    """Return the rows of a section in the order of its data file."""
+    seeds: dict[Key, set[int]] = {}
+    for play in section.plays:
+        for key in product(play.pools, play.loads or (capacity.LOAD,), play.policies):
+            seeds.setdefault(Key(*key), set()).update(play.seeds)
+    loads = section.loads or (capacity.LOAD,)
+    order = {Key(*key): n for n, key in enumerate(product(section.pools, loads, section.policies))}
+    return [_planned(section, key, sorted(seeds[key])) for key in sorted(seeds, key=order.__getitem__)]
+
+
+def _planned(section: Section, key: Key, seeds: Sequence[int]) -> Planned:
+    if section.searched:
+        return Planned(
+            key, tuple(capacity.search(section, key.deployment, key.policy, seed) for seed in seeds)
+        )
+    return Planned(key, tuple(section.cell(*key, seed) for seed in seeds))
+
+
+def row(section: Section, plan: Planned, results: Sequence[Result | Bounds]) -> Row:
+    """Return a row with the results of its items, in their order."""
+    head = {**plan.key._asdict(), "seeds": plan.seeds, "code": plan.code, "simulations": plan.simulations}
+    found = [result for result in results if isinstance(result, Result)]
+    if section.searched:
+        bounds = [result for result in results if isinstance(result, Bounds)]
+        return {**head, CAPACITY.path: [each.capacity for each in bounds]}
+    figures = {metric.path: _values(found, metric) for metric in _stored(section, plan.key.policy)}
+    return {**head, **figures, "happened": _happened(found)}
+
+
+def _stored(section: Section, policy: str) -> Sequence[Metric]:
+    apart = (*DATA, *(GOALS if policy == DEFAULT else ())) if section.apart else ()
+    return (*section.shown, *section.compared, *section.paired, *apart)
+
+
+def _values(results: Sequence[Result], metric: Metric) -> list[float]:
+    """Return the figure of each result; empty if one of them does not have it."""
+    figures = [metric.without if (found := value(r, metric.path)) is None else found for r in results]
+    known = [figure for figure in figures if figure is not None]
+    return known if len(known) == len(figures) else []
+
+
+def _happened(results: Sequence[Result]) -> dict[str, object]:
+    """Return the share of measured turns that moved, the share of all turns whose body was read, the number
+    of transfers by reason and outcome, and the CPU milliseconds of a turn."""
+    turns = max(1, sum(result.turns for result in results))
+    transfers: dict[str, int] = {}
+    for result in results:
+        for name, count in result.transfers.items():
+            transfers[name] = transfers.get(name, 0) + count
+    return {
+        "moved": mean(value(result, "migrations.per_request") or 0.0 for result in results),
+        "read": sum(result.read for result in results) / turns,
+        "transfers": transfers,
+        "cpu_ms": 1e3 * sum(result.cpu_s for result in results) / turns,
+    }
+
+
+def read(path: Path) -> dict[Key, Row]:
+    """Return the rows of a data file. Raises OSError."""
+    document = msgspec.json.decode(path.read_bytes())
+    return {Key(*(each[field] for field in Key._fields)): each for each in document["rows"]}
+
+
+def by_seed(row: Row, metric: Metric) -> dict[int, float]:
+    """Return the figure of each seed, infinity where it is never reached; empty if a seed does not have it,
+    or the row does not tell it."""
+    found = row.get(metric.path, ())
+    return {
+        seed: inf if each is None else each for seed, each in zip(row["seeds"], found, strict=bool(found))
+    }
