@@ -23,7 +23,7 @@ from perilune_lab.simulate.outcome import PlayedRequest, SimulatedOutcome
 from perilune_lab.simulate.simulation import simulate
 from perilune_lab.traces import agentic
 from perilune_lab.traces.agentic import Agentic
-from perilune_research.evaluation import capacity, cells, cli, metrics, page, plan, pools, traffic
+from perilune_research.evaluation import capacity, carrying, cells, cli, metrics, page, plan, pools, traffic
 from perilune_research.evaluation.cells import Cell, Heat, heat
 from perilune_research.evaluation.cost import cpu_s
 from perilune_research.evaluation.plan import Play, Section, quick
@@ -386,17 +386,15 @@ def test_what_was_played_is_kept(folder: Path, tmp_path: Path):
     }
 
 
-def outdated(rows: dict[str, list[dict[str, object]]], policy: str) -> list[dict[str, object]]:
-    """Return rows of which one policy's were played by other code, with another figure."""
-    return [
-        {**row, "code": "other", "apc": [9.0, 9.0]} if row["policy"] == policy else row
-        for row in rows["rows"]
-    ]
+def by_other_code(data: dict[str, list[dict[str, object]]], policy: str, **figures: object) -> bytes:
+    """Return a section's data in which one policy's rows were played by other code, with other figures."""
+    rows = [{**row, "code": "other", **figures} if row["policy"] == policy else row for row in data["rows"]]
+    return json.dumps(data | {"rows": rows}).encode()
 
 
 def test_only_rows_of_other_code_are_played_again(folder: Path, tmp_path: Path):
     data = json.loads((folder / "apart.json").read_text())
-    (tmp_path / "apart.json").write_text(json.dumps(data | {"rows": outdated(data, "sticky")}))
+    (tmp_path / "apart.json").write_bytes(by_other_code(data, "sticky", apc=[9.0, 9.0]))
     section = SMALL[0]
     assert "apart: 4 to play" in play(tmp_path, "--estimate", sections=[section])
     said = play(tmp_path, "--deployments", "store", sections=[section])
@@ -406,6 +404,48 @@ def test_only_rows_of_other_code_are_played_again(folder: Path, tmp_path: Path):
     assert rows[Key("none", "0.4", "sticky")]["apc"] == [9.0, 9.0]
     played, again = (each[Key("store", "0.4", "sticky")] for each in (read(folder / "apart.json"), rows))
     assert again["apc"] == played["apc"] != [9.0, 9.0]
+
+
+def carry(folder: Path, words: Sequence[str] = ()) -> tuple[int, str]:
+    """Carry the rows of the first section over, and return the exit status and what was said."""
+    options = cli.parse(["--carry", "9", "--jobs", "1", "--out", str(folder), "--work", str(folder), *words])
+    said = Console(file=StringIO(), width=200)
+    status = cli.run(replace(options, sections=SMALL[:1]), said)
+    return status, said.file.getvalue()
+
+
+def test_rows_whose_sample_is_the_same_are_carried_over(folder: Path, tmp_path: Path):
+    data = json.loads((folder / "apart.json").read_text())
+    (tmp_path / "apart.json").write_bytes(by_other_code(data, "sticky"))
+    status, said = carry(tmp_path)
+    assert (status, said.count(": the same")) == (0, 2)
+    assert "apart: 2 rows are of today's code" in said
+    assert json.loads((tmp_path / "apart.json").read_text()) == data
+    assert (tmp_path / "apart.md").read_bytes() == (folder / "apart.md").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "why"), [((), "apc is 0"), (("--minutes", "1e-9"), "0/2")], ids=["another figure", "no time"]
+)
+def test_no_row_is_carried_over_if_one_is_not_the_same(
+    folder: Path, tmp_path: Path, words: tuple[str, ...], why: str
+):
+    was = by_other_code(json.loads((folder / "apart.json").read_text()), "sticky", apc=[9.0, 9.0])
+    (tmp_path / "apart.json").write_bytes(was)
+    status, said = carry(tmp_path, words)
+    assert status == 1
+    assert why in said
+    assert "So nothing is carried over." in said
+    assert (tmp_path / "apart.json").read_bytes() == was
+
+
+def test_a_row_of_other_simulations_is_not_carried_over(folder: Path):
+    """Neither is one that is not there."""
+    section, rows = SMALL[0], read(folder / "apart.json")
+    plan = planned(section)
+    del rows[plan[0].key]
+    rows[plan[1].key] = {**rows[plan[1].key], "simulations": "other"}
+    assert [each.plan for each in carrying.old(section, plan, rows)] == plan[2:]
 
 
 def test_a_row_of_other_simulations_is_outdated(folder: Path):

@@ -8,8 +8,8 @@
 
 Ctrl-C loses only the simulations under way. Nothing that it writes is a measurement of hardware.
 
-Exit status: 0, also if the time was too short; 2 for a wrong call or a file that cannot be written; 130 after
-Ctrl-C.
+Exit status: 0, also if the time was too short; 1 if rows were to be carried over and one has changed; 2 for a
+wrong call or a file that cannot be written; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import inf
 from pathlib import Path
+from random import Random
 
 from perilune_api.pool import SpecError
 from perilune_lab.simulate.loads import NoRateError
@@ -28,7 +29,7 @@ from perilune_lab.terminal.arguments import count, positive
 from perilune_lab.terminal.console import Console
 from perilune_lab.terminal.exits import wrong_call
 from perilune_lab.terminal.policy_arguments import listed
-from perilune_research.evaluation import capacity, cells, page
+from perilune_research.evaluation import capacity, carrying, cells, page
 from perilune_research.evaluation.capacity import Bounds, Search
 from perilune_research.evaluation.cells import Cell, Result
 from perilune_research.evaluation.cost import cpu_s
@@ -50,6 +51,7 @@ examples (after `python -m perilune_research`):
   evaluation --deployments 'split*'      only deployments of these names; other rows stay as they are
   evaluation --estimate                  only print what is outdated, and what it takes
   evaluation --pages                     only make the pages and tables of the data
+  evaluation --carry 60                  after a change that should leave all figures as they are
 
 sections (--sections): {", ".join(_NAMES)}
 Rows that today's code has played are not played again, unless `--out` is a folder without data. An
@@ -67,6 +69,8 @@ class Options:
     """Minutes after which no simulation is begun."""
     only_estimate: bool
     only_pages: bool
+    carry: int | None
+    """How many outdated rows are played in one seed to see whether all are still true."""
     deployments: tuple[str, ...]
     """Patterns of the names of deployments that are played."""
     jobs: int
@@ -78,12 +82,11 @@ def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit status. Raises SystemExit for `--help` and unknown options,
     KeyboardInterrupt after Ctrl-C."""
     try:
-        run(parse(argv), Console(stderr=True, soft_wrap=True))
+        return run(parse(argv), Console(stderr=True, soft_wrap=True))
     except (SpecError, NoRateError, OSError) as error:
         return wrong_call(_PROGRAM, error)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("finished simulations are kept, so the same command goes on") from None
-    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +106,9 @@ class Work:
         return list(dict.fromkeys(item for each in self.outdated for item in each.items))
 
 
-def run(options: Options, err: Console) -> None:
-    """Play, and write the files. Raises NoRateError, and OSError if a file cannot be written."""
+def run(options: Options, err: Console) -> int:
+    """Play, write the files, and return the exit status. Raises NoRateError, and OSError if a file cannot be
+    written."""
     until = time.monotonic() + 60 * options.minutes
     kept = Kept(options.work / "evaluation.jsonl", options.jobs, printed(err), until)
     every = []
@@ -114,11 +118,13 @@ def run(options: Options, err: Console) -> None:
             err.print(f"{section.name} is left out: {', '.join(absent)} - at `--traces`", highlight=False)
         else:
             every.append(work)
+    if options.carry:
+        return _carried(every, kept, options, err)
     if not options.only_pages:
         for line in estimate(every, kept, options.jobs):
             err.print(line, highlight=False)
     if options.only_estimate:
-        return
+        return 0
     options.out.mkdir(parents=True, exist_ok=True)
     for work in every:
         err.print(_played(work, kept, options), highlight=False)
@@ -126,6 +132,7 @@ def run(options: Options, err: Console) -> None:
         if document.is_file():
             document.write_text(filled(document.read_text(), options.out))
             err.print(f"{document.resolve()}: its tables", highlight=False)
+    return 0
 
 
 def planned_work(section: Section, options: Options) -> Work:
@@ -172,11 +179,7 @@ def _absent(section: Section) -> list[str]:
 def _played(work: Work, kept: Kept, options: Options) -> str:
     """Play a section and write its files; return what to say of it."""
     section, rows = work.section, dict(work.rows)
-    searches = [item for item in work.items if isinstance(item, Search)]
-    simulations = [item for item in work.items if isinstance(item, Cell)]
-    bounds = kept.results(searches, capacity.batches, capacity.compute, Bounds, f"{section.name}: searches")
-    figures = kept.results(simulations, cells.batches, cells.compute, Result, section.name)
-    results: Mapping[Cell | Search, Result | Bounds] = dict([*bounds.items(), *figures.items()])
+    results = _results(work.items, kept, section.name)
     for each in work.outdated:
         if all(item in results for item in each.items):
             rows[each.key] = row(section, each, [results[item] for item in each.items])
@@ -190,6 +193,36 @@ def _played(work: Work, kept: Kept, options: Options) -> str:
     old = sum(each.is_outdated(rows.get(each.key)) for each in work.plan)
     outdated = f", {old} of its {len(work.plan)} rows played by other code or not at all" if old else ""
     return f"{options.out / section.name}.md{outdated}"
+
+
+def _results(
+    items: Iterable[Cell | Search], kept: Kept, what: str
+) -> Mapping[Cell | Search, Result | Bounds]:
+    """Return the results for which there was time."""
+    every = list(items)
+    searches = [item for item in every if isinstance(item, Search)]
+    simulations = [item for item in every if isinstance(item, Cell)]
+    bounds = kept.results(searches, capacity.batches, capacity.compute, Bounds, f"{what}: searches")
+    figures = kept.results(simulations, cells.batches, cells.compute, Result, what)
+    return dict([*bounds.items(), *figures.items()])
+
+
+def _carried(every: Sequence[Work], kept: Kept, options: Options, err: Console) -> int:
+    """Carry outdated rows over if a sample of them is still true, and return the exit status."""
+    old = {work.section.name: carrying.old(work.section, work.outdated, work.rows) for work in every}
+    some = carrying.sample([each for rows in old.values() for each in rows], Random(), options.carry or 0)
+    results = _results([one.item for one in some], kept, "sample")
+    found = [(one, carrying.different(one, results[one.item])) for one in some if one.item in results]
+    for one, different in found:
+        err.print(f"{one}: {'; '.join(different) or 'the same'}", highlight=False)
+    if any(different for _, different in found) or len(found) < len(some):
+        err.print("So nothing is carried over.")
+        return 1
+    for work in every:
+        if rows := carrying.carried(old[work.section.name]):
+            page.write(options.out, work.section, {**work.rows, **rows})
+            err.print(f"{work.section.name}: {len(rows)} rows are of today's code", highlight=False)
+    return 0
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -216,6 +249,12 @@ def parse(argv: Sequence[str]) -> Options:
         help=f"folder of {', '.join(TRACES.values())} [%(default)s]",
     )
     add("--estimate", action="store_true", help="only print what is missing, and the time that it takes")
+    add(
+        "--carry",
+        type=count,
+        metavar="N",
+        help="play one seed of N outdated rows; if no figure differs, take all outdated rows for today's",
+    )
     add("--pages", action="store_true", help="play nothing, only make the pages and tables of the data")
     add(
         "--deployments",
@@ -247,6 +286,7 @@ def parse(argv: Sequence[str]) -> Options:
         minutes=args.minutes,
         only_estimate=args.estimate,
         only_pages=args.pages,
+        carry=args.carry,
         deployments=deployments,
         jobs=args.jobs,
         out=args.out or (_QUICK_PAGES if args.quick else _PAGES),

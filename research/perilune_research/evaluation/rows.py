@@ -112,12 +112,19 @@ def _planned(section: Section, key: Key, seeds: Sequence[int]) -> Planned:
 def row(section: Section, plan: Planned, results: Sequence[Result | Bounds]) -> Row:
     """Return a row with the results of its items, in their order."""
     head = {**plan.key._asdict(), "seeds": plan.seeds, "code": plan.code, "simulations": plan.simulations}
-    found = [result for result in results if isinstance(result, Result)]
+    told = {**head, **figures(section, plan.key.policy, results)}
+    return told if section.searched else {**told, "happened": _happened(_simulated(results))}
+
+
+def figures(section: Section, policy: str, results: Sequence[Result | Bounds]) -> dict[str, list[float]]:
+    """Return each figure that the section tells of these results, by its path."""
     if section.searched:
-        bounds = [result for result in results if isinstance(result, Bounds)]
-        return {**head, CAPACITY.path: [each.capacity for each in bounds]}
-    figures = {metric.path: _values(found, metric) for metric in _stored(section, plan.key.policy)}
-    return {**head, **figures, "happened": _happened(found)}
+        return {CAPACITY.path: [each.capacity for each in results if isinstance(each, Bounds)]}
+    return {metric.path: _values(_simulated(results), metric) for metric in _stored(section, policy)}
+
+
+def _simulated(results: Sequence[Result | Bounds]) -> list[Result]:
+    return [each for each in results if isinstance(each, Result)]
 
 
 def _stored(section: Section, policy: str) -> Sequence[Metric]:
