@@ -31,6 +31,8 @@ ROUTING = spec.Routing(
 )
 WORDS = Vocabulary()
 LONG, SHORT = 3_000, 200
+LONG_ANSWER = 20_000
+"""Output tokens that take longer than what a test does meanwhile."""
 
 
 @dataclass
@@ -38,12 +40,20 @@ class User(StackUser):
     failed: list[str] = field(default_factory=list)
     hosts: dict[str, list[str]] = field(default_factory=dict)
 
-    async def ask(self, session: str, tokens: int, turn: int = 1, *, path: str = "/v1/completions") -> Any:
+    async def ask(
+        self,
+        session: str,
+        tokens: int,
+        turn: int = 1,
+        *,
+        path: str = "/v1/completions",
+        answer_tokens: int = 4,
+    ) -> Any:
         """One turn; every turn of a session begins with the turn before."""
         ids = WORDS.ids_for(hash((session, 1)) & 0xFFFF, tokens)
         for later in range(2, turn + 1):
             ids += WORDS.ids_for(hash((session, later)) & 0xFFFF, SHORT)
-        body = {"model": OPTIONS.model, "prompt": ids, "max_tokens": 4, "return_token_ids": True}
+        body = {"model": OPTIONS.model, "prompt": ids, "max_tokens": answer_tokens, "return_token_ids": True}
         async with self.http.post(
             self.stack.url + path, json=body, headers={"x-session-id": session}
         ) as answer:
@@ -77,9 +87,11 @@ class User(StackUser):
 
 
 @asynccontextmanager
-async def served(*arguments: str, time_scale: float = 10.0, **of: Any) -> AsyncIterator[User]:
+async def served(
+    *arguments: str, time_scale: float = 10.0, routing: spec.Routing = ROUTING, **of: Any
+) -> AsyncIterator[User]:
     options = replace(OPTIONS, arguments=arguments, time_scale=time_scale)
-    stack = Stack(engines=3, options=options, routing=ROUTING, **of)
+    stack = Stack(engines=3, options=options, routing=routing, **of)
     async with stack, aiohttp.ClientSession() as http:
         user = User(stack, http)
         await user.all_hand_over()
@@ -126,6 +138,32 @@ async def test_long_prompts_are_prefilled_apart_and_short_ones_where_they_are_de
         (last, *_) = await user.decisions()
         assert found >= last["cached_tokens"]
         assert last["moved_from"] or found >= 0.95 * (LONG + SHORT)
+
+
+async def test_with_defaults_an_idle_engine_prefills_itself_and_one_that_answers_does_not() -> None:
+    async with served(routing=spec.Routing()) as user:
+        prefill, *decode = user.stack.endpoints
+        await user.ask("finds idle engines", LONG)
+        (idle, *_) = await user.decisions()
+        assert (idle["prefill"], idle["unsplit"]) == ("", Unsplit.CHEAPER)
+        answers: list[asyncio.Task[Any]] = []
+
+        async def both_answer_several() -> bool:
+            answers.append(
+                asyncio.create_task(user.ask(f"a{len(answers)}", SHORT, answer_tokens=LONG_ANSWER))
+            )
+            rows = [row for row in await user.decisions() if row["session_id"].startswith("a")]
+            chosen = Counter(row["target"] for row in rows)
+            return all(chosen[address] >= 4 for address in decode)
+
+        await until_true(both_answer_several)
+        await user.ask("finds engines that answer", LONG)
+        (busy, *_) = await user.decisions()
+        assert (busy["prefill"], busy["unsplit"]) == (prefill, None)
+        assert await user.metric('perilune_prefills_total{where="remote"}') == 1
+        for each in answers:
+            each.cancel()
+        assert user.failed == []
 
 
 async def test_a_killed_prefill_engine_costs_recomputations_and_no_turn() -> None:

@@ -18,6 +18,7 @@ from perilune_gateway.model import (
     Refusal,
     RequestView,
     Unsplit,
+    Verdict,
 )
 from perilune_gateway.request import openai
 from perilune_gateway.request.parsed import ParsedRequest
@@ -117,32 +118,35 @@ def test_a_prompt_that_is_cached_delays_others_half() -> None:
     assert decision(LONG, later, d).unsplit is Unsplit.CHEAPER
 
 
-@pytest.mark.parametrize(
-    ("there", "here", "prefill"),
-    [
-        ({"pending_s": 5.0}, {"in_flight": 20}, ""),
-        ({}, {"in_flight": 0, "pending_s": 5.0}, "p"),
-        ({"pending_s": 0.5}, {"in_flight": 0}, ""),
-        ({"pending_s": 5.0}, {"in_flight": 20, "pending_s": 5.0}, "p"),
-    ],
-    ids=["only here", "only there", "both", "neither"],
-)
-def test_the_endpoint_that_meets_the_slo_prefills(
-    there: dict[str, float], here: dict[str, float], prefill: str
-) -> None:
-    view = structs.replace(LONG, slo_ttft_s=2.0)
-    made = decide(
-        view,
+def within_two_seconds(there: dict[str, float], here: dict[str, float]) -> Verdict:
+    """Decide a request that wants its first token within 2 s."""
+    return decide(
+        structs.replace(LONG, slo_ttft_s=2.0),
         [prefiller("p", **there), decoder("d", {"p": FAST}, **here)],
         "ear",
         Routing(policy=chosen("ear")),
         Random(0),
     )
-    if here.get("pending_s") and there:
-        assert isinstance(made, Refusal), "no endpoint is in time"
-        return
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "prefill"),
+    [
+        pytest.param({"pending_s": 5.0}, {"in_flight": 20}, "", id="only here"),
+        pytest.param({}, {"in_flight": 0, "pending_s": 5.0}, "p", id="only there"),
+        pytest.param({"pending_s": 0.5}, {"in_flight": 0}, "", id="both"),
+    ],
+)
+def test_the_endpoint_that_meets_the_slo_prefills(
+    there: dict[str, float], here: dict[str, float], prefill: str
+) -> None:
+    made = within_two_seconds(there, here)
     assert isinstance(made, Decision)
     assert made.prefill == prefill
+
+
+def test_a_request_is_refused_if_no_endpoint_meets_the_slo() -> None:
+    assert isinstance(within_two_seconds({"pending_s": 5.0}, {"in_flight": 20, "pending_s": 5.0}), Refusal)
 
 
 def test_what_the_store_holds_is_read_and_not_prefilled() -> None:
