@@ -9,7 +9,7 @@ import msgspec
 _DIGITS = 4
 _WIDTH = 120
 _MOST = 8
-"""Most items of a list within a row."""
+"""Most items of a list or an object within a row."""
 
 
 def encode(value: object, digits: int = _DIGITS) -> bytes:

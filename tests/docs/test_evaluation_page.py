@@ -48,7 +48,7 @@ def _without_intervals(page: str) -> str:
 def test_a_made_page_is_that_of_its_data(section: Section, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(measure, "RESAMPLES", 2)
     rows = read(FOLDER / f"{section.name}.json")
-    made = page.text(section, rows, MADE[section.name]["command"])
+    made = page.text(section, rows)
     written = (FOLDER / f"{section.name}.md").read_text()
     assert _without_intervals(made) == _without_intervals(written)
 

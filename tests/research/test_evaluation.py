@@ -8,6 +8,7 @@ from io import StringIO
 from itertools import islice
 from math import exp, inf
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 
 import msgspec
@@ -24,11 +25,12 @@ from perilune_lab.simulate.simulation import simulate
 from perilune_lab.traces import agentic
 from perilune_lab.traces.agentic import Agentic
 from perilune_research.evaluation import capacity, carrying, cells, cli, metrics, page, plan, pools, traffic
+from perilune_research.evaluation.capacity import Bounds
 from perilune_research.evaluation.cells import Cell, Heat, heat
 from perilune_research.evaluation.cost import cpu_s
 from perilune_research.evaluation.plan import Play, Section, quick
 from perilune_research.evaluation.pools import ARMS, POOLS
-from perilune_research.evaluation.rows import Key, planned, read
+from perilune_research.evaluation.rows import Key, of_plan, planned, read
 from perilune_research.evaluation.sections import SECTIONS
 from perilune_research.evaluation.traffic import GREEDY, QUIET, varied
 from perilune_research.kept import Kept
@@ -425,7 +427,12 @@ def test_rows_whose_sample_is_the_same_are_carried_over(folder: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("words", "why"), [((), "apc is 0"), (("--minutes", "1e-9"), "0/2")], ids=["another figure", "no time"]
+    ("words", "why"),
+    [
+        ((), "2 of 2 were played, and 2 have changed"),
+        (("--minutes", "1e-9"), "0 of 2 were played, and 0 have changed"),
+    ],
+    ids=["another figure", "no time"],
 )
 def test_no_row_is_carried_over_if_one_is_not_the_same(
     folder: Path, tmp_path: Path, words: tuple[str, ...], why: str
@@ -435,26 +442,71 @@ def test_no_row_is_carried_over_if_one_is_not_the_same(
     status, said = carry(tmp_path, words)
     assert status == 1
     assert why in said
-    assert "So nothing is carried over." in said
+    assert "nothing is carried over" in said
     assert (tmp_path / "apart.json").read_bytes() == was
 
 
-def test_a_row_of_other_simulations_is_not_carried_over(folder: Path):
-    """Neither is one that is not there."""
+def test_a_row_that_is_not_there_or_lacks_a_figure_is_not_carried_over(folder: Path):
     section, rows = SMALL[0], read(folder / "apart.json")
     plan = planned(section)
     del rows[plan[0].key]
-    rows[plan[1].key] = {**rows[plan[1].key], "simulations": "other"}
-    assert [each.plan for each in carrying.old(section, plan, rows)] == plan[2:]
+    rows[plan[1].key] = {name: each for name, each in rows[plan[1].key].items() if name != "apc"}
+    assert [each.plan for each in carrying.carryable(section, plan, rows)] == plan[2:]
 
 
-def test_a_row_of_other_simulations_is_outdated(folder: Path):
-    more = replace(SMALL[0], plays=(Play(("none",), ("0.4",), ("perilune", "sticky"), (1, 2, 3)),))
+def test_what_can_be_carried_over_is_sampled_with_each_policy(folder: Path):
+    section, rows = SMALL[0], read(folder / "apart.json")
+    every = carrying.carryable(section, planned(section), rows)
+    for seed in range(8):
+        some = carrying.sample(every, Random(seed), 2)
+        assert {one.of.plan.key.policy for one in some} == {"perilune", "sticky"}
+    assert len(carrying.sample(every, Random(0), 9)) == 5
+
+
+def test_a_capacity_that_has_changed_is_not_carried_over(folder: Path):
+    section, rows = SMALL[-1], read(folder / "searched.json")
+    (first, *_) = carrying.carryable(section, planned(section), rows)
+    (capacity_of_it,) = first.row["sessions_per_s"]
+    one = carrying.Sampled(first, 0)
+    same, other = (Bounds(low=rate, high=rate, cpu_s=1.0) for rate in (capacity_of_it, 2 * capacity_of_it))
+    assert carrying.different(one, same) == []
+    assert carrying.different(one, other) == [
+        f"sessions_per_s is {2 * capacity_of_it:.4g}, was {capacity_of_it:g}"
+    ]
+
+
+def test_a_row_of_other_simulations_is_none_of_the_section(folder: Path):
     rows = read(folder / "apart.json")
-    assert [each.is_outdated(rows[each.key]) for each in planned(SMALL[0])] == [False] * 5
-    assert [each.is_outdated(rows[each.key]) for each in planned(more)] == [True] * 2
+    assert len(of_plan(planned(SMALL[0]), rows)) == 5
+    more = replace(SMALL[0], plays=(Play(("none",), ("0.4",), ("perilune", "sticky"), (1, 2, 3)),))
+    assert of_plan(planned(more), rows) == {}
     other = replace(SMALL[0], base=replace(BASE, window_s=26.0))
-    assert [each.is_outdated(rows[each.key]) for each in planned(other)] == [True] * 5
+    assert of_plan(planned(other), rows) == {}
+
+
+def test_a_row_without_a_figure_of_the_section_is_outdated(folder: Path):
+    rows = read(folder / "apart.json")
+    assert not any(each.is_outdated(rows[each.key]) for each in planned(SMALL[0]))
+    more = replace(SMALL[0], shown=(*metrics.MAIN, metrics.LOST))
+    assert all(each.is_outdated(rows[each.key]) for each in planned(more))
+
+
+def test_rows_that_are_not_planned_any_more_are_left_out(folder: Path, tmp_path: Path):
+    for name in ("searched.json", "apart.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    fewer = replace(SMALL[-1], plays=(Play(("none",), (), ("perilune",), (1,)),))
+    play(tmp_path, "--pages", sections=[fewer])
+    assert [key.policy for key in read(tmp_path / "searched.json")] == ["perilune"]
+    assert "sticky" not in (tmp_path / "searched.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b'{"schema":"perilune.evaluation/v1","rows":[]}', b"[]"], ids=["cut", "older", "other"]
+)
+def test_a_file_that_is_no_data_of_a_section_is_named(tmp_path: Path, content: bytes):
+    (tmp_path / "apart.json").write_bytes(content)
+    with pytest.raises(SpecError, match=r"apart.json is no data of a section"):
+        play(tmp_path, "--pages", sections=SMALL[:1])
 
 
 def test_pages_are_made_of_data_alone(folder: Path, tmp_path: Path):
@@ -491,9 +543,21 @@ def test_an_estimate_plays_nothing(tmp_path: Path):
     assert not [*tmp_path.glob("*")]
 
 
+def test_what_only_one_call_can_do_is_refused_together():
+    with pytest.raises(SystemExit):
+        cli.parse(["--carry", "9", "--pages"])
+
+
+def test_a_part_is_played_into_an_empty_folder(tmp_path: Path):
+    said = play(tmp_path, "--deployments", "split", sections=SMALL[:1])
+    assert "apart.md, 4 of its 5 rows played by other code or not at all" in said
+    assert [key.deployment for key in read(tmp_path / "apart.json")] == ["split"]
+
+
 def test_recorded_traffic_that_is_not_there_is_left_out(tmp_path: Path):
-    said = play(tmp_path, "--estimate", "--traces", str(tmp_path), sections=[BY_NAME["recorded"]])
-    assert "recorded is left out" in said
+    words, recorded = ("--traces", str(tmp_path)), [BY_NAME["recorded"]]
+    assert "recorded is left out" in play(tmp_path, "--estimate", *words, sections=recorded)
+    assert "left out" not in play(tmp_path, "--pages", *words, sections=recorded)
 
 
 def test_the_small_evaluation_leaves_the_pages_of_docs_alone():

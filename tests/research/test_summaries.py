@@ -12,6 +12,7 @@ from perilune_research.evaluation import metrics, summaries
 from perilune_research.evaluation.metrics import Metric
 from perilune_research.evaluation.plan import DEFAULT, THREE
 from perilune_research.evaluation.pools import ARMS, SPLIT
+from perilune_research.evaluation.rows import SCHEMA
 from perilune_research.evaluation.summaries import figures, goals, policies, traffic
 from perilune_research.evaluation.summaries.figures import Pages, Played
 
@@ -24,7 +25,7 @@ def page(folder: Path, name: str, rows: dict[tuple[str, str, str], dict[str, obj
         {"deployment": pool, "load": load, "policy": policy, **figures}
         for (pool, load, policy), figures in rows.items()
     ]
-    (folder / f"{name}.json").write_text(json.dumps({"rows": told}))
+    (folder / f"{name}.json").write_text(json.dumps({"schema": SCHEMA, "rows": told}))
     return Pages(folder)
 
 

@@ -1,15 +1,15 @@
 """`python -m perilune_research evaluation`: plays the sections (`sections.py`) that docs/evaluation tells.
 
-1. Read the rows of each section's data file. Those that other code or other simulations made are outdated.
-2. Print how much is to be played for these, and the CPU time that it will take, about.
+1. Read the rows of each section's data file. Those that other code has played are outdated.
+2. Print how much is to be played for these and for missing ones, and the CPU time that it will take, about.
 3. Play it as `perilune simulate` does. What an earlier call has played with the same code is kept.
 4. Write the data of each section, the page that it makes, and the tables of docs/policies.md and
    docs/evaluation/README.md.
 
 Ctrl-C loses only the simulations under way. Nothing that it writes is a measurement of hardware.
 
-Exit status: 0, also if the time was too short; 1 if rows were to be carried over and one has changed; 2 for a
-wrong call or a file that cannot be written; 130 after Ctrl-C.
+Exit status: 0, also if the time was too short; 1 if rows were to be carried over and were not; 2 for a wrong
+call or a file that cannot be read or written; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from perilune_research.evaluation.cells import Cell, Result
 from perilune_research.evaluation.cost import cpu_s
 from perilune_research.evaluation.plan import Section, quick
 from perilune_research.evaluation.pools import POOLS, TRACES
-from perilune_research.evaluation.rows import Key, Planned, Row, planned, read, row
+from perilune_research.evaluation.rows import Key, Planned, Row, Rows, of_plan, planned, read, row
 from perilune_research.evaluation.sections import SECTIONS
 from perilune_research.evaluation.summaries import DOCUMENTS, filled
 from perilune_research.kept import Kept, default_folder, printed
@@ -49,14 +49,14 @@ examples (after `python -m perilune_research`):
   evaluation --minutes 60                an hour of what is missing; the same command goes on
   evaluation --sections recorded --traces ~/traces
   evaluation --deployments 'split*'      only deployments of these names; other rows stay as they are
-  evaluation --estimate                  only print what is outdated, and what it takes
+  evaluation --estimate                  only print what is outdated or missing, and what it takes
   evaluation --pages                     only make the pages and tables of the data
   evaluation --carry 60                  after a change that should leave all figures as they are
 
 sections (--sections): {", ".join(_NAMES)}
 Rows that today's code has played are not played again, unless `--out` is a folder without data. An
 interrupted call goes on when it is repeated: finished simulations are kept until the code that plays them
-changes. A section is written once each of its rows has been played, by whatever code.
+changes. A section is written once each row that the call is to play is there.
 """
 
 
@@ -69,8 +69,8 @@ class Options:
     """Minutes after which no simulation is begun."""
     only_estimate: bool
     only_pages: bool
-    carry: int | None
-    """How many outdated rows are played in one seed to see whether all are still true."""
+    carry: int
+    """How many outdated rows are played in one seed to see whether all are still true. 0: none."""
     deployments: tuple[str, ...]
     """Patterns of the names of deployments that are played."""
     jobs: int
@@ -96,9 +96,9 @@ class Work:
     section: Section
     plan: Sequence[Planned]
     rows: dict[Key, Row]
-    """Those of the data file."""
+    """Those of the data file that are planned."""
     outdated: Sequence[Planned]
-    """Rows to play."""
+    """Rows to play, which are outdated or missing."""
 
     @property
     def items(self) -> list[Cell | Search]:
@@ -109,8 +109,6 @@ class Work:
 def run(options: Options, err: Console) -> int:
     """Play, write the files, and return the exit status. Raises NoRateError, and OSError if a file cannot be
     written."""
-    until = time.monotonic() + 60 * options.minutes
-    kept = Kept(options.work / "evaluation.jsonl", options.jobs, printed(err), until)
     every = []
     for section in options.sections:
         work = planned_work(section, options)
@@ -118,6 +116,8 @@ def run(options: Options, err: Console) -> int:
             err.print(f"{section.name} is left out: {', '.join(absent)} - at `--traces`", highlight=False)
         else:
             every.append(work)
+    until = time.monotonic() + 60 * options.minutes
+    kept = Kept(options.work / "evaluation.jsonl", options.jobs, printed(err), until)
     if options.carry:
         return _carried(every, kept, options, err)
     if not options.only_pages:
@@ -136,9 +136,10 @@ def run(options: Options, err: Console) -> int:
 
 
 def planned_work(section: Section, options: Options) -> Work:
-    """Return what is to be played of a section. Raises OSError."""
+    """Return what is to be played of a section. Raises OSError, and SpecError if its data are broken."""
     path = options.out / f"{section.name}.json"
-    plan, rows = planned(section), read(path) if path.exists() else {}
+    plan = planned(section)
+    rows = of_plan(plan, read(path)) if path.exists() else {}
     outdated = [
         each
         for each in plan
@@ -183,16 +184,19 @@ def _played(work: Work, kept: Kept, options: Options) -> str:
     for each in work.outdated:
         if all(item in results for item in each.items):
             rows[each.key] = row(section, each, [results[item] for item in each.items])
-    shown = {each.key: rows[each.key] for each in work.plan if each.key in rows}
-    missing = sum(each.key not in shown for each in work.outdated)
+    missing = sum(each.key not in rows for each in work.outdated)
     if missing:
         return f"{section.name}: {missing} rows are missing, so it is not written; the same command goes on"
-    if not shown:
+    if not rows:
         return f"{section.name}: nothing of it was played"
-    page.write(options.out, section, shown)
-    old = sum(each.is_outdated(rows.get(each.key)) for each in work.plan)
-    outdated = f", {old} of its {len(work.plan)} rows played by other code or not at all" if old else ""
-    return f"{options.out / section.name}.md{outdated}"
+    page.write(options.out, section, of_plan(work.plan, rows))
+    return f"{options.out / section.name}.md{_still_outdated(work.plan, rows)}"
+
+
+def _still_outdated(plan: Sequence[Planned], rows: Rows) -> str:
+    """Return a clause on the rows that are not of today's code; empty if there are none."""
+    old = sum(each.is_outdated(rows.get(each.key)) for each in plan)
+    return f", {old} of its {len(plan)} rows played by other code or not at all" if old else ""
 
 
 def _results(
@@ -209,19 +213,31 @@ def _results(
 
 def _carried(every: Sequence[Work], kept: Kept, options: Options, err: Console) -> int:
     """Carry outdated rows over if a sample of them is still true, and return the exit status."""
-    old = {work.section.name: carrying.old(work.section, work.outdated, work.rows) for work in every}
-    some = carrying.sample([each for rows in old.values() for each in rows], Random(), options.carry or 0)
+    carryable = {
+        work.section.name: carrying.carryable(work.section, work.outdated, work.rows) for work in every
+    }
+    outdated = [each for rows in carryable.values() for each in rows]
+    if not outdated:
+        err.print("There is no row to carry over.")
+        return 0
+    same_again = Random("".join(each.plan.code + each.plan.simulations for each in outdated))
+    some = carrying.sample(outdated, same_again, options.carry)
     results = _results([one.item for one in some], kept, "sample")
     found = [(one, carrying.different(one, results[one.item])) for one in some if one.item in results]
     for one, different in found:
         err.print(f"{one}: {'; '.join(different) or 'the same'}", highlight=False)
-    if any(different for _, different in found) or len(found) < len(some):
-        err.print("So nothing is carried over.")
+    changed = sum(bool(different) for _, different in found)
+    if changed or len(found) < len(some):
+        err.print(
+            f"{len(found)} of {len(some)} were played, and {changed} have changed: nothing is carried over."
+        )
         return 1
     for work in every:
-        if rows := carrying.carried(old[work.section.name]):
-            page.write(options.out, work.section, {**work.rows, **rows})
-            err.print(f"{work.section.name}: {len(rows)} rows are of today's code", highlight=False)
+        if old := carryable[work.section.name]:
+            rows = {**work.rows, **carrying.carried(old)}
+            page.write(options.out, work.section, of_plan(work.plan, rows))
+            left = _still_outdated(work.plan, rows)
+            err.print(f"{work.section.name}: {len(old)} rows are of today's code{left}", highlight=False)
     return 0
 
 
@@ -248,14 +264,20 @@ def parse(argv: Sequence[str]) -> Options:
         metavar="DIR",
         help=f"folder of {', '.join(TRACES.values())} [%(default)s]",
     )
-    add("--estimate", action="store_true", help="only print what is missing, and the time that it takes")
-    add(
+    only = parser.add_mutually_exclusive_group().add_argument
+    only(
+        "--estimate",
+        action="store_true",
+        help="only print what is outdated or missing, and the time that it takes",
+    )
+    only(
         "--carry",
         type=count,
+        default=0,
         metavar="N",
         help="play one seed of N outdated rows; if no figure differs, take all outdated rows for today's",
     )
-    add("--pages", action="store_true", help="play nothing, only make the pages and tables of the data")
+    only("--pages", action="store_true", help="play nothing, only make the pages and tables of the data")
     add(
         "--deployments",
         default="all",

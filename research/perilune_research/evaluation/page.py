@@ -18,7 +18,7 @@ from perilune_research.evaluation import capacity
 from perilune_research.evaluation.metrics import CAPACITY, E2E_P90, GOALS, TTFT_P90, Metric
 from perilune_research.evaluation.plan import DEFAULT, LOADS, Section, rate
 from perilune_research.evaluation.pools import POOLS, described
-from perilune_research.evaluation.rows import Key, Rows, by_seed, read
+from perilune_research.evaluation.rows import SCHEMA, Key, Rows, by_seed, parsed
 from perilune_research.table import Table, percent, ranged
 
 
@@ -331,22 +331,36 @@ def _counted(happened: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def write(folder: Path, section: Section, rows: Rows) -> None:
-    """Write a section's page and data. Raises OSError."""
-    base, small = section.base, " --quick" if section.small else ""
+    """Write a section's data and the page that is made of it. Raises OSError."""
+    base = section.base
     document = {
-        "schema": "perilune.evaluation/v2",
+        "schema": SCHEMA,
         "simulated": True,
-        "command": f"python -m perilune_research evaluation --sections {section.name}{small}",
+        "command": command(section),
         "seeds": section.seeds,
         **({} if section.recorded else {"window_s": base.window_s, "warmup_s": base.warmup_s}),
         "rows": list(rows.values()),
     }
-    data = folder / f"{section.name}.json"
-    data.write_bytes(encode(document))
-    (folder / f"{section.name}.md").write_text(text(section, read(data), document["command"]))
+    content = encode(document)
+    shown = text(section, parsed(content))  # so that the page has the data's rounded figures
+    _replace(folder / f"{section.name}.json", content)
+    _replace(folder / f"{section.name}.md", shown.encode())
 
 
-def text(section: Section, rows: Rows, command: object) -> str:
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file so that an interruption leaves the old one whole."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_bytes(content)
+    new.replace(path)
+
+
+def command(section: Section) -> str:
+    """Return the command that makes a section's page."""
+    small = " --quick" if section.small else ""
+    return f"python -m perilune_research evaluation --sections {section.name}{small}"
+
+
+def text(section: Section, rows: Rows) -> str:
     """Return a section's page, made of the rows of its data file."""
     note = "Brackets are 95 % intervals of the mean, by bootstrap over seeds."
     note = capacity.NOTE if section.searched else " ".join(filter(None, (note, section.note)))
@@ -357,6 +371,6 @@ Everything on this page is **simulated** by `perilune simulate`, which runs the 
 ([Simulator](../simulator.md)); no number is a measurement of hardware. [Evaluation](README.md) explains
 deployments, loads and metrics, and says what follows from the figures.
 
-`{command}` makes this page and `{section.name}.json`. {note}
+`{command(section)}` makes this page and `{section.name}.json`. {note}
 """
     return "\n".join([head, *(table.markdown("##") for table in tables(Found(section, rows)))])

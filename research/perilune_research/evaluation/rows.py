@@ -1,18 +1,19 @@
 """The rows of a section's data file: one for each deployment, load and policy, with a figure for each seed.
 
 Pages and tables are made of these rows alone, so a row that is not played again stays as it is. Each row
-names the code that played it and its simulations: if either has changed, it is *outdated*.
+names its simulations and the code that played them: one of other code is *outdated*, and one of other
+simulations is no row of the section any more.
 
     plan = planned(section)          what the rows are, and the simulations of each
-    rows = read(path)                {(deployment, load, policy): row}
+    rows = of_plan(plan, read(path)) {(deployment, load, policy): row}
     rows[key] = row(section, plan, results)
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import product
 from math import inf
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from perilune_api.pool import SpecError
 from perilune_lab.quantiles import mean
 from perilune_research.evaluation import capacity, cells
 from perilune_research.evaluation.capacity import Bounds, Search
@@ -53,6 +55,7 @@ Row = Mapping[str, Any]
 path, as a list with one value for each seed, null for infinity, and empty if a seed does not have it; what
 `happened`."""
 Rows = Mapping[Key, Row]
+SCHEMA = "perilune.evaluation/v2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,8 @@ class Planned:
     key: Key
     items: tuple[Cell | Search, ...]
     """Its simulations or searches, one for each seed, in the order of the seeds."""
+    figures: frozenset[str]
+    """The paths of its figures."""
 
     @property
     def seeds(self) -> list[int]:
@@ -74,20 +79,28 @@ class Planned:
 
     @property
     def simulations(self) -> str:
-        """Fingerprint of its simulations, whatever code plays them."""
-        whole = "\n".join(item.key.replace(self.code, "") for item in self.items)
-        return hashlib.sha256(whole.encode()).hexdigest()[:12]
+        """Fingerprint of its simulations, whatever code plays them. Fields that have their defaults do not
+        count, so a new one changes no fingerprint. A trace counts by its file's name."""
+        described = [_described(item) for item in self.items]
+        return hashlib.sha256(msgspec.json.encode(described, order="sorted")).hexdigest()[:12]
 
     def is_outdated(self, row: Row | None) -> bool:
-        """Return whether there is no such row, or one of other code or other simulations."""
-        return row is None or (row.get("code"), row.get("simulations")) != (
-            self.code,
-            self.simulations,
-        )
+        """Return whether there is no such row, or one of other code or with fewer figures."""
+        return row is None or row["code"] != self.code or not self.figures <= row.keys()
 
 
 def _cell(item: Cell | Search) -> Cell:
     return item.cell if isinstance(item, Search) else item
+
+
+def _described(item: object) -> object:
+    """Return a dataclass as a mapping of the fields that differ from their defaults."""
+    if isinstance(item, Cell):
+        item = replace(item, trace=Path(item.trace).name)
+    if not is_dataclass(item):
+        return item
+    values = ((field, getattr(item, field.name)) for field in fields(item))
+    return {field.name: _described(value) for field, value in values if value != field.default}
 
 
 def planned(section: Section) -> list[Planned]:
@@ -103,10 +116,16 @@ def planned(section: Section) -> list[Planned]:
 
 def _planned(section: Section, key: Key, seeds: Sequence[int]) -> Planned:
     if section.searched:
-        return Planned(
-            key, tuple(capacity.search(section, key.deployment, key.policy, seed) for seed in seeds)
-        )
-    return Planned(key, tuple(section.cell(*key, seed) for seed in seeds))
+        searches = tuple(capacity.search(section, key.deployment, key.policy, seed) for seed in seeds)
+        return Planned(key, searches, frozenset([CAPACITY.path]))
+    figures = frozenset(metric.path for metric in _stored(section, key.policy))
+    return Planned(key, tuple(section.cell(*key, seed) for seed in seeds), figures)
+
+
+def of_plan(plan: Iterable[Planned], rows: Rows) -> dict[Key, Row]:
+    """Return those of the rows that are planned, in the order of the plan."""
+    there = ((each, rows.get(each.key)) for each in plan)
+    return {each.key: row for each, row in there if row and row.get("simulations") == each.simulations}
 
 
 def row(section: Section, plan: Planned, results: Sequence[Result | Bounds]) -> Row:
@@ -156,8 +175,21 @@ def _happened(results: Sequence[Result]) -> dict[str, object]:
 
 
 def read(path: Path) -> dict[Key, Row]:
-    """Return the rows of a data file. Raises OSError."""
-    document = msgspec.json.decode(path.read_bytes())
+    """Return the rows of a data file. Raises OSError, SpecError."""
+    try:
+        return parsed(path.read_bytes())
+    except (msgspec.DecodeError, KeyError, TypeError):
+        raise SpecError(
+            f"{path} is no data of a section ({SCHEMA}): delete it, and it is played anew"
+        ) from None
+
+
+def parsed(content: bytes) -> dict[Key, Row]:
+    """Return the rows of the content of a data file. Raises DecodeError, KeyError or TypeError if it is
+    none."""
+    document = msgspec.json.decode(content)
+    if document["schema"] != SCHEMA:
+        raise KeyError(document["schema"])
     return {Key(*(each[field] for field in Key._fields)): each for each in document["rows"]}
 
 
