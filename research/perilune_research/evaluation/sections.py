@@ -236,7 +236,8 @@ SECTIONS: tuple[Section, ...] = (
         ),
         compared=(metrics.TTFT_P90, metrics.IN_FLIGHT),
         told=("Separate prefill",),
-        note="At 0.64 sessions/s `split` is fully loaded ([capacity](capacity.md)). *Host was hot* is told"
+        note="At 0.64 sessions/s the default has a TTFT p90 of 5 s in `split`, which is the bound of"
+        " [capacity](capacity.md). *Host was hot* is told"
         " under [how often a host is hot](triggers.md).",
     ),
     Section(
