@@ -142,6 +142,8 @@ def render(decision: Json) -> RenderableType:
     ]
     if decision["candidates"]:
         parts += [Text(), _candidates(decision)]
+    if decision.get("prefill_costs"):
+        parts += [Text(), _prefill_costs(decision)]
     if decision["counterfactual"]:
         parts += [Text(), _counterfactual(decision)]
     return Group(*parts)
@@ -205,6 +207,25 @@ def _candidates(decision: Json) -> Table:
             _number(row["cost"]),
             *(_number(terms.get(name)) for name in names),
             style="bold" if row["chosen"] else "",
+        )
+    return table
+
+
+def _prefill_costs(decision: Json) -> Table:
+    """Return one row per endpoint that could prefill, the terms of its cost as columns."""
+    rows = decision["prefill_costs"]
+    names = list(dict.fromkeys(name for row in rows for name in row["terms"]))
+    table = Table(title="Where the prompt can be prefilled (seconds)", title_justify="left")
+    table.add_column("endpoint", no_wrap=True)
+    for name in ("cost", *names):
+        table.add_column(name, justify="right")
+    for row in sorted(rows, key=lambda row: row["cost"]):
+        chosen = row["address"] == (decision["prefill"] or decision["target"])
+        table.add_row(
+            ("▶ " if chosen else "  ") + row["address"],
+            _number(row["cost"]),
+            *(_number(row["terms"].get(name)) for name in names),
+            style="bold" if chosen else "",
         )
     return table
 

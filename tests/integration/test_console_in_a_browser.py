@@ -13,7 +13,7 @@ import signal
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from pathlib import Path
 from random import Random
@@ -26,6 +26,7 @@ from msgspec import structs
 from playwright.async_api import Browser, ConsoleMessage, Error, Locator, Page, async_playwright, expect
 from prometheus_client import CollectorRegistry
 from routing_objects import candidate, request, session
+from stack_user import StackUser
 from waiting import until_true
 
 from perilune_api import pool as spec
@@ -304,6 +305,21 @@ async def test_a_decision_says_what_each_engine_would_have_cost_and_other_polici
         await details.locator("button[data-session]").click()
         await expect(page.locator("#details-title")).to_contain_text("Session asks-next")
         await expect(details).to_contain_text("turns")
+
+
+async def test_a_decision_says_what_its_prompts_prefill_would_have_cost_at_each_engine(page: Page) -> None:
+    stack = Stack(engines=3, options=replace(OPTIONS, prefill=1), routing=ROUTING)
+    async with stack, aiohttp.ClientSession() as http:
+        await StackUser(stack, http).all_hand_over()
+        async with opened(page, stack.admin_url, size=(1400, 1040)):
+            await converse(stack, "asks", turns=1, asks="How is the build to be mended? " * 400)
+            await page.locator("#decisions button").first.dispatch_event("click")
+            details = page.locator("#details")
+            await expect(details.locator("h3").nth(1)).to_have_text("Where the prompt can be prefilled")
+            rows = details.locator("table").nth(2).locator("tbody tr")
+            await expect(rows).to_have_count(2)
+            await expect(rows.first).to_contain_text("interference_s")
+            await expect(rows.last).to_contain_text("transfer_s")
 
 
 async def test_everything_can_be_reached_by_keyboard(page: Page, stack: Stack) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -13,7 +14,16 @@ from routing_objects import fleet, request, session
 
 from perilune_api.policies import PolicyParams
 from perilune_api.topology import Place
-from perilune_gateway.model import Decision, DecisionRecord, Ending, Outcome, Reason, Refusal, RefuseReason
+from perilune_gateway.model import (
+    Cost,
+    Decision,
+    DecisionRecord,
+    Ending,
+    Outcome,
+    Reason,
+    Refusal,
+    RefuseReason,
+)
 from perilune_gateway.observe.admin import Admin, AdminData, PoolData
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.health import report
@@ -100,6 +110,25 @@ async def test_a_decision_is_told_in_words_and_numbers(capsys):
     assert "left out [::1]:8000 (draining)" in lines
     assert any(line.startswith("least_loaded b least_loaded ") for line in lines)
     assert any(line.startswith("sticky a (same) host ") for line in lines)
+
+
+async def test_where_a_prompt_can_be_prefilled_is_explained(capsys):
+    costs = (
+        Cost("a", 2.0, {"queue_s": 0.5, "prefill_s": 1.5}),
+        Cost("p", 0.75, {"queue_s": 0.0, "transfer_s": 0.75}),
+    )
+    made = decided(3)
+    split = structs.replace(made, verdict=structs.replace(made.verdict, prefill="p", prefill_costs=costs))
+    async with gateway(split, decided(5)) as url:
+        assert await explain("r3", "--gateway", url) == 0
+        out = capsys.readouterr().out
+        assert await explain("r5", "--gateway", url) == 0
+    assert "prefill costs 2.00 s here, 0.75 s at p" in " ".join(out.split())
+    table = out[out.index("Where the prompt can be prefilled (seconds)") :].splitlines()
+    rows = [re.findall(r"[▶\w.]+", line) for line in table]
+    assert ["▶", "p", "0.750", "0", "0.750"] in rows
+    assert ["a", "2", "0.500", "1.500"] in rows
+    assert "can be prefilled" not in capsys.readouterr().out
 
 
 async def test_a_refusal_is_explained(capsys):

@@ -114,6 +114,11 @@ class DecisionRecord(Struct, frozen=True, gc=False, kw_only=True):
         return self.verdict.prefill if isinstance(self.verdict, Decision) else ""
 
     @property
+    def prefill_costs(self) -> Sequence[Cost]:
+        """Seconds that the prompt's prefill costs at the target and at prefill endpoints, where compared."""
+        return self.verdict.prefill_costs if isinstance(self.verdict, Decision) else ()
+
+    @property
     def unsplit(self) -> Unsplit | None:
         """Why the target prefills itself, in a pool with prefill endpoints."""
         return self.verdict.unsplit if isinstance(self.verdict, Decision) else None

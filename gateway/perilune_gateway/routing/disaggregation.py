@@ -82,9 +82,11 @@ def split(
     if not free:
         return replace(decision, unsplit=Unsplit.QUEUES_FULL)
     work = {c.address: prefill_work(decision, c, request) for c in free}
-    costs = [_prefill_cost(c, work[c.address], target, request) for c in free]
-    giver = cheapest(free, costs, rng)
-    if _belongs_here(target, min(cost.total for cost in costs), request, pool, params):
+    there = [_cost_there(c, work[c.address], target, request) for c in free]
+    here = _cost_here(target, request, pool, params)
+    decision = replace(decision, prefill_costs=(here, *there))
+    giver = cheapest(free, there, rng)
+    if _belongs_here(here, min(cost.total for cost in there), request.slo_ttft_s):
         return replace(decision, unsplit=Unsplit.CHEAPER)
     if ready_s(giver, work[giver.address]) > pool.max_seconds:
         return replace(decision, unsplit=Unsplit.SLOW)
@@ -102,18 +104,28 @@ def split(
     )
 
 
-def _belongs_here(
-    target: Candidate, there_s: float, request: RequestView, pool: Disaggregation, params: PeriluneParams
-) -> bool:
-    """Step 4: return whether the decoding endpoint prefills, where the best prefill endpoint takes
-    `there_s`."""
+def _cost_here(target: Candidate, request: RequestView, pool: Disaggregation, params: PeriluneParams) -> Cost:
+    """Step 4: return what the prefill costs on the decoding endpoint."""
     if pool.coming_requests:
         load = target.load._replace(in_flight=target.load.in_flight + pool.coming_requests)
         target = replace(target, load=load)
-    here, slo_s = seconds(target, request, params), request.slo_ttft_s
-    if slo_s and (here.ttft_s <= slo_s) != (there_s <= slo_s):
-        return here.ttft_s <= slo_s
-    return here.total_s - here.decode_s < there_s
+    here = seconds(target, request, params)
+    terms = {
+        "queue_s": here.queue_s,
+        "fetch_s": here.fetch_s,
+        "prefill_s": here.prefill_s,
+        "interference_s": here.interference_s,
+    }
+    return Cost(target.address, here.total_s - here.decode_s, terms)
+
+
+def _belongs_here(here: Cost, there_s: float, slo_s: float) -> bool:
+    """Step 4: return whether the decoding endpoint prefills, where the best prefill endpoint takes
+    `there_s`."""
+    here_s = here.terms["queue_s"] + here.terms["fetch_s"] + here.terms["prefill_s"]
+    if slo_s and (here_s <= slo_s) != (there_s <= slo_s):
+        return here_s <= slo_s
+    return here.total < there_s
 
 
 def prefill_work(decision: Decision, giver: Candidate, request: RequestView) -> PrefillForecast:
@@ -132,7 +144,8 @@ def transfer_s(link: Link, target: Candidate, request: RequestView) -> float:
     return target.engine.transfer_s(missing, link.bandwidth_bytes_per_s) * link.slowdown
 
 
-def _prefill_cost(giver: Candidate, work: PrefillForecast, target: Candidate, request: RequestView) -> Cost:
+def _cost_there(giver: Candidate, work: PrefillForecast, target: Candidate, request: RequestView) -> Cost:
+    """Step 3: return what the prefill costs on a prefill endpoint."""
     terms: Mapping[str, float] = {
         "queue_s": giver.load.pending_prefill_s,
         "store_s": work.store_s,

@@ -26,7 +26,7 @@ class Disaggregation(Struct, frozen=True):
     """Number of requests that count as delayed by a prefill where the prompt is decoded, in addition to those
     in flight there. With 0 an endpoint without requests prefills by itself, and first tokens come soonest.
     More of them keep prefills away from endpoints that decode, which makes times between tokens steadier.
-    With 1000 only localTokens, queue and maxSeconds lead to a prefill there."""
+    With 1000 only localTokens, queue, maxSeconds and a request's SLO lead to a prefill there."""
     accept_seconds: Annotated[float, Meta(gt=0, le=1)] = 0.3
     """Seconds for which the gateway holds a request until the prefill endpoint has accepted its prompt. After
     that, the prompt is prefilled where it is decoded. Together with `limits.decisionSeconds`, it must stay

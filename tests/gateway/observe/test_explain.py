@@ -19,12 +19,20 @@ from perilune_gateway.model import (
     Refusal,
     RefuseReason,
     TokenSource,
+    Unsplit,
     tenant_hash,
 )
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.explain import BECAUSE, counterfactual, sentence, summary, to_json
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.routing.admission import predict
+
+PREFILLS = (
+    Cost("a", 0.5, {"queue_s": 0.0, "prefill_s": 0.5}),
+    Cost("p", 1.0, {"queue_s": 1.0}),
+    Cost("q", 0.75, {"queue_s": 0.75}),
+)
+"""What a prefill costs where the prompt is decoded, and at two prefill endpoints."""
 
 
 def record(ordinal: int = 0, *, of: str = "", rows: int = 1, **changes: object) -> DecisionRecord:
@@ -242,6 +250,20 @@ class TestWords:
                 id="estimated from the headers",
             ),
             pytest.param(
+                {"verdict": Decision("a", Reason.HOST, unsplit=Unsplit.CHEAPER, prefill_costs=PREFILLS)},
+                "a because it is the session's host (hot: no): 0 of 1,000 prompt tokens cached there;"
+                " 0 tokens (0.00 s) queued before it; first token expected after 1.00 s;"
+                " prefilled here (cheaper: 0.50 s here, 0.75 s at q).",
+                id="prefilled where it is cheaper",
+            ),
+            pytest.param(
+                {"verdict": Decision("a", Reason.HOST, unsplit=Unsplit.SHORT)},
+                "a because it is the session's host (hot: no): 0 of 1,000 prompt tokens cached there;"
+                " 0 tokens (0.00 s) queued before it; first token expected after 1.00 s;"
+                " prefilled here (short).",
+                id="too short to prefill elsewhere",
+            ),
+            pytest.param(
                 {"verdict": Decision("z", Reason.PASS_THROUGH), "candidates": ()},
                 "z because the request is not one for the model, so any ready endpoint may take it.",
                 id="pass-through",
@@ -275,6 +297,15 @@ class TestWords:
 
 
 class TestJson:
+    def test_prefill_costs_are_told_with_their_terms(self):
+        out = to_json(record(verdict=Decision("a", Reason.HOST, prefill_costs=PREFILLS)))
+        assert [(each["address"], each["cost"]) for each in out["prefill_costs"]] == [
+            ("a", 0.5),
+            ("p", 1.0),
+            ("q", 0.75),
+        ]
+        assert out["prefill_costs"][1]["terms"] == {"queue_s": 1.0}
+
     def test_the_chosen_row_carries_its_terms(self):
         candidates = tuple(fleet(a=7, b=3))
         costs = (Cost("a", 7.0, {"pending": 7.0}), Cost("b", 3.0, {"pending": 3.0}))

@@ -149,6 +149,22 @@ def test_a_request_is_refused_if_no_endpoint_meets_the_slo() -> None:
     assert isinstance(within_two_seconds({"pending_s": 5.0}, {"in_flight": 20, "pending_s": 5.0}), Refusal)
 
 
+def test_the_decision_tells_what_the_prefill_costs_at_each_endpoint_with_room() -> None:
+    givers = prefiller("p", pending_s=1.0), prefiller("q"), prefiller("full", prefilling=8)
+    made = decision(LONG, *givers, decoder("d", dict.fromkeys(("p", "q", "full"), FAST)))
+    assert [cost.address for cost in made.prefill_costs] == ["d", "p", "q"]
+    assert [cost.total for cost in made.prefill_costs] == [
+        pytest.approx(sum(cost.terms.values())) for cost in made.prefill_costs
+    ]
+    assert made.prefill == "q"
+    assert made.prefill_costs[1].terms["queue_s"] == 1.0
+    assert made.prefill_costs[0].terms["interference_s"] > 0
+
+
+def test_where_nothing_was_compared_the_decision_tells_no_costs() -> None:
+    assert decision(LONG, prefiller("p"), decoder("d", {})).prefill_costs == ()
+
+
 def test_what_the_store_holds_is_read_and_not_prefilled() -> None:
     stored, computed = prefiller("p", stored=TOKENS - 1_000), prefiller("q")
     made = decision(LONG, stored, computed, decoder("d", {"p": FAST, "q": FAST}))

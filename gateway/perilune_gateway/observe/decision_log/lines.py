@@ -179,7 +179,9 @@ def _line(values: object) -> bytes:
 def _verdict(verdict: Decision | Refusal) -> dict[str, object]:
     if isinstance(verdict, Refusal):
         return {"refused": verdict.reason, "retry_after_s": verdict.retry_after_s}
-    values: dict[str, object] = msgspec.to_builtins(msgspec.structs.replace(verdict, costs=(), move=None))
+    bare = msgspec.structs.replace(verdict, costs=(), prefill_costs=(), move=None)
+    values: dict[str, object] = msgspec.to_builtins(bare)
+    del values["prefill_costs"]
     if verdict.move:
         values["move"] = msgspec.to_builtins(
             replace(verdict.move, subject="")

@@ -68,6 +68,10 @@ def to_json(record: DecisionRecord, alternatives: Mapping[str, Any] | None = Non
             "came_from": session.came_from,
         },
         "output_tokens": record.view.output_tokens,
+        "prefill_costs": [
+            {"address": cost.address, "cost": cost.total, "terms": dict(cost.terms)}
+            for cost in record.prefill_costs
+        ],
         "candidates": [_candidate(record, c, costs.get(c.address)) for c in record.candidates],
         "excluded": dict(record.excluded),
         "timings_us": dict(record.timings_us),

@@ -65,8 +65,7 @@ def sentence(record: DecisionRecord) -> str:
         )
         after_s = expected(chosen, record.view, record.verdict).ttft_s
         facts.append(f"first token expected after {after_s:.2f} s")
-    if decision.unsplit:
-        facts.append(f"prefilled here ({decision.unsplit})")
+    facts += _prefilled(decision)
     if decision.unpulled:
         facts.append(f"nothing fetched from other endpoints ({decision.unpulled})")
     if record.phase is Phase.HEADERS:
@@ -92,6 +91,19 @@ def _because(decision: Decision, record: DecisionRecord) -> str:
     return BECAUSE[decision.reason].format(
         moved_from=decision.moved_from, trigger=trigger, why=why, prefill=decision.prefill
     )
+
+
+def _prefilled(decision: Decision) -> list[str]:
+    """Return where the prompt is prefilled and what that costs here and at the best prefill endpoint; nothing
+    in a pool without such endpoints."""
+    compared = ""
+    if decision.prefill_costs:
+        here, *others = decision.prefill_costs
+        there = min(others, key=lambda cost: cost.total)
+        compared = f"{here.total:.2f} s here, {there.total:.2f} s at {there.address}"
+    if decision.unsplit:
+        return [f"prefilled here ({decision.unsplit}{compared and ': '}{compared})"]
+    return [f"prefill costs {compared}"] if decision.prefill and compared else []
 
 
 def _came_from(record: DecisionRecord) -> str:

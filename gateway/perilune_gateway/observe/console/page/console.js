@@ -372,11 +372,14 @@ async function openDecision(id) {
     const d = await page(`api/decisions/${encodeURIComponent(id)}`);
     const session = d.session_id ? make("button", { type: "button", textContent: d.session_id }) : "none";
     if (d.session_id) session.dataset.session = d.session_id;
-    const candidates = d.candidates.map((c) => [engineName(c.address), c.cost == null ? "–" : c.cost.toFixed(3), seconds(c.estimated_s), Object.entries(c.terms ?? {}).map(([k, v]) => `${k} ${Number(v.toFixed(3))}`).join(", ")]);
+    const terms = (c) => Object.entries(c.terms ?? {}).map(([k, v]) => `${k} ${Number(v.toFixed(3))}`).join(", ");
+    const candidates = d.candidates.map((c) => [engineName(c.address), c.cost == null ? "–" : c.cost.toFixed(3), seconds(c.estimated_s), terms(c)]);
+    const prefills = d.prefill_costs.map((c) => [engineName(c.address), c.cost.toFixed(3), terms(c)]);
     const others = Object.entries(d.counterfactual).map(([name, o]) => [name, o.needs_body ? "needs the body" : o.refused ? `refuses: ${o.refused}` : o.failed ? `fails: ${o.failed}` : o.target ? engineName(o.target) : "–", o.same ? "same" : ""]);
     open(`Decision ${id}`, make("p", { textContent: d.message || d.sentence }),
       facts({ session, policy: d.policy, reason: d.reason, "decided from": d.phase, "prompt tokens": count(d.prompt_tokens), "predicted cached": count(d.cached_tokens), ending: d.ending ? `${d.ending.outcome}, ${d.ending.status ? `status ${d.ending.status}, ` : ""}${seconds(d.ending.duration_s)}` : "still running" }),
       make("h3", { textContent: "Candidates" }), table(["engine", "cost", "first token", "terms"], candidates, d.candidates.findIndex((c) => c.chosen)),
+      ...(prefills.length ? [make("h3", { textContent: "Where the prompt can be prefilled" }), table(["engine", "seconds", "terms"], prefills, d.prefill_costs.findIndex((c) => c.address === (d.prefill || d.target)))] : []),
       make("h3", { textContent: "What other policies would have done" }), table(["policy", "engine", ""], others));
   } catch (error) { open(`Decision ${id}`, make("p", { className: "bad", textContent: error.message })); }
 }
