@@ -161,7 +161,7 @@ class Decision(Chosen, frozen=True, gc=False, kw_only=True):
     """Address where the prefill runs, if not on the target; the target then only decodes."""
     prefill_costs: Sequence[Cost] = ()
     """Seconds that the prompt's prefill costs, first at the endpoint that the policy chose, then at each
-    prefill endpoint with room. None if they were not compared."""
+    prefill endpoint with room that the first can fetch from. Empty if they were not compared."""
     replicate_from: str = ""
     """Address that the prefilling endpoint pulls the prefix from; if that fails, it recomputes the prefix.
     Empty if it uses its own caches and the shared store."""

@@ -115,7 +115,7 @@ class DecisionRecord(Struct, frozen=True, gc=False, kw_only=True):
 
     @property
     def prefill_costs(self) -> Sequence[Cost]:
-        """Seconds that the prompt's prefill costs at the target and at prefill endpoints, where compared."""
+        """Seconds that the prompt's prefill costs where, see `Decision`."""
         return self.verdict.prefill_costs if isinstance(self.verdict, Decision) else ()
 
     @property

@@ -149,8 +149,9 @@ class Unsplit(StrEnum):
     QUEUES_FULL = "queues_full"
     """Every prefill endpoint has as many prompts as it may have."""
     CHEAPER = "cheaper"
-    """Prefilling there costs fewer seconds, those by which it delays other requests counted, or meets the
-    request's SLO, which the prefill endpoints would miss."""
+    """Prefilling there costs fewer seconds, those by which it delays other requests counted."""
+    SLO = "slo"
+    """Prefilling there meets the request's SLO, which the prefill endpoints would miss."""
     SLOW = "slow"
     """Queue and prefill would take longer than the engines wait for KV."""
     NO_GIVER = "no_giver"

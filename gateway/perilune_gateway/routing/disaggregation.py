@@ -48,7 +48,7 @@ from perilune_gateway.model import (
     Unsplit,
 )
 from perilune_gateway.model.forecast import PrefillForecast
-from perilune_gateway.policy.cost import cheapest, host_of, seconds, slower_decode_s, target_of
+from perilune_gateway.policy.cost import Seconds, cheapest, host_of, seconds, slower_decode_s, target_of
 from perilune_gateway.routing.prefill_forecast import forecast_alone
 
 
@@ -83,11 +83,11 @@ def split(
         return replace(decision, unsplit=Unsplit.QUEUES_FULL)
     work = {c.address: prefill_work(decision, c, request) for c in free}
     there = [_cost_there(c, work[c.address], target, request) for c in free]
-    here = _cost_here(target, request, pool, params)
-    decision = replace(decision, prefill_costs=(here, *there))
+    here = _here(target, request, pool, params)
+    decision = replace(decision, prefill_costs=(_cost_here(target, here), *there))
     giver = cheapest(free, there, rng)
-    if _belongs_here(here, min(cost.total for cost in there), request.slo_ttft_s):
-        return replace(decision, unsplit=Unsplit.CHEAPER)
+    if why := _belongs_here(here, min(cost.total for cost in there), request.slo_ttft_s):
+        return replace(decision, unsplit=why)
     if ready_s(giver, work[giver.address]) > pool.max_seconds:
         return replace(decision, unsplit=Unsplit.SLOW)
     if host_of(request, candidates) is None:
@@ -104,12 +104,16 @@ def split(
     )
 
 
-def _cost_here(target: Candidate, request: RequestView, pool: Disaggregation, params: PeriluneParams) -> Cost:
-    """Step 4: return what the prefill costs on the decoding endpoint."""
+def _here(target: Candidate, request: RequestView, pool: Disaggregation, params: PeriluneParams) -> Seconds:
+    """Step 4: return what the request takes on the decoding endpoint, coming requests counted."""
     if pool.coming_requests:
         load = target.load._replace(in_flight=target.load.in_flight + pool.coming_requests)
         target = replace(target, load=load)
-    here = seconds(target, request, params)
+    return seconds(target, request, params)
+
+
+def _cost_here(target: Candidate, here: Seconds) -> Cost:
+    """Return what the prefill costs there."""
     terms = {
         "queue_s": here.queue_s,
         "fetch_s": here.fetch_s,
@@ -119,13 +123,12 @@ def _cost_here(target: Candidate, request: RequestView, pool: Disaggregation, pa
     return Cost(target.address, here.total_s - here.decode_s, terms)
 
 
-def _belongs_here(here: Cost, there_s: float, slo_s: float) -> bool:
-    """Step 4: return whether the decoding endpoint prefills, where the best prefill endpoint takes
-    `there_s`."""
-    here_s = here.terms["queue_s"] + here.terms["fetch_s"] + here.terms["prefill_s"]
-    if slo_s and (here_s <= slo_s) != (there_s <= slo_s):
-        return here_s <= slo_s
-    return here.total < there_s
+def _belongs_here(here: Seconds, there_s: float, slo_s: float) -> Unsplit | None:
+    """Step 4: return why the decoding endpoint prefills, where the best prefill endpoint takes `there_s`;
+    None if that one does."""
+    if slo_s and (here.ttft_s <= slo_s) != (there_s <= slo_s):
+        return Unsplit.SLO if here.ttft_s <= slo_s else None
+    return Unsplit.CHEAPER if here.total_s - here.decode_s < there_s else None
 
 
 def prefill_work(decision: Decision, giver: Candidate, request: RequestView) -> PrefillForecast:

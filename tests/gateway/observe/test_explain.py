@@ -257,6 +257,19 @@ class TestWords:
                 id="prefilled where it is cheaper",
             ),
             pytest.param(
+                {"verdict": Decision("a", Reason.SPLIT, prefill="p", prefill_costs=PREFILLS)},
+                "a because it decodes what p prefills: 0 of 1,000 prompt tokens cached there;"
+                " 0 tokens (0.00 s) queued before it; first token expected after 0.00 s;"
+                " prefill costs 0.50 s here, 1.00 s at p.",
+                id="prefilled elsewhere",
+            ),
+            pytest.param(
+                {"verdict": Decision("b", Reason.SPLIT, prefill="q", prefill_costs=PREFILLS)},
+                "b because it decodes what q prefills: 0 of 1,000 prompt tokens cached there;"
+                " prefill costs 0.50 s at a, 0.75 s at q.",
+                id="decoded elsewhere than the policy chose",
+            ),
+            pytest.param(
                 {"verdict": Decision("a", Reason.HOST, unsplit=Unsplit.SHORT)},
                 "a because it is the session's host (hot: no): 0 of 1,000 prompt tokens cached there;"
                 " 0 tokens (0.00 s) queued before it; first token expected after 1.00 s;"

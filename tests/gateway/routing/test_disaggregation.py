@@ -130,19 +130,19 @@ def within_two_seconds(there: dict[str, float], here: dict[str, float]) -> Verdi
 
 
 @pytest.mark.parametrize(
-    ("there", "here", "prefill"),
+    ("there", "here", "prefill", "unsplit"),
     [
-        pytest.param({"pending_s": 5.0}, {"in_flight": 20}, "", id="only here"),
-        pytest.param({}, {"in_flight": 0, "pending_s": 5.0}, "p", id="only there"),
-        pytest.param({"pending_s": 0.5}, {"in_flight": 0}, "", id="both"),
+        pytest.param({"pending_s": 5.0}, {"in_flight": 20}, "", Unsplit.SLO, id="only here"),
+        pytest.param({}, {"in_flight": 0, "pending_s": 5.0}, "p", None, id="only there"),
+        pytest.param({"pending_s": 0.5}, {"in_flight": 0}, "", Unsplit.CHEAPER, id="both"),
     ],
 )
 def test_the_endpoint_that_meets_the_slo_prefills(
-    there: dict[str, float], here: dict[str, float], prefill: str
+    there: dict[str, float], here: dict[str, float], prefill: str, unsplit: Unsplit | None
 ) -> None:
     made = within_two_seconds(there, here)
     assert isinstance(made, Decision)
-    assert made.prefill == prefill
+    assert (made.prefill, made.unsplit) == (prefill, unsplit)
 
 
 def test_a_request_is_refused_if_no_endpoint_meets_the_slo() -> None:

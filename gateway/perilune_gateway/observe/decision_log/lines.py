@@ -181,7 +181,7 @@ def _verdict(verdict: Decision | Refusal) -> dict[str, object]:
         return {"refused": verdict.reason, "retry_after_s": verdict.retry_after_s}
     bare = msgspec.structs.replace(verdict, costs=(), prefill_costs=(), move=None)
     values: dict[str, object] = msgspec.to_builtins(bare)
-    del values["prefill_costs"]
+    del values["prefill_costs"]  # which follow from the candidates
     if verdict.move:
         values["move"] = msgspec.to_builtins(
             replace(verdict.move, subject="")

@@ -9,6 +9,7 @@ endpoint that served instead, if another did. Costs 30 µs, so it is made only w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 
 from perilune_gateway.model import Decision, DecisionRecord, Phase, Reason, Refusal, TokenSource
 from perilune_gateway.observe.explain.expectation import expected
@@ -94,13 +95,15 @@ def _because(decision: Decision, record: DecisionRecord) -> str:
 
 
 def _prefilled(decision: Decision) -> list[str]:
-    """Return where the prompt is prefilled and what that costs here and at the best prefill endpoint; nothing
-    in a pool without such endpoints."""
+    """Return where the prompt is prefilled, and what that costs at the endpoint that the policy chose and at
+    the best prefill endpoint; nothing in a pool without such endpoints."""
     compared = ""
     if decision.prefill_costs:
-        here, *others = decision.prefill_costs
-        there = min(others, key=lambda cost: cost.total)
-        compared = f"{here.total:.2f} s here, {there.total:.2f} s at {there.address}"
+        first, *others = decision.prefill_costs
+        given = (cost for cost in others if cost.address == decision.prefill)
+        there = next(given, None) or min(others, key=attrgetter("total"))
+        at = "here" if first.address == decision.target else f"at {first.address}"
+        compared = f"{first.total:.2f} s {at}, {there.total:.2f} s at {there.address}"
     if decision.unsplit:
         return [f"prefilled here ({decision.unsplit}{compared and ': '}{compared})"]
     return [f"prefill costs {compared}"] if decision.prefill and compared else []
