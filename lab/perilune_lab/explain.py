@@ -195,37 +195,30 @@ def _outcome(decision: Json) -> str:
 
 def _candidates(decision: Json) -> Table:
     """Return one row per endpoint, the terms of the policy's cost as columns."""
-    rows = [(row, _terms(row)) for row in decision["candidates"]]
-    names = list(dict.fromkeys(name for _, terms in rows for name in terms))
-    table = Table(title="Candidates (lower cost is better)", title_justify="left")
-    table.add_column("endpoint", no_wrap=True)
-    for name in ("cost", *names):
-        table.add_column(name, justify="right")
-    for row, terms in sorted(rows, key=lambda pair: (pair[0]["cost"] is None, pair[0]["cost"])):
-        table.add_row(
-            ("▶ " if row["chosen"] else "  ") + row["address"],
-            _number(row["cost"]),
-            *(_number(terms.get(name)) for name in names),
-            style="bold" if row["chosen"] else "",
-        )
-    return table
+    rows = [{**row, "terms": _terms(row)} for row in decision["candidates"]]
+    return _costs("Candidates (lower cost is better)", rows, decision["target"])
 
 
 def _prefill_costs(decision: Json) -> Table:
     """Return one row per endpoint that could prefill, the terms of its cost as columns."""
-    rows = decision["prefill_costs"]
+    chosen = decision["prefill"] or decision["target"]
+    return _costs("Where the prompt can be prefilled (seconds)", decision["prefill_costs"], chosen)
+
+
+def _costs(title: str, rows: Sequence[Json], chosen: str) -> Table:
+    """Return a table of costs with their terms, the lowest first, the endpoint with this address marked."""
     names = list(dict.fromkeys(name for row in rows for name in row["terms"]))
-    table = Table(title="Where the prompt can be prefilled (seconds)", title_justify="left")
+    table = Table(title=title, title_justify="left")
     table.add_column("endpoint", no_wrap=True)
     for name in ("cost", *names):
         table.add_column(name, justify="right")
-    for row in sorted(rows, key=lambda row: row["cost"]):
-        chosen = row["address"] == (decision["prefill"] or decision["target"])
+    for row in sorted(rows, key=lambda row: (row["cost"] is None, row["cost"])):
+        is_chosen = row["address"] == chosen
         table.add_row(
-            ("▶ " if chosen else "  ") + row["address"],
+            ("▶ " if is_chosen else "  ") + row["address"],
             _number(row["cost"]),
             *(_number(row["terms"].get(name)) for name in names),
-            style="bold" if chosen else "",
+            style="bold" if is_chosen else "",
         )
     return table
 

@@ -37,7 +37,7 @@ class Sampled(NamedTuple):
 
     of: Outdated
     at: int
-    """Which of its seeds."""
+    """Index of the seed among those of the row."""
 
     @property
     def item(self) -> Cell | Search:
